@@ -1,0 +1,1 @@
+"""Train one PyTorch model on accelerators of different power."""

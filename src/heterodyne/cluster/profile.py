@@ -1,0 +1,107 @@
+"""The Profile: what was measured of a model's blocks on each device, and of the links between the devices.
+
+A measurement keeps its median and its spread (the distance of the quartiles over the median), so that whoever
+reads it knows how much to believe. Times are seconds, sizes bytes. What the numbers imply is said in `cost`, not here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from heterodyne.errors import MeasureError
+
+__all__ = ["BlockSample", "DeviceProfile", "LinkSample", "Profile"]
+
+PROFILE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSample:
+    """Forward and backward of one block at one micro-batch size.
+
+    ``saved_bytes`` is what the block keeps from forward to backward; ``spread`` that of forward plus backward.
+    """
+
+    micro_batch_size: int
+    forward_s: float
+    backward_s: float
+    spread: float
+    saved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """What one device does when all devices compute at the same time.
+
+    Args:
+        blocks: samples of each kind of block, by rising micro-batch size. The kind ``*`` is the whole model in one piece,
+            measured where it fits: it shows what the sum of the blocks leaves out.
+        optimizer_s_per_byte: seconds of one optimizer step per byte of trainable parameters.
+        step_overhead_s: seconds of a step that belong to no action (reading the batch, bookkeeping).
+        overlap: how much slower compute gets while a collective is in flight, as seconds of compute lost per second of
+            collective: 0 where it hides completely, 1 where nothing is gained by overlapping.
+    """
+
+    blocks: Mapping[str, tuple[BlockSample, ...]]
+    optimizer_s_per_byte: float
+    step_overhead_s: float = 0.0
+    overlap: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkSample:
+    """One collective or transfer of ``bytes`` among ``devices`` (for ``send``: from the first to the second)."""
+
+    op: Literal["all_reduce", "send"]
+    devices: tuple[str, ...]
+    bytes: int
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """All measurements of one model on one cluster.
+
+    ``key`` changes when model, devices, torch or dtype change (see `heterodyne.measure`); a profile under another key is not used.
+    """
+
+    key: str
+    devices: Mapping[str, DeviceProfile]
+    links: tuple[LinkSample, ...] = field(default=())
+
+    def save(self, path: Path) -> None:
+        """Write JSON, by way of a neighbouring file, so that a reader never sees half of it."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=1), encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read what `save` wrote. Raises MeasureError for anything else."""
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MeasureError(
+                f"{path}: not a profile of version {PROFILE_VERSION} ({error}); it will be measured again"
+            ) from error
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, object]) -> Profile:
+        """The inverse of `dataclasses.asdict`, with the version beside it. Raises ValueError, KeyError or TypeError."""
+        fields = dict(content)
+        if fields.pop("version") != PROFILE_VERSION:
+            raise ValueError("another version")
+        devices: dict[str, DeviceProfile] = {}
+        for name, device in fields["devices"].items():  # type: ignore[attr-defined]  # checked by the caller's except
+            blocks = {kind: tuple(BlockSample(**s) for s in samples) for kind, samples in device["blocks"].items()}
+            devices[name] = DeviceProfile(**{**device, "blocks": blocks})
+        links = tuple(
+            LinkSample(**{**link, "devices": tuple(link["devices"])})
+            for link in fields["links"]  # type: ignore[attr-defined]
+        )
+        return cls(key=str(fields["key"]), devices=devices, links=links)

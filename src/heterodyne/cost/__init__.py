@@ -1,0 +1,1 @@
+"""Pure estimates: seconds and bytes of blocks, collectives, devices and steps."""

@@ -1,0 +1,6 @@
+"""What the model is: the ModelGraph, without weights and without torch."""
+
+from heterodyne.graph.ir import Block, Input, Loss, ModelGraph, Op, Parameter, TensorSpec
+from heterodyne.graph.size import Size
+
+__all__ = ["Block", "Input", "Loss", "ModelGraph", "Op", "Parameter", "Size", "TensorSpec"]

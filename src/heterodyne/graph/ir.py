@@ -1,0 +1,214 @@
+"""The ModelGraph: what a model is, without its weights and without torch.
+
+Ops are listed in topological order, the order in which they were captured. Blocks are contiguous runs of ops that
+together cover the graph: what stands before the first repeated layer, each repeated layer, what stands after the last.
+Blocks of the same ``kind`` have the same ops, shapes and constants, so one of them is measured for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Literal
+
+from heterodyne.graph.size import Size
+
+__all__ = ["Block", "Input", "Loss", "ModelGraph", "Op", "Parameter", "TensorSpec", "dtype_bytes"]
+
+_DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element. Raises KeyError for a dtype that is not in the table."""
+    return _DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Shape and dtype. ``shape`` holds a Size a dim; the dims that follow the batch are not constant."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+
+    @cached_property
+    def numel(self) -> Size:
+        product = Size.of(1)
+        for dim in self.shape:
+            product = product * dim
+        return product
+
+    @cached_property
+    def bytes(self) -> Size:
+        return self.numel * dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """A tensor that the user passes in. ``batch_dim`` is None for one that does not follow the batch."""
+
+    name: str
+    spec: TensorSpec
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter or a buffer; ``aliases`` are the other names that are tied to it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        product = 1
+        for dim in self.shape:
+            product *= dim
+        return product
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One op of the graph.
+
+    Args:
+        name: unique in the graph.
+        target: the operator, as ``aten.linear.default``.
+        inputs: names of the ops and inputs that it reads, in order.
+        parameters: names of the parameters and buffers that it reads (canonical names, not aliases).
+        outputs: one spec for each tensor that it returns.
+        module: the path of the module that called it ("model.layers.3.mlp"), "" for the root.
+        source: "file.py:12" of the user's line, "" where unknown.
+        flops_forward, flops_backward: floating point operations (a multiply-add counts 2).
+        bytes_read, bytes_written: memory traffic of the forward.
+        bytes_saved: what it alone keeps for its backward (tensors that an earlier op already keeps are not counted).
+        annotation: name of the TaskGraph annotation that encloses it, if any.
+    """
+
+    name: str
+    target: str
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    outputs: tuple[TensorSpec, ...]
+    module: str
+    source: str
+    flops_forward: Size
+    flops_backward: Size
+    bytes_read: Size
+    bytes_written: Size
+    bytes_saved: Size
+    annotation: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A contiguous run of ops, ``[start, stop)``. Blocks of one ``kind`` are alike."""
+
+    index: int
+    name: str
+    kind: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """How the loss is averaged, which decides how the losses of unequal parts are added up (law 1).
+
+    With ``mean`` the loss is a sum over the batch divided by a count N of it; parts of the batch are weighted by N(part) / N(batch).
+    ``count`` says what N counts: ``samples``, or ``tokens`` (labels that are not ignored, or a mask's sum: it depends on the data).
+    With ``sum`` every part has weight 1.
+    """
+
+    reduction: Literal["mean", "sum"]
+    count: Literal["samples", "tokens"] = "samples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGraph:
+    """What the model is. Immutable; made by `heterodyne.capture`, read by everything that thinks.
+
+    Args:
+        name: the class of the model.
+        inputs: what the user passes in.
+        parameters, buffers: one entry each for what is stored once; tied names are aliases.
+        ops: in topological order.
+        blocks: contiguous, in order, covering all ops.
+        loss: how the loss is averaged.
+        batch_statistics: names of the ops that mix the samples of a micro-batch (BatchNorm in training).
+        random: names of the ops that draw random numbers (dropout).
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Parameter, ...]
+    ops: tuple[Op, ...]
+    blocks: tuple[Block, ...]
+    loss: Loss
+    batch_statistics: tuple[str, ...] = ()
+    random: tuple[str, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with ops, shapes, parameters or loss; not with where the source code stands."""
+        content = asdict(self)
+        for op in content["ops"]:
+            del op["source"]
+        text = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(p.bytes for p in self.parameters)
+
+    @property
+    def trainable_bytes(self) -> int:
+        return sum(p.bytes for p in self.parameters if p.trainable)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(b.bytes for b in self.buffers)
+
+    def ops_of(self, block: Block) -> tuple[Op, ...]:
+        return self.ops[block.start : block.stop]
+
+    def flops_forward(self, block: Block | None = None) -> Size:
+        """Forward FLOPs of a block, or of the whole graph."""
+        return Size.total(op.flops_forward for op in (self.ops if block is None else self.ops_of(block)))
+
+    def flops_backward(self, block: Block | None = None) -> Size:
+        """Backward FLOPs of a block, or of the whole graph."""
+        return Size.total(op.flops_backward for op in (self.ops if block is None else self.ops_of(block)))
+
+    def bytes_saved(self, block: Block | None = None) -> Size:
+        """Activation bytes kept from forward to backward by a block, or by the whole graph."""
+        return Size.total(op.bytes_saved for op in (self.ops if block is None else self.ops_of(block)))
+
+    def parameters_of(self, block: Block) -> tuple[Parameter, ...]:
+        """The parameters that a block reads, in the order of `parameters`. A tied one appears in each block that reads it."""
+        read = {name for op in self.ops_of(block) for name in op.parameters}
+        return tuple(p for p in self.parameters if p.name in read)
+
+    @cached_property
+    def kinds(self) -> dict[str, Block]:
+        """The first block of each kind, in order: what has to be measured."""
+        first: dict[str, Block] = {}
+        for block in self.blocks:
+            first.setdefault(block.kind, block)
+        return first

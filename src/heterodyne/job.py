@@ -1,0 +1,176 @@
+"""The job: what to train, on what, how long, as a YAML file with seven sections.
+
+    model data training optimizer parallelism checkpoint metrics
+
+Nothing here says *where* it runs: that is the cluster's and the plan's part. ``--set section.field=value`` overrides any field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BeforeValidator, Field, model_validator
+
+from heterodyne.documents import Section, read_yaml, validate
+from heterodyne.errors import JobError
+from heterodyne.units import parse_bytes
+
+__all__ = [
+    "CheckpointSection", "DataSection", "Job", "MetricsSection", "ModelSection", "OptimizerSection", "ParallelismSection", "TrainingSection",
+]  # fmt: skip
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class ModelSection(Section):
+    """Exactly one of `factory`, `huggingface`, `directory`.
+
+    Args:
+        factory: ``package.module:function`` or ``path/to/file.py:function`` (relative to the job file); called with `arguments`.
+        huggingface: fields of a Transformers configuration, with ``model_type``, or the path of a ``config.json``.
+        directory: a local Hugging Face directory with ``config.json`` and safetensors: training continues from its weights.
+        auto_class: the Transformers class that builds the model from a configuration.
+    """
+
+    factory: str | None = None
+    arguments: dict[str, Any] = {}
+    huggingface: dict[str, Any] | str | None = None
+    directory: str | None = None
+    auto_class: str = "AutoModelForCausalLM"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("factory", "huggingface", "directory") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of factory, huggingface, directory (given: {', '.join(given) or 'none'})"
+            )
+        if self.arguments and self.factory is None:
+            raise ValueError("arguments go with factory")
+        return self
+
+
+class DataSection(Section):
+    """Byte-level text.
+
+    Args:
+        text: ``stdlib`` (the sources of Python's standard library), or files and directories of the user's.
+        sequence_length: tokens of a sample.
+        validation_fraction: share of the text that is kept apart, never trained on.
+        cache: where token files are kept; None: beside the run.
+    """
+
+    text: str | tuple[str, ...] = "stdlib"
+    sequence_length: Positive = 128
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    cache: str | None = None
+
+
+class TrainingSection(Section):
+    """How long and how exactly. ``clip_grad_norm`` 0 means no clipping; ``validate_every`` 0 only at the end."""
+
+    steps: Positive = 100
+    global_batch_size: Positive = 32
+    seed: int = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    validate_every: Annotated[int, Field(ge=0)] = 0
+    validation_samples: Positive = 64
+
+
+class OptimizerSection(Section):
+    """AdamW or SGD with linear warm-up and cosine decay to ``min_lr_ratio`` of ``lr``."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    momentum: Fraction = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    min_lr_ratio: Fraction = 0.1
+
+
+class ParallelismSection(Section):
+    """Hints for the planner; the defaults let it choose.
+
+    Args:
+        strategy: ``auto`` takes the fastest predicted plan; ``equal`` gives each device the same share; ``fastest`` uses one device.
+        micro_batch_sizes: the sizes that are measured and tried.
+        bucket_size: gradients are reduced in buckets of about this size.
+    """
+
+    strategy: Literal["auto", "equal", "fastest"] = "auto"
+    micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 4, 8)
+    bucket_size: Bytes = 4 * 2**20
+
+
+class CheckpointSection(Section):
+    """``every`` 0: only at the end. ``keep``: how many of the newest stay on disk."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    keep: Positive = 2
+
+
+class MetricsSection(Section):
+    """A line of metrics every so many steps, in ``metrics.jsonl`` and, if wanted and installed, TensorBoard."""
+
+    every: Positive = 1
+    tensorboard: bool = True
+
+
+class Job(Section):
+    """What to train. See the module."""
+
+    model: ModelSection
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    parallelism: ParallelismSection = ParallelismSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    metrics: MetricsSection = MetricsSection()
+
+    @classmethod
+    def load(cls, path: Path, overrides: tuple[str, ...] = ()) -> Job:
+        """Read a job file and apply ``section.field=value`` overrides (values are YAML). Raises JobError with the line."""
+        content, lines = read_yaml(path, JobError)
+        if not isinstance(content, dict):
+            raise JobError(
+                "a job is a mapping with the sections " + ", ".join(cls.model_fields), path=str(path), line=1
+            )
+        for override in overrides:
+            _override(content, override)
+        return validate(cls, content, error=JobError, path=str(path), lines=lines)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of what decides the losses: not of where files are kept, nor of how it is spread or reported."""
+        decisive = self.model_dump(
+            mode="json", exclude={"parallelism": True, "checkpoint": True, "metrics": True, "data": {"cache"}}
+        )
+        return hashlib.sha256(yaml.safe_dump(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, *path = key.split(".")
+    if not equals or not path:
+        raise JobError(f"--set {override}: write section.field=value, for example --set training.steps=50")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise JobError(f"--set {override}: {text!r} is not a YAML value") from error
+    place: Any = content
+    for part in (section, *path[:-1]):
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
+        if not isinstance(place, dict):
+            raise JobError(f"--set {override}: {part!r} is not a section")
+    place[path[-1]] = value

@@ -1,0 +1,1 @@
+"""What this machine has, how fast it is, and what its links carry."""

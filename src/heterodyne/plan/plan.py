@@ -1,0 +1,159 @@
+"""The Plan: the one artefact between thinking and doing, a file that a person can read, diff and edit.
+
+    Plan
+      pipelines: each takes a share of the global batch, cut into micro-batches
+        stages: each runs a contiguous range of the graph's ops on a group of devices
+          regions: a TaskGraph of that stage, with its layout on the group
+          recompute: blocks whose activations are computed again; state_shares: who holds how much optimizer state
+
+Pipelines need not be alike. They take contiguous slices of the global batch, in their order: the first pipeline the
+first samples. Devices that are in no pipeline are `idle`. This module says what a plan *is*; whether a plan fits a
+model and a cluster is said by `plan.check`, what each rank does by `plan.lower`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from heterodyne.errors import PlanError
+from heterodyne.plan.micro_batches import MicroBatches
+
+__all__ = ["PLAN_VERSION", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
+
+PLAN_VERSION: Final = 1
+
+
+def _micro_batches(value: object) -> object:
+    return MicroBatches.parse(value) if isinstance(value, str) else value
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+
+class Layout(_Part):
+    """How a TaskGraph lies on the devices of its stage.
+
+    ``shares`` has one whole number a device: samples of each micro-batch (replicate), units of the sharded dim (split), experts,
+    or positions of the sequence (context). Only their ratios count.
+    """
+
+    kind: Literal["replicate", "split", "expert", "context"] = "replicate"
+    shares: tuple[Annotated[int, Field(ge=0)], ...]
+
+
+class Region(_Part):
+    """A TaskGraph of a stage. ``task_graph`` names an annotation; ``*`` is everything that has none."""
+
+    task_graph: str = "*"
+    layout: Layout
+
+
+class Stage(_Part):
+    """A contiguous cut of the graph, ops ``[start, stop)``, on a group of devices.
+
+    ``recompute`` holds indices of blocks; ``state_shares`` one whole number a device (ratios), None: each device holds all of it.
+    """
+
+    ops: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+    devices: tuple[str, ...]
+    regions: tuple[Region, ...]
+    recompute: tuple[int, ...] = ()
+    state_shares: tuple[int, ...] | None = None
+
+
+class Pipeline(_Part):
+    """A whole copy of the model with its share of the global batch."""
+
+    micro_batches: Annotated[MicroBatches, BeforeValidator(_micro_batches), PlainSerializer(str, return_type=str)]
+    stages: tuple[Stage, ...]
+
+
+class Prediction(_Part):
+    """What the planner expects of this plan.
+
+    ``efficiency`` is samples/s over the sum of what the devices reach alone, computing without communicating.
+    """
+
+    step_s: float
+    samples_per_s: float
+    efficiency: float
+    memory_bytes: dict[str, int]
+
+
+class Plan(_Part):
+    """How one model trains on one cluster.
+
+    Args:
+        model, cluster: the fingerprints that this plan was made for.
+        global_batch_size: samples of one optimizer step, over all pipelines.
+        schedule: name of the pipeline schedule, as in PyTorch.
+        bucket_bytes: gradients are reduced in buckets of about this size.
+        pipelines: who computes what.
+        idle: devices that take no part.
+        predicted: None for a plan written by hand.
+        reason: why the planner chose it, in a sentence.
+    """
+
+    version: Literal[1] = PLAN_VERSION
+    model: str
+    cluster: str
+    global_batch_size: Annotated[int, Field(ge=1)]
+    precision: Literal["fp32", "bf16"] = "fp32"
+    schedule: str = "1F1B"
+    bucket_bytes: Annotated[int, Field(ge=1)] = 4 * 2**20
+    pipelines: tuple[Pipeline, ...]
+    idle: tuple[str, ...] = ()
+    predicted: Prediction | None = None
+    reason: str = ""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that take part, pipeline by pipeline, stage by stage."""
+        return tuple(d for pipeline in self.pipelines for stage in pipeline.stages for d in stage.devices)
+
+    def first_samples(self) -> tuple[int, ...]:
+        """For each pipeline the place of its first sample in the global batch."""
+        starts, total = [], 0
+        for pipeline in self.pipelines:
+            starts.append(total)
+            total += pipeline.micro_batches.samples
+        return tuple(starts)
+
+    def dump(self) -> str:
+        """Canonical JSON: ``Plan.parse(plan.dump()) == plan``, and equal plans give equal text."""
+        return json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def parse(cls, text: str, *, path: str | None = None) -> Plan:
+        """Read what `dump` wrote or a person edited. Raises PlanError with every field that is wrong."""
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not JSON: {error.msg} (column {error.colno})", path=path, line=error.lineno) from error
+        version = content.get("version") if isinstance(content, dict) else None
+        if version != PLAN_VERSION:
+            raise PlanError(
+                f"plan version {version!r} is not {PLAN_VERSION}; plan again with 'heterodyne plan'", path=path
+            )
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            wrong = [f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors()]
+            raise PlanError("; ".join(wrong), path=path) from error
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.dump(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Raises PlanError if the file is not there or not a plan."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot be read: {error}", path=str(path)) from error
+        return cls.parse(text, path=str(path))

@@ -1,0 +1,1 @@
+"""What happens: one worker a rank that obeys its list of actions."""
