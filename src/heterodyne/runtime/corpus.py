@@ -1,0 +1,130 @@
+"""Which files are the text: Python's standard library, or files and directories of the user's.
+
+The order of the files is that of their paths, so the same files give the same text. Text is bytes, whatever its
+encoding; a file in a directory that has a NUL byte near its start, and no byte order mark, is not text and is left out
+(git's rule), as are hidden files and empty ones. A file that is named itself is always taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterodyne.errors import DataError
+
+__all__ = ["STANDARD_LIBRARY", "Source", "fingerprint", "text_sources"]
+
+STANDARD_LIBRARY = "stdlib"
+_NOT_OUR_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_MACHINE_DEPENDENT = ("_sysconfigdata", "sitecustomize", "usercustomize", "python-config")
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_PROBE_BYTES = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One file of text, as it was when it was looked at."""
+
+    path: Path
+    bytes: int
+    modified_ns: int
+
+
+def text_sources(text: str | Sequence[str], *, base: Path | None = None) -> tuple[Source, ...]:
+    """The files behind ``data.text`` of a job, in a stable order, none of them empty, none twice.
+
+    Args:
+        text: ``stdlib``, or paths of files and directories (searched to the bottom), or several of these.
+        base: what relative paths start from; None: the current directory.
+
+    Raises DataError for a path that is missing, cannot be read, or holds no text.
+    """
+    entries = (text,) if isinstance(text, str) else tuple(text)
+    if not entries:
+        raise DataError(f"data.text names nothing; give files or directories of text, or {STANDARD_LIBRARY!r}")
+    found: dict[Path, Source] = {}
+    for entry in entries:
+        for source in _standard_library() if entry == STANDARD_LIBRARY else _of_path(entry, base or Path.cwd()):
+            found.setdefault(source.path, source)
+    return tuple(found.values())
+
+
+def fingerprint(sources: Sequence[Source]) -> str:
+    """64 hex digits that change with a path, a size, a time of modification or the order: cheap, it reads no text."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(f"{source.bytes} {source.modified_ns} {source.path}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _standard_library() -> list[Source]:
+    """Python's own sources without its tests, which not every system installs, and without what the build generated."""
+    root = Path(sysconfig.get_path("stdlib"))
+    chosen = [
+        path
+        for path in _walk(root, skip=_NOT_OUR_TEXT)
+        if path.suffix == ".py" and not path.name.startswith(_MACHINE_DEPENDENT)
+    ]
+    sources = [source for path in chosen if (source := _look_at(path)).bytes]
+    if not sources:
+        raise DataError(
+            f"data.text: {STANDARD_LIBRARY!r} has no sources in {root} on this machine; name files or directories of text instead"
+        )
+    return sources
+
+
+def _of_path(entry: str, base: Path) -> list[Source]:
+    path = Path(os.path.abspath(base / Path(entry).expanduser()))  # noqa: PTH100  # resolve() would follow links
+    if not path.exists():
+        raise DataError(f"data.text: {entry}: there is no such file or directory (looked for {path}); correct the path")
+    if not path.is_dir():
+        source = _look_at(path)
+        _require_readable(path)
+        if not source.bytes:
+            raise DataError(f"data.text: {path} is empty; name a file that has text")
+        return [source]
+    sources = [source for file in _walk(path) if (source := _look_at(file)).bytes and _is_text(file)]
+    if not sources:
+        raise DataError(
+            f"data.text: the directory {path} has no text (hidden, empty and binary files are left out); name one that has"
+        )
+    return sources
+
+
+def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The files under a directory by rising path; links to directories are not followed, so there are no circles."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"data.text: {error.filename} cannot be read ({error.strerror}); grant access or leave it out")
+
+    chosen: list[Path] = []
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        chosen += [Path(folder, name) for name in files if not name.startswith(".")]
+    return iter(sorted((path for path in chosen if path.is_file()), key=lambda path: path.relative_to(root).parts))
+
+
+def _look_at(path: Path) -> Source:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"data.text: {path} cannot be read ({error.strerror})") from error
+    return Source(path=path, bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def _is_text(path: Path) -> bool:
+    head = _require_readable(path)
+    return head.startswith(_BYTE_ORDER_MARKS) or b"\0" not in head
+
+
+def _require_readable(path: Path) -> bytes:
+    """The first bytes of the file. Raises DataError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_PROBE_BYTES)
+    except OSError as error:
+        raise DataError(f"data.text: {path} cannot be read ({error.strerror}); grant access or leave it out") from error
