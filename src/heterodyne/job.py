@@ -149,12 +149,16 @@ class Job(Section):
         return validate(cls, content, error=JobError, path=str(path), lines=lines)
 
     @property
-    def fingerprint(self) -> str:
-        """16 hex digits of what decides the losses: not of where files are kept, nor of how it is spread or reported."""
-        decisive = self.model_dump(
+    def decisive(self) -> dict[str, Any]:
+        """What decides the losses, as plain JSON values: not where files are kept, nor how it is spread or reported."""
+        return self.model_dump(
             mode="json", exclude={"parallelism": True, "checkpoint": True, "metrics": True, "data": {"cache"}}
         )
-        return hashlib.sha256(yaml.safe_dump(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of what is `decisive`."""
+        return hashlib.sha256(yaml.safe_dump(self.decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _override(content: dict[str, Any], override: str) -> None:
