@@ -1,0 +1,251 @@
+"""The cluster file: machines as a person describes them, in YAML with units.
+
+    name: lab
+    nodes:
+      - name: new
+        count: 2                                          # new-0 and new-1
+        devices: [{kind: A100-SXM-80GB, count: 4}]        # memory from the catalog
+        link: {bandwidth: 300 GB/s, latency: 5 us}        # among the devices of the node; default: the catalog's
+      - name: old
+        devices: [{kind: V100-SXM2-16GB, count: 8, memory: 16 GB}]
+    links:
+      - {between: [new, old], bandwidth: 50 Gb/s, latency: 30 us}
+      - {between: all, bandwidth: 25 GB/s, latency: 10 us}    # every other pair of nodes
+
+Ranks follow the order of the file. A kind that the catalog knows by another name gets the catalog's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import combinations, product
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from heterodyne.cluster.catalog import find, lookup
+from heterodyne.cluster.spec import Cluster, Device, Link
+from heterodyne.documents import Location, Section, read_yaml, validate
+from heterodyne.errors import ClusterError
+from heterodyne.units import parse_bandwidth, parse_bytes, parse_seconds
+
+__all__ = ["CATALOG_LINK_LATENCY_S", "catalog_link", "load_cluster"]
+
+# Datasheets state no latency. The order of a copy between two GPUs of one node; whoever needs better measures it.
+CATALOG_LINK_LATENCY_S = parse_seconds("10 us")
+
+_BOUNDS: Mapping[str, tuple[float, float, str]] = {
+    "memory": (2**20, 2**50, "1 MiB and 1 PiB"),
+    "bandwidth": (1e3, 1e15, "1 kB/s and 1 PB/s"),
+    "latency": (0, 60, "0 and 1 min"),
+}
+
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+_Item = TypeVar("_Item")
+
+
+def _within(what: str, value: float, text: object) -> float:
+    low, high, said = _BOUNDS[what]
+    if not low <= value <= high:
+        raise ValueError(f"{text!r} is no {what} between {said}; is the unit right?")
+    return value
+
+
+def _memory(text: str | float) -> int:
+    return int(_within("memory", parse_bytes(text), text))
+
+
+def _bandwidth(text: str | float) -> float:
+    return _within("bandwidth", parse_bandwidth(text), text)
+
+
+def _latency(text: str | float) -> float:
+    return _within("latency", parse_seconds(text), text)
+
+
+def _name(text: str) -> str:
+    if not _NAME.match(text):
+        raise ValueError(f"{text!r} is no name of a node; use letters, digits, '.', '_' and '-', as in 'gpu-box.3'")
+    return text
+
+
+def _some(items: tuple[_Item, ...]) -> tuple[_Item, ...]:
+    if not items:
+        raise ValueError("is empty; a cluster needs at least one node, and a node at least one device")
+    return items
+
+
+def _between(ends: object) -> object:
+    if ends == "all" or (isinstance(ends, list) and len(ends) == 2 and all(isinstance(end, str) for end in ends)):
+        return ends
+    raise ValueError(f"{ends!r} is neither two nodes, as in '[new, old]', nor 'all'")
+
+
+Name = Annotated[str, AfterValidator(_name)]
+Count = Annotated[int, Field(ge=1, le=100_000, strict=True)]
+
+
+class _LinkValues(Section):
+    bandwidth: Annotated[float, BeforeValidator(_bandwidth)]
+    latency: Annotated[float, BeforeValidator(_latency)]
+
+
+class _Devices(Section):
+    kind: Annotated[str, Field(min_length=1)]
+    count: Count = 1
+    memory: Annotated[int, BeforeValidator(_memory)] | None = None
+    backend: Literal["cpu", "cuda", "xpu", "npu", "hpu", "xla", "mps"] | None = None
+
+
+class _Node(Section):
+    """``link: null`` says that nothing is known of it; without the key the catalog is asked."""
+
+    name: Name
+    count: Count | None = None
+    devices: Annotated[tuple[_Devices, ...], AfterValidator(_some)]
+    link: _LinkValues | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,) if self.count is None else tuple(f"{self.name}-{i}" for i in range(self.count))
+
+
+class _Link(_LinkValues):
+    between: Annotated[tuple[str, str] | Literal["all"], BeforeValidator(_between)]
+
+
+class _File(Section):
+    name: Annotated[str, Field(min_length=1)] = "cluster"
+    nodes: Annotated[tuple[_Node, ...], AfterValidator(_some)]
+    links: tuple[_Link, ...] = ()
+
+
+def load_cluster(path: Path) -> Cluster:
+    """The cluster that a YAML file describes. Raises ClusterError with the line of what is wrong and the remedy."""
+    content, lines = read_yaml(path, ClusterError)
+    if not isinstance(content, dict):
+        raise ClusterError(
+            "a cluster is a mapping with name, nodes and, if it has several nodes, links", path=str(path), line=1
+        )
+    file = validate(_File, content, error=ClusterError, path=str(path), lines=lines)
+    return _Reader(file, str(path), lines).cluster()
+
+
+def catalog_link(node: str, kinds: list[str]) -> Link | None:
+    """The link among devices of these kinds in one node, by the slowest that the catalog states; None if one is not stated."""
+    found = [find(kind) for kind in kinds]
+    speeds = [a.link_bandwidth_bytes_per_s if a else None for a in found]
+    known = [speed for speed in speeds if speed is not None]
+    if len(kinds) < 2 or len(known) < len(speeds):
+        return None
+    return Link(between=(node, node), bandwidth_bytes_per_s=min(known), latency_s=CATALOG_LINK_LATENCY_S)
+
+
+class _Reader:
+    """A valid file on its way to a Cluster: what only the whole file can tell."""
+
+    def __init__(self, file: _File, path: str, lines: Mapping[Location, int]) -> None:
+        self._file = file
+        self._path = path
+        self._lines = lines
+        self._groups: dict[str, tuple[str, ...]] = {}
+
+    def cluster(self) -> Cluster:
+        devices: list[Device] = []
+        links: list[Link] = []
+        taken: dict[str, int] = {}
+        for index, node in enumerate(self._file.nodes):
+            line = self._lines.get(("nodes", index, "name"))
+            for name in {node.name, *node.names}:
+                if name in taken:
+                    raise self._error(f"the node {name!r} is there already (line {taken[name]})", line)
+            taken.update(dict.fromkeys((node.name, *node.names), line or 0))
+            self._groups |= {name: (name,) for name in node.names} | {node.name: node.names}
+            for name in node.names:
+                here = list(self._devices(index, node, name))
+                devices += here
+                links += self._inner_link(node, name, [d.kind for d in here])
+        links += self._outer_links()
+        return Cluster(name=self._file.name, devices=tuple(devices), links=tuple(links))
+
+    def _devices(self, index: int, node: _Node, name: str) -> Iterator[Device]:
+        counted: Counter[str] = Counter()
+        for place, entry in enumerate(node.devices):
+            known = find(entry.kind)
+            kind = known.kind if known else entry.kind
+            memory = entry.memory if entry.memory is not None else known.memory_bytes if known else None
+            if memory is None:
+                raise self._no_memory(entry.kind, self._lines.get(("nodes", index, "devices", place)))
+            backend = entry.backend or (known.backend if known else "cpu" if kind == "cpu" else "cuda")
+            for _ in range(entry.count):
+                yield Device(
+                    id=f"{name}/{kind}:{counted[kind]}", kind=kind, node=name, memory_bytes=memory, backend=backend
+                )
+                counted[kind] += 1
+
+    def _no_memory(self, kind: str, line: int | None) -> ClusterError:
+        if kind == "cpu":
+            return self._error("a cpu needs 'memory': how much each worker may use, as in 'memory: 16 GiB'", line)
+        if find(kind) is not None:
+            return self._error(
+                f"the catalog knows {kind!r} but not its memory; give 'memory', as in 'memory: 64 GB'", line
+            )
+        try:
+            lookup(kind)
+        except ClusterError as unknown:
+            return self._error(f"{unknown} Or, if that is its name, give its 'memory', as in 'memory: 64 GB'", line)
+        raise AssertionError(kind)
+
+    def _inner_link(self, node: _Node, name: str, kinds: list[str]) -> list[Link]:
+        if node.link is not None:
+            return [_link(name, name, node.link)]
+        default = None if "link" in node.model_fields_set else catalog_link(name, kinds)
+        return [] if default is None else [default]
+
+    def _outer_links(self) -> list[Link]:
+        """What `links` says, pair by pair; a pair that is given twice is a contradiction, and ``all`` gives way to any other."""
+        given: dict[frozenset[str], tuple[Link, int | None]] = {}
+        default: tuple[_Link, int | None] | None = None
+        for index, entry in enumerate(self._file.links):
+            line = self._lines.get(("links", index))
+            if isinstance(entry.between, str):
+                if default is not None:
+                    raise self._error(f"'between: all' is given twice (first on line {default[1]})", line)
+                default = (entry, line)
+                continue
+            for a, b in self._pairs(entry.between, line):
+                pair = frozenset((a, b))
+                if pair in given:
+                    raise self._error(
+                        f"the link between {a} and {b} is given twice (first on line {given[pair][1]})", line
+                    )
+                given[pair] = (_link(a, b, entry), line)
+        links = [link for link, _ in given.values()]
+        if default is not None:
+            names = [name for node in self._file.nodes for name in node.names]
+            links += [_link(a, b, default[0]) for a, b in combinations(names, 2) if frozenset((a, b)) not in given]
+        return links
+
+    def _pairs(self, between: tuple[str, str], line: int | None) -> list[tuple[str, str]]:
+        for end in between:
+            if end not in self._groups:
+                raise self._error(f"there is no node {end!r}; the nodes are {', '.join(self._groups)}", line)
+        left, right = (self._groups[end] for end in between)
+        pairs = list(combinations(left, 2)) if between[0] == between[1] else list(product(left, right))
+        if not pairs or any(a == b for a, b in pairs):
+            raise self._error(
+                f"'between: [{', '.join(between)}]' joins a node with itself; give its inner link as 'link' of the node",
+                line,
+            )
+        return pairs
+
+    def _error(self, message: str, line: int | None) -> ClusterError:
+        return ClusterError(message, path=self._path, line=line)
+
+
+def _link(a: str, b: str, values: _LinkValues) -> Link:
+    return Link(between=(a, b), bandwidth_bytes_per_s=values.bandwidth, latency_s=values.latency)
