@@ -1,0 +1,274 @@
+"""Start one process a rank on this machine, watch them, and end them all when one fails or somebody says stop.
+
+The workers get the environment that `torchrun` gives, so any program that runs under it runs under this. It is meant for
+one machine: for several, use torchrun, Slurm or Ray, which the workers understand as well.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from heterodyne.errors import WorkerError
+from heterodyne.processes.guardian import guarded, kill_marked
+from heterodyne.processes.mark import marked_environment, new_mark
+from heterodyne.processes.port import reserve_port
+from heterodyne.processes.signals import StopRequest, stop_requests
+from heterodyne.processes.status import GAVE_UP_ON_A_PEER, describe_exit, shell_status
+
+__all__ = ["WorkerSpec", "launch_workers"]
+
+_POLL_S = 0.05
+_CULPRIT_S = 1.0  # how long the failure of a worker that blames another may wait for that other one's own end
+_TAIL_LINES = 20
+_TAIL_BYTES = 16_384
+
+
+def _unexplained() -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """What one rank runs.
+
+    Args:
+        command: the program and its arguments.
+        environment: variables on top of the launcher's own and of those of torchrun; these win.
+        on_start: called with the process id as soon as the process exists.
+        explain: called after an unsuccessful end; says why, if something outside the worker knows (a memory limit).
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    on_start: Callable[[int], None] | None = None
+    explain: Callable[[], str | None] = _unexplained
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    rank: int
+    spec: WorkerSpec
+    process: subprocess.Popen[bytes]
+    log: Path | None
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.poll()
+
+
+def launch_workers(
+    specs: Sequence[WorkerSpec],
+    *,
+    logs: Path | None = None,
+    grace_s: float = 5.0,
+    interrupt_grace_s: float = 15.0,
+    say: Callable[[str], None] | None = None,
+) -> int:
+    """Run one process for each spec, rank by rank, until all have ended; return the exit status of the whole.
+
+    Rank 0 has the terminal; what rank N writes goes to ``logs/rank-N.log``. Each worker leads a session of its own. When
+    one ends unsuccessfully, the others get SIGTERM and, `grace_s` later, SIGKILL, with everything that they started.
+    Ctrl-C and SIGTERM are passed on and waited for (`interrupt_grace_s`); a second Ctrl-C ends them at once. If the
+    launcher itself is killed, its workers die with it. Each worker computes with one thread unless OMP_NUM_THREADS says
+    otherwise.
+
+    Args:
+        specs: one for each rank.
+        logs: where the logs go; None: a temporary directory, which stays only if the run fails.
+        say: takes each line for people; None: standard error.
+
+    Returns:
+        0 if all ended with 0; else the status of the worker that failed first (128 + N if signal N killed it);
+        130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        WorkerError: a command cannot be started.
+    """
+    tell = _to_standard_error if say is None else say
+    mark = new_mark()
+    with ExitStack() as stack:
+        directory = Path(tempfile.mkdtemp(prefix="heterodyne-logs-")) if logs is None else logs
+        directory.mkdir(parents=True, exist_ok=True)
+        stop = stack.enter_context(stop_requests())
+        port = stack.enter_context(reserve_port())
+        stack.enter_context(guarded(mark))
+        workers: list[_Worker] = []
+        try:
+            for rank, spec in enumerate(specs):
+                environment = _environment(rank, len(specs), port, mark, spec)
+                workers.append(_start(rank, spec, environment, directory))
+            status = _wait(workers, stop, tell, grace_s=grace_s, interrupt_grace_s=interrupt_grace_s)
+        finally:
+            _kill(workers, mark)
+        if logs is None and status == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        return status
+
+
+def _to_standard_error(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _environment(rank: int, world_size: int, port: int, mark: str, spec: WorkerSpec) -> dict[str, str]:
+    """The environment of one worker: that of the launcher, then torchrun's variables, then the spec's own."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    torchrun = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | _loopback()
+    return marked_environment(mark, defaults | inherited | torchrun | dict(spec.environment))
+
+
+def _loopback() -> dict[str, str]:
+    """gloo would ask what the host name resolves to, which on a laptop is often a network that is not there now."""
+    names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+
+
+def _start(rank: int, spec: WorkerSpec, environment: Mapping[str, str], logs: Path) -> _Worker:
+    log = None if rank == 0 else logs / f"rank-{rank}.log"
+    with ExitStack() as stack:
+        output = None if log is None else stack.enter_context(log.open("wb"))
+        try:
+            process = subprocess.Popen(
+                spec.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise WorkerError(f"rank {rank}: {spec.command[0]!r} cannot be started: {error.strerror}") from error
+    worker = _Worker(rank=rank, spec=spec, process=process, log=log)
+    if spec.on_start is not None:
+        spec.on_start(process.pid)
+    return worker
+
+
+def _wait(
+    workers: Sequence[_Worker],
+    stop: StopRequest,
+    say: Callable[[str], None],
+    *,
+    grace_s: float,
+    interrupt_grace_s: float,
+) -> int:
+    while True:
+        if stop.number is not None:
+            return _pass_on(workers, stop, say, grace_s=interrupt_grace_s)
+        codes = [worker.returncode for worker in workers]
+        if any(codes):
+            break
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(_POLL_S)
+    culprit = _culprit(workers)
+    status = culprit.returncode or 0
+    remaining = [worker for worker in workers if worker.returncode is None]
+    _signal(remaining, signal.SIGTERM)
+    _wait_for(remaining, grace_s, lambda: False)
+    say(_report(culprit, status, len(remaining)))
+    return shell_status(status)
+
+
+def _culprit(workers: Sequence[_Worker]) -> _Worker:
+    """The worker that failed of itself; if all that failed blame another, wait a moment for the other's own end."""
+    until = time.monotonic() + _CULPRIT_S
+    while True:
+        failed = [worker for worker in workers if worker.returncode]
+        own_fault = [worker for worker in failed if worker.returncode != GAVE_UP_ON_A_PEER]
+        if own_fault:  # one that was killed comes first: those that miss it fail a moment later
+            return min(own_fault, key=lambda worker: (worker.returncode or 0) > 0)
+        if time.monotonic() > until or len(failed) == len(workers):
+            return failed[0]
+        time.sleep(_POLL_S)
+
+
+def _report(culprit: _Worker, returncode: int, others: int) -> str:
+    """What happened to whom, with the last lines of its log."""
+    who = f"rank {culprit.rank} on {socket.gethostname()}"
+    if returncode == GAVE_UP_ON_A_PEER:
+        happened = f"{who} gave up, because another worker died or hangs (its last lines say which)"
+    else:
+        happened = f"{who} {describe_exit(returncode)}"
+    if (cause := culprit.spec.explain()) is not None:
+        happened += f": {cause}"
+    ended = {0: "", 1: "; the one other worker was ended"}.get(others, f"; the {others} other workers were ended")
+    lines = [f"heterodyne: {happened}{ended}."]
+    if culprit.log is None:
+        lines.append("What it said stands above.")
+    elif tail := _tail(culprit.log):
+        lines += [f"The last lines of {culprit.log}:", *(f"    {line}" for line in tail)]
+    else:
+        lines.append(f"Its log {culprit.log} is empty.")
+    return "\n".join(lines)
+
+
+def _tail(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+
+
+def _pass_on(workers: Sequence[_Worker], stop: StopRequest, say: Callable[[str], None], *, grace_s: float) -> int:
+    """Hand the signal to every worker, and wait for them to stop by themselves. Returns the exit status."""
+    number = stop.number or signal.SIGTERM
+    again = "; press Ctrl-C again to end them at once" if number == signal.SIGINT else ""
+    say(f"heterodyne: {number.name}: the workers are asked to stop{again}.")
+    running = [worker for worker in workers if worker.returncode is None]
+    _signal(running, number)
+    if not _wait_for(running, grace_s, lambda: stop.count > 1):
+        still = ", ".join(str(worker.rank) for worker in running if worker.returncode is None)
+        say(f"heterodyne: ranks that did not stop and were killed: {still}.")
+    return shell_status(-number)
+
+
+def _signal(workers: Sequence[_Worker], number: signal.Signals) -> None:
+    for worker in workers:
+        if worker.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, number)
+                os.killpg(worker.process.pid, signal.SIGCONT)  # a stopped process takes no other signal
+
+
+def _wait_for(workers: Sequence[_Worker], seconds: float, cut_short: Callable[[], bool]) -> bool:
+    """Whether all ended within the time."""
+    until = time.monotonic() + seconds
+    while any(worker.returncode is None for worker in workers):
+        if time.monotonic() > until or cut_short():
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _kill(workers: Sequence[_Worker], mark: str) -> None:
+    """End whatever is left: the workers, and all that they started, in whatever session it is now."""
+    for worker in workers:
+        if worker.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
+    kill_marked(mark)

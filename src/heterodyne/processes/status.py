@@ -1,0 +1,25 @@
+"""How a process ended, as a number that a shell knows and as words."""
+
+from __future__ import annotations
+
+import signal
+
+__all__ = ["GAVE_UP_ON_A_PEER", "describe_exit", "shell_status"]
+
+GAVE_UP_ON_A_PEER = 71
+"""Exit status of a worker that is well itself and ends because another one died or hangs (EX_OSERR of sysexits.h)."""
+
+
+def shell_status(returncode: int) -> int:
+    """The exit status that a shell shows: a process that died of signal N counts as 128 + N."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def describe_exit(returncode: int) -> str:
+    """``was killed by SIGKILL`` or ``ended with exit status 3``, from a `Popen` return code."""
+    if returncode >= 0:
+        return f"ended with exit status {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"
