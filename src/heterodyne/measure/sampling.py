@@ -1,0 +1,116 @@
+"""How a short piece of work is timed on a noisy machine: warm-up, repeats, the median, and the spread kept.
+
+A device whose share is throttled (a container's CPU quota, a power cap) runs in bursts: within a period of some
+milliseconds it computes and then stands still. One run of 1 ms then takes 1 ms or 4 ms, and the median of such runs is
+neither. So each *sample* repeats the work until it spans many periods, and medians are taken over samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median, quantiles
+
+from heterodyne.measure.clock import Clock, Mark
+
+__all__ = ["Sampling", "Timing", "sample", "summarise"]
+
+Work = Callable[[], tuple[Mark, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How much is enough.
+
+    Args:
+        warm_up: runs that are not counted (caches, allocators, kernels that are compiled when first met).
+        sample_s: a sample repeats the work until it spans this long.
+        samples: at least so many,
+        section_s: and until they span this long together. Since all devices measure side by side, this is also what keeps them
+            busy at the same time.
+        most_samples: never more than so many.
+    """
+
+    warm_up: int = 2
+    sample_s: float = 0.04
+    samples: int = 5
+    section_s: float = 0.3
+    most_samples: int = 40
+
+    def shortest_s(self, run_s: float) -> float:
+        """Seconds that a section of this takes at least, if one run takes ``run_s``."""
+        return run_s * self.warm_up + max(self.section_s, self.samples * max(run_s, self.sample_s))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Median seconds of each lap of one run, and the spread of their sum: distance of the quartiles over the median."""
+
+    laps: tuple[float, ...]
+    spread: float
+    samples: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.laps)
+
+
+def sample(work: Work, clock: Clock, sampling: Sampling, *, budget_s: float = float("inf")) -> Timing:
+    """Time ``work``, which runs once and returns its marks: n + 1 marks bound n laps; what lies outside them is not counted.
+
+    Stops early when ``budget_s`` is used up, but never before there is one whole sample.
+    """
+    spent = 0.0
+    run_s = 0.0
+    for _ in range(sampling.warm_up):
+        run_s = sum(_laps([work()], clock))
+        spent += run_s
+    taken: list[tuple[float, ...]] = []
+    section_s = 0.0
+    while not taken or (
+        len(taken) < sampling.most_samples
+        and spent < budget_s
+        and (len(taken) < sampling.samples or section_s < sampling.section_s)
+    ):
+        laps, runs, total = _one_sample(work, clock, sampling.sample_s, run_s)
+        taken.append(tuple(lap / runs for lap in laps))
+        run_s = total / runs
+        section_s += total
+        spent += total
+    return summarise(taken)
+
+
+def summarise(samples: list[tuple[float, ...]]) -> Timing:
+    """The median of each lap, and the spread of the sum of the laps."""
+    laps = tuple(median(lap) for lap in zip(*samples, strict=True))
+    totals = [sum(s) for s in samples]
+    spread = 0.0
+    if len(totals) > 1 and median(totals) > 0:
+        low, _, high = quantiles(totals, n=4, method="inclusive")
+        spread = (high - low) / median(totals)
+    return Timing(laps=laps, spread=spread, samples=len(samples))
+
+
+def _one_sample(work: Work, clock: Clock, span_s: float, run_s: float) -> tuple[list[float], int, float]:
+    """Runs that span ``span_s`` together: the sum of each lap, how many runs, and all their seconds.
+
+    As many runs as are expected to do are started before the clock is read, so that an accelerator is not stopped between them.
+    """
+    laps: list[float] = []
+    runs, total = 0, 0.0
+    while runs == 0 or total < span_s:
+        expected = (span_s - total) / run_s if run_s > 0 else 1
+        count = max(1, min(1000, int(expected)))
+        fresh = _laps([work() for _ in range(count)], clock)
+        laps = [a + b for a, b in zip(laps, fresh, strict=True)] if laps else fresh
+        runs += count
+        total = sum(laps)
+        run_s = total / runs
+    return laps, runs, total
+
+
+def _laps(runs: list[tuple[Mark, ...]], clock: Clock) -> list[float]:
+    """The sum of each lap over several runs."""
+    seconds = [[clock.seconds(a, b) for a, b in pairwise(marks)] for marks in runs]
+    return [sum(lap) for lap in zip(*seconds, strict=True)]
