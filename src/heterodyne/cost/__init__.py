@@ -1,1 +1,23 @@
 """Pure estimates: seconds and bytes of blocks, collectives, devices and steps."""
+
+from heterodyne.cost.collective import AlphaBeta, Collectives
+from heterodyne.cost.compute import Compute, compute_of
+from heterodyne.cost.curve import Curve
+from heterodyne.cost.memory import DeviceMemory, MemoryAssumptions, MemoryUse
+from heterodyne.cost.recipe import Recipe
+from heterodyne.cost.step import CostModel, RankCosts, StepCosts
+
+__all__ = [
+    "AlphaBeta",
+    "Collectives",
+    "Compute",
+    "CostModel",
+    "Curve",
+    "DeviceMemory",
+    "MemoryAssumptions",
+    "MemoryUse",
+    "RankCosts",
+    "Recipe",
+    "StepCosts",
+    "compute_of",
+]

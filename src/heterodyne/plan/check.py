@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.plan import Plan
+from heterodyne.plan.plan import Plan, Stage
 
 __all__ = ["require_valid", "violations"]
+
+_SCHEDULES: Final = ("1F1B",)
 
 
 def violations(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[str, ...]:
@@ -82,6 +85,8 @@ def _of_shares(plan: Plan, graph: ModelGraph) -> list[str]:
 
 def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
     broken = []
+    if plan.schedule not in _SCHEDULES:
+        broken.append(f"schedule {plan.schedule!r} is not known; it can be {', '.join(_SCHEDULES)}")
     for number, pipeline in enumerate(plan.pipelines):
         where = f"pipeline {number}"
         if len(pipeline.stages) != 1:
@@ -89,17 +94,32 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
                 f"{where} has {len(pipeline.stages)} stages; this version runs plans with one stage a pipeline"
             )
         for stage in pipeline.stages:
-            if stage.ops != (0, len(graph.ops)):
-                broken.append(
-                    f"{where} runs ops {stage.ops[0]} to {stage.ops[1]}, the model has 0 to {len(graph.ops)}: one stage runs them all"
-                )
-            if len(stage.devices) != 1:
-                broken.append(
-                    f"{where} has {len(stage.devices)} devices in a stage; this version runs one device a stage"
-                )
-            for region in stage.regions:
-                if region.layout.kind != "replicate" or len(region.layout.shares) != len(stage.devices):
-                    broken.append(f"{where}: region {region.task_graph!r} must be 'replicate' with one share a device")
-            if stage.recompute or stage.state_shares is not None:
-                broken.append(f"{where}: recompute and state_shares are not run by this version; leave them out")
+            broken += [f"{where} {fault}" for fault in _of_stage(stage, graph)]
+    return broken
+
+
+def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
+    broken = []
+    if stage.ops != (0, len(graph.ops)):
+        broken.append(
+            f"runs ops {stage.ops[0]} to {stage.ops[1]}, the model has 0 to {len(graph.ops)}: one stage runs them all"
+        )
+    if len(stage.devices) != 1:
+        broken.append(f"has {len(stage.devices)} devices in a stage; this version runs one device a stage")
+    known = {"*", *(op.annotation for op in graph.ops if op.annotation is not None)}
+    names = Counter(region.task_graph for region in stage.regions)
+    broken += [
+        f"has region {name!r} {count} times; a TaskGraph has one layout" for name, count in names.items() if count > 1
+    ]
+    if names["*"] == 0:
+        broken.append("has no region '*', which holds the ops without annotation; add one")
+    for region in stage.regions:
+        if region.task_graph not in known:
+            broken.append(f"has region {region.task_graph!r}; the model has {', '.join(sorted(known))}")
+        if region.layout.kind != "replicate" or len(region.layout.shares) != len(stage.devices):
+            broken.append(f"has region {region.task_graph!r}, which must be 'replicate' with one share a device")
+        elif sum(region.layout.shares) == 0:
+            broken.append(f"has region {region.task_graph!r} with no share; only ratios count, so write 1")
+    if stage.recompute or stage.state_shares is not None:
+        broken.append("asks for recompute or state_shares, which this version does not run; leave them out")
     return broken

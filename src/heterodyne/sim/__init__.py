@@ -1,1 +1,6 @@
-"""What should happen: a clock and resources, and the program played on them."""
+"""The simulator: what should happen when a program runs."""
+
+from heterodyne.sim.engine import Deadlock, Engine
+from heterodyne.sim.run import Simulation, Span, simulate
+
+__all__ = ["Deadlock", "Engine", "Simulation", "Span", "simulate"]

@@ -1,0 +1,128 @@
+"""Seconds of collectives and transfers, from measurements of the real links where there are any.
+
+A transfer of B bytes takes alpha + beta B (Hockney, "The communication challenge for MPP", 1994). A ring all-reduce among n
+devices is 2 (n - 1) transfers of B / n bytes (Patarasuk and Yuan, 2009), which is how a measured group is scaled to a
+smaller or larger one, and how links are turned into a collective that was never measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+from heterodyne.cluster.profile import LinkSample
+from heterodyne.cluster.spec import Cluster
+from heterodyne.errors import MeasureError
+
+__all__ = ["FREE", "AlphaBeta", "Collectives", "fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """``latency_s + s_per_byte * bytes``. ``error``: the largest relative distance of a sample from it."""
+
+    latency_s: float
+    s_per_byte: float
+    error: float = 0.0
+
+    def __call__(self, size_bytes: float) -> float:
+        return self.latency_s + self.s_per_byte * size_bytes
+
+    def scaled(self, latency: float, bandwidth: float) -> AlphaBeta:
+        """Latency and seconds per byte, each times a factor."""
+        return AlphaBeta(self.latency_s * latency, self.s_per_byte * bandwidth, self.error)
+
+
+FREE = AlphaBeta(0.0, 0.0)
+
+
+def fit(samples: Iterable[tuple[float, float]]) -> AlphaBeta:
+    """The non-negative alpha and beta with the least sum of squared *relative* errors over ``(bytes, seconds)``.
+
+    Relative, because messages range over five decimal orders and a plain fit would see only the largest.
+    Raises ValueError without a sample of positive seconds.
+    """
+    points = [(size, seconds) for size, seconds in samples if seconds > 0]
+    if not points:
+        raise ValueError("a fit needs at least one sample of positive seconds")
+    # Minimise sum (alpha u + beta v - 1)^2 with u = 1/t, v = size/t: normal equations of two unknowns.
+    uu = sum(1 / t**2 for _, t in points)
+    uv = sum(x / t**2 for x, t in points)
+    vv = sum(x * x / t**2 for x, t in points)
+    u, v = sum(1 / t for _, t in points), sum(x / t for x, t in points)
+    determinant = uu * vv - uv * uv
+    # Where both are free and one comes out negative, the optimum lies on that edge, since the problem is convex.
+    corners = [(u / uu, 0.0)] + ([(0.0, v / vv)] if vv > 0 else [])
+    if determinant > 1e-12 * uu * vv:
+        alpha, beta = (u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant
+        if alpha >= 0 and beta >= 0:
+            corners = [(alpha, beta)]
+    elif vv > 0:
+        corners = corners[1:]  # one size only: nothing tells latency from bandwidth, and large messages matter most
+
+    def squares(corner: tuple[float, float]) -> float:
+        return sum(((corner[0] + corner[1] * x) / t - 1) ** 2 for x, t in points)
+
+    alpha, beta = min(corners, key=squares)
+    return AlphaBeta(alpha, beta, max(abs((alpha + beta * x) / t - 1) for x, t in points))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """What is known of the links of a cluster: measurements first, then what the cluster file says."""
+
+    cluster: Cluster
+    samples: tuple[LinkSample, ...] = ()
+
+    @cached_property
+    def _reduces(self) -> dict[frozenset[str], AlphaBeta]:
+        groups = sorted({frozenset(s.devices) for s in self.samples if s.op == "all_reduce"}, key=sorted)
+        return {group: fit(self._points("all_reduce", group)) for group in groups if len(group) > 1}
+
+    def _points(self, op: str, group: frozenset[str]) -> list[tuple[float, float]]:
+        return [(s.bytes, s.seconds) for s in self.samples if s.op == op and frozenset(s.devices) == group]
+
+    def send(self, source: str, destination: str) -> AlphaBeta:
+        """One transfer; nothing between a device and itself. Raises MeasureError if nothing is known of the link."""
+        if source == destination:
+            return FREE
+        exact = [
+            (s.bytes, s.seconds) for s in self.samples if s.op == "send" and s.devices == (source, destination)
+        ] or self._points("send", frozenset((source, destination)))
+        if exact:
+            return fit(exact)
+        link = self.cluster.link(source, destination)
+        if link is None:
+            raise MeasureError(
+                f"nothing is known of the link between {source} and {destination}: "
+                "measure it with 'heterodyne measure', or give its bandwidth and latency in the cluster file"
+            )
+        return AlphaBeta(link.latency_s, 1 / link.bandwidth_bytes_per_s)
+
+    def all_reduce(self, devices: Sequence[str]) -> AlphaBeta:
+        """An all-reduce among the devices; nothing for one. Raises MeasureError if nothing is known of a link.
+
+        In order of trust: this very group measured; the smallest measured group around it, else the largest inside it, by
+        the ring formula; the slowest link of the group, by the ring formula.
+        """
+        group = frozenset(devices)
+        count = len(group)
+        if count < 2:
+            return FREE
+        if group in self._reduces:
+            return self._reduces[group]
+        around = [g for g in self._reduces if g > group]
+        inside = [g for g in self._reduces if g < group]
+        near = (
+            min(around, key=lambda g: (len(g), sorted(g)))
+            if around
+            else max(inside, key=lambda g: (len(g), sorted(g)), default=None)
+        )
+        if near is not None:
+            bandwidth = (2 * (count - 1) / count) / (2 * (len(near) - 1) / len(near))
+            return self._reduces[near].scaled((count - 1) / (len(near) - 1), bandwidth)
+        links = [self.send(a, b) for a, b in combinations(sorted(group), 2)]
+        slowest = AlphaBeta(max(link.latency_s for link in links), max(link.s_per_byte for link in links))
+        return slowest.scaled(2 * (count - 1), 2 * (count - 1) / count)

@@ -1,0 +1,39 @@
+"""What a training step does besides the model itself, as far as its cost depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Recipe"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Args:
+    optimizer, momentum: AdamW keeps two values a parameter, SGD one if it has momentum, else none.
+    precision: ``bf16`` is autocast: parameters, gradients and optimizer stay in their own dtype.
+    clip: whether gradients are clipped by their global norm.
+    """
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    momentum: float = 0.9
+    precision: Literal["fp32", "bf16"] = "fp32"
+    clip: bool = True
+
+    @property
+    def states(self) -> int:
+        """Values that the optimizer keeps for each parameter."""
+        return 2 if self.optimizer == "adamw" else int(self.momentum > 0)
+
+    @property
+    def clip_to_step(self) -> float:
+        """Seconds of clipping over seconds of the optimizer step, as the ratio of their memory traffic.
+
+        Clipping reads each gradient for the norm, then reads and writes it to scale it: 3 passes. An unfused AdamW (PyTorch's
+        loop over tensors) makes 20: decay 2, first moment 3, second moment 2 + 3, square root 2, division 2, epsilon 2, update 4.
+        SGD with momentum makes 8 (decay 3, momentum 2 + 3, update 3 less the reuse of the gradient), without it 6.
+        """
+        if not self.clip:
+            return 0.0
+        return 3 / {"adamw": 20, "sgd": 8 if self.momentum > 0 else 6}[self.optimizer]
