@@ -1,0 +1,47 @@
+"""Axes: from values to places between 0 and 1, with ticks at round numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Axis", "axis_of", "round_ticks"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """Values from ``low`` to ``high``, which differ; ticks lie between them."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+
+    def place(self, value: float) -> float:
+        """0 at ``low``, 1 at ``high``."""
+        return (value - self.low) / (self.high - self.low)
+
+
+def axis_of(values: Iterable[float], *, include: tuple[float, ...] = (), ticks: int = 5, snug: bool = False) -> Axis:
+    """An axis over all finite values and those to ``include``; it ends at ticks, or ``snug`` at the values themselves."""
+    finite = [v for v in (*values, *include) if math.isfinite(v)] or [0.0, 1.0]
+    low, high = min(finite), max(finite)
+    if low == high:
+        low, high = (low - abs(low) * 0.5, high + abs(high) * 0.5) if low else (0.0, 1.0)
+    step = _round_step((high - low) / ticks)
+    if not snug:
+        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    return Axis(low=low, high=high, ticks=round_ticks(low, high, ticks))
+
+
+def round_ticks(low: float, high: float, count: int) -> tuple[float, ...]:
+    """About ``count`` multiples of 1, 2 or 5 times a power of ten, within ``[low, high]``."""
+    step = _round_step((high - low) / count)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return tuple(round(i * step, 12) for i in range(first, last + 1))
+
+
+def _round_step(rough: float) -> float:
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))

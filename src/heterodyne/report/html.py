@@ -1,0 +1,104 @@
+"""The report of a run: one self-contained ``report.html`` that works offline, on paper and on a phone, and ``trace.json``.
+
+Everything is laid out here as texts and places; the templates only put them into markup, and escape every text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from heterodyne.report.compare import compare
+from heterodyne.report.lanes import Lanes, lanes
+from heterodyne.report.perfetto import write_trace
+from heterodyne.report.run import Run, load_run, read_metrics
+from heterodyne.report.sections import (
+    cluster_section,
+    curve_charts,
+    efficiency_chart,
+    key_figures,
+    loss_chart,
+    plan_section,
+    prediction_section,
+    status,
+    time_section,
+)
+from heterodyne.report.step_times import in_order, median_step, step_spans
+from heterodyne.report.words import kind_name, seconds
+
+__all__ = ["render", "write_report"]
+
+
+def write_report(run_dir: Path, out: Path | None = None, *, reference_metrics: Path | None = None) -> Path:
+    """Write the page, and ``trace.json`` beside it; return the path of the page.
+
+    Args:
+        run_dir: the run directory; a run that was cut short is reported as far as it got.
+        out: the page, or a directory for it; None: ``report.html`` in the run directory.
+        reference_metrics: ``metrics.jsonl`` (or the run directory) of a one-device run of the same job, whose loss is drawn beside.
+
+    Raises HeterodyneError if ``run_dir`` is no run or ``reference_metrics`` cannot be read.
+    """
+    run = load_run(run_dir)
+    page = run_dir if out is None else out
+    if page.is_dir() or page.suffix == "":
+        page = page / "report.html"
+    text = render(run, reference_metrics=reference_metrics)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text, encoding="utf-8")
+    write_trace(run, page.with_name("trace.json"))
+    return page
+
+
+def render(run: Run, *, reference_metrics: Path | None = None) -> str:
+    """The page as text. Raises HeterodyneError if ``reference_metrics`` cannot be read."""
+    environment = Environment(
+        loader=PackageLoader("heterodyne.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    reference = read_metrics(reference_metrics) if reference_metrics is not None else None
+    comparison = compare(run)
+    environment.filters |= {"kind_name": kind_name, "seconds": seconds}
+    return environment.get_template("report.html").render(
+        run=run,
+        status=status(run),
+        figures=key_figures(run, comparison),
+        cluster=cluster_section(run),
+        plan=plan_section(run),
+        timelines=_timelines(run),
+        times=time_section(run),
+        prediction=prediction_section(comparison),
+        loss=loss_chart(run, reference),
+        efficiency=efficiency_chart(run),
+        curves=curve_charts(run),
+        environment=_environment(run),
+    )
+
+
+def _timelines(run: Run) -> dict[str, Any] | None:
+    """Predicted above measured on one axis; of the measured steps the one of median length."""
+    shown: list[tuple[str, Any]] = []
+    note = ""
+    if run.simulated is not None and (step := median_step(run.simulated)) is not None:
+        shown.append(("Predicted", run.simulated.of_step(step)))
+    if run.measured is not None and (step := median_step(run.measured)) is not None:
+        shown.append(("Measured", run.measured.of_step(step)))
+        spans = step_spans(run.measured)
+        note = f"Measured is step {step}, the one of median length among {len(spans)} recorded"
+        note += f" ({seconds(min(spans.values()))} to {seconds(max(spans.values()))})." if len(spans) > 1 else "."
+    axis_s = max((timeline.span_s for _, timeline in shown), default=0.0)
+    if axis_s <= 0:
+        return None
+    laid: list[Lanes] = [lanes(timeline, title, axis_s) for title, timeline in shown]
+    present = {bar.kind for one in laid for bar in one.bars}
+    return {"lanes": laid, "kinds": in_order(present), "note": note}
+
+
+def _environment(run: Run) -> list[tuple[str, str]]:
+    given = run.summary.get("environment")
+    return [(str(k), str(v)) for k, v in given.items()] if isinstance(given, dict) else []

@@ -1,0 +1,284 @@
+"""A run directory, read back: whatever is there, and a sentence for whatever is not.
+
+    runs/NAME/
+      job.yaml  cluster.json  plan.json  candidates.json  profile.json
+      metrics.jsonl  timeline-measured.jsonl  timeline-simulated.jsonl  summary.json
+
+A run that was killed leaves some files missing and some cut short. Neither is an error here: what can be read is read, and
+`Run.missing` says what could not be. Only a directory that holds none of a run's files is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from heterodyne.cluster import Cluster, Device, Link, Profile
+from heterodyne.errors import HeterodyneError
+from heterodyne.job import Job
+from heterodyne.plan import Plan
+from heterodyne.timeline import Timeline
+
+__all__ = ["Candidate", "Metrics", "Run", "StepMetrics", "Validation", "candidates_from", "load_run", "read_metrics"]
+
+_SIGNS_OF_A_RUN = ("job.yaml", "plan.json", "metrics.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """One line of metrics; None for what the line does not say. Times are of the whole step, in seconds."""
+
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    efficiency: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Lines by rising step; of a step that was trained twice (killed, then resumed) the last line counts."""
+
+    steps: tuple[StepMetrics, ...] = ()
+    validations: tuple[Validation, ...] = ()
+    unreadable: int = 0
+
+    def median(self, name: str) -> float | None:
+        """The median over the steps of one field, None where no line has it."""
+        values = [v for s in self.steps if (v := getattr(s, name)) is not None and math.isfinite(v)]
+        return statistics.median(values) if values else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan that was weighed. ``step_s`` and ``samples_per_s`` are predictions, None for one that does not fit."""
+
+    name: str
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    chosen: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that is known of a run.
+
+    Args:
+        job_text: the job file as it stands, "" if it is not there.
+        summary: what the run wrote at its end. Read here, each optional: ``model``, ``parameters``, ``seconds``, ``interrupted``,
+            ``peak_memory_bytes`` (a mapping from device to bytes) and ``environment`` (a mapping from name to text).
+        missing: sentences that say what could not be read.
+    """
+
+    directory: Path
+    job: Job | None = None
+    job_text: str = ""
+    cluster: Cluster | None = None
+    plan: Plan | None = None
+    candidates: tuple[Candidate, ...] = ()
+    profile: Profile | None = None
+    metrics: Metrics = Metrics()
+    measured: Timeline | None = None
+    simulated: Timeline | None = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Device ids by rank, from whichever file says it."""
+        if self.cluster is not None:
+            return tuple(device.id for device in self.cluster.devices)
+        timeline = self.measured or self.simulated
+        if timeline is not None:
+            return timeline.devices
+        return (*self.plan.devices, *self.plan.idle) if self.plan is not None else ()
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """The share of the global batch of each device, in samples; empty without a plan."""
+        if self.plan is None:
+            return {}
+        shares = dict.fromkeys(self.plan.idle, 0)
+        for pipeline in self.plan.pipelines:
+            for stage in pipeline.stages:
+                shares.update((name, pipeline.micro_batches.samples) for name in stage.devices)
+        return shares
+
+    @property
+    def speed_up_over_equal(self) -> float | None:
+        """Predicted samples/s of the chosen plan over those of equal shares, None if either was not weighed."""
+        chosen = next((c.samples_per_s for c in self.candidates if c.chosen), None)
+        equal = next((c.samples_per_s for c in self.candidates if c.name.lower().startswith("equal")), None)
+        return chosen / equal if chosen and equal else None
+
+    @property
+    def peak_memory(self) -> dict[str, float]:
+        """Measured peak bytes of each device; empty if the run did not say."""
+        peaks = self.summary.get("peak_memory_bytes")
+        return {str(k): float(v) for k, v in peaks.items() if _is_number(v)} if isinstance(peaks, Mapping) else {}
+
+
+def load_run(directory: Path) -> Run:
+    """Read a run directory. Raises HeterodyneError if it is not one; never for a file that is missing or cut short."""
+    _require_run(directory)
+    missing: list[str] = []
+    content = _Reader(directory, missing)
+    job_text = content.text("job.yaml", "what was trained is not known")
+    metrics = _metrics(content)
+    return Run(
+        directory=directory,
+        job=content.of("job.yaml", Job.load) if job_text else None,
+        job_text=job_text,
+        cluster=content.of("cluster.json", _cluster, "the devices are not described"),
+        plan=content.of("plan.json", Plan.load, "shares and predictions are not known"),
+        candidates=content.of("candidates.json", _candidates, "the plans that were weighed are not known") or (),
+        profile=content.of("profile.json", Profile.load, "what was measured before planning is not shown"),
+        metrics=metrics,
+        measured=content.of("timeline-measured.jsonl", Timeline.load, "what each device did is not known"),
+        simulated=content.of("timeline-simulated.jsonl", Timeline.load, "what each device should do is not shown"),
+        summary=content.of("summary.json", _mapping, "the run did not come to its own end") or {},
+        missing=tuple(missing),
+    )
+
+
+def read_metrics(path: Path) -> Metrics:
+    """The lines of a ``metrics.jsonl``, or of the one in a run directory. Raises HeterodyneError if it is not there."""
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise HeterodyneError(f"{file}: cannot be read: {error.strerror}") from error
+    steps: dict[int, StepMetrics] = {}
+    validations: dict[int, Validation] = {}
+    unreadable = 0
+    for line in filter(str.strip, lines):
+        fields = _line(line)
+        step = fields.get("step")
+        if not isinstance(step, int):
+            unreadable += 1
+            continue
+        loss = fields.get("validation_loss")
+        if _is_number(loss):
+            validations[step] = Validation(step=step, loss=float(loss))
+        known = {name: float(fields[name]) for name in StepMetrics.__slots__[1:] if _is_number(fields.get(name))}
+        if known and (known.keys() != {"efficiency"}):
+            steps[step] = StepMetrics(step=step, **known)
+    return Metrics(
+        steps=tuple(steps[s] for s in sorted(steps)),
+        validations=tuple(validations[s] for s in sorted(validations)),
+        unreadable=unreadable,
+    )
+
+
+def candidates_from(rows: Iterable[Mapping[str, Any]]) -> tuple[Candidate, ...]:
+    """Plain rows ``{name, step_s, samples_per_s, chosen, why}`` as values. Raises KeyError for a row without a name."""
+    return tuple(
+        Candidate(
+            name=str(row["name"]),
+            step_s=_positive(row.get("step_s")),
+            samples_per_s=_positive(row.get("samples_per_s")),
+            chosen=bool(row.get("chosen", False)),
+            why=str(row.get("why") or ""),
+        )
+        for row in rows
+    )
+
+
+class _Reader:
+    """Reads the files of one directory and notes what could not be read."""
+
+    def __init__(self, directory: Path, missing: list[str]) -> None:
+        self.directory = directory
+        self.missing = missing
+
+    def of(self, name: str, read: Any, without: str = "") -> Any:
+        path = self.directory / name
+        if not path.is_file():
+            if without:
+                self.missing.append(f"{name} is missing: {without}.")
+            return None
+        try:
+            return read(path)
+        except (HeterodyneError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).removeprefix(f"{path}: ").splitlines()[0] if str(error) else type(error).__name__
+            self.missing.append(f"{name} cannot be read and is left out ({reason}).")
+            return None
+
+    def text(self, name: str, without: str) -> str:
+        text: str | None = self.of(name, lambda path: path.read_text(encoding="utf-8", errors="replace"), without)
+        return text or ""
+
+
+def _require_run(directory: Path) -> None:
+    looked_for = ", ".join(_SIGNS_OF_A_RUN)
+    if not directory.is_dir():
+        raise HeterodyneError(f"{directory} is not a directory; give a run directory, which holds {looked_for}")
+    if any((directory / name).is_file() for name in _SIGNS_OF_A_RUN):
+        return
+    inside = sorted(d.name for d in directory.iterdir() if any((d / name).is_file() for name in _SIGNS_OF_A_RUN))
+    hint = f"; it holds runs, give one of them: {', '.join(inside[:5])}" if inside else ""
+    raise HeterodyneError(f"{directory} is no run: looked in it for {looked_for} and found none{hint}")
+
+
+def _metrics(content: _Reader) -> Metrics:
+    metrics = content.of("metrics.jsonl", read_metrics, "no step is known") or Metrics()
+    if metrics.unreadable:
+        plural = "line is" if metrics.unreadable == 1 else "lines are"
+        content.missing.append(f"metrics.jsonl: {metrics.unreadable} {plural} cut short and left out.")
+    if (content.directory / "metrics.jsonl").is_file() and not metrics.steps:
+        content.missing.append("metrics.jsonl holds no step: the run ended before its first.")
+    return metrics
+
+
+def _cluster(path: Path) -> Cluster:
+    fields = _mapping(path)
+    links = [Link(**{**link, "between": tuple(link["between"])}) for link in fields.get("links", ())]
+    return Cluster(
+        name=str(fields.get("name", "")), devices=tuple(Device(**d) for d in fields["devices"]), links=tuple(links)
+    )
+
+
+def _candidates(path: Path) -> tuple[Candidate, ...]:
+    return candidates_from(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return content
+
+
+def _line(text: str) -> Mapping[str, Any]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _positive(value: Any) -> float | None:
+    return float(value) if _is_number(value) and math.isfinite(value) and value > 0 else None

@@ -1,0 +1,197 @@
+"""The tables of the command line: devices, plans, shares, verification, prediction against measurement, a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from heterodyne.cluster import Cluster
+from heterodyne.plan import Plan
+from heterodyne.report.compare import Claim, Comparison
+from heterodyne.report.rows import Column, Rows
+from heterodyne.report.run import Candidate, Run
+from heterodyne.report.words import (
+    DASH,
+    byte_size,
+    change,
+    digits,
+    kind_name,
+    percent,
+    pipeline_in_words,
+    ratio,
+    seconds,
+)
+from heterodyne.units import format_bandwidth
+
+__all__ = [
+    "candidate_rows",
+    "claim_text",
+    "device_rows",
+    "prediction_rows",
+    "share_rows",
+    "summary_rows",
+    "time_rows",
+    "verify_rows",
+]
+
+
+def _columns(*titles: str) -> tuple[Column, ...]:
+    """Columns; a title that begins with ``>`` is aligned to the right."""
+    return tuple(Column(title=t.removeprefix(">"), align="right" if t.startswith(">") else "left") for t in titles)
+
+
+def device_rows(cluster: Cluster, sources: Mapping[str, str] | None = None) -> Rows:
+    """The devices in order of rank, the links as notes; ``sources`` adds a remark for each device id."""
+    notes = tuple(
+        f"link {' – '.join(dict.fromkeys(link.between))}: {format_bandwidth(link.bandwidth_bytes_per_s)}, {seconds(link.latency_s)}"
+        for link in cluster.links
+    )
+    remark = ("remark",) if sources else ()
+    return Rows(
+        title=f"Cluster {cluster.name}: {len(cluster.devices)} {'device' if len(cluster.devices) == 1 else 'devices'}",
+        columns=_columns(">rank", "device", "kind", "node", "backend", ">memory", *remark),
+        rows=tuple(
+            (
+                str(rank),
+                device.id,
+                device.kind,
+                device.node,
+                device.backend,
+                byte_size(device.memory_bytes),
+                *((sources.get(device.id, ""),) if sources else ()),
+            )
+            for rank, device in enumerate(cluster.devices)
+        ),
+        notes=notes,
+    )
+
+
+def candidate_rows(candidates: Sequence[Candidate]) -> Rows:
+    """The plans that were weighed, the chosen one marked; ``against the chosen`` is a ratio of predicted samples/s."""
+    chosen = next((c.samples_per_s for c in candidates if c.chosen), None)
+    return Rows(
+        title="Plans that were weighed (predicted)",
+        columns=_columns("plan", ">step", ">samples/s", ">against the chosen", "why"),
+        rows=tuple(
+            (
+                c.name,
+                seconds(c.step_s),
+                digits(c.samples_per_s),
+                ratio(c.samples_per_s / chosen if chosen and c.samples_per_s else None),
+                c.why,
+            )
+            for c in candidates
+        ),
+        marked=frozenset(i for i, c in enumerate(candidates) if c.chosen),
+    )
+
+
+def share_rows(plan: Plan, cluster: Cluster | None = None) -> Rows:
+    """What each device takes of the global batch, and the memory that it is predicted to need."""
+    predicted = plan.predicted.memory_bytes if plan.predicted else {}
+    limits = {d.id: d.memory_bytes for d in cluster.devices} if cluster else {}
+    rows = [
+        (
+            device,
+            str(pipeline.micro_batches.samples),
+            percent(pipeline.micro_batches.samples / plan.global_batch_size),
+            pipeline_in_words(pipeline),
+            byte_size(predicted.get(device)),
+            byte_size(limits.get(device)),
+        )
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for device in stage.devices
+    ]
+    rows += [(d, "0", percent(0.0), "takes no part", DASH, byte_size(limits.get(d))) for d in plan.idle]
+    return Rows(
+        title=f"Shares of the global batch of {plan.global_batch_size}",
+        columns=_columns("device", ">samples", ">share", "micro-batches", ">needs", ">of"),
+        rows=tuple(rows),
+        notes=(plan.reason,) if plan.reason else (),
+    )
+
+
+def verify_rows(loss_error: float, gradient_errors: Mapping[str, float], *, bar: float, worst: int = 10) -> Rows:
+    """Relative errors of loss and gradients against one device: the ``worst`` of them, and whether all are within the bar."""
+    ordered = sorted(gradient_errors.items(), key=lambda item: (-_badness(item[1]), item[0]))
+    rows = [("loss", loss_error), *ordered[:worst]]
+    beyond = sum(not error <= bar for error in (loss_error, *gradient_errors.values()))
+    verdict = (
+        f"exact: loss and all {len(ordered)} gradients are within {bar:g} of one device"
+        if beyond == 0
+        else f"NOT exact: {beyond} of {len(ordered) + 1} are beyond {bar:g}"
+    )
+    hidden = len(ordered) - worst
+    return Rows(
+        title="Relative error against one device, the largest first",
+        columns=_columns("of", ">relative error", "within the bar"),
+        rows=tuple((name, f"{error:.2e}", "yes" if error <= bar else "NO") for name, error in rows),
+        notes=(*((f"{hidden} more gradients have smaller errors",) if hidden > 0 else ()), verdict),
+    )
+
+
+def _badness(error: float) -> float:
+    return error if error == error else float("inf")
+
+
+def claim_text(claim: Claim, value: float | None) -> str:
+    """A value of a claim with its unit."""
+    if claim.unit == "s":
+        return seconds(value)
+    if claim.unit == "bytes":
+        return byte_size(value)
+    return digits(value) if claim.unit == "1/s" else percent(value)
+
+
+def prediction_rows(comparison: Comparison) -> Rows:
+    """Predicted beside measured, for the run and for the memory of each device."""
+    names = {"step": "step time", "samples/s": "samples/s", "efficiency": "efficiency"}
+    return Rows(
+        title="Predicted and measured",
+        columns=_columns("", ">predicted", ">measured", ">error"),
+        rows=tuple(
+            (
+                names.get(claim.what, f"{claim.what} {claim.device}"),
+                claim_text(claim, claim.predicted),
+                claim_text(claim, claim.measured),
+                change(claim.error),
+            )
+            for claim in (*comparison.run, *comparison.memory)
+        ),
+        notes=("error = (predicted − measured) / measured; measured values are medians over the steps",),
+    )
+
+
+def time_rows(comparison: Comparison) -> Rows:
+    """Seconds of each rank and kind in a step: ``predicted → measured  error``."""
+    ranks = dict.fromkeys(claim.rank for claim in comparison.seconds if claim.rank is not None)
+    rows = []
+    for rank in ranks:
+        claims = comparison.of_rank(rank)
+        cells = (f"{seconds(c.predicted)} → {seconds(c.measured)}  {change(c.error)}" for c in claims)
+        rows.append((str(rank), claims[0].device, *cells))
+    return Rows(
+        title="Seconds of a step by rank: predicted → measured",
+        columns=_columns(">rank", "device", *(f">{kind_name(kind)}" for kind in comparison.kinds)),
+        rows=tuple(rows),
+        notes=("wait is the part of the step in which the compute lane does nothing",),
+    )
+
+
+def summary_rows(run: Run, comparison: Comparison) -> Rows:
+    """The key figures of a run, one a row; the prediction error is always among them."""
+    metrics, step = run.metrics, comparison.step
+    last = metrics.steps[-1] if metrics.steps else None
+    of = f" of {run.job.training.steps}" if run.job is not None else ""
+    facts: Iterable[tuple[str, str]] = (
+        ("steps", f"{len(metrics.steps)} recorded, the last is {last.step}{of}" if last else "none"),
+        ("final loss", digits(last.loss, 4) if last else DASH),
+        ("validation loss", digits(metrics.validations[-1].loss, 4) if metrics.validations else DASH),
+        ("samples/s", digits(metrics.median("samples_per_s"))),
+        ("tokens/s", digits(metrics.median("tokens_per_s"))),
+        ("efficiency", percent(metrics.median("efficiency"))),
+        ("step time", f"{seconds(step.measured)} measured, {seconds(step.predicted)} predicted"),
+        ("prediction error", change(step.error)),
+        ("speed-up over equal shares", f"{ratio(run.speed_up_over_equal)} predicted"),
+    )
+    return Rows(title=f"Run {run.name}", columns=_columns("", ""), rows=tuple(facts), notes=run.missing)

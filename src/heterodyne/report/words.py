@@ -1,0 +1,113 @@
+"""Numbers and plans in the words of people: the one place that decides how many digits a reader sees.
+
+A number that is not known is a dash, never a zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+from heterodyne.plan import Pipeline, Plan
+from heterodyne.units import format_bytes, format_seconds
+
+__all__ = [
+    "DASH",
+    "byte_size",
+    "change",
+    "digits",
+    "kind_name",
+    "percent",
+    "pipeline_in_words",
+    "plan_in_words",
+    "ratio",
+    "seconds",
+]
+
+DASH = "–"
+
+_KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recompute",
+    "REDUCE_GRAD": "reduce gradients",
+    "CLIP": "clip",
+    "STEP": "optimizer step",
+    "wait": "wait",
+    "exposed": "reduce, not hidden",
+    "idle": "idle",
+}
+
+
+def kind_name(kind: str) -> str:
+    """``backward`` for ``B``; a kind without a name of its own is its own name."""
+    return _KINDS.get(kind, kind.lower().replace("_", " "))
+
+
+def seconds(value: float | None) -> str:
+    """``12.3 ms``."""
+    return DASH if value is None or not math.isfinite(value) else format_seconds(value)
+
+
+def byte_size(value: float | None) -> str:
+    """``1.5 GiB``."""
+    return DASH if value is None or not math.isfinite(value) else format_bytes(value)
+
+
+def percent(value: float | None) -> str:
+    """``93.1 %`` of 0.931."""
+    return DASH if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+
+
+def change(value: float | None) -> str:
+    """``+2.3 %`` of 0.023, always with its sign."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    shown = f"{100 * value:+.1f}" if abs(value) < 10 else f"{100 * value:+.0f}"
+    return f"{'±0.0' if float(shown) == 0 else shown.replace('-', '−')} %"
+
+
+def ratio(value: float | None) -> str:
+    """``1.92×``."""
+    return DASH if value is None or not math.isfinite(value) else f"{value:.2f}×"
+
+
+def digits(value: float | None, significant: int = 3) -> str:
+    """Three significant digits without an exponent while that is readable: ``152``, ``3.04``, ``1,230``."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    if value == 0 or not 1e-4 <= abs(value) < 1e7:
+        return f"{value:.{significant}g}"
+    after = max(0, significant - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{after}f}"
+
+
+def pipeline_in_words(pipeline: Pipeline) -> str:
+    """``7 micro-batches of 4``, ``3 micro-batches of 4, then 1 of 2``, ``no samples``."""
+    text = str(pipeline.micro_batches)
+    if text == "0":
+        return "no samples"
+    runs = [run.split("x") for run in text.split("+")]
+    first, *rest = runs
+    noun = "micro-batch" if first[0] == "1" else "micro-batches"
+    return ", then ".join([f"{first[0]} {noun} of {first[1]}", *(f"{count} of {size}" for count, size in rest)])
+
+
+def plan_in_words(plan: Plan) -> tuple[str, ...]:
+    """The plan as sentences: one for the whole, one for each pipeline, one for the idle devices."""
+    batch, bucket = plan.global_batch_size, format_bytes(plan.bucket_bytes)
+    parts = len(plan.pipelines)
+    sentences = [
+        f"Each step trains on a global batch of {batch} samples, divided among {parts} {'copy' if parts == 1 else 'copies'} of the model; "
+        f"gradients are reduced in buckets of about {bucket}, in {plan.precision}."
+    ]
+    for pipeline in plan.pipelines:
+        devices = " + ".join(device for stage in pipeline.stages for device in stage.devices)
+        samples = pipeline.micro_batches.samples
+        share = f"{samples} {'sample' if samples == 1 else 'samples'} ({percent(samples / batch)})"
+        sentences.append(f"{devices} takes {share} as {pipeline_in_words(pipeline)}.")
+    if plan.idle:
+        verb = "takes" if len(plan.idle) == 1 else "take"
+        sentences.append(f"{', '.join(plan.idle)} {verb} no part.")
+    return tuple(sentences)
