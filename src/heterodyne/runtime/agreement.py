@@ -1,0 +1,87 @@
+"""Doing things once for all ranks, and failing together: an error of one rank is raised on every rank.
+
+Without it a full disk on rank 0 would leave the others waiting in a collective until its timeout. The group is one of its
+own, over gloo: it carries small Python objects on any backend, and it may wait longer than a training step may (files take
+their time). Waiting is bounded all the same: a rank that died breaks its connections at once, one that hangs is given up on
+after the timeout.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from heterodyne.errors import HeterodyneError
+
+__all__ = ["Agreement"]
+
+T = TypeVar("T")
+
+FILES_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Agreement:
+    """The ranks of a job, or one process alone (``group`` None, ``size`` 1)."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of_all(cls, timeout_s: float = FILES_TIMEOUT_S) -> Agreement:
+        """Of all ranks of the default process group, which must all call this; of this process if there is no group."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(group=None, rank=0, size=1)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(group=group, rank=dist.get_rank(), size=dist.get_world_size())
+
+    def first(self, do: Callable[[], T]) -> T:
+        """Rank 0 does it, every rank gets the result (pickled), or raises the HeterodyneError that came of it."""
+        if self.size == 1:
+            return do()
+        box: list[Any] = [_attempt(do) if self.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        result: T = _value(box[0])
+        return result
+
+    def each(self, do: Callable[[], T]) -> list[T]:
+        """Every rank does it; all results in order of rank, or on every rank the first HeterodyneError of any of them."""
+        if self.size == 1:
+            return [do()]
+        boxes: list[Any] = [None] * self.size
+        dist.all_gather_object(boxes, _attempt(do), group=self.group)
+        return [_value(box) for box in boxes]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(flags.item())
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: HeterodyneError
+
+
+def _attempt(do: Callable[[], T]) -> T | _Failed:
+    try:
+        return do()
+    except HeterodyneError as error:
+        error.__cause__ = None  # what caused it need not survive pickling
+        return _Failed(pickle.loads(pickle.dumps(error)))
+
+
+def _value(box: Any) -> Any:
+    if isinstance(box, _Failed):
+        raise box.error
+    return box

@@ -1,0 +1,43 @@
+"""The state of every random number generator that training may draw from, on one rank."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["random_state", "restore_random_state"]
+
+
+def random_state() -> dict[str, Any]:
+    """Of Python, NumPy, torch, and this rank's accelerator if there is one in use."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    module = _accelerator()
+    if module is not None:
+        state["accelerator"] = module.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` took. An accelerator's state is left out where there is none."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    module = _accelerator()
+    if module is not None and "accelerator" in state:
+        module.set_rng_state(state["accelerator"])
+
+
+def _accelerator() -> Any:
+    """The module of the accelerator's device type (``torch.cuda``), None if this process has not touched it."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    return module if module is not None and module.is_initialized() else None

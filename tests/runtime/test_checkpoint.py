@@ -1,0 +1,301 @@
+"""Checkpoints in one process: bit for bit, and whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from heterodyne.errors import CheckpointError
+from heterodyne.runtime.checkpoint import Checkpoints
+from heterodyne.runtime.random_state import random_state, restore_random_state
+from heterodyne.runtime.state_tree import graft, strip
+
+IDENTITY = {"job": {"training": {"seed": 0, "steps": 5}}, "data": {"tokens": "abc"}}
+PLAN = '{"version": 1}\n'
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Alike in type, structure and every bit of every tensor."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.5), nn.Linear(7, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        advance(model, optimizer)
+    return model, optimizer
+
+
+def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = model(torch.randn(4, 5)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def save(checkpoints: Checkpoints, step: int, state: Any) -> Path:
+    return checkpoints.save(step, state, identity=IDENTITY, plan=PLAN)
+
+
+states = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False),
+        st.text(max_size=3),
+        st.tuples(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]), st.integers(0, 3)).map(
+            lambda of: torch.arange(of[1]).to(of[0])
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.dictionaries(st.one_of(st.text(max_size=3), st.integers(0, 9)), inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+    ),
+    max_leaves=8,
+)
+
+
+@given(state=states)
+@settings(deadline=None)
+def test_a_state_is_what_is_stripped_and_grafted(state: Any) -> None:
+    try:
+        tensors, skeleton = strip(state, "root")
+    except ValueError:
+        return  # the key 1 and the key "1" side by side
+    assert equal(graft(skeleton, tensors), state)
+
+
+@given(state=states)
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_state_comes_back_bit_for_bit(state: Any, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoint")
+    try:
+        save(checkpoints, 1, state)
+    except ValueError:
+        return
+    found = checkpoints.latest()
+    assert found is not None
+    assert equal(checkpoints.load(found, identity=IDENTITY).state, state)
+
+
+def test_training_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    model, optimizer = trained(3)
+    save(checkpoints, 3, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    undisturbed = [advance(model, optimizer) for _ in range(4)]
+
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.plan == PLAN
+    restored = checkpoints.load(found, identity=IDENTITY)
+    again, other = trained(0)
+    again.load_state_dict(restored.state["model"])
+    other.load_state_dict(restored.state["optimizer"])
+    assert restored.random is not None
+    restore_random_state(restored.random)
+    assert restored.step == 3
+    assert [advance(again, other) for _ in range(4)] == undisturbed
+    assert equal(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_every_generator_is_put_back() -> None:
+    state = random_state()
+    drawn = (random.random(), np.random.rand(), torch.rand(3).tolist())
+    restore_random_state(state)
+    assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == drawn
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 10, 9):
+        save(checkpoints, step, {"w": torch.full((3,), step)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-9"]
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.step == 10
+
+
+def test_a_step_can_be_written_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for value in (1, 2):
+        save(checkpoints, 5, {"w": torch.tensor(value)})
+    found = checkpoints.latest()
+    assert found is not None
+    assert checkpoints.load(found, identity=IDENTITY).state["w"].item() == 2
+    save(checkpoints, 6, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-5", "step-6"]
+
+
+def test_without_any_there_is_none(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "nowhere").latest() is None
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, the older one with the value 1."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    checkpoints = Checkpoints(directory)
+    for step in (1, 2):
+        save(checkpoints, step, {"w": torch.full((100,), float(step)), "note": "text"})
+    return directory
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_one_that_is_damaged_anywhere_is_named_and_passed_over(
+    data: st.DataObject, written: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+    shutil.copytree(written, tmp_path / "copy")
+    newest = tmp_path / "copy" / "step-2"
+    files = sorted(path for path in newest.iterdir() if path.name != "manifest.json")
+    file = data.draw(st.sampled_from([*files, newest / "manifest.json"]), label="file")
+    whole = file.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1), label="place")
+    damages = ["cut", "missing"] if file.name == "manifest.json" else ["cut", "missing", "flip"]
+    damage = data.draw(st.sampled_from(damages), label="damage")
+    if damage == "missing":
+        file.unlink()
+    else:
+        flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+        file.write_bytes(whole[:place] if damage == "cut" else flipped)
+
+    said: list[str] = []
+    checkpoints = Checkpoints(tmp_path / "copy", say=said.append)
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.step == 1
+    assert checkpoints.load(found, identity=IDENTITY).state["w"][0].item() == 1
+    (line,) = said
+    assert file.name in line
+    with pytest.raises(CheckpointError, match="step-2"):
+        checkpoints.at(newest)
+    if damage == "cut" and file.name != "manifest.json":
+        assert f"{file.name} has {place} bytes of {len(whole)}" in line
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        Checkpoints(tmp_path).at(tmp_path / "step-7")
+    (tmp_path / "step-7").mkdir()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        Checkpoints(tmp_path).at(tmp_path / "step-7")
+
+
+def test_one_of_another_version_is_refused(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written / "step-2", tmp_path / "step-2")
+    path = tmp_path / "step-2" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))
+    with pytest.raises(CheckpointError, match="of another version"):
+        Checkpoints(tmp_path).at(tmp_path / "step-2")
+
+
+def test_one_of_another_job_says_in_which_fields(written: Path) -> None:
+    checkpoints = Checkpoints(written)
+    found = checkpoints.latest()
+    assert found is not None
+    other = {"job": {"training": {"seed": 1, "steps": 5}}, "data": {"tokens": "xyz"}}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.load(found, identity=other)
+    assert "job.training.seed: 0 there, 1 here" in str(caught.value)
+    assert "data.tokens: 'abc' there, 'xyz' here" in str(caught.value)
+    assert "steps" not in str(caught.value)
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """The operating system refuses to write more, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.parametrize("room", [0, 100, 5000, 50_000])
+def test_without_room_the_previous_one_stays_and_it_is_said(tmp_path: Path, room: int) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1, {"w": torch.zeros(3)})
+    with (
+        files_no_larger_than(room),
+        pytest.raises(CheckpointError, match=r"step 2 cannot be written .* make room"),
+    ):
+        save(checkpoints, 2, {"w": torch.zeros(100_000)})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    found = checkpoints.latest()
+    assert found is not None
+    save(checkpoints, 2, {"w": torch.zeros(100_000)})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("a file stands here")
+    with pytest.raises(CheckpointError, match=r"checkpoint.*cannot be"):
+        save(Checkpoints(tmp_path / "checkpoint"), 1, {})
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning"
+)  # the child only saves; it takes no lock of a parent's thread
+def test_a_writer_that_is_killed_at_any_moment_harms_nothing(tmp_path: Path) -> None:
+    """A child saves 1, 2, 3, ... as fast as it can and is killed; what is left must be whole, and go on from there."""
+    moments = random.Random(0)
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1, {"w": torch.full((20_000,), 1)})
+    reached, partials = 1, 0
+    for _ in range(12):
+        child = os.fork()
+        if child == 0:
+            try:
+                for step in range(reached + 1, reached + 10_000):
+                    save(checkpoints, step, {"w": torch.full((20_000,), step)})
+            finally:
+                os._exit(1)
+        while not any((tmp_path / f"step-{reached + ahead}").exists() for ahead in (1, 2, 3)):
+            time.sleep(0.001)
+        time.sleep(0.03 * moments.random())
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "it was killed, it did not fail"
+        partials += any(".partial-" in path.name for path in tmp_path.iterdir())
+        found = checkpoints.latest()
+        assert found is not None
+        assert found.step >= reached
+        restored = checkpoints.load(found, identity=IDENTITY)
+        assert (restored.state["w"] == found.step).all()
+        reached = found.step
+    assert partials, "some were cut short"
+    save(checkpoints, reached + 1, {})
+    assert not [path for path in tmp_path.iterdir() if ".partial-" in path.name]
