@@ -1,8 +1,7 @@
 """A small process that outlives its launcher by a moment, to end the workers of a launcher that was killed.
 
-``python -m heterodyne.processes.guardian MARK`` reads its standard input, a pipe whose other end only the launcher
-holds. The launcher says ``done`` when it has ended its workers itself; an end without that word means that the launcher
-is gone. It works without privileges, and for whole trees of processes, which a parent-death signal does not.
+`main` runs in a Python of its own and reads its standard input, a pipe whose other end only the launcher holds. The
+launcher says ``done`` when it has ended its workers itself; an end without that word means that it is gone. It works without privileges, and for whole trees of processes, which a parent-death signal does not.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from heterodyne.processes.mark import marked_processes
 __all__ = ["guarded", "kill_marked"]
 
 _DONE = b"done"
+_PROGRAM = "from heterodyne.processes.guardian import main; main()"
 _PATIENCE_S = 5.0
 
 
@@ -29,7 +29,7 @@ def guarded(mark: str) -> Iterator[None]:
     """While the block runs, the processes that bear `mark` die with this one, even if it is killed."""
     guardian = subprocess.Popen(
         # -P: what lies in the current directory must not stand in for the standard library
-        [sys.executable, "-P", "-m", "heterodyne.processes.guardian", mark],
+        [sys.executable, "-P", "-c", _PROGRAM, mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # or Ctrl-C at the terminal would end it first
@@ -61,7 +61,3 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends with its launcher and not before
     if sys.stdin.buffer.read() != _DONE:
         kill_marked(sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -137,7 +137,8 @@ def _environment(rank: int, world_size: int, port: int, mark: str, spec: WorkerS
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | _loopback()
+    # The level hides warnings of torch's network code about peers that end, which are told once and in words.
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | _loopback()
     return marked_environment(mark, defaults | inherited | torchrun | dict(spec.environment))
 
 

@@ -1,0 +1,91 @@
+"""The one place that reads the environment: who this worker is and where the workers meet.
+
+The variables are those of `torchrun`; our launcher and the emulator set the same ones, Slurm and Ray can.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from heterodyne.errors import WorkerError
+
+__all__ = ["WorkerEnvironment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnvironment:
+    """Who this worker is among all.
+
+    Args:
+        rank: global, 0 <= rank < world_size.
+        local_rank: among the workers of this machine.
+        master_address: host of rank 0 and of the store where the workers meet.
+        master_port: its port.
+        store_is_hosted: the launcher keeps the store already (torchrun does), so rank 0 must not open it.
+        attempt: how often a launcher has restarted the job; keeps the keys of one attempt apart from the next.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_address: str
+    master_port: int
+    store_is_hosted: bool = False
+    attempt: int = 0
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> WorkerEnvironment | None:
+        """What the launcher said, or None if no launcher started this process.
+
+        Args:
+            variables: the environment; None: that of the process.
+
+        Raises:
+            WorkerError: the variables contradict each other, some are missing, or one is not a number.
+        """
+        given = os.environ if variables is None else variables
+        if "RANK" not in given and "WORLD_SIZE" not in given:
+            return None
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in given]
+        if missing:
+            present = ", ".join(f"{name}={given[name]}" for name in needed if name in given)
+            raise WorkerError(
+                f"the environment has {present} but not {', '.join(missing)}; start the workers with torchrun or "
+                "heterodyne, or set all four"
+            )
+        world_size = _number(given, "WORLD_SIZE", low=1)
+        rank = _number(given, "RANK", low=0, below=("WORLD_SIZE", world_size))
+        local_rank = _number(given, "LOCAL_RANK", low=0, default=0)
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=_number(given, "LOCAL_WORLD_SIZE", low=local_rank + 1, default=local_rank + 1),
+            master_address=given["MASTER_ADDR"],
+            master_port=_number(given, "MASTER_PORT", low=1, below=("the number of ports", 65_536)),
+            store_is_hosted=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", low=0, default=0),
+        )
+
+
+def _number(
+    given: Mapping[str, str], name: str, *, low: int, below: tuple[str, int] | None = None, default: int | None = None
+) -> int:
+    text = given.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        value = int(text or "")
+    except ValueError:
+        raise WorkerError(f"{name}={text} is not a whole number") from None
+    if value < low:
+        raise WorkerError(f"{name}={value} must be at least {low}")
+    if below is not None and value >= below[1]:
+        raise WorkerError(
+            f"{name}={value} must be less than {below[0]}={below[1]}", rank=value if name == "RANK" else None
+        )
+    return value

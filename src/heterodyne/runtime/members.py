@@ -1,0 +1,61 @@
+"""The workers of a job as they know each other: rank, host, process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Member"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One worker.
+
+    Args:
+        machine: equal for two workers if and only if each can see the other's process by its number.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    machine: str
+
+    @classmethod
+    def myself(cls, rank: int) -> Member:
+        return cls(rank=rank, host=socket.gethostname(), pid=os.getpid(), machine=_machine())
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Member:
+        return cls(**json.loads(text))
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
+
+    def process_status(self) -> str | None:
+        """What the operating system says of the process (``running``, ``stopped``...); None if it is gone.
+
+        Only for a member whose `machine` is the caller's.
+        """
+        try:
+            status = str(psutil.Process(self.pid).status())
+        except psutil.NoSuchProcess:
+            return None
+        return None if status in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} else status
+
+
+def _machine() -> str:
+    """Containers can share a host name and yet not see each other's processes, so the name alone does not do."""
+    if sys.platform != "linux":
+        return socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
