@@ -1,0 +1,64 @@
+"""Final weights as safetensors, in the form that plain PyTorch or Transformers loads.
+
+A Transformers model is saved by its own ``save_pretrained``: ``config.json`` and ``model.safetensors``, tied weights
+stored once, so that ``from_pretrained(directory)`` loads it. Any other module gets ``model.safetensors`` with every name of
+its state dict, tied ones too, so that ``load_state_dict(load_file(path))`` loads it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from heterodyne.errors import CheckpointError
+
+__all__ = ["WEIGHTS", "export_model"]
+
+WEIGHTS = "model.safetensors"
+
+
+def export_model(model: nn.Module, directory: Path) -> Path:
+    """Write the weights of a model into a directory, in the place of any that are there; the directory.
+
+    It is written aside and renamed. Raises CheckpointError if it cannot be written, or if the state dict of a plain module
+    holds something that is no tensor.
+    """
+    token = secrets.token_hex(4)
+    partial, replaced = (directory.with_name(f"{directory.name}.{what}-{token}") for what in ("partial", "replaced"))
+    try:
+        partial.mkdir(parents=True)
+        try:
+            _write(model, partial)
+            if directory.exists():
+                directory.rename(replaced)
+            partial.rename(directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the weights cannot be written to {directory} ({error.strerror or error}); make room or make it writable"
+        ) from error
+    return directory
+
+
+def _write(model: nn.Module, directory: Path) -> None:
+    save_pretrained = getattr(model, "save_pretrained", None)
+    if callable(save_pretrained):
+        save_pretrained(directory)
+        return
+    tensors: dict[str, Tensor] = {}
+    stored: set[int] = set()
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{name} in the state dict of the model is no tensor, which safetensors cannot hold")
+        tensor = value.detach().cpu().contiguous()
+        # safetensors refuses tensors that share memory, as tied weights do.
+        storage = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if storage in stored else tensor
+        stored.add(storage)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})

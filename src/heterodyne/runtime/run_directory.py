@@ -1,0 +1,123 @@
+"""The directory of one run, and that no run ever writes over another.
+
+runs/NAME/
+  job.yaml  cluster.json  plan.json  metrics.jsonl  timeline-*.jsonl  summary.json
+  checkpoint/step-N/   logs/   tensorboard/   model/
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from heterodyne.errors import CheckpointError, HeterodyneError
+
+__all__ = ["RunDirectory"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The places inside of a run directory."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.yaml"
+
+    @property
+    def cluster(self) -> Path:
+        return self.path / "cluster.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoint"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def timeline(self, origin: str) -> Path:
+        """Of the origin ``measured`` or ``simulated``."""
+        return self.path / f"timeline-{origin}.jsonl"
+
+    @classmethod
+    def create(cls, path: Path) -> RunDirectory:
+        """A new run in a directory that is not there yet or empty. Raises HeterodyneError if it holds anything."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            taken = next(path.iterdir(), None)
+        except OSError as error:
+            raise HeterodyneError(
+                f"the run directory {path} cannot be made ({error.strerror}); choose another with --run-dir"
+            ) from error
+        if taken is not None:
+            raise HeterodyneError(
+                f"{path} is not empty (it holds {taken.name}): continue the run in it with --resume, or choose another --run-dir"
+            )
+        return cls(path)
+
+    @classmethod
+    def create_next(cls, runs: Path, name: str) -> RunDirectory:
+        """A new run ``NAME-N``, N being the first number that is free; two that start at the same time get two numbers."""
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+        first = max((number for number, _ in _numbered(runs, name)), default=0) + 1
+        for number in count(first):
+            path = runs / f"{name}-{number}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise HeterodyneError(
+                    f"the run directory {path} cannot be made ({error.strerror}); choose another with --run-dir"
+                ) from error
+            return cls(path)
+        raise AssertionError("there is always another number")
+
+    @classmethod
+    def existing(cls, path: Path) -> RunDirectory:
+        """A run to continue. Raises CheckpointError if there is none."""
+        found = cls(path)
+        if not found.checkpoints.is_dir():
+            raise CheckpointError(
+                f"there is nothing to resume in {path}: it has no directory {found.checkpoints.name}/; "
+                "name the directory of a run with --run-dir, or leave --resume out"
+            )
+        return found
+
+    @classmethod
+    def latest(cls, runs: Path, name: str) -> RunDirectory:
+        """The run ``NAME-N`` of the largest N, to continue it. Raises CheckpointError if there is none."""
+        numbered = _numbered(runs, name)
+        if not numbered:
+            raise CheckpointError(f"there is nothing to resume: no run {name}-N in {runs}; name one with --run-dir")
+        return cls.existing(max(numbered)[1])
+
+
+def _numbered(runs: Path, name: str) -> list[tuple[int, Path]]:
+    pattern = re.compile(re.escape(name) + r"-([0-9]+)")
+    entries = runs.iterdir() if runs.is_dir() else ()
+    return [(int(match[1]), path) for path in entries if (match := pattern.fullmatch(path.name))]
