@@ -24,7 +24,7 @@ class BlockSample:
     """Forward and backward of one block at one micro-batch size.
 
     ``saved_bytes`` is what the block keeps from forward to backward; ``spread`` that of forward plus backward.
-    ``peak_bytes`` is the most that forward and backward held at any moment beyond weights and inputs, 0 where the device does
+    ``peak_bytes`` is the most that forward and backward held at any moment beyond weights and gradients, 0 where the device does
     not say (CPU). ``extrapolated``: not measured, but continued from the smaller sizes (out of time or of memory).
     """
 

@@ -119,7 +119,7 @@ def discover_cluster(
         node_rank=node_rank,
         memory=read_host_memory(),
     )
-    return join_sightings(peers.gather(mine))
+    return join_sightings(peers.all_gather_object(mine))
 
 
 def join_sightings(sightings: Sequence[Sighting]) -> Cluster:

@@ -1,0 +1,110 @@
+"""One forward and backward of a block, as it runs inside training: gradients accumulate, inputs are fresh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from heterodyne.measure.clock import Clock, Mark
+from heterodyne.measure.kept import bytes_kept
+
+__all__ = ["BlockProgram", "BlockRun", "Precision"]
+
+Precision = Literal["fp32", "bf16"]
+
+
+class BlockProgram(Protocol):
+    """A block, or a whole model, that can be built anywhere at any micro-batch size."""
+
+    def instantiate(
+        self, batch: int, device: torch.device, generator: torch.Generator
+    ) -> tuple[nn.Module, Sequence[object]]:
+        """A module with weights on ``device``, and inputs for ``module(*inputs)``; those that need a gradient require it."""
+        ...
+
+
+class BlockRun:
+    """Runs a block again and again; each call returns the marks before forward, between, and after backward."""
+
+    def __init__(
+        self,
+        program: BlockProgram,
+        size: int,
+        device: torch.device,
+        *,
+        precision: Precision,
+        generator: torch.Generator,
+        clock: Clock,
+    ) -> None:
+        self._module, inputs = program.instantiate(size, device, generator)
+        self._inputs = tuple(inputs)
+        self._device = device
+        self._precision = precision
+        self._generator = generator
+        self._clock = clock
+        self._cotangents: list[torch.Tensor] | None = None
+
+    def __call__(self) -> tuple[Mark, ...]:
+        inputs = self._fresh()
+        start = self._clock.mark()
+        outputs = self._forward(inputs)
+        middle = self._clock.mark()
+        differentiable = list(_differentiable(outputs))
+        cotangents = self._cotangents_of(differentiable)
+        begin = self._clock.mark()
+        if differentiable:
+            torch.autograd.backward(differentiable, cotangents)
+        end = self._clock.mark()
+        self._forget_input_gradients()
+        return start, middle, begin, end
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes kept from forward to backward, and the peak beyond weights and gradients (0 where nobody counts)."""
+        weights = [*self._module.parameters(), *self._module.buffers()]
+        kept = bytes_kept(lambda: self._forward(self._fresh()), weights)
+        self()  # gradients exist from here on
+        if self._device.type == "cpu":
+            return kept, 0
+        torch.accelerator.synchronize(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        before = torch.accelerator.memory_allocated(self._device)
+        self()
+        torch.accelerator.synchronize(self._device)
+        return kept, max(0, torch.accelerator.max_memory_allocated(self._device) - before)
+
+    def _forward(self, inputs: tuple[object, ...]) -> object:
+        with _autocast(self._device, self._precision):
+            return self._module(*inputs)
+
+    def _fresh(self) -> tuple[object, ...]:
+        """Copies of the inputs: a block may write into them, which a leaf that requires a gradient does not allow."""
+        return tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in self._inputs)
+
+    def _forget_input_gradients(self) -> None:
+        """Inside a model, the gradient of a block's input is passed on and not added up."""
+        for x in self._inputs:
+            if isinstance(x, torch.Tensor):
+                x.grad = None
+
+    def _cotangents_of(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._cotangents is None:
+            self._cotangents = [
+                torch.ones_like(y) if y.dim() == 0 else torch.empty_like(y).normal_(generator=self._generator)
+                for y in outputs
+            ]
+        return self._cotangents
+
+
+def _differentiable(outputs: object) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            yield leaf
+
+
+def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()

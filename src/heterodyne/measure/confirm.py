@@ -1,0 +1,95 @@
+"""Whether a kept profile still holds: one block and one collective are timed again.
+
+A device whose power is capped or whose share is throttled keeps its name, so the key of a profile cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from heterodyne.cluster.profile import BlockSample, Profile
+from heterodyne.errors import MeasureError
+from heterodyne.measure.block_run import BlockProgram
+from heterodyne.measure.kernels import WHOLE, Workbench
+from heterodyne.measure.links import measure_all_reduce
+from heterodyne.measure.peers import Channel, Peers
+from heterodyne.units import format_bytes, format_seconds
+
+__all__ = ["BLOCK_TOLERANCE", "LINK_TOLERANCE", "block_to_confirm", "changes"]
+
+BLOCK_TOLERANCE = 0.15
+LINK_TOLERANCE = 1.0  # a collective on a busy host varies by tens of percent; what matters is another link
+_TRIES = 2
+
+
+def block_to_confirm(profile: Profile) -> tuple[str, int]:
+    """The kind with the longest run at its smallest size, and that size: the same answer on every rank.
+
+    Raises MeasureError for a profile without a measured block.
+    """
+    candidates: list[tuple[float, str, int]] = []
+    for device in profile.devices.values():
+        for kind, samples in device.blocks.items():
+            if kind != WHOLE and samples and not samples[0].extrapolated:
+                candidates.append((_seconds(samples[0]), kind, samples[0].micro_batch_size))
+    if not candidates:
+        raise MeasureError("the kept profile has no measured block; it will be measured again")
+    _, kind, size = max(candidates)
+    return kind, size
+
+
+def changes(
+    profile: Profile,
+    programs: Mapping[str, BlockProgram],
+    device_ids: Sequence[str],
+    peers: Peers,
+    channel: Channel | None,
+    bench: Workbench,
+) -> list[str]:
+    """What is no longer as the profile says, in sentences; empty if it holds. Every rank gets the same answer.
+
+    What differs is timed a second time before it is believed: a busy moment of the machine is no other machine.
+    """
+    kind, size = block_to_confirm(profile)
+    found: list[str] = []
+    for _ in range(_TRIES):
+        mine = _block_change(profile, programs[kind], kind, size, device_ids[peers.rank], bench)
+        found = [change for change in peers.all_gather_object(mine) if change is not None]
+        if not found:
+            break
+    if not found and channel is not None:
+        for _ in range(_TRIES):
+            found = _link_change(profile, device_ids, peers, channel, bench)
+            if not found:
+                break
+    return found
+
+
+def _block_change(
+    profile: Profile, program: BlockProgram, kind: str, size: int, device: str, bench: Workbench
+) -> str | None:
+    before = next(s for s in profile.devices[device].blocks[kind] if s.micro_batch_size == size)
+    bench.barrier()
+    forward, _, backward = bench.time(bench.run_of(program, size)).laps
+    now_s, then_s = forward + backward, _seconds(before)
+    if abs(now_s - then_s) <= BLOCK_TOLERANCE * then_s:
+        return None
+    return f"{device} takes {format_seconds(now_s)} for a block that took {format_seconds(then_s)}"
+
+
+def _link_change(
+    profile: Profile, device_ids: Sequence[str], peers: Peers, channel: Channel, bench: Workbench
+) -> list[str]:
+    known = [s for s in profile.links if s.op == "all_reduce" and set(s.devices) == set(device_ids)]
+    if not known:
+        return []
+    then = known[len(known) // 2]
+    fresh = measure_all_reduce(peers, channel, device_ids, bench, message_bytes=[then.bytes])
+    ratio = fresh[0].seconds / then.seconds if fresh else float("inf")
+    if 1 / (1 + LINK_TOLERANCE) <= ratio <= 1 + LINK_TOLERANCE:
+        return []
+    return [f"all-reduce of {format_bytes(then.bytes)} takes {ratio:.2g} times what it took"]
+
+
+def _seconds(sample: BlockSample) -> float:
+    return sample.forward_s + sample.backward_s

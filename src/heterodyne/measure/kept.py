@@ -1,0 +1,47 @@
+"""How many bytes a forward keeps for its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["bytes_kept"]
+
+
+def bytes_kept(forward: Callable[[], object], weights: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages that ``forward`` saves for its backward, without those of the weights.
+
+    The narrow copies of weights that autocast makes count as weights: they do not grow with the batch and are
+    made once for all micro-batches in flight.
+    """
+    copies = _Copies(weights)
+    kept: dict[int, torch.UntypedStorage] = {}  # holds the storages, so that no address comes to mean two of them
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept.setdefault(storage.data_ptr(), storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), copies:
+        forward()
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in copies.storages)
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the weights through changes of dtype."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = {w.untyped_storage().data_ptr(): w.untyped_storage() for w in weights}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self.storages:
+            copy = result.untyped_storage()
+            self.storages[copy.data_ptr()] = copy
+        return result

@@ -1,0 +1,200 @@
+"""Seconds of collectives and transfers over the real links, and what a collective in flight costs the computation beside it.
+
+Unlike blocks, links are measured together: every rank makes the same calls the same number of times, as one rank has decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from heterodyne.cluster.profile import LinkSample
+from heterodyne.errors import MeasureError
+from heterodyne.measure.clock import Clock
+from heterodyne.measure.kernels import Workbench
+from heterodyne.measure.peers import Channel, Peers
+from heterodyne.measure.sampling import Sampling, Timing, summarise
+
+__all__ = ["MESSAGE_BYTES", "Repeats", "measure_all_reduce", "measure_overlap", "measure_sends"]
+
+MESSAGE_BYTES = (64 * 2**10, 512 * 2**10, 4 * 2**20, 16 * 2**20)
+_WARM_UP = 3  # the first collectives of a group open its connections
+_COVER = 3  # computation lasts so many times the collective that it hides
+_MATRIX = 192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repeats:
+    """How often every rank does the same thing: ``samples`` times ``runs``. No samples: there is no time left."""
+
+    samples: int
+    runs: int
+
+    @classmethod
+    def of(cls, run_s: float, sampling: Sampling, left_s: float) -> Repeats:
+        """As a sampling would have it if a run takes ``run_s``, within ``left_s``."""
+        runs = max(1, min(1000, round(sampling.sample_s / run_s) if run_s > 0 else 1))
+        affordable = int(left_s / (runs * run_s)) if run_s > 0 else sampling.samples
+        if affordable < 1:
+            affordable, runs = (1, 1) if left_s > run_s else (0, 0)
+        return cls(samples=min(sampling.samples, affordable), runs=runs)
+
+
+def measure_all_reduce(
+    peers: Peers,
+    channel: Channel,
+    devices: Sequence[str],
+    bench: Workbench,
+    *,
+    message_bytes: Sequence[int] = MESSAGE_BYTES,
+    budget_s: float = 10.0,
+) -> tuple[LinkSample, ...]:
+    """All-reduce among all ranks at several sizes; the same result on every rank. Nothing for one rank.
+
+    A collective is over when the last rank has it, so the slowest rank's median counts. Sizes that do not fit the budget are
+    left out, the largest first, and that is said.
+    """
+    if peers.world_size < 2:
+        return ()
+    samples: list[LinkSample] = []
+    deadline = bench.now() + budget_s
+    for index, size in enumerate(sorted(message_bytes)):
+        bench.progress("all-reduce", index, len(message_bytes))
+        tensor = torch.zeros(size // 4, device=bench.device)
+
+        def reduce(tensor: torch.Tensor = tensor) -> None:
+            channel.all_reduce(tensor).wait()
+
+        expected_s = samples[-1].seconds * size / samples[-1].bytes if samples else 0.0
+        timing = _together(peers, reduce, bench, source=0, left_s=deadline - bench.now(), expected_s=expected_s)
+        if timing is None:
+            bench.say(f"all-reduce was not measured from {size} bytes on: the time for measuring is used up")
+            break
+        slowest = max(peers.all_gather_object(timing), key=lambda t: t.seconds)
+        samples.append(_sample("all_reduce", tuple(devices), size, slowest, 1))
+    return tuple(samples)
+
+
+def measure_sends(
+    peers: Peers,
+    devices: Sequence[str],
+    bench: Workbench,
+    *,
+    message_bytes: Sequence[int] = MESSAGE_BYTES[:3],
+    budget_s: float = 10.0,
+) -> tuple[LinkSample, ...]:
+    """Transfers from each rank to the next, around the ring, as half of a round trip; the same result on every rank."""
+    size = peers.world_size
+    pairs = [(rank, (rank + 1) % size) for rank in range(size)][: 1 if size == 2 else size]
+    samples: list[LinkSample] = []
+    deadline = bench.now() + budget_s
+    for index, (a, b) in enumerate(pairs if size > 1 else []):
+        bench.progress("transfers", index, len(pairs))
+        before: LinkSample | None = None
+        for message in sorted(message_bytes):
+            tensor = torch.zeros(message // 4)
+
+            def round_trip(tensor: torch.Tensor = tensor, a: int = a, b: int = b) -> None:
+                if peers.rank == a:
+                    peers.send(tensor, b)
+                    peers.receive(tensor, b)
+                elif peers.rank == b:
+                    peers.receive(tensor, a)
+                    peers.send(tensor, a)
+
+            share_s = (deadline - bench.now()) / (len(pairs) - index)
+            expected_s = 2 * before.seconds * message / before.bytes if before else 0.0
+            timing = _together(peers, round_trip, bench, source=a, left_s=share_s, expected_s=expected_s)
+            if timing is None:
+                bench.say(f"transfers between {devices[a]} and {devices[b]} were not measured from {message} bytes on")
+                break
+            seen = peers.broadcast_object(timing, a)
+            before = _sample("send", (devices[a], devices[b]), message, seen, 2)
+            samples.append(before)
+    return tuple(samples)
+
+
+def measure_overlap(
+    peers: Peers,
+    channel: Channel,
+    bench: Workbench,
+    *,
+    message_bytes: int = 4 * 2**20,
+    rounds: int = 5,
+    compute: Callable[[], object] | None = None,
+) -> float:
+    """Seconds of computation that this rank loses per second of a collective in flight, in [0, 1].
+
+    ``compute`` (default: a product of small matrices) is repeated until it lasts three times the collective, with and without
+    the collective beside it, in turn; the difference is what the collective took away. 0 for one rank.
+    """
+    if peers.world_size < 2:
+        return 0.0
+    clock = bench.stopwatch
+    tensor = torch.zeros(message_bytes // 4, device=bench.device)
+    work = _matrix_product(bench.device) if compute is None else compute
+
+    def compute_s(times: int, *, beside: bool) -> float:
+        peers.barrier()
+        start = clock.mark()
+        pending = channel.all_reduce(tensor) if beside else None
+        for _ in range(times):
+            work()
+        end = clock.mark()
+        if pending is not None:
+            pending.wait()
+        return clock.seconds(start, end)
+
+    def collective_s() -> float:
+        peers.barrier()
+        start = clock.mark()
+        channel.all_reduce(tensor).wait()
+        return clock.seconds(start, clock.mark())
+
+    collective_s()
+    alone_s = median(collective_s() for _ in range(rounds))
+    unit_s = compute_s(10, beside=False) / 10
+    times = max(1, min(100_000, round(_COVER * alone_s / unit_s))) if unit_s > 0 else 1
+    lost = [compute_s(times, beside=True) - compute_s(times, beside=False) for _ in range(rounds)]
+    return min(1.0, max(0.0, median(lost) / alone_s)) if alone_s > 0 else 0.0
+
+
+def _together(
+    peers: Peers, run: Callable[[], None], bench: Workbench, *, source: int, left_s: float, expected_s: float = 0.0
+) -> Timing | None:
+    """Time ``run`` on all ranks, as often as rank ``source`` decides; None if it decides that there is no time."""
+    if not peers.broadcast_object(expected_s * (_WARM_UP + 1) <= left_s, source):
+        return None
+    clock = bench.stopwatch
+    run_s = 0.0
+    for _ in range(_WARM_UP):
+        run_s = _timed(peers, run, 1, clock)
+    repeats = peers.broadcast_object(Repeats.of(run_s, bench.sampling, left_s - _WARM_UP * run_s), source)
+    if repeats.samples == 0:
+        return None
+    return summarise([(_timed(peers, run, repeats.runs, clock),) for _ in range(repeats.samples)])
+
+
+def _timed(peers: Peers, run: Callable[[], None], runs: int, clock: Clock) -> float:
+    peers.barrier()
+    start = clock.mark()
+    for _ in range(runs):
+        run()
+    return clock.seconds(start, clock.mark()) / runs
+
+
+def _sample(op: str, devices: tuple[str, ...], size: int, timing: Timing, trips: int) -> LinkSample:
+    seconds = timing.seconds / trips
+    if seconds <= 0:
+        raise MeasureError(f"{op} of {size} bytes among {', '.join(devices)} took no time at all; the clock is wrong")
+    return LinkSample(
+        op="send" if op == "send" else "all_reduce", devices=devices, bytes=size, seconds=seconds, spread=timing.spread
+    )
+
+
+def _matrix_product(device: torch.device) -> Callable[[], object]:
+    a, b = torch.ones(_MATRIX, _MATRIX, device=device), torch.ones(_MATRIX, _MATRIX, device=device)
+    return lambda: torch.mm(a, b)

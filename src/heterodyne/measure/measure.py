@@ -1,0 +1,221 @@
+"""Measuring a model on a cluster: every rank measures itself, all learn everything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from heterodyne.cluster.profile import BlockSample, DeviceProfile, LinkSample, Profile
+from heterodyne.cluster.spec import Cluster
+from heterodyne.errors import MeasureError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.measure.block_run import BlockProgram, Precision
+from heterodyne.measure.cache import Cache, profile_key
+from heterodyne.measure.confirm import changes
+from heterodyne.measure.kernels import WHOLE, Workbench, measure_blocks, measure_optimizer
+from heterodyne.measure.links import measure_all_reduce, measure_overlap, measure_sends
+from heterodyne.measure.peers import Channel, Peers
+from heterodyne.measure.sampling import Sampling
+
+__all__ = ["Request", "measure"]
+
+_BUDGET = {"blocks": 0.7, "optimizer": 0.05, "all-reduce": 0.15, "transfers": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be measured, equal on every rank (but for the device).
+
+    Args:
+        graph: the model, for its fingerprint, its parameters and what each block needs.
+        programs: each kind of block of the graph, and the whole model as ``*`` if wanted.
+        cluster: the device of each rank, in order.
+        device: where the tensors of this rank live.
+        micro_batch_sizes: sizes to measure.
+        optimizer: ``adamw`` or ``sgd``.
+        budget_s: about the seconds that all of it may take.
+    """
+
+    graph: ModelGraph
+    programs: Mapping[str, BlockProgram]
+    cluster: Cluster
+    device: torch.device
+    micro_batch_sizes: Sequence[int]
+    precision: Precision = "fp32"
+    optimizer: str = "adamw"
+    budget_s: float = 60.0
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        missing = [kind for kind in self.graph.kinds if kind not in self.programs]
+        if missing or not self.micro_batch_sizes or min(self.micro_batch_sizes) < 1:
+            what = (
+                f"blocks without a program: {', '.join(missing)}" if missing else "micro-batch sizes must be at least 1"
+            )
+            raise MeasureError(what)
+
+    def needs(self, kind: str, size: int) -> float:
+        """About the bytes that measuring a block takes: weights, gradients, and what is kept for backward, with some air."""
+        block = None if kind == WHOLE else self.graph.kinds[kind]
+        weights = self.graph.parameters if block is None else self.graph.parameters_of(block)
+        return 2 * sum(p.bytes for p in weights) + 1.25 * self.graph.bytes_saved(block)(size)
+
+
+def measure(
+    request: Request,
+    peers: Peers,
+    *,
+    cache: Cache | None = None,
+    refresh: bool = False,
+    say: Callable[[str], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> Profile:
+    """The profile of a model on a cluster, the same on every rank.
+
+    Collective: every rank calls it with the same request. A profile that rank 0 has in its cache is confirmed by timing one
+    block on every device and one collective again; if they differ, everything is measured anew, and that is said.
+
+    Args:
+        cache: None: nothing is kept, nothing is read.
+        refresh: measure even if there is a profile.
+        say: told, on every rank alike, what was found or left out.
+        progress: (what, done, total), of this rank.
+
+    Raises MeasureError, on every rank alike, for a device that cannot be measured.
+    """
+    if len(request.cluster.devices) != peers.world_size:
+        raise MeasureError(
+            f"the cluster has {len(request.cluster.devices)} devices and there are {peers.world_size} workers; "
+            "start one worker a device"
+        )
+    return _Session(request, peers, say, progress, now).profile(cache, refresh=refresh)
+
+
+class _Session:
+    def __init__(
+        self,
+        request: Request,
+        peers: Peers,
+        say: Callable[[str], None] | None,
+        progress: Callable[[str, int, int], None] | None,
+        now: Callable[[], float],
+    ) -> None:
+        self._request = request
+        self._peers = peers
+        self._say = say or (lambda _: None)
+        self._notes: list[str] = []
+        self._ids = [d.id for d in request.cluster.devices]
+        self._channel: Channel | None = peers.channel(range(peers.world_size)) if peers.world_size > 1 else None
+        self._bench = Workbench(
+            device=request.device,
+            precision=request.precision,
+            sampling=request.sampling,
+            now=now,
+            barrier=peers.barrier,
+            say=self._notes.append,
+            progress=progress or (lambda _what, _done, _total: None),
+        )
+
+    def profile(self, cache: Cache | None, *, refresh: bool) -> Profile:
+        mine = (torch.__version__, torch.get_num_threads())
+        versions, threads = zip(*self._peers.all_gather_object(mine), strict=True)
+        request = self._request
+        key = profile_key(
+            model=request.graph.fingerprint,
+            cluster=request.cluster,
+            precision=request.precision,
+            micro_batch_sizes=request.micro_batch_sizes,
+            optimizer=request.optimizer,
+            torch_versions=versions,
+            threads=threads,
+        )
+        kept = None if cache is None or refresh else self._kept(cache, key)
+        if kept is not None:
+            return kept
+        profile = self._measured(key)
+        if cache is not None and self._peers.rank == 0:
+            try:
+                cache.save(profile)
+            except MeasureError as error:
+                self._notes.append(str(error))
+        self._tell_notes()
+        return profile
+
+    def _kept(self, cache: Cache, key: str) -> Profile | None:
+        """The profile in the cache of rank 0, if it is whole and still holds."""
+        found: Profile | str | None = None
+        if self._peers.rank == 0:
+            try:
+                found = cache.load(key)
+            except MeasureError as error:
+                found = str(error)
+        found = self._peers.broadcast_object(found, 0)
+        if isinstance(found, str):
+            self._say(found)
+            return None
+        if found is None:
+            return None
+        if set(found.devices) != set(self._ids) or any(
+            kind not in device.blocks for device in found.devices.values() for kind in self._request.graph.kinds
+        ):
+            self._say(f"the kept profile {key} is not complete; measuring again")
+            return None
+        changed = changes(found, self._request.programs, self._ids, self._peers, self._channel, self._bench)
+        if changed:
+            self._say("the kept profile no longer holds, measuring again: " + "; ".join(changed))
+            return None
+        return found
+
+    def _measured(self, key: str) -> Profile:
+        blocks = self._blocks()
+        trainable = [p.shape for p in self._request.graph.parameters if p.trainable]
+        optimizer = measure_optimizer(
+            trainable, self._request.optimizer, self._bench, budget_s=self._budget("optimizer")
+        )
+        links, overlap = self._links()
+        mine = DeviceProfile(blocks=blocks, optimizer_s_per_byte=optimizer, overlap=overlap)
+        devices = dict(zip(self._ids, self._peers.all_gather_object(mine), strict=True))
+        return Profile(key=key, devices=devices, links=links)
+
+    def _blocks(self) -> dict[str, tuple[BlockSample, ...]]:
+        """The blocks of this rank. If a rank fails, all of them fail, with its words: none is left waiting."""
+        own = self._request.cluster.devices[self._peers.rank]
+        blocks: dict[str, tuple[BlockSample, ...]] = {}
+        failure: str | None = None
+        try:
+            blocks = measure_blocks(
+                self._request.programs,
+                self._request.micro_batch_sizes,
+                self._bench,
+                budget_s=self._budget("blocks"),
+                memory_bytes=own.memory_bytes,
+                needs=self._request.needs,
+            )
+        except MeasureError as error:
+            failure = f"{own.id}: {error}"
+        failures = [text for text in self._peers.all_gather_object(failure) if text is not None]
+        if failures:
+            raise MeasureError("; ".join(failures))
+        return blocks
+
+    def _links(self) -> tuple[tuple[LinkSample, ...], float]:
+        if self._channel is None:
+            return (), 0.0
+        reduces = measure_all_reduce(
+            self._peers, self._channel, self._ids, self._bench, budget_s=self._budget("all-reduce")
+        )
+        sends = measure_sends(self._peers, self._ids, self._bench, budget_s=self._budget("transfers"))
+        overlap = measure_overlap(self._peers, self._channel, self._bench)
+        return reduces + sends, overlap
+
+    def _budget(self, what: str) -> float:
+        return self._request.budget_s * _BUDGET[what]
+
+    def _tell_notes(self) -> None:
+        for device, notes in zip(self._ids, self._peers.all_gather_object(self._notes), strict=True):
+            for note in notes:
+                self._say(f"{device}: {note}")
