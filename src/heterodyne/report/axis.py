@@ -31,17 +31,21 @@ def axis_of(values: Iterable[float], *, include: tuple[float, ...] = (), ticks: 
     step = _round_step((high - low) / ticks)
     if not snug:
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    return Axis(low=low, high=high, ticks=round_ticks(low, high, ticks))
+    return Axis(low=low, high=high, ticks=_multiples(step, low, high))
 
 
 def round_ticks(low: float, high: float, count: int) -> tuple[float, ...]:
     """About ``count`` multiples of 1, 2 or 5 times a power of ten, within ``[low, high]``."""
-    step = _round_step((high - low) / count)
+    return _multiples(_round_step((high - low) / count), low, high)
+
+
+def _multiples(step: float, low: float, high: float) -> tuple[float, ...]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return tuple(round(i * step, 12) for i in range(first, last + 1))
 
 
 def _round_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, not much smaller than ``rough``: a tick too many is better than half of them."""
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.75)

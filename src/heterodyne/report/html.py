@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from heterodyne.report.compare import compare
 from heterodyne.report.lanes import Lanes, lanes
+from heterodyne.report.palette import DARK, LIGHT, SERIES, kind_key
 from heterodyne.report.perfetto import write_trace
 from heterodyne.report.run import Run, load_run, read_metrics
 from heterodyne.report.sections import (
@@ -24,9 +25,10 @@ from heterodyne.report.sections import (
     prediction_section,
     status,
     time_section,
+    training_lead,
 )
 from heterodyne.report.step_times import in_order, median_step, step_spans
-from heterodyne.report.words import kind_name, seconds
+from heterodyne.report.words import kind_name, seconds, unbroken
 
 __all__ = ["render", "write_report"]
 
@@ -63,9 +65,12 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
     )
     reference = read_metrics(reference_metrics) if reference_metrics is not None else None
     comparison = compare(run)
-    environment.filters |= {"kind_name": kind_name, "seconds": seconds}
+    environment.filters |= {"kind_name": kind_name, "seconds": seconds, "kind_key": kind_key, "unbroken": unbroken}
     return environment.get_template("report.html").render(
         run=run,
+        light=LIGHT,
+        dark=DARK,
+        series=SERIES,
         status=status(run),
         figures=key_figures(run, comparison),
         cluster=cluster_section(run),
@@ -74,6 +79,7 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
         times=time_section(run),
         prediction=prediction_section(comparison),
         loss=loss_chart(run, reference),
+        training_lead=training_lead(run, reference),
         efficiency=efficiency_chart(run),
         curves=curve_charts(run),
         environment=_environment(run),
@@ -91,7 +97,7 @@ def _timelines(run: Run) -> dict[str, Any] | None:
         spans = step_spans(run.measured)
         note = f"Measured is step {step}, the one of median length among {len(spans)} recorded"
         note += f" ({seconds(min(spans.values()))} to {seconds(max(spans.values()))})." if len(spans) > 1 else "."
-    axis_s = max((timeline.span_s for _, timeline in shown), default=0.0)
+    axis_s = 1.005 * max((timeline.span_s for _, timeline in shown), default=0.0)  # room for the mark at the end
     if axis_s <= 0:
         return None
     laid: list[Lanes] = [lanes(timeline, title, axis_s) for title, timeline in shown]

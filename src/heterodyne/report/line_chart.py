@@ -12,7 +12,7 @@ from heterodyne.report.words import digits
 
 __all__ = ["LineChart", "Path", "Series", "Tick", "line_chart", "smoothed"]
 
-Mark = Literal["line", "faint", "dashed", "dots"]
+Mark = Literal["line", "faint", "dashed", "dots", "band", "wide-dots"]
 Point = tuple[float, float]
 _MOST_POINTS = 600
 
@@ -63,22 +63,30 @@ def line_chart(
     x_title: str,
     y_title: str,
     y_text: Callable[[float], str] = digits,
+    y_tick: Callable[[float], str] = "{:,g}".format,
     include_y: tuple[float, ...] = (),
+    snug_y: bool = False,
     x_ticks: Sequence[float] | None = None,
 ) -> LineChart | None:
-    """A chart of all series on common axes; None if there is not one finite point. ``include_y`` are values that must be seen."""
+    """A chart of all series on common axes, None if there is not one finite point; the first series is drawn lowest.
+
+    Args:
+        y_text, y_tick: how a value reads where the pointer is, and on the axis.
+        include_y: values that the axis must reach; ``snug_y``: it goes no further than to them and to the points.
+        x_ticks: where the ticks stand, if not at round numbers.
+    """
     finite = [_thinned([p for p in s.points if math.isfinite(p[0]) and math.isfinite(p[1])]) for s in series]
     if not any(finite):
         return None
     x = axis_of((p[0] for points in finite for p in points), snug=True, ticks=6)
-    y = axis_of((p[1] for points in finite for p in points), include=include_y, ticks=4)
+    y = axis_of((p[1] for points in finite for p in points), include=include_y, ticks=4, snug=snug_y)
     drawn = list(zip(series, finite, strict=True))
     return LineChart(
         title=title,
         x_title=x_title,
         y_title=y_title,
         x_ticks=tuple(Tick(at=100 * x.place(v), text=f"{v:,g}") for v in (x.ticks if x_ticks is None else x_ticks)),
-        y_ticks=tuple(Tick(at=100 * (1 - y.place(v)), text=y_text(v)) for v in y.ticks),
+        y_ticks=tuple(Tick(at=100 * (1 - y.place(v)), text=y_tick(v)) for v in y.ticks),
         paths=tuple(Path(d=_path(points, x, y, s.mark), colour=s.colour, mark=s.mark) for s, points in drawn if points),
         legend=tuple(s for s, points in drawn if s.name and points),
         hover=tuple(
@@ -99,7 +107,7 @@ def smoothed(points: Sequence[Point], window: int) -> tuple[Point, ...]:
 
 def _path(points: Sequence[Point], x: Axis, y: Axis, mark: Mark) -> str:
     places = [(1000 * x.place(a), 1000 * (1 - y.place(b))) for a, b in points]
-    if mark == "dots" or len(places) == 1:
+    if mark in ("dots", "wide-dots") or len(places) == 1:
         # A line of no length with round caps is a dot, and stays round however the chart is stretched.
         return "".join(f"M{a:.2f} {b:.2f}h0" for a, b in places)
     return "M" + "L".join(f"{a:.2f} {b:.2f}" for a, b in places)

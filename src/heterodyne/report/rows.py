@@ -54,6 +54,7 @@ class Rows:
             title_justify="left",
             title_style="bold",
             box=box.SIMPLE_HEAD,
+            show_header=any(column.title for column in self.columns),
             caption="\n".join(map(escape, self.notes)) or None,
             caption_justify="left",
         )
@@ -68,7 +69,7 @@ class Rows:
         header = tuple(column.title for column in self.columns)
         widths = [max(map(len, cells)) for cells in zip(header, *self.rows, strict=True)]
         margin = "  " if self.marked else ""
-        lines = [self.title, margin + self._line(header, widths)]
+        lines = [self.title, *([margin + self._line(header, widths)] if any(header) else [])]
         for index, row in enumerate(self.rows):
             lines.append(("* " if index in self.marked else margin) + self._line(row, widths))
         return "\n".join([*(line.rstrip() for line in lines), *self.notes]) + "\n"

@@ -8,6 +8,7 @@ from typing import Any
 from heterodyne.cluster import BlockSample, Device
 from heterodyne.report.compare import Claim, Comparison
 from heterodyne.report.line_chart import LineChart, Series, line_chart, smoothed
+from heterodyne.report.palette import SERIES
 from heterodyne.report.run import Metrics, Run
 from heterodyne.report.step_times import EXPOSED, IDLE, StepTimes, by_rank, in_order
 from heterodyne.report.tables import claim_text
@@ -35,6 +36,7 @@ __all__ = [
     "prediction_section",
     "status",
     "time_section",
+    "training_lead",
 ]
 
 _CARDS_SHOWN_ONE_BY_ONE = 12
@@ -115,7 +117,7 @@ def cluster_section(run: Run) -> dict[str, Any] | None:
     if len(cards) > _CARDS_SHOWN_ONE_BY_ONE:
         cards = _together(cards)
     shares = [
-        {"device": d.id, "samples": samples[d.id], "percent": 100 * samples[d.id] / batch, "colour": rank % 8}
+        {"device": d.id, "samples": samples[d.id], "percent": 100 * samples[d.id] / batch, "colour": rank % SERIES}
         for rank, d in enumerate(run.cluster.devices)
         if samples.get(d.id)
     ]
@@ -159,7 +161,7 @@ def _card(run: Run, rank: int, device: Device) -> dict[str, Any]:
         "title": device.id,
         "kind": device.kind if device.kind == device.backend else f"{device.kind} · {device.backend}",
         "rank": f"rank {rank}",
-        "colour": rank % 8,
+        "colour": rank % SERIES,
         "facts": [(name, text) for name, text in facts if text != DASH],
         "memory": min(100.0, 100 * used / device.memory_bytes) if used is not None and device.memory_bytes else None,
         "memory_note": word,
@@ -276,7 +278,16 @@ def _claim(claim: Claim, name: str) -> dict[str, str]:
 
 def loss_chart(run: Run, reference: Metrics | None = None) -> LineChart | None:
     """Training loss (each step faint, a running mean strong), validation loss, and the run on one device beside it."""
-    series = _loss_of(run.metrics, "training", 0)
+    series: list[Series] = []
+    if reference is not None:
+        # Wide and beneath: where the two runs agree, the one on top must not hide the other.
+        strong = _loss_of(reference, "one device", 2)[-1]
+        points = tuple((float(v.step), v.loss) for v in reference.validations)
+        series += [
+            Series(name=strong.name, points=strong.points, colour=2, mark="band"),
+            Series(name="one device, validation", points=points, colour=2, mark="wide-dots"),
+        ]
+    series += _loss_of(run.metrics, "training", 0)
     series += [
         Series(
             name="validation",
@@ -285,20 +296,28 @@ def loss_chart(run: Run, reference: Metrics | None = None) -> LineChart | None:
             mark="dots",
         )
     ]
-    if reference is not None:
-        series += _loss_of(reference, "one device", 2)[1:]
-        points = tuple((float(v.step), v.loss) for v in reference.validations)
-        series += [Series(name="one device, validation", points=points, colour=2, mark="dots")]
     return line_chart("Loss over steps", series, x_title="step", y_title="loss")
+
+
+def training_lead(run: Run, reference: Metrics | None = None) -> str:
+    """The losses at the end, in a sentence."""
+    parts = [
+        f"{who}: training {digits(m.steps[-1].loss, 4)}"
+        + (f", validation {digits(m.validations[-1].loss, 4)}" if m.validations else "")
+        for who, m in (("this run", run.metrics), ("one device on the same batches", reference))
+        if m is not None and m.steps
+    ]
+    return f"Loss at the end. {'; '.join(parts)}.".replace("this run", "This run") if parts else ""
 
 
 def _loss_of(metrics: Metrics, name: str, colour: int) -> list[Series]:
     points = tuple((float(s.step), s.loss) for s in metrics.steps if s.loss is not None)
     window = max(1, len(points) // 40)
-    strong = f"{name}, mean of {window} steps" if window > 1 else name
+    if window == 1:
+        return [Series(name=name, points=points, colour=colour)]
     return [
-        Series(name="" if window > 1 else " ", points=points if window > 1 else (), colour=colour, mark="faint"),
-        Series(name=strong, points=smoothed(points, window), colour=colour),
+        Series(name="", points=points, colour=colour, mark="faint"),
+        Series(name=f"{name}, mean of {window} steps", points=smoothed(points, window), colour=colour),
     ]
 
 
@@ -315,8 +334,10 @@ def efficiency_chart(run: Run) -> LineChart | None:
         series if points else [],
         x_title="step",
         y_title="efficiency",
-        y_text=lambda value: f"{100 * value:.0f} %",
+        y_text=percent,
+        y_tick=lambda value: f"{100 * value:.0f} %",
         include_y=(0.0, 1.0),
+        snug_y=True,
     )
 
 
@@ -332,7 +353,7 @@ def curve_charts(run: Run) -> list[LineChart]:
         for index, (name, device) in enumerate(run.profile.devices.items()):
             samples = device.blocks.get(kind, ())
             sizes |= {s.micro_batch_size for s in samples}
-            series += _curves(name, samples, index % 8)
+            series += _curves(name, samples, index % SERIES)
         title = "The whole model" if kind == _MODEL else kind
         charts.append(
             line_chart(
@@ -341,6 +362,7 @@ def curve_charts(run: Run) -> list[LineChart]:
                 x_title="samples in the micro-batch",
                 y_title="forward + backward",
                 y_text=seconds,
+                y_tick=seconds,
                 include_y=(0.0,),
                 x_ticks=sorted(sizes),
             )

@@ -123,7 +123,7 @@ def verify_rows(loss_error: float, gradient_errors: Mapping[str, float], *, bar:
     )
     hidden = len(ordered) - worst
     return Rows(
-        title="Relative error against one device, the largest first",
+        title="Relative error against one device: the loss, then the gradients, the largest first",
         columns=_columns("of", ">relative error", "within the bar"),
         rows=tuple((name, f"{error:.2e}", "yes" if error <= bar else "NO") for name, error in rows),
         notes=(*((f"{hidden} more gradients have smaller errors",) if hidden > 0 else ()), verdict),
@@ -163,18 +163,25 @@ def prediction_rows(comparison: Comparison) -> Rows:
 
 
 def time_rows(comparison: Comparison) -> Rows:
-    """Seconds of each rank and kind in a step: ``predicted → measured  error``."""
-    ranks = dict.fromkeys(claim.rank for claim in comparison.seconds if claim.rank is not None)
+    """Seconds of a step, a row for each rank and kind; the rank is named on its first row."""
     rows = []
-    for rank in ranks:
-        claims = comparison.of_rank(rank)
-        cells = (f"{seconds(c.predicted)} → {seconds(c.measured)}  {change(c.error)}" for c in claims)
-        rows.append((str(rank), claims[0].device, *cells))
+    for claim in comparison.seconds:
+        first = claim.what == comparison.kinds[0]
+        rows.append(
+            (
+                str(claim.rank) if first else "",
+                claim.device if first else "",
+                kind_name(claim.what),
+                seconds(claim.predicted),
+                seconds(claim.measured),
+                change(claim.error),
+            )
+        )
     return Rows(
-        title="Seconds of a step by rank: predicted → measured",
-        columns=_columns(">rank", "device", *(f">{kind_name(kind)}" for kind in comparison.kinds)),
+        title="Where the time of a step goes",
+        columns=_columns(">rank", "device", "on", ">predicted", ">measured", ">error"),
         rows=tuple(rows),
-        notes=("wait is the part of the step in which the compute lane does nothing",),
+        notes=("wait is the part of the step in which the rank computes nothing",),
     )
 
 

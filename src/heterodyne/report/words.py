@@ -6,6 +6,8 @@ A number that is not known is a dash, never a zero.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 
 from heterodyne.plan import Pipeline, Plan
 from heterodyne.units import format_bytes, format_seconds
@@ -21,10 +23,12 @@ __all__ = [
     "plan_in_words",
     "ratio",
     "seconds",
+    "unbroken",
 ]
 
 DASH = "–"
 
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|[mun]?s|[kMGTP]i?B|B)(?![A-Za-z]))")
 _KINDS = {
     "F": "forward",
     "B": "backward",
@@ -83,6 +87,11 @@ def digits(value: float | None, significant: int = 3) -> str:
     return f"{value:,.{after}f}"
 
 
+def unbroken(text: str) -> str:
+    """The text with no line break between a number and its unit."""
+    return _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
+
+
 def pipeline_in_words(pipeline: Pipeline) -> str:
     """``7 micro-batches of 4``, ``3 micro-batches of 4, then 1 of 2``, ``no samples``."""
     text = str(pipeline.micro_batches)
@@ -95,19 +104,31 @@ def pipeline_in_words(pipeline: Pipeline) -> str:
 
 
 def plan_in_words(plan: Plan) -> tuple[str, ...]:
-    """The plan as sentences: one for the whole, one for each pipeline, one for the idle devices."""
+    """The plan as sentences: one for the whole, one for pipelines with the same share, one for the idle devices."""
     batch, bucket = plan.global_batch_size, format_bytes(plan.bucket_bytes)
     parts = len(plan.pipelines)
     sentences = [
         f"Each step trains on a global batch of {batch} samples, divided among {parts} {'copy' if parts == 1 else 'copies'} of the model; "
         f"gradients are reduced in buckets of about {bucket}, in {plan.precision}."
     ]
+    alike: dict[str, list[Pipeline]] = {}
     for pipeline in plan.pipelines:
-        devices = " + ".join(device for stage in pipeline.stages for device in stage.devices)
-        samples = pipeline.micro_batches.samples
-        share = f"{samples} {'sample' if samples == 1 else 'samples'} ({percent(samples / batch)})"
-        sentences.append(f"{devices} takes {share} as {pipeline_in_words(pipeline)}.")
+        alike.setdefault(str(pipeline.micro_batches), []).append(pipeline)
+    for group in alike.values():
+        samples = group[0].micro_batches.samples
+        who = _listed([" + ".join(device for stage in p.stages for device in stage.devices) for p in group])
+        verb, each = ("takes", "") if len(group) == 1 else ("take", " each")
+        share = f"{samples} {'sample' if samples == 1 else 'samples'}{each} ({percent(samples / batch)})"
+        sentences.append(
+            f"{who} {verb} {share if samples else 'no sample'}{f' as {pipeline_in_words(group[0])}' if samples else ''}."
+        )
     if plan.idle:
-        verb = "takes" if len(plan.idle) == 1 else "take"
-        sentences.append(f"{', '.join(plan.idle)} {verb} no part.")
+        sentences.append(f"{_listed(plan.idle)} {'takes' if len(plan.idle) == 1 else 'take'} no part.")
     return tuple(sentences)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and 14 more``."""
+    if len(names) > 5:
+        return f"{', '.join(names[:3])} and {len(names) - 3} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
