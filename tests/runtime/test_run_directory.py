@@ -33,6 +33,11 @@ def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
 def test_only_a_run_can_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing to resume"):
         RunDirectory.existing(tmp_path / "nowhere")
+    (tmp_path / "photos").mkdir()
+    assert RunDirectory.existing(tmp_path / "photos").path == tmp_path / "photos", "killed before it wrote anything"
+    (tmp_path / "photos" / "cat.jpg").touch()
+    with pytest.raises(CheckpointError, match="photos is no run directory"):
+        RunDirectory.existing(tmp_path / "photos")
     with pytest.raises(CheckpointError, match="no run gpt-N"):
         RunDirectory.latest(tmp_path, "gpt")
     for number in (2, 10):

@@ -51,6 +51,12 @@ class Agreement:
         result: T = _value(box[0])
         return result
 
+    def first_only(self, do: Callable[[], T]) -> T | None:
+        """As `first`, but the result stays on rank 0 and need not be picklable; the others get None."""
+        kept: list[T] = []
+        self.first(lambda: kept.append(do()))
+        return kept[0] if kept else None
+
     def each(self, do: Callable[[], T]) -> list[T]:
         """Every rank does it; all results in order of rank, or on every rank the first HeterodyneError of any of them."""
         if self.size == 1:

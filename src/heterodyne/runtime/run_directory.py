@@ -99,12 +99,12 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> RunDirectory:
-        """A run to continue. Raises CheckpointError if there is none."""
+        """A run to continue, even one that was killed before it had written anything. Raises CheckpointError if it is none."""
         found = cls(path)
-        if not found.checkpoints.is_dir():
+        signs = (found.job, found.plan, found.metrics, found.checkpoints)
+        if not path.is_dir() or (any(path.iterdir()) and not any(sign.exists() for sign in signs)):
             raise CheckpointError(
-                f"there is nothing to resume in {path}: it has no directory {found.checkpoints.name}/; "
-                "name the directory of a run with --run-dir, or leave --resume out"
+                f"there is nothing to resume: {path} is no run directory; name one with --run-dir, or leave --resume out"
             )
         return found
 

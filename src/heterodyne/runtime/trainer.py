@@ -1,0 +1,253 @@
+"""The training loop: steps, and between them metrics, validation and checkpoints; stopped in good order, continued exactly.
+
+Every rank runs this loop with the same job and data, so all take the same turns; what is written or shown comes from rank 0.
+Whether to stop is agreed on: a signal reaches the ranks at different moments, so after each step they ask whether any of them
+was asked to stop, and then all stop after that same step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from heterodyne.job import Job
+from heterodyne.plan.plan import Plan
+from heterodyne.processes.signals import StopRequest, stop_requests
+from heterodyne.runtime.agreement import Agreement
+from heterodyne.runtime.checkpoint import Checkpoint, Checkpoints
+from heterodyne.runtime.data import GlobalBatch, TextData
+from heterodyne.runtime.metrics import MetricsFile, StepRecord, TensorBoard, Validation, peak_memory_bytes
+from heterodyne.runtime.progress import Reporter
+from heterodyne.runtime.random_state import restore_random_state
+from heterodyne.runtime.run_directory import RunDirectory
+
+__all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker"]
+
+
+class StepResult(Protocol):
+    """What a step says of the whole global batch."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float | None: ...
+    @property
+    def lr(self) -> float: ...
+
+
+class TrainingWorker(Protocol):
+    """One rank's part of the training; every method is called by all ranks alike."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def step(self, batch: GlobalBatch) -> StepResult:
+        """One optimizer step on the global batch."""
+
+    def evaluate(self, batch: GlobalBatch) -> float:
+        """The mean loss of a batch, of any size, without training on it."""
+
+    def state_dict(self) -> Any:
+        """Model, optimizer and schedule, equal on the ranks that have it; None on one that has none."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take what `state_dict` gave on a rank that had it; every rank is given the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Args:
+        steps: optimizer steps that are done, those before a resume included.
+        loss: of the last step; None if there was nothing left to do.
+        validation_loss: the last one; None without validation.
+        interrupted: somebody asked to stop before all steps were done.
+        seconds: wall time of the loop.
+        peak_memory_bytes: the most that each rank used, in order of rank.
+    """
+
+    steps: int
+    loss: float | None
+    validation_loss: float | None
+    interrupted: bool
+    seconds: float
+    peak_memory_bytes: tuple[int, ...]
+
+
+class Trainer:
+    """Trains one job in one run directory.
+
+    Args:
+        worker: this rank's.
+        data: training and validation samples, on every rank the same.
+        job, plan: what is trained, and under which plan.
+        run: where it is kept, the same directory on every rank.
+        agreement: the ranks.
+        reporter: shown what happens, on rank 0; silent on the others.
+        ideal_samples_per_s: what the devices reach together when each computes for itself; None: efficiency is not known.
+        phase: entered, with words, around what takes long and is no step (checkpoints).
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: TrainingWorker,
+        data: TextData,
+        job: Job,
+        plan: Plan,
+        run: RunDirectory,
+        agreement: Agreement,
+        reporter: Reporter,
+        ideal_samples_per_s: float | None = None,
+        phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._worker = worker
+        self._data = data
+        self._job = job
+        self._plan = plan
+        self._run = run
+        self._ranks = agreement
+        self._reporter = reporter
+        self._ideal_samples_per_s = ideal_samples_per_s
+        self._phase = phase
+        self._checkpoints = Checkpoints(
+            run.checkpoints, keep=job.checkpoint.keep, agreement=agreement, say=self._say_first
+        )
+        self._identity = {"job": job.decisive, "data": data.identity}
+        self._done = 0
+        self._saved: int | None = None
+        self._validation: Validation | None = None
+        self._last: StepRecord | None = None
+
+    def resume(self) -> int:
+        """Continue from the newest whole checkpoint; steps that are done. Without any checkpoint the run starts anew.
+
+        Raises CheckpointError if the checkpoint is of another job or of other data.
+        """
+        with self._phase("reading a checkpoint"):
+            found = self._checkpoints.latest()
+            if found is None:
+                self._say_first("there is no checkpoint yet: the run starts from its beginning")
+                return 0
+            self._restore(found)
+        self._say_first(f"resuming after step {self._done} from {found.path}")
+        return self._done
+
+    def train(self) -> Outcome:
+        """Do the steps that are left. Raises CheckpointError, DataError or WorkerError; what was written before stays readable."""
+        started = time.perf_counter()
+        sinks = self._open_sinks()
+        try:
+            with stop_requests() as stop:
+                interrupted = self._loop(stop, sinks)
+            if self._saved != self._done:
+                self._save()
+        finally:
+            for sink in sinks:
+                sink.close()
+            self._reporter.close()
+        return Outcome(
+            steps=self._done,
+            loss=None if self._last is None else self._last.loss,
+            validation_loss=None if self._validation is None else self._validation.validation_loss,
+            interrupted=interrupted,
+            seconds=time.perf_counter() - started,
+            peak_memory_bytes=tuple(self._ranks.each(lambda: peak_memory_bytes(self._worker.device))),
+        )
+
+    def _loop(self, stop: StopRequest, sinks: list[_Sink]) -> bool:
+        """Whether it was interrupted."""
+        steps, every = self._job.training.steps, self._job.checkpoint.every
+        while self._done < steps:
+            self._step(sinks)
+            if self._ranks.any(stop.number is not None) and self._done < steps:
+                self._say_first(f"stopping after step {self._done}, as asked")
+                return True
+            if self._validation_is_due():
+                self._validate(sinks)
+            if every and self._done % every == 0:
+                self._save()
+        return False
+
+    def _step(self, sinks: list[_Sink]) -> None:
+        started = time.perf_counter()
+        result = self._worker.step(self._data.batch(self._done))
+        step_s = time.perf_counter() - started
+        self._done += 1
+        samples_per_s = self._data.batch_size / step_s
+        ideal = self._ideal_samples_per_s
+        record = StepRecord(
+            step=self._done,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            step_s=step_s,
+            samples_per_s=samples_per_s,
+            tokens_per_s=samples_per_s * self._data.sequence_length,
+            efficiency=samples_per_s / ideal if ideal else None,
+            memory_bytes=peak_memory_bytes(self._worker.device),
+            time_s=time.time(),
+        )
+        if not math.isfinite(record.loss) and (self._last is None or math.isfinite(self._last.loss)):
+            self._say_first(f"step {self._done}: the loss is {record.loss}; a smaller optimizer.lr may help")
+        self._last = record
+        if self._done % self._job.metrics.every == 0 or self._done == self._job.training.steps:
+            for sink in sinks:
+                sink.write(record)
+        self._reporter.step(record)
+
+    def _validation_is_due(self) -> bool:
+        every = self._job.training.validate_every
+        return self._done == self._job.training.steps or (every > 0 and self._done % every == 0)
+
+    def _validate(self, sinks: list[_Sink]) -> None:
+        batches = self._data.validation_batches(self._job.training.validation_samples)
+        if not batches:
+            return
+        total = math.fsum(self._worker.evaluate(batch) * batch.size for batch in batches)
+        loss = total / sum(batch.size for batch in batches)
+        self._validation = Validation(step=self._done, validation_loss=loss, time_s=time.time())
+        for sink in sinks:
+            sink.write(self._validation)
+        self._reporter.validation(self._validation)
+
+    def _save(self) -> None:
+        with self._phase("writing a checkpoint"):
+            self._checkpoints.save(
+                self._done, self._worker.state_dict(), identity=self._identity, plan=self._plan.dump()
+            )
+        self._saved = self._done
+
+    def _restore(self, found: Checkpoint) -> None:
+        restored = self._checkpoints.load(found, identity=self._identity)
+        self._worker.load_state_dict(restored.state)
+        if restored.random is not None:
+            restore_random_state(restored.random)
+        self._done = self._saved = restored.step
+
+    def _open_sinks(self) -> list[_Sink]:
+        """On rank 0; an error there is every rank's."""
+        return self._ranks.first_only(self._open_sinks_here) or []
+
+    def _open_sinks_here(self) -> list[_Sink]:
+        sinks: list[_Sink] = [MetricsFile(self._run.metrics, done=self._done)]
+        if self._job.metrics.tensorboard:
+            board = TensorBoard.open(self._run.tensorboard, done=self._done, say=self._reporter.say)
+            sinks += [] if board is None else [board]
+        return sinks
+
+    def _say_first(self, text: str) -> None:
+        if self._ranks.rank == 0:
+            self._reporter.say(text)
+
+
+class _Sink(Protocol):
+    def write(self, line: StepRecord | Validation) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,266 @@
+"""The loop in one process: what is written, when it stops, how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from heterodyne.errors import CheckpointError
+from heterodyne.job import Job
+from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
+from heterodyne.runtime.agreement import Agreement
+from heterodyne.runtime.data import GlobalBatch, TextData, open_text
+from heterodyne.runtime.metrics import StepRecord
+from heterodyne.runtime.progress import Reporter
+from heterodyne.runtime.run_directory import RunDirectory
+from heterodyne.runtime.trainer import Outcome, Trainer
+
+PLAN = Plan(
+    model="m",
+    cluster="c",
+    global_batch_size=4,
+    pipelines=(
+        Pipeline(
+            micro_batches=MicroBatches((4,)),
+            stages=(Stage(ops=(0, 1), devices=("a/cpu:0",), regions=(Region(layout=Layout(shares=(1,))),)),),
+        ),
+    ),
+)
+
+
+def job(**training: Any) -> Job:
+    return Job.model_validate(
+        {
+            "model": {"factory": "tiny:build"},
+            "data": {"sequence_length": 8, "validation_fraction": 0.1},
+            "training": {"steps": 8, "global_batch_size": 4, "validate_every": 4, "validation_samples": 6, **training},
+            "checkpoint": {"every": 3, "keep": 10},
+            "metrics": {"tensorboard": False},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+class Worker:
+    """Trains on one device in plain PyTorch, with dropout, so that the state of the generators matters."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, on_step: Callable[[int], None] = lambda _: None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.2), nn.Linear(8, 256))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.steps = 0
+        self.on_step = on_step
+
+    def _loss(self, batch: GlobalBatch) -> torch.Tensor:
+        ids = batch.samples(0, batch.size)["input_ids"]
+        return F.cross_entropy(self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def step(self, batch: GlobalBatch) -> Result:
+        self.model.train()
+        self.optimizer.zero_grad()
+        loss = self._loss(batch)
+        loss.backward()
+        self.optimizer.step()
+        self.steps += 1
+        self.on_step(self.steps)
+        return Result(loss=loss.item(), grad_norm=1.0, lr=1e-2)
+
+    def evaluate(self, batch: GlobalBatch) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            return self._loss(batch).item()
+
+    def state_dict(self) -> Any:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+
+
+class Notes(Reporter):
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.said: list[str] = []
+        self.steps: list[int] = []
+        self.closed = False
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record.step)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> TextData:
+    (tmp_path / "text").write_text("".join(f"line {number}\n" for number in range(200)))
+    return open_text(
+        str(tmp_path / "text"), sequence_length=8, validation_fraction=0.1, batch_size=4, seed=0, cache=tmp_path / "cache"
+    )  # fmt: skip
+
+
+def trainer(
+    run: Path, data: TextData, *, job: Job, worker: Worker | None = None, notes: Notes | None = None
+) -> Trainer:
+    return Trainer(
+        worker=worker or Worker(),
+        data=data,
+        job=job,
+        plan=PLAN,
+        run=RunDirectory(run),
+        agreement=Agreement.of_all(),
+        reporter=notes or Notes(),
+        ideal_samples_per_s=1e9,
+    )
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[tuple[int, str, float]]:
+    """Every loss with its step and its kind; equal lists mean equal runs, bit for bit."""
+    return [
+        (line["step"], kind, line[kind]) for line in lines(run) for kind in ("loss", "validation_loss") if kind in line
+    ]
+
+
+def checkpoints(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoint").iterdir())
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path, data: TextData) -> tuple[Path, Outcome]:
+    (tmp_path / "undisturbed").mkdir()
+    return tmp_path / "undisturbed", trainer(tmp_path / "undisturbed", data, job=job()).train()
+
+
+def test_a_run_leaves_its_metrics_and_checkpoints(undisturbed: tuple[Path, Outcome]) -> None:
+    run, outcome = undisturbed
+    steps = [line for line in lines(run) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert [line["step"] for line in lines(run) if "validation_loss" in line] == [4, 8]
+    for line in steps:
+        assert line["samples_per_s"] == pytest.approx(4 / line["step_s"])
+        assert line["tokens_per_s"] == pytest.approx(8 * line["samples_per_s"])
+        assert line["efficiency"] == pytest.approx(line["samples_per_s"] / 1e9)
+    assert checkpoints(run) == [3, 6, 8]
+    assert outcome.steps == 8
+    assert outcome.loss == steps[-1]["loss"]
+    assert outcome.validation_loss == lines(run)[-1]["validation_loss"]
+    assert not outcome.interrupted
+    assert outcome.peak_memory_bytes[0] > 0
+
+
+def test_two_runs_of_a_job_are_equal(tmp_path: Path, data: TextData, undisturbed: tuple[Path, Outcome]) -> None:
+    (tmp_path / "again").mkdir()
+    trainer(tmp_path / "again", data, job=job()).train()
+    assert losses(tmp_path / "again") == losses(undisturbed[0])
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 7])
+def test_killed_and_resumed_a_run_has_the_losses_of_an_undisturbed_one(
+    at: int, tmp_path: Path, data: TextData, undisturbed: tuple[Path, Outcome]
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(step: int) -> None:
+        if step == at:
+            raise Killed
+
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(Killed):
+        trainer(run, data, job=job(), worker=Worker(kill)).train()
+    torch.manual_seed(99)
+    again, notes = Worker(), Notes()
+    resumed = trainer(run, data, job=job(), worker=again, notes=notes)
+    assert resumed.resume() == (at - 1) // 3 * 3
+    assert resumed.train().steps == 8
+    assert losses(run) == losses(undisturbed[0])
+    assert ("resuming after step" if at > 3 else "starts from its beginning") in notes.said[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_ends_the_step_writes_a_checkpoint_and_can_go_on(
+    number: signal.Signals, tmp_path: Path, data: TextData, undisturbed: tuple[Path, Outcome]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    notes = Notes()
+    worker = Worker(lambda step: os.kill(os.getpid(), number) if step == 5 else None)
+    before = signal.getsignal(number)
+    outcome = trainer(run, data, job=job(), worker=worker, notes=notes).train()
+    assert outcome.interrupted
+    assert outcome.steps == 5
+    assert checkpoints(run) == [3, 5]
+    assert notes.closed
+    assert signal.getsignal(number) == before
+    resumed = trainer(run, data, job=job())
+    assert resumed.resume() == 5
+    assert not resumed.train().interrupted
+    assert losses(run) == losses(undisturbed[0])
+
+
+def test_a_finished_run_has_nothing_left_to_do(data: TextData, undisturbed: tuple[Path, Outcome]) -> None:
+    run, _ = undisturbed
+    before = losses(run)
+    again = trainer(run, data, job=job())
+    assert again.resume() == 8
+    outcome = again.train()
+    assert (outcome.steps, outcome.loss, outcome.interrupted) == (8, None, False)
+    assert losses(run) == before
+
+
+def test_another_job_or_other_text_is_refused_by_field(
+    tmp_path: Path, data: TextData, undisturbed: tuple[Path, Outcome]
+) -> None:
+    run, _ = undisturbed
+    with pytest.raises(CheckpointError, match=r"job\.training\.seed: 0 there, 5 here"):
+        trainer(run, data, job=job(seed=5)).resume()
+    (tmp_path / "text").write_text("other text " * 200)
+    other = open_text(
+        str(tmp_path / "text"), sequence_length=8, validation_fraction=0.1, batch_size=4, seed=0, cache=tmp_path / "cache"
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"data\.tokens"):
+        trainer(run, other, job=job()).resume()
+
+
+def test_other_ways_to_keep_and_report_are_no_other_job(data: TextData, undisturbed: tuple[Path, Outcome]) -> None:
+    changed = job().model_copy(update={"checkpoint": job().checkpoint.model_copy(update={"every": 1})})
+    assert trainer(undisturbed[0], data, job=changed).resume() == 8
+
+
+def test_a_loss_that_is_no_number_is_told_once(tmp_path: Path, data: TextData) -> None:
+    (tmp_path / "run").mkdir()
+    notes, worker = Notes(), Worker()
+    nn.init.constant_(worker.model[2].weight, float("nan"))
+    trainer(tmp_path / "run", data, job=job(), worker=worker, notes=notes).train()
+    assert [text for text in notes.said if "the loss is nan" in text] == [
+        "step 1: the loss is nan; a smaller optimizer.lr may help"
+    ]
+    assert lines(tmp_path / "run")[0]["loss"] is None
