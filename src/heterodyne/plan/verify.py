@@ -75,6 +75,7 @@ def _order(actions: Sequence[Action], count: int) -> list[str]:
     """Each micro-batch once forward, then once backward."""
     broken = []
     seen = Counter(action for action in actions if action.kind in ("F", "B"))
+    place = {action: number for number, action in reversed(list(enumerate(actions)))}  # of the first of each
     stages = sorted({action.stage for action in actions}) or [0]
     for stage in stages:
         for index in range(count):
@@ -84,7 +85,7 @@ def _order(actions: Sequence[Action], count: int) -> list[str]:
                 for action in (forward, backward)
                 if seen[action] != 1
             ]
-            if seen[forward] and seen[backward] and actions.index(forward) > actions.index(backward):
+            if seen[forward] and seen[backward] and place[forward] > place[backward]:
                 broken.append(f"runs {backward} before {forward}: a backward needs its forward")
     broken += [
         f"runs {action}, but has {count} micro-batches: remove it"

@@ -1,1 +1,25 @@
-"""From a graph, a cluster and a profile to the best plan that is found, with reasons."""
+"""The planner: balances shares, weighs alternatives on the simulator, says why it chose."""
+
+from heterodyne.search.balance import Balance, balance
+from heterodyne.search.explain import AlternativeRow, ShareRow, alternatives, paragraph, reason, shares
+from heterodyne.search.planned import Candidate, Planned, Strategy
+from heterodyne.search.planner import own_rates, plan, predict
+from heterodyne.search.runs import Runs
+
+__all__ = [
+    "AlternativeRow",
+    "Balance",
+    "Candidate",
+    "Planned",
+    "Runs",
+    "ShareRow",
+    "Strategy",
+    "alternatives",
+    "balance",
+    "own_rates",
+    "paragraph",
+    "plan",
+    "predict",
+    "reason",
+    "shares",
+]

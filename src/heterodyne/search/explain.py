@@ -1,0 +1,137 @@
+"""The outcome of a search in words and rows, for people. Plain data: how it is printed is decided elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heterodyne.search.planned import Candidate, Planned
+from heterodyne.units import format_bytes, format_seconds
+
+__all__ = ["AlternativeRow", "ShareRow", "alternatives", "paragraph", "ratio_in_words", "reason", "shares"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlternativeRow:
+    """One candidate. ``ratio``: its predicted step over that of the chosen one; None where there is none, and ``note`` says why."""
+
+    name: str
+    chosen: bool
+    step_s: float | None
+    ratio: float | None
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareRow:
+    """What one device does under the plan; an idle one has no samples and needs no memory.
+
+    Args:
+        share: part of the global batch, 0 to 1.
+        micro_batches: as in the plan, ``3x4+1x2``.
+        compute_s: forward and backward of the share; wait_s: seconds of a step in which the device waits for others.
+        memory_bytes, headroom_bytes: the predicted peak, and what is left above it.
+        own_samples_per_s: what it reaches computing for itself.
+    """
+
+    device: str
+    samples: int
+    share: float
+    micro_batches: str
+    compute_s: float
+    wait_s: float
+    memory_bytes: int
+    headroom_bytes: int
+    own_samples_per_s: float
+    note: str = ""
+
+
+def ratio_in_words(ratio: float) -> str:
+    """``1.034`` as "3.4% longer", ``1.9`` as "1.90x as long", ``0.97`` as "3.0% shorter"."""
+    if abs(ratio - 1) < 0.0005:
+        return "just as long"
+    if ratio > 1.25:
+        return f"{ratio:.2f}x as long"
+    return f"{abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'shorter'}"
+
+
+def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: str) -> str:
+    """Why this one, in a sentence: against each other kind of plan, the nearest ones first."""
+    others = sorted(
+        (c for c in candidates if c is not chosen and c.step_s is not None), key=lambda c: (c.step_s or 0.0, c.name)
+    )
+    asked = {"equal": "equal shares were asked for", "fastest": "one device was asked for"}.get(strategy)
+    asked = "it was given" if chosen.kind == "given" else asked
+    if chosen.step_s is None or chosen.step_s <= 0 or not others:
+        return f"{chosen.name}: {asked or 'no other way can be'}"
+    compared = [f"{c.name} would take {ratio_in_words((c.step_s or 0.0) / chosen.step_s)}" for c in _telling(others)]
+    why = asked or f"fastest of {len(others) + 1} ways that were weighed"
+    return f"{chosen.name}: {why}; " + ", ".join(compared)
+
+
+def _telling(others: Sequence[Candidate]) -> list[Candidate]:
+    """The best of each kind: no more than a sentence can bear."""
+    best: dict[str, Candidate] = {}
+    for candidate in others:
+        best.setdefault(candidate.kind, candidate)
+    return list(best.values())
+
+
+def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
+    """Every candidate, the fastest first, those that cannot be last."""
+    base = planned.simulation.step_s
+    rows = []
+    for candidate in planned.candidates:
+        ratio = None if candidate.step_s is None or base <= 0 else candidate.step_s / base
+        chosen = candidate is planned.chosen
+        note = "chosen" if chosen else candidate.why_not or ("" if ratio is None else ratio_in_words(ratio))
+        rows.append(AlternativeRow(name=candidate.name, chosen=chosen, step_s=candidate.step_s, ratio=ratio, note=note))
+    return tuple(sorted(rows, key=lambda row: (row.step_s is None, row.step_s or 0.0, not row.chosen)))
+
+
+def shares(planned: Planned) -> tuple[ShareRow, ...]:
+    """A row for each device of the cluster, in the order of ranks."""
+    running = {p.stages[0].devices[0]: p.micro_batches for p in planned.plan.pipelines}
+    rows = []
+    for rank, device in enumerate(planned.cluster.devices):
+        micro_batches = running.get(device.id)
+        used = planned.simulation.peak_bytes[rank]
+        samples = micro_batches.samples if micro_batches is not None else 0
+        rows.append(
+            ShareRow(
+                device=device.id,
+                samples=samples,
+                share=samples / planned.plan.global_batch_size,
+                micro_batches="idle" if micro_batches is None else str(micro_batches),
+                compute_s=planned.compute_s.get(device.id, 0.0),
+                wait_s=planned.simulation.wait_s[rank],
+                memory_bytes=used,
+                headroom_bytes=device.memory_bytes - used,
+                own_samples_per_s=planned.rates[device.id],
+                note=planned.unfit.get(device.id, "" if micro_batches is not None else "left out: faster without it"),
+            )
+        )
+    return tuple(rows)
+
+
+def paragraph(planned: Planned) -> str:
+    """The chosen plan in a few sentences."""
+    plan, predicted = planned.plan, planned.plan.predicted
+    working = [row for row in shares(planned) if row.samples]
+    parts = ", ".join(f"{row.device} {row.samples} ({row.micro_batches})" for row in working)
+    text = [
+        f"{plan.global_batch_size} samples a step over {len(working)} of {len(planned.cluster.devices)} devices: {parts}."
+    ]
+    if predicted is not None:
+        text.append(
+            f"A step should take {format_seconds(predicted.step_s)}: {predicted.samples_per_s:.4g} samples/s, "
+            f"{predicted.efficiency:.0%} of what the devices reach when each computes for itself."
+        )
+    tight = min(working, key=lambda row: row.headroom_bytes)
+    text.append(
+        f"Memory is tightest on {tight.device}: {format_bytes(tight.memory_bytes)} of "
+        f"{format_bytes(tight.memory_bytes + tight.headroom_bytes)}."
+    )
+    text.append(f"Why: {plan.reason}.")
+    text += [f"Idle: {why}." for why in planned.unfit.values()]
+    return " ".join(text)

@@ -1,0 +1,93 @@
+"""Which micro-batch sizes fit which device, and what a device that fits none of them lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from heterodyne.cluster.spec import Device
+from heterodyne.cost.memory import MemoryUse
+from heterodyne.cost.step import CostModel
+from heterodyne.errors import InfeasibleError
+from heterodyne.units import format_bytes
+
+__all__ = ["Fit", "fit_devices", "nothing_fits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What of the allowed sizes fits one device.
+
+    Args:
+        sizes: those that fit, rising; none: the device has to stay idle.
+        smallest: the smallest allowed size, and `use` what the device needs for it.
+        use_at_one: what it would need for micro-batches of one sample.
+    """
+
+    device: Device
+    sizes: tuple[int, ...]
+    smallest: int
+    use: MemoryUse
+    use_at_one: MemoryUse
+
+    @property
+    def lacks_bytes(self) -> int:
+        """What is missing for the smallest allowed micro-batch; 0 if it fits."""
+        return max(0, self.use.total - self.device.memory_bytes)
+
+    def say(self) -> str:
+        """Why the device cannot take part, and what would help it."""
+        use = self.use
+        parts = {
+            "parameters": use.parameters,
+            "gradients": use.gradients,
+            "their reduction": use.buckets,
+            "optimizer": use.optimizer,
+            "activations": use.activations + use.workspace,
+            "framework": use.context,
+        }
+        need = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        text = (
+            f"{self.device.id} has {format_bytes(self.device.memory_bytes)} and needs {format_bytes(use.total)} "
+            f"for micro-batches of {self.smallest} ({need}): it lacks {format_bytes(self.lacks_bytes)}"
+        )
+        if self.use_at_one.total <= self.device.memory_bytes:
+            return text + "; micro-batches of 1 would fit, so add 1 to parallelism.micro_batch_sizes"
+        return text
+
+
+def fit_devices(model: CostModel, sizes: Sequence[int], global_batch_size: int) -> tuple[Fit, ...]:
+    """The fit of every device, in the order of ranks. A micro-batch is never larger than the global batch."""
+    tried = sorted({min(size, global_batch_size) for size in sizes})
+    fits = []
+    for device in model.cluster.devices:
+        uses = {size: model.memory_use(device.id, size) for size in {1, *tried}}
+        fits.append(
+            Fit(
+                device=device,
+                sizes=tuple(size for size in tried if uses[size].total <= device.memory_bytes),
+                smallest=tried[0],
+                use=uses[tried[0]],
+                use_at_one=uses[1],
+            )
+        )
+    return tuple(fits)
+
+
+def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str) -> InfeasibleError:
+    """The error for a model that no device can hold: what each lacks, and what would help."""
+    fits = tuple(fits)
+    helps = ["devices with more memory"]
+    if any(fit.smallest > 1 for fit in fits):
+        helps.append("smaller parallelism.micro_batch_sizes")
+    if optimizer == "adamw":
+        helps.append("optimizer.name sgd, which keeps one state a parameter or none, not two")
+    if precision == "fp32" and any(fit.use.activations > fit.lacks_bytes for fit in fits):
+        helps.append("training.precision bf16, which halves the activations")
+    return InfeasibleError(
+        "no device can hold a copy of the model:\n  - "
+        + "\n  - ".join(fit.say() for fit in fits)
+        + "\nwhat would help: "
+        + "; ".join(helps),
+        shortfalls={fit.device.id: fit.lacks_bytes for fit in fits},
+    )

@@ -1,0 +1,70 @@
+"""What a search hands back: the plan, what else was weighed, and what the words about them are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.memory import MemoryUse
+from heterodyne.plan.plan import Plan
+from heterodyne.sim.run import Simulation
+
+__all__ = ["Candidate", "Kind", "Planned", "Strategy"]
+
+Strategy = Literal["auto", "equal", "fastest"]
+Kind = Literal["balanced", "equal", "fastest", "fewer", "given"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way that was weighed. ``plan`` and ``simulation`` are None if it cannot be, and ``why_not`` says why.
+
+    ``left_out``: devices that could take part and have no share in it.
+    """
+
+    name: str
+    kind: Kind
+    plan: Plan | None = None
+    simulation: Simulation | None = None
+    left_out: tuple[str, ...] = ()
+    why_not: str = ""
+
+    @property
+    def step_s(self) -> float | None:
+        """Predicted seconds of a step."""
+        return None if self.simulation is None else self.simulation.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The outcome of a search.
+
+    Args:
+        plan: the chosen one, with its prediction and its reason.
+        chosen: the candidate that it came from; one of `candidates`.
+        candidates: everything that was weighed, in the order in which it was.
+        strategy: what was asked for.
+        cluster: what it was planned for.
+        rates: samples/s of each device computing for itself (see `search.planner.own_rates`); 0 for one that cannot hold the model.
+        compute_s: seconds of forward and backward of the share of each device in the plan.
+        memory: of each device in the plan, part by part.
+        unfit: for each device that cannot hold the model, why, with what would help.
+    """
+
+    plan: Plan
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    strategy: Strategy
+    cluster: Cluster
+    rates: Mapping[str, float]
+    compute_s: Mapping[str, float]
+    memory: Mapping[str, MemoryUse]
+    unfit: Mapping[str, str]
+
+    @property
+    def simulation(self) -> Simulation:
+        """The chosen plan as played: ``.timeline(devices)`` gives what should happen."""
+        assert self.chosen.simulation is not None  # only a candidate that can be is chosen
+        return self.chosen.simulation

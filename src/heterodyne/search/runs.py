@@ -1,0 +1,67 @@
+"""How one device best runs a number of samples: which micro-batches, and how long they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from heterodyne.plan.micro_batches import MicroBatches
+
+__all__ = ["Runs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """The ways of one device to run samples.
+
+    A smaller micro-batch for the rest runs first: the last backward is the one in which reductions hide, so it should be long.
+
+    Args:
+        seconds: forward and backward of one micro-batch of that size; non-decreasing, 0 at 0.
+        sizes: the micro-batch sizes that fit its memory.
+        fixed_s: seconds of a step that do not depend on the share.
+    """
+
+    seconds: Callable[[float], float]
+    sizes: tuple[int, ...]
+    fixed_s: float = 0.0
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes)
+
+    @property
+    def rate(self) -> float:
+        """Samples per second of forward and backward at the best size; the most that this device can ever do."""
+        return max(size / self.seconds(size) if self.seconds(size) > 0 else float("inf") for size in self.sizes)
+
+    def micro_batches(self, samples: int) -> MicroBatches:
+        """The fastest way: one size, and one smaller micro-batch for the rest. Of equal ways the one with fewer micro-batches."""
+        if samples == 0:
+            return MicroBatches()
+        size = min(self.sizes, key=lambda s: (self._of_size(samples, s), -(-samples // s), s))
+        return MicroBatches(tuple(sorted(MicroBatches.of_samples(samples, size).sizes)))
+
+    def compute_s(self, micro_batches: MicroBatches) -> float:
+        """Seconds of forward and backward of those micro-batches."""
+        return sum(self.seconds(size) for size in micro_batches.sizes)
+
+    def table(self, samples: int) -> list[float]:
+        """Seconds of a step for 0 to ``samples`` samples, non-decreasing. A device without a share is left out, so 0 takes nothing."""
+        return [0.0, *self._rising(min(self._of_size(n, s) for s in self.sizes) for n in range(1, samples + 1))]
+
+    def table_of_count(self, count: int, samples: int) -> list[float]:
+        """Seconds for ``count`` to ``samples`` samples in exactly ``count`` nearly equal micro-batches, as far as they fit its memory."""
+        return self._rising(
+            self.compute_s(MicroBatches.of_count(n, count))
+            for n in range(count, min(samples, count * self.largest) + 1)
+        )
+
+    def _of_size(self, samples: int, size: int) -> float:
+        whole, rest = divmod(samples, size)
+        return whole * self.seconds(size) + self.seconds(rest)
+
+    def _rising(self, values: Iterable[float]) -> list[float]:
+        """With the fixed seconds added, and without falls in the last digit, which the order of additions can make."""
+        return [self.fixed_s + value for value in accumulate(values, max)]
