@@ -11,6 +11,7 @@
     ├── InfeasibleError      no plan exists: which device lacks how many bytes
     ├── DataError            text or token files that are missing, empty or not what they claim to be
     ├── CheckpointError      a checkpoint that is missing, cut short or of another job
+    ├── EmulateError         a cluster that this machine cannot emulate
     └── WorkerError          a worker that died, hung or never came, with rank and host
 
 A message says what is wrong, where, and what to do about it. The command line prints it and exits with status 2,
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "DataError",
+    "EmulateError",
     "FileError",
     "HeterodyneError",
     "InfeasibleError",
@@ -101,6 +103,10 @@ class DataError(HeterodyneError):
 
 class CheckpointError(HeterodyneError):
     """A checkpoint is missing, incomplete or belongs to another job."""
+
+
+class EmulateError(HeterodyneError):
+    """A cluster that this machine cannot emulate: a speed out of range, or a limit that needs rights we do not have."""
 
 
 class WorkerError(HeterodyneError):
