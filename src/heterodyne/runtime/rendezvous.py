@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.environment import WorkerEnvironment
+from heterodyne.runtime.judge import Verdict
 from heterodyne.runtime.members import Member
 
 __all__ = ["meet", "open_store"]
@@ -82,7 +83,7 @@ def meet(store: Store, environment: WorkerEnvironment, *, timeout_s: float) -> t
     holder = Member.load(store.compare_set(f"rank/{me.rank}", "", me.dump()))
     if holder != me:
         text = f"rank {me.rank} is claimed twice: by {holder} and by {me}; give each worker its own RANK"
-        store.compare_set(_CONFLICT, "", text)
+        store.compare_set(_CONFLICT, "", Verdict(rank=me.rank, host=me.host, text=text).dump())
         raise WorkerError(text, rank=me.rank, host=me.host)
     try:
         return _wait_for_all(store, environment, timeout_s)
@@ -99,12 +100,13 @@ def _wait_for_all(store: Store, environment: WorkerEnvironment, timeout_s: float
     try:
         while True:
             if store.check([_CONFLICT]):
-                raise WorkerError(store.get(_CONFLICT).decode(), rank=None)
+                verdict = Verdict.load(store.get(_CONFLICT))
+                raise WorkerError(verdict.text, rank=verdict.rank, host=verdict.host)
             missing = [rank for rank in missing if not store.check([f"rank/{rank}"])]
             if not missing:
                 return tuple(Member.load(store.get(f"rank/{rank}")) for rank in range(environment.world_size))
             if time.monotonic() > until:
-                store.compare_set(_CONFLICT, "", _never_came(missing, environment.world_size, timeout_s))
+                store.compare_set(_CONFLICT, "", _never_came(missing, environment.world_size, timeout_s).dump())
             time.sleep(_POLL_S)
     except WorkerError:
         raise
@@ -116,12 +118,13 @@ def _wait_for_all(store: Store, environment: WorkerEnvironment, timeout_s: float
         ) from error
 
 
-def _never_came(missing: Sequence[int], world_size: int, timeout_s: float) -> str:
+def _never_came(missing: Sequence[int], world_size: int, timeout_s: float) -> Verdict:
     ranks = ", ".join(map(str, missing))
-    return (
+    text = (
         f"{'rank' if len(missing) == 1 else 'ranks'} {ranks} of {world_size} never came within {timeout_s:.0f} s: "
         "start one worker for each rank, and see the logs of those that are missing"
     )
+    return Verdict(rank=missing[0], host=None, text=text)
 
 
 def _answers(address: str, port: int) -> bool:
