@@ -65,13 +65,21 @@ class Agreement:
         dist.all_gather_object(boxes, _attempt(do), group=self.group)
         return [_value(box) for box in boxes]
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+    def ask(self, flag: Callable[[], bool]) -> Callable[[], bool]:
+        """Start to ask whether it is so on any rank; the answer is waited for when it is called for.
+
+        What happens in between costs nothing: nobody waits for anybody here. With several ranks the flag is looked at now.
+        """
         if self.size == 1:
             return flag
-        flags = torch.tensor([int(flag)])
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(flags.item())
+        flags = torch.tensor([int(flag())])
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(flags.item())
+
+        return answer
 
 
 @dataclass(frozen=True)

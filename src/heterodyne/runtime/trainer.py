@@ -1,15 +1,15 @@
 """The training loop: steps, and between them metrics, validation and checkpoints; stopped in good order, continued exactly.
 
 Every rank runs this loop with the same job and data, so all take the same turns; what is written or shown comes from rank 0.
-Whether to stop is agreed on: a signal reaches the ranks at different moments, so after each step they ask whether any of them
-was asked to stop, and then all stop after that same step, with a checkpoint.
+Whether to stop is agreed on: a signal reaches the ranks at different moments, so with each step they ask whether any of them
+was told to stop before it, and then all stop after that same step, with a checkpoint.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,33 +31,30 @@ __all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker"]
 
 
 class StepResult(Protocol):
-    """What a step says of the whole global batch."""
+    """What a step says of the whole global batch; ``grad_norm`` None where this rank does not know it."""
 
     @property
     def loss(self) -> float: ...
     @property
     def grad_norm(self) -> float | None: ...
     @property
-    def lr(self) -> float: ...
+    def learning_rate(self) -> float: ...
 
 
 class TrainingWorker(Protocol):
-    """One rank's part of the training; every method is called by all ranks alike."""
-
-    @property
-    def device(self) -> torch.device: ...
+    """One rank's part of the training (`heterodyne.runtime.worker.Worker`); all ranks call every method alike."""
 
     def step(self, batch: GlobalBatch) -> StepResult:
         """One optimizer step on the global batch."""
 
-    def evaluate(self, batch: GlobalBatch) -> float:
-        """The mean loss of a batch, of any size, without training on it."""
+    def evaluate(self, batch: GlobalBatch) -> tuple[float, float]:
+        """Sum and count of the losses of a batch of any size, without training on it."""
 
-    def state_dict(self) -> Any:
-        """Model, optimizer and schedule, equal on the ranks that have it; None on one that has none."""
+    def state_dict(self) -> Mapping[str, Any]:
+        """Model, optimizer and step, equal on all ranks."""
 
-    def load_state_dict(self, state: Any) -> None:
-        """Take what `state_dict` gave on a rank that had it; every rank is given the same."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,7 @@ class Trainer:
     """Trains one job in one run directory.
 
     Args:
-        worker: this rank's.
+        worker, device: this rank's.
         data: training and validation samples, on every rank the same.
         job, plan: what is trained, and under which plan.
         run: where it is kept, the same directory on every rank.
@@ -99,6 +96,7 @@ class Trainer:
         self,
         *,
         worker: TrainingWorker,
+        device: torch.device,
         data: TextData,
         job: Job,
         plan: Plan,
@@ -109,6 +107,7 @@ class Trainer:
         phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._worker = worker
+        self._device = device
         self._data = data
         self._job = job
         self._plan = plan
@@ -159,15 +158,17 @@ class Trainer:
             validation_loss=None if self._validation is None else self._validation.validation_loss,
             interrupted=interrupted,
             seconds=time.perf_counter() - started,
-            peak_memory_bytes=tuple(self._ranks.each(lambda: peak_memory_bytes(self._worker.device))),
+            peak_memory_bytes=tuple(self._ranks.each(lambda: peak_memory_bytes(self._device))),
         )
 
     def _loop(self, stop: StopRequest, sinks: list[_Sink]) -> bool:
         """Whether it was interrupted."""
         steps, every = self._job.training.steps, self._job.checkpoint.every
         while self._done < steps:
+            # Asked before the step and answered after it: to ask and wait in one would make fast ranks wait for slow updates.
+            stopping = self._ranks.ask(lambda: stop.number is not None)
             self._step(sinks)
-            if self._ranks.any(stop.number is not None) and self._done < steps:
+            if stopping() and self._done < steps:
                 self._say_first(f"stopping after step {self._done}, as asked")
                 return True
             if self._validation_is_due():
@@ -187,12 +188,12 @@ class Trainer:
             step=self._done,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            lr=result.lr,
+            lr=result.learning_rate,
             step_s=step_s,
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * self._data.sequence_length,
             efficiency=samples_per_s / ideal if ideal else None,
-            memory_bytes=peak_memory_bytes(self._worker.device),
+            memory_bytes=peak_memory_bytes(self._device),
             time_s=time.time(),
         )
         if not math.isfinite(record.loss) and (self._last is None or math.isfinite(self._last.loss)):
@@ -211,8 +212,8 @@ class Trainer:
         batches = self._data.validation_batches(self._job.training.validation_samples)
         if not batches:
             return
-        total = math.fsum(self._worker.evaluate(batch) * batch.size for batch in batches)
-        loss = total / sum(batch.size for batch in batches)
+        sums, counts = zip(*(self._worker.evaluate(batch) for batch in batches), strict=True)
+        loss = math.fsum(sums) / math.fsum(counts)
         self._validation = Validation(step=self._done, validation_loss=loss, time_s=time.time())
         for sink in sinks:
             sink.write(self._validation)
