@@ -1,12 +1,7 @@
-"""Tables and pictures of plans and runs, in the order in which a run becomes a page.
+"""Tables and pictures of plans and runs.
 
-    run          a run directory, read back as far as it got
-    step_times   where the time of a step goes on each rank
-    compare      predicted against measured
-    words        numbers and plans as people read them
-    rows tables  tables for the terminal
-    axis palette line_chart lanes   where every line, bar and tick stands, and its colour
-    sections html templates/        the page
-    perfetto     both timelines as one trace
-    pictures     PNG and SVG, with matplotlib
+In the order in which a run becomes a page: `run` reads a run directory as far as it got, `step_times` says where the time of a
+step goes, `compare` sets predictions beside measurements, `words` writes numbers and plans as people read them. `rows` and `tables`
+make the tables of the terminal; `axis`, `line_chart`, `lanes` and `palette` say where every line, bar and tick stands;
+`sections` and `html` make the page from `templates`, `perfetto` the trace, `pictures` PNG and SVG with matplotlib.
 """

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 __all__ = ["Axis", "axis_of", "round_ticks"]
 
 
+_NOTHING = 1e-290  # what is smaller cannot be divided into ticks
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
     """Values from ``low`` to ``high``, which differ; ticks lie between them."""
@@ -26,8 +29,11 @@ def axis_of(values: Iterable[float], *, include: tuple[float, ...] = (), ticks: 
     """An axis over all finite values and those to ``include``; it ends at ticks, or ``snug`` at the values themselves."""
     finite = [v for v in (*values, *include) if math.isfinite(v)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
-    if low == high:
-        low, high = (low - abs(low) * 0.5, high + abs(high) * 0.5) if low else (0.0, 1.0)
+    size = max(abs(low), abs(high))
+    if size < _NOTHING:
+        low, high = 0.0, 1.0
+    elif high - low <= 1e-9 * size:
+        low, high = low - 0.5 * size, high + 0.5 * size
     step = _round_step((high - low) / ticks)
     if not snug:
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
@@ -42,7 +48,7 @@ def round_ticks(low: float, high: float, count: int) -> tuple[float, ...]:
 def _multiples(step: float, low: float, high: float) -> tuple[float, ...]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return tuple(round(i * step, 12) for i in range(first, last + 1))
+    return tuple(i * step for i in range(first, last + 1))
 
 
 def _round_step(rough: float) -> float:

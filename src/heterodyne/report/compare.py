@@ -72,7 +72,7 @@ def _whole(run: Run) -> tuple[Claim, ...]:
     predicted = run.plan.predicted if run.plan is not None else None
     step_s = predicted.step_s if predicted else None
     if step_s is None and run.simulated is not None and run.simulated.events:
-        step_s = run.simulated.span_s
+        step_s = statistics.median(step_spans(run.simulated).values())
     measured_s = run.metrics.median("step_s")
     if measured_s is None and run.measured is not None and run.measured.events:
         measured_s = statistics.median(step_spans(run.measured).values())

@@ -27,7 +27,7 @@ from heterodyne.report.sections import (
     time_section,
     training_lead,
 )
-from heterodyne.report.step_times import in_order, median_step, step_spans
+from heterodyne.report.step_times import in_order, median_step, step_spans, typical
 from heterodyne.report.words import kind_name, seconds, unbroken
 
 __all__ = ["render", "write_report"]
@@ -90,8 +90,8 @@ def _timelines(run: Run) -> dict[str, Any] | None:
     """Predicted above measured on one axis; of the measured steps the one of median length."""
     shown: list[tuple[str, Any]] = []
     note = ""
-    if run.simulated is not None and (step := median_step(run.simulated)) is not None:
-        shown.append(("Predicted", run.simulated.of_step(step)))
+    if (simulated := typical(run.simulated)) is not None:
+        shown.append(("Predicted", simulated))
     if run.measured is not None and (step := median_step(run.measured)) is not None:
         shown.append(("Measured", run.measured.of_step(step)))
         spans = step_spans(run.measured)

@@ -19,7 +19,7 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.report.line_chart import smoothed
 from heterodyne.report.palette import LIGHT, kind_key
 from heterodyne.report.run import Metrics, Run
-from heterodyne.report.step_times import in_order, median_step
+from heterodyne.report.step_times import in_order, typical
 from heterodyne.report.words import kind_name
 from heterodyne.timeline import Timeline
 from heterodyne.units import format_seconds
@@ -46,7 +46,7 @@ def run_picture(run: Run, path: Path, *, reference: Metrics | None = None) -> Pa
     Raises HeterodyneError for a run that left neither timelines nor losses.
     """
     shown = [
-        (title, one) for title, t in (("predicted", run.simulated), ("measured", run.measured)) if (one := _typical(t))
+        (title, one) for title, t in (("predicted", run.simulated), ("measured", run.measured)) if (one := typical(t))
     ]
     losses = bool(run.metrics.steps)
     if not shown and not losses:
@@ -93,11 +93,6 @@ def ratio_picture(bars: Sequence[RatioBar], path: Path, *, title: str, unit: str
     axis.set_xlim(0, 1.3 * furthest)
     axis.grid(axis="x", color=_LINE, linewidth=0.8)
     return _save(figure, path)
-
-
-def _typical(timeline: Timeline | None) -> Timeline | None:
-    step = median_step(timeline) if timeline is not None else None
-    return timeline.of_step(step) if timeline is not None and step is not None else None
 
 
 def _draw_timeline(axis: Axes, title: str, timeline: Timeline, end_s: float) -> None:

@@ -31,7 +31,7 @@ _SIGNS_OF_A_RUN = ("job.yaml", "plan.json", "metrics.jsonl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """One line of metrics; None for what the line does not say. Times are of the whole step, in seconds."""
+    """One line of metrics; None for what the line does not say. ``step_s`` is of the whole step, ``memory_bytes`` of rank 0."""
 
     step: int
     loss: float | None = None
@@ -41,6 +41,7 @@ class StepMetrics:
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     efficiency: float | None = None
+    memory_bytes: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,8 +133,11 @@ class Run:
 
     @property
     def peak_memory(self) -> dict[str, float]:
-        """Measured peak bytes of each device; empty if the run did not say."""
+        """Measured peak bytes of each device: as the summary tells, else what the metrics tell of rank 0."""
         peaks = self.summary.get("peak_memory_bytes")
+        told = [s.memory_bytes for s in self.metrics.steps if s.memory_bytes is not None]
+        if peaks is None and told and self.devices:
+            return {self.devices[0]: max(told)}
         return {str(k): float(v) for k, v in peaks.items() if _is_number(v)} if isinstance(peaks, Mapping) else {}
 
 
@@ -146,7 +150,7 @@ def load_run(directory: Path) -> Run:
     metrics = _metrics(content)
     return Run(
         directory=directory,
-        job=content.of("job.yaml", Job.load) if job_text else None,
+        job=content.of("job.yaml", Job.load),
         job_text=job_text,
         cluster=content.of("cluster.json", _cluster, "the devices are not described"),
         plan=content.of("plan.json", Plan.load, "shares and predictions are not known"),
@@ -180,7 +184,7 @@ def read_metrics(path: Path) -> Metrics:
         if _is_number(loss):
             validations[step] = Validation(step=step, loss=float(loss))
         known = {name: float(fields[name]) for name in StepMetrics.__slots__[1:] if _is_number(fields.get(name))}
-        if known and (known.keys() != {"efficiency"}):
+        if known:
             steps[step] = StepMetrics(step=step, **known)
     return Metrics(
         steps=tuple(steps[s] for s in sorted(steps)),

@@ -10,7 +10,7 @@ from heterodyne.report.compare import Claim, Comparison
 from heterodyne.report.line_chart import LineChart, Series, line_chart, smoothed
 from heterodyne.report.palette import SERIES
 from heterodyne.report.run import Metrics, Run
-from heterodyne.report.step_times import EXPOSED, IDLE, StepTimes, by_rank, in_order
+from heterodyne.report.step_times import EXPOSED, IDLE, StepTimes, by_rank, in_order, typical
 from heterodyne.report.tables import claim_text
 from heterodyne.report.words import (
     DASH,
@@ -66,7 +66,7 @@ def _complete(run: Run) -> bool:
     if run.summary:
         return not run.summary.get("interrupted", False)
     last = run.metrics.steps[-1].step if run.metrics.steps else -1
-    return run.job is not None and last + run.job.metrics.every >= run.job.training.steps
+    return run.job is not None and last + run.job.metrics.every > run.job.training.steps
 
 
 def key_figures(run: Run, comparison: Comparison) -> list[dict[str, str]]:
@@ -214,9 +214,10 @@ def plan_section(run: Run) -> dict[str, Any] | None:
 
 
 def time_section(run: Run) -> dict[str, Any] | None:
-    """Stacked bars: predicted and measured for each rank, on one scale."""
-    predicted = {t.rank: t for t in by_rank(run.simulated)} if run.simulated is not None else {}
-    measured = {t.rank: t for t in by_rank(run.measured)} if run.measured is not None else {}
+    """Stacked bars: predicted and measured for each rank, on one scale; of the same steps that the timelines show."""
+    predicted, measured = (
+        {t.rank: t for t in by_rank(one)} if one else {} for one in (typical(run.simulated), typical(run.measured))
+    )
     every = [*predicted.values(), *measured.values()]
     scale_s = max((t.span_s for t in every), default=0.0)
     if scale_s <= 0:

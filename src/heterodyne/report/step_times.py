@@ -6,6 +6,9 @@ The step lasts from the first start to the last end over all ranks. On one rank 
   REDUCE_GRAD on the comm lane, and ``wait``: the rest of the step, in which the compute lane does nothing;
 - without overlap, so that the parts add up to the step: the compute kinds, then the part of the communication that is
   not hidden behind compute, then idle.
+
+Over several steps each number is a median of its own, so that one disturbed step does not decide; only the parts of a
+single step add up exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +19,18 @@ from dataclasses import dataclass
 
 from heterodyne.timeline import Event, Timeline
 
-__all__ = ["EXPOSED", "IDLE", "WAIT", "StepTimes", "by_rank", "in_order", "kinds_in_order", "median_step", "step_spans"]
+__all__ = [
+    "EXPOSED",
+    "IDLE",
+    "WAIT",
+    "StepTimes",
+    "by_rank",
+    "in_order",
+    "kinds_in_order",
+    "median_step",
+    "step_spans",
+    "typical",
+]
 
 WAIT = "wait"
 EXPOSED = "exposed"
@@ -75,6 +89,12 @@ def median_step(timeline: Timeline) -> int | None:
     """The step whose length is the (lower) median of all, to show one that is typical; None without events."""
     spans = step_spans(timeline)
     return sorted(spans, key=lambda step: (spans[step], step))[(len(spans) - 1) // 2] if spans else None
+
+
+def typical(timeline: Timeline | None) -> Timeline | None:
+    """The step of median length alone, with time counted from its start; None without events."""
+    step = median_step(timeline) if timeline is not None else None
+    return timeline.of_step(step) if timeline is not None and step is not None else None
 
 
 def kinds_in_order(times: Iterable[StepTimes]) -> tuple[str, ...]:
