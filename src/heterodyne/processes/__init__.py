@@ -1,6 +1,16 @@
 """Worker processes on one machine: started with the environment of `torchrun`, watched, and ended to the last one."""
 
-from heterodyne.processes.launch import WorkerSpec, launch_workers
-from heterodyne.processes.status import GAVE_UP_ON_A_PEER, describe_exit
+from heterodyne.processes.launch import WorkerSpec, launch_workers, to_standard_error
+from heterodyne.processes.signals import StopRequest, stop_requests
+from heterodyne.processes.status import GAVE_UP_ON_A_PEER, describe_exit, shell_status
 
-__all__ = ["GAVE_UP_ON_A_PEER", "WorkerSpec", "describe_exit", "launch_workers"]
+__all__ = [
+    "GAVE_UP_ON_A_PEER",
+    "StopRequest",
+    "WorkerSpec",
+    "describe_exit",
+    "launch_workers",
+    "shell_status",
+    "stop_requests",
+    "to_standard_error",
+]

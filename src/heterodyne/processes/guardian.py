@@ -1,7 +1,8 @@
 """A small process that outlives its launcher by a moment, to end the workers of a launcher that was killed.
 
 `main` runs in a Python of its own and reads its standard input, a pipe whose other end only the launcher holds. The
-launcher says ``done`` when it has ended its workers itself; an end without that word means that it is gone. It works without privileges, and for whole trees of processes, which a parent-death signal does not.
+launcher says ``done`` when it has ended its workers itself; an end without that word means that it is gone. It works
+without privileges, and for whole trees of processes, which a parent-death signal does not.
 """
 
 from __future__ import annotations

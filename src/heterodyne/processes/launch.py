@@ -26,12 +26,17 @@ from heterodyne.processes.port import reserve_port
 from heterodyne.processes.signals import StopRequest, stop_requests
 from heterodyne.processes.status import GAVE_UP_ON_A_PEER, describe_exit, shell_status
 
-__all__ = ["WorkerSpec", "launch_workers"]
+__all__ = ["WorkerSpec", "launch_workers", "to_standard_error"]
 
 _POLL_S = 0.05
 _CULPRIT_S = 1.0  # how long the failure of a worker that blames another may wait for that other one's own end
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
+
+
+def to_standard_error(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _unexplained() -> str | None:
@@ -73,7 +78,7 @@ def launch_workers(
     logs: Path | None = None,
     grace_s: float = 5.0,
     interrupt_grace_s: float = 15.0,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = to_standard_error,
 ) -> int:
     """Run one process for each spec, rank by rank, until all have ended; return the exit status of the whole.
 
@@ -86,7 +91,7 @@ def launch_workers(
     Args:
         specs: one for each rank.
         logs: where the logs go; None: a temporary directory, which stays only if the run fails.
-        say: takes each line for people; None: standard error.
+        say: takes each line for people.
 
     Returns:
         0 if all ended with 0; else the status of the worker that failed first (128 + N if signal N killed it);
@@ -95,7 +100,6 @@ def launch_workers(
     Raises:
         WorkerError: a command cannot be started.
     """
-    tell = _to_standard_error if say is None else say
     mark = new_mark()
     with ExitStack() as stack:
         directory = Path(tempfile.mkdtemp(prefix="heterodyne-logs-")) if logs is None else logs
@@ -108,17 +112,12 @@ def launch_workers(
             for rank, spec in enumerate(specs):
                 environment = _environment(rank, len(specs), port, mark, spec)
                 workers.append(_start(rank, spec, environment, directory))
-            status = _wait(workers, stop, tell, grace_s=grace_s, interrupt_grace_s=interrupt_grace_s)
+            status = _wait(workers, stop, say, grace_s=grace_s, interrupt_grace_s=interrupt_grace_s)
         finally:
             _kill(workers, mark)
         if logs is None and status == 0:
             shutil.rmtree(directory, ignore_errors=True)
         return status
-
-
-def _to_standard_error(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def _environment(rank: int, world_size: int, port: int, mark: str, spec: WorkerSpec) -> dict[str, str]:

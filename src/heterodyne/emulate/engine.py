@@ -1,0 +1,224 @@
+"""A cluster of unequal workers on one machine: each runs the same command, slowed down from outside.
+
+The command knows nothing of it: it gets the environment of torchrun and may be any program that runs under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from heterodyne.emulate.cgroups import (
+    PERIOD_US,
+    Controller,
+    Hierarchy,
+    WorkerGroup,
+    find_hierarchies,
+    remove_leftovers,
+    worker_groups,
+)
+from heterodyne.emulate.duty_cycle import PERIOD_S, DutyCycle, duty_cycle
+from heterodyne.emulate.network import WorkerNetwork, remove_leftover_namespaces, why_not, worker_networks
+from heterodyne.errors import EmulateError
+from heterodyne.processes import WorkerSpec, launch_workers, shell_status, stop_requests, to_standard_error
+from heterodyne.units import format_bandwidth, format_bytes
+
+__all__ = ["Mechanism", "emulate"]
+
+Mechanism = Literal["auto", "cgroup", "signals"]
+
+_LINUX = platform.system() == "Linux"
+_LEAST_MEMORY = 2**20
+_LEAST_LINK = 1_000.0
+_CONTROLLERS: tuple[Controller, ...] = ("cpu", "memory")
+_Number = TypeVar("_Number", int, float)
+_Parents = tuple[tuple[Hierarchy, Path], ...]
+
+
+def emulate(
+    speeds: Sequence[float],
+    command: Sequence[str],
+    *,
+    memory: Sequence[int] | None = None,
+    links: Sequence[float] | None = None,
+    mechanism: Mechanism = "auto",
+    logs: Path | None = None,
+    grace_s: float = 5.0,
+    say: Callable[[str], None] = to_standard_error,
+) -> int:
+    """Run `command` once for each speed, each copy held to that share of one core, and return the exit status.
+
+    Processes are started, watched and ended as by `launch_workers`. Whatever was made for the emulation is removed at its
+    end; what an earlier one left that was killed is removed at the start.
+
+    Args:
+        speeds: for each rank, CPU time over time: 0 < speed <= 1, because a worker has one thread.
+        command: the program and its arguments.
+        memory: bytes for each rank, or one number for all; None: no limit.
+        links: bytes per second, in each direction, between each rank and one switch, or one number for all; None: no limit.
+        mechanism: ``cgroup`` (a CPU quota), ``signals`` (SIGSTOP and SIGCONT), or ``auto``: the first if it can be had.
+        logs: where the output of the ranks other than 0 goes; None: a temporary directory, kept only after a failure.
+        say: takes each line for people.
+
+    Raises:
+        EmulateError: a number out of range, or a limit that cannot be set on this machine by this user.
+        WorkerError: the command cannot be started.
+    """
+    memory = _for_each(memory, len(speeds), "memory")
+    links = _for_each(links, len(speeds), "links")
+    _check(speeds, command, memory, links)
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_requests())  # so that a signal while things are made or removed leaves nothing
+        _clean(say)
+        parents, by_quota = _choose(mechanism, with_memory=memory is not None)
+        if links is not None and (reason := why_not(user=os.geteuid())) is not None:
+            raise EmulateError(f"links cannot be limited here: {reason}; leave out the links")
+        say(_describe(speeds, memory, links, parents, by_quota=by_quota))
+        if (cores := _cores()) < sum(speeds):
+            say(f"heterodyne: the speeds add up to {sum(speeds):g} on {cores} cores: expect less than asked for.")
+        groups = stack.enter_context(
+            worker_groups(parents, speeds=speeds if by_quota else None, memory=memory, workers=len(speeds))
+        )
+        networks = None if links is None else stack.enter_context(worker_networks(links))
+        cycle = None if by_quota else stack.enter_context(duty_cycle())
+        specs = _specs(command, speeds, groups, networks, cycle)
+        if stop.number is not None:
+            return shell_status(-stop.number)
+        return launch_workers(specs, logs=logs, grace_s=grace_s, say=say)
+
+
+def _specs(
+    command: Sequence[str],
+    speeds: Sequence[float],
+    groups: Sequence[WorkerGroup],
+    networks: Sequence[WorkerNetwork] | None,
+    cycle: DutyCycle | None,
+) -> list[WorkerSpec]:
+    return [
+        WorkerSpec(
+            command=group.enter(tuple(command) if networks is None else networks[rank].enter(command)),
+            environment={} if networks is None else networks[rank].environment,
+            on_start=None if cycle is None else partial(cycle.pace, speed=speed),
+            explain=group.explain,
+        )
+        for rank, (speed, group) in enumerate(zip(speeds, groups, strict=True))
+    ]
+
+
+def _for_each(values: Sequence[_Number] | None, workers: int, what: str) -> Sequence[_Number] | None:
+    if values is None or len(values) == workers:
+        return values
+    if len(values) == 1:
+        return list(values) * workers
+    raise EmulateError(f"{what}: {len(values)} values for {workers} workers; give one for each, or one for all")
+
+
+def _check(
+    speeds: Sequence[float], command: Sequence[str], memory: Sequence[int] | None, links: Sequence[float] | None
+) -> None:
+    """Raises EmulateError with all that is wrong."""
+    faults = [] if speeds else ["no speeds: give one for each worker, for example 0.7,0.35"]
+    faults += [
+        f"the speed of rank {rank} is {speed:g}; it must be above 0 and at most 1 (a worker has one thread)"
+        for rank, speed in enumerate(speeds)
+        if not 0 < speed <= 1
+    ]
+    faults += [
+        f"the memory of rank {rank} is {format_bytes(size)}; it must be at least {format_bytes(_LEAST_MEMORY)}"
+        for rank, size in enumerate(memory or ())
+        if size < _LEAST_MEMORY
+    ]
+    faults += [
+        f"the link of rank {rank} has {format_bandwidth(link)}; it must have at least {format_bandwidth(_LEAST_LINK)}"
+        for rank, link in enumerate(links or ())
+        if not link >= _LEAST_LINK
+    ]
+    if not command:
+        faults.append("no command: write it after --")
+    elif shutil.which(command[0]) is None:
+        faults.append(f"{command[0]!r} is no program that can be run")
+    if faults:
+        raise EmulateError("\n  ".join(faults))
+
+
+def _choose(mechanism: Mechanism, *, with_memory: bool) -> tuple[_Parents, bool]:
+    """Where groups can be made, and whether the CPU share is by quota there. Raises EmulateError."""
+    memory: frozenset[Controller] = frozenset({"memory"} if with_memory else ())
+    if mechanism != "signals":
+        parents = _parents(memory | {"cpu"})
+        if parents is not None:
+            return parents, True
+        if mechanism == "cgroup":
+            raise EmulateError(
+                "no control group with a CPU quota can be made here: run as root, or in a delegated group of version 2, "
+                "or leave the mechanism to be chosen"
+            )
+    parents = _parents(memory)
+    if parents is None:
+        raise EmulateError(
+            "memory cannot be limited here: that needs a control group that can be made (run as root, or in a delegated "
+            "group of version 2); leave out the memory"
+        )
+    return parents, False
+
+
+def _hierarchies(controllers: frozenset[Controller]) -> tuple[Hierarchy, ...] | None:
+    if not _LINUX:
+        return None if controllers else ()
+    own = Path("/proc/self")
+    return find_hierarchies(
+        controllers,
+        (own / "mountinfo").read_text(encoding="utf-8"),
+        (own / "cgroup").read_text(encoding="utf-8"),
+    )
+
+
+def _parents(controllers: frozenset[Controller]) -> _Parents | None:
+    hierarchies = _hierarchies(controllers)
+    if hierarchies is None:
+        return None
+    found = [(hierarchy, hierarchy.parent()) for hierarchy in hierarchies]
+    parents = tuple((hierarchy, parent) for hierarchy, parent in found if parent is not None)
+    return parents if len(parents) == len(found) else None
+
+
+def _clean(say: Callable[[str], None]) -> None:
+    """What an emulation left that was killed: its groups first, which may hold processes of its namespaces."""
+    every = [_hierarchies(frozenset({name})) or () for name in _CONTROLLERS]
+    removed = remove_leftovers([hierarchy for found in every for hierarchy in found])
+    if os.geteuid() == 0:
+        removed += remove_leftover_namespaces()
+    if removed:
+        say(f"heterodyne: removed what a killed emulation had left: {', '.join(removed)}.")
+
+
+def _describe(
+    speeds: Sequence[float],
+    memory: Sequence[int] | None,
+    links: Sequence[float] | None,
+    parents: _Parents,
+    *,
+    by_quota: bool,
+) -> str:
+    versions = "/".join(sorted({str(h.version) for h, _ in parents if "cpu" in h.controllers}))
+    how = (
+        f"CPU quota by control groups, version {versions}, every {PERIOD_US / 1000:g} ms or more"
+        if by_quota
+        else f"SIGSTOP and SIGCONT, about every {PERIOD_S * 1000:g} ms"
+    )
+    parts = [f"{len(speeds)} workers at {', '.join(f'{s:g}' for s in speeds)} of a core ({how})"]
+    if memory is not None:
+        parts.append(f"memory {', '.join(dict.fromkeys(map(format_bytes, memory)))}")
+    if links is not None:
+        parts.append(f"links of {', '.join(dict.fromkeys(map(format_bandwidth, links)))} in network namespaces")
+    return f"heterodyne: emulating {'; '.join(parts)}."
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if _LINUX else os.cpu_count() or 1
