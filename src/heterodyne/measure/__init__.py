@@ -1,1 +1,24 @@
-"""What this machine has, how fast it is, and what its links carry."""
+"""What this machine has, how fast it is, and what its links carry.
+
+Every rank measures its own device at the same time as the others, links are measured together, and all ranks end with the
+same Profile (`session.measure`). `discover` says which devices there are, `cache` keeps profiles.
+"""
+
+from heterodyne.measure.block_run import BlockProgram
+from heterodyne.measure.cache import Cache, default_folder
+from heterodyne.measure.discover import discover_cluster, discover_local, discover_machine, torch_device
+from heterodyne.measure.sampling import Sampling
+from heterodyne.measure.session import Request, measure
+
+__all__ = [
+    "BlockProgram",
+    "Cache",
+    "Request",
+    "Sampling",
+    "default_folder",
+    "discover_cluster",
+    "discover_local",
+    "discover_machine",
+    "measure",
+    "torch_device",
+]

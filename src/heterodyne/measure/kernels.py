@@ -21,7 +21,6 @@ from heterodyne.measure.sampling import Sampling, Timing, sample
 __all__ = ["WHOLE", "Workbench", "extrapolate", "measure_blocks", "measure_optimizer"]
 
 WHOLE = "*"
-_OPTIMIZER_BYTES = 256 * 2**20
 
 
 def _quiet(message: str) -> None:  # noqa: ARG001  # the default: nobody listens
@@ -111,8 +110,10 @@ def measure_blocks(
             share = size / sum(s for s, _ in sections[index:])
             try:
                 measured[kind].append(_measure_one(programs[kind], size, bench, left_s * share))
-            except torch.OutOfMemoryError:
-                reason = "the device is out of memory"
+            except (RuntimeError, MemoryError, MeasureError) as error:
+                # Kept until the end: the other ranks wait at the next barrier.
+                reason = _failure(error)
+            if reason is not None and bench.device.type != "cpu":
                 torch.accelerator.empty_cache()
         if reason is not None:
             reasons[kind] = f"{reason} at size {size}"
@@ -120,17 +121,25 @@ def measure_blocks(
     return {kind: result for kind, result in _completed(measured, sizes, reasons, bench) if result}
 
 
-def measure_optimizer(shapes: Sequence[Sequence[int]], name: str, bench: Workbench, *, budget_s: float = 10.0) -> float:
+def measure_optimizer(
+    shapes: Sequence[Sequence[int]],
+    name: str,
+    bench: Workbench,
+    *,
+    budget_s: float = 10.0,
+    most_bytes: int = 256 * 2**20,
+) -> float:
     """Seconds of one step of AdamW (``adamw``) or SGD with momentum (``sgd``) per byte of fp32 parameters.
 
-    Real tensors of the given shapes, 256 MiB of them at most: beyond the caches, bytes are what counts.
+    Real tensors of the given shapes, up to ``most_bytes`` of them (four times that with gradients and states): beyond the
+    caches, bytes are what counts.
     """
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
     parameters: list[torch.nn.Parameter] = []
     total = 0
     for shape in shapes:
         bytes_here = 4 * torch.Size(shape).numel()
-        if total and total + bytes_here > _OPTIMIZER_BYTES:
+        if total and total + bytes_here > most_bytes:
             continue
         parameter = torch.nn.Parameter(torch.zeros(tuple(shape), device=bench.device))
         parameter.grad = torch.empty_like(parameter).normal_(generator=generator)
@@ -210,6 +219,16 @@ def _reason_to_skip(
     run_s = expected.forward_s + expected.backward_s
     runs = 2 + bench.sampling.warm_up + 1  # two for the memory, and one whole sample
     return None if runs * run_s <= left_s else "the time for measuring is used up"
+
+
+def _failure(error: Exception) -> str:
+    """What went wrong in a section. Raises the error again if it is the block's own and not the device's."""
+    if isinstance(error, MeasureError):
+        return str(error)
+    full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+    if not full:
+        raise error
+    return "the device is out of memory"
 
 
 def _completed(

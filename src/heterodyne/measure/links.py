@@ -137,28 +137,31 @@ def measure_overlap(
     tensor = torch.zeros(message_bytes // 4, device=bench.device)
     work = _matrix_product(bench.device) if compute is None else compute
 
-    def compute_s(times: int, *, beside: bool) -> float:
-        peers.barrier()
-        start = clock.mark()
-        pending = channel.all_reduce(tensor) if beside else None
-        for _ in range(times):
-            work()
-        end = clock.mark()
-        if pending is not None:
-            pending.wait()
-        return clock.seconds(start, end)
-
-    def collective_s() -> float:
-        peers.barrier()
-        start = clock.mark()
+    def reduce() -> None:
         channel.all_reduce(tensor).wait()
-        return clock.seconds(start, clock.mark())
 
-    collective_s()
-    alone_s = median(collective_s() for _ in range(rounds))
-    unit_s = compute_s(10, beside=False) / 10
+    def compute_s(times: int, runs: int, *, beside: bool) -> float:
+        """Seconds of ``times`` computations, the mean of ``runs``; the time to wait for the collective is not in it."""
+        peers.barrier()
+        total = 0.0
+        for _ in range(runs):
+            start = clock.mark()
+            pending = channel.all_reduce(tensor) if beside else None
+            for _ in range(times):
+                work()
+            end = clock.mark()
+            if pending is not None:
+                pending.wait()
+            total += clock.seconds(start, end)
+        return total / runs
+
+    _timed(peers, reduce, 1, clock)
+    # The number of collectives has to be the same everywhere, so one rank's word counts for all.
+    alone_s = peers.broadcast_object(median(_timed(peers, reduce, 1, clock) for _ in range(rounds)), 0)
+    runs = max(1, min(1000, round(bench.sampling.sample_s / (_COVER * alone_s)))) if alone_s > 0 else 1
+    unit_s = compute_s(10, 1, beside=False) / 10
     times = max(1, min(100_000, round(_COVER * alone_s / unit_s))) if unit_s > 0 else 1
-    lost = [compute_s(times, beside=True) - compute_s(times, beside=False) for _ in range(rounds)]
+    lost = [compute_s(times, runs, beside=True) - compute_s(times, runs, beside=False) for _ in range(rounds)]
     return min(1.0, max(0.0, median(lost) / alone_s)) if alone_s > 0 else 0.0
 
 

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, quantiles
 
+from heterodyne.errors import MeasureError
 from heterodyne.measure.clock import Clock, Mark
 
 __all__ = ["Sampling", "Timing", "sample", "summarise"]
+
+_RUNS = 1000  # at most so many are started before the clock is read
 
 Work = Callable[[], tuple[Mark, ...]]
 
@@ -101,12 +104,14 @@ def _one_sample(work: Work, clock: Clock, span_s: float, run_s: float) -> tuple[
     runs, total = 0, 0.0
     while runs == 0 or total < span_s:
         expected = (span_s - total) / run_s if run_s > 0 else 1
-        count = max(1, min(1000, int(expected)))
+        count = max(1, min(_RUNS, int(expected)))
         fresh = _laps([work() for _ in range(count)], clock)
         laps = [a + b for a, b in zip(laps, fresh, strict=True)] if laps else fresh
         runs += count
         total = sum(laps)
         run_s = total / runs
+        if total == 0 and runs >= _RUNS:
+            raise MeasureError(f"{runs} runs took no time at all; the clock does not see this device's work")
     return laps, runs, total
 
 

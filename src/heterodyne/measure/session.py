@@ -14,15 +14,18 @@ from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.measure.block_run import BlockProgram, Precision
 from heterodyne.measure.cache import Cache, profile_key
+from heterodyne.measure.clock import Clock
 from heterodyne.measure.confirm import changes
 from heterodyne.measure.kernels import WHOLE, Workbench, measure_blocks, measure_optimizer
-from heterodyne.measure.links import measure_all_reduce, measure_overlap, measure_sends
+from heterodyne.measure.links import MESSAGE_BYTES, measure_all_reduce, measure_overlap, measure_sends
 from heterodyne.measure.peers import Channel, Peers
 from heterodyne.measure.sampling import Sampling
 
 __all__ = ["Request", "measure"]
 
 _BUDGET = {"blocks": 0.7, "optimizer": 0.05, "all-reduce": 0.15, "transfers": 0.1}
+_OPTIMIZER_BYTES = 256 * 2**20
+_OVERLAP_S = 0.05  # the collective under which computation is timed: long enough to matter, short enough to repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,7 @@ def measure(
     refresh: bool = False,
     say: Callable[[str], None] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    clock: Clock | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> Profile:
     """The profile of a model on a cluster, the same on every rank.
@@ -84,6 +88,8 @@ def measure(
         refresh: measure even if there is a profile.
         say: told, on every rank alike, what was found or left out.
         progress: (what, done, total), of this rank.
+        clock: of the device; None: the right one for it.
+        now: wall time, for the budget.
 
     Raises MeasureError, on every rank alike, for a device that cannot be measured.
     """
@@ -92,7 +98,7 @@ def measure(
             f"the cluster has {len(request.cluster.devices)} devices and there are {peers.world_size} workers; "
             "start one worker a device"
         )
-    return _Session(request, peers, say, progress, now).profile(cache, refresh=refresh)
+    return _Session(request, peers, say, progress, clock, now).profile(cache, refresh=refresh)
 
 
 class _Session:
@@ -102,6 +108,7 @@ class _Session:
         peers: Peers,
         say: Callable[[str], None] | None,
         progress: Callable[[str, int, int], None] | None,
+        clock: Clock | None,
         now: Callable[[], float],
     ) -> None:
         self._request = request
@@ -114,6 +121,7 @@ class _Session:
             device=request.device,
             precision=request.precision,
             sampling=request.sampling,
+            clock=clock,
             now=now,
             barrier=peers.barrier,
             say=self._notes.append,
@@ -164,7 +172,10 @@ class _Session:
         ):
             self._say(f"the kept profile {key} is not complete; measuring again")
             return None
-        changed = changes(found, self._request.programs, self._ids, self._peers, self._channel, self._bench)
+        try:
+            changed = changes(found, self._request.programs, self._ids, self._peers, self._channel, self._bench)
+        except MeasureError as error:
+            changed = [str(error)]
         if changed:
             self._say("the kept profile no longer holds, measuring again: " + "; ".join(changed))
             return None
@@ -173,8 +184,13 @@ class _Session:
     def _measured(self, key: str) -> Profile:
         blocks = self._blocks()
         trainable = [p.shape for p in self._request.graph.parameters if p.trainable]
+        own = self._request.cluster.devices[self._peers.rank]
         optimizer = measure_optimizer(
-            trainable, self._request.optimizer, self._bench, budget_s=self._budget("optimizer")
+            trainable,
+            self._request.optimizer,
+            self._bench,
+            budget_s=self._budget("optimizer"),
+            most_bytes=min(_OPTIMIZER_BYTES, own.memory_bytes // 32),
         )
         links, overlap = self._links()
         mine = DeviceProfile(blocks=blocks, optimizer_s_per_byte=optimizer, overlap=overlap)
@@ -209,7 +225,8 @@ class _Session:
             self._peers, self._channel, self._ids, self._bench, budget_s=self._budget("all-reduce")
         )
         sends = measure_sends(self._peers, self._ids, self._bench, budget_s=self._budget("transfers"))
-        overlap = measure_overlap(self._peers, self._channel, self._bench)
+        quick = [s.bytes for s in reduces if s.seconds <= _OVERLAP_S] or [min(MESSAGE_BYTES)]
+        overlap = measure_overlap(self._peers, self._channel, self._bench, message_bytes=max(quick))
         return reduces + sends, overlap
 
     def _budget(self, what: str) -> float:
