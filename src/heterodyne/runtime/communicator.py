@@ -1,0 +1,228 @@
+"""Collectives between the workers, whatever their devices are.
+
+A `Channel` joins some ranks and keeps the order of what is sent through it; gradients, batch statistics and control have
+a channel each, so that their orders never cross. If all ranks of a channel have their own device of one type, tensors
+travel by that device's own backend (nccl, xccl; gloo on CPU). Between unlike devices they go through host memory: copied
+to a pinned buffer, summed by gloo, copied back.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heterodyne.errors import WorkerError
+
+__all__ = ["Channel", "Communicator", "Pending"]
+
+T = TypeVar("T")
+
+
+class _Work(Protocol):
+    """What torch.distributed gives back for an asynchronous collective."""
+
+    def wait(self) -> bool: ...
+    def get_future(self) -> Any: ...
+
+
+class Pending:
+    """A collective that was started. `wait` before its tensor is read; waiting twice does nothing.
+
+    ``ended`` tells when it was over, once it is: seconds of `time.perf_counter` (collectives on the host), or an event of the
+    device (those of a device's own backend). Only kept if it was asked for.
+    """
+
+    def __init__(self, finish: Callable[[], object] | None = None, *, timed: bool = False) -> None:
+        self._finish = finish
+        self._timed = timed
+        self.ended: float | torch.Event | None = time.perf_counter() if timed and finish is None else None
+
+    def wait(self) -> None:
+        """Blocks the host, or orders the device's current stream, until the result is there. Raises WorkerError."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            try:
+                finish()
+            except RuntimeError as error:
+                raise WorkerError(f"a collective broke off, so another worker has probably died: {error}") from error
+            if self._timed and self.ended is None:
+                self.ended = time.perf_counter()
+
+
+class Channel:
+    """Collectives between ``ranks``, in one order. Without a group (one rank only) every collective is the identity.
+
+    Tensors may be on the host or on this worker's device; `all_reduce` needs a contiguous one.
+    """
+
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None, *, staged: bool) -> None:
+        self.ranks = tuple(ranks)
+        self._group = group
+        self._staged = staged
+        self._thread: ThreadPoolExecutor | None = None
+        self._host: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Pending:
+        """Start the sum of ``tensor`` over the ranks, in place. With ``timed``, `Pending.ended` is kept."""
+        if self._group is None:
+            return Pending(timed=timed)
+        if self._staged and tensor.device.type != "cpu":
+            return self._all_reduce_through_host(tensor, timed=timed)
+        work: _Work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        pending = Pending(work.wait, timed=timed)
+        if timed and tensor.device.type == "cpu":
+            work.get_future().add_done_callback(lambda _: setattr(pending, "ended", time.perf_counter()))
+        elif timed:
+            pending.ended = _event_after(work, tensor.device)
+        return pending
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Give every rank the tensor of rank ``source`` (a global rank), in place; blocks. Raises WorkerError."""
+        if self._group is None:
+            return
+        direct = tensor if not self._staged and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
+        dist.broadcast(direct, src=source, group=self._group)
+        if direct is not tensor:
+            with torch.no_grad():
+                tensor.copy_(direct)
+
+    def close(self) -> None:
+        """End the thread of this channel, if it has one, and leave the group."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _all_reduce_through_host(self, tensor: Tensor, *, timed: bool) -> Pending:
+        if self._thread is None:
+            # One thread: what is sent through a channel keeps its order.
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        key = (tensor.numel(), tensor.dtype)
+        free = self._host.setdefault(key, [])
+        host = free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor.view(-1), non_blocking=True)
+        copied = torch.Event(tensor.device)
+        copied.record()
+
+        def reduce() -> None:
+            copied.synchronize()
+            dist.all_reduce(host, group=self._group)
+            if timed:
+                pending.ended = time.perf_counter()
+
+        future: Future[None] = self._thread.submit(reduce)
+
+        def finish() -> None:
+            future.result()
+            tensor.view(-1).copy_(host, non_blocking=True)
+            # The copy back is in the stream before any later use of this buffer, which is again a copy in that stream.
+            free.append(host)
+
+        pending = Pending(finish, timed=timed)
+        return pending
+
+
+class Communicator:
+    """Makes the channels between the workers of one job, and carries control messages.
+
+    Args:
+        rank, world_size: this worker's place. With more than one rank, torch.distributed has been initialised.
+        device: this worker's device.
+        timeout_s: a collective that takes longer fails; None: torch's default.
+
+    Making one, and `channel`, are collective: every rank does it, in the same order.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, device: torch.device, timeout_s: float | None = None) -> None:
+        if world_size > 1 and not dist.is_initialized():
+            raise WorkerError(
+                f"rank {rank} of {world_size}: torch.distributed is not initialised; start it with 'heterodyne train' or torchrun"
+            )
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._channels: list[Channel] = []
+        everyone = range(world_size)
+        self._control_group = self._group(everyone, "gloo")
+        self.control = Channel(everyone, self._control_group, staged=True)
+        self._devices = self.all_gather_object((device.type, socket.gethostname(), device.index))
+
+    def channel(self, ranks: Sequence[int]) -> Channel | None:
+        """A channel between those ranks; None if this rank is not one of them."""
+        devices = [self._devices[rank] for rank in ranks]
+        types = {kind for kind, _, _ in devices}
+        own_backend = len(types) == 1 and (types == {"cpu"} or len(set(devices)) == len(devices))
+        backend = dist.get_default_backend_for_device(types.pop()) if own_backend else "gloo"
+        group = self._group(ranks, backend)
+        if self.rank not in ranks:
+            return None
+        made = Channel(ranks, group, staged=not own_backend)
+        self._channels.append(made)
+        return made
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """The picklable values of all ranks, in order of rank."""
+        if self._control_group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control_group)
+        return values
+
+    def broadcast_object(self, value: T, source: int) -> T:
+        """The picklable value of rank ``source``."""
+        if self._control_group is None:
+            return value
+        holder = [value]
+        dist.broadcast_object_list(holder, src=source, group=self._control_group)
+        return holder[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        if self._control_group is not None:
+            dist.barrier(group=self._control_group)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a host tensor to a rank; blocks."""
+        dist.send(tensor, dst=to, group=self._control_group)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Receive a host tensor from a rank, in place; blocks."""
+        dist.recv(tensor, src=source, group=self._control_group)
+
+    def close(self) -> None:
+        """Leave all channels. The default group of torch.distributed stays, for it was not made here."""
+        for channel in (*self._channels, self.control):
+            channel.close()
+        self._channels.clear()
+        self._control_group = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
+        if len(ranks) < 2:
+            return None
+        group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
+        return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _event_after(work: _Work, device: torch.device) -> torch.Event:
+    """An event of the device that comes when ``work`` is over, without making the current stream wait for it."""
+    end = torch.Event(device, enable_timing=True)
+    with torch.Stream(device) as beside:
+        work.wait()
+        end.record(beside)
+    return end

@@ -1,0 +1,109 @@
+"""The user's model on one slice of the batch, so that what comes out does not depend on how the batch was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.errors import CaptureError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.runtime.batch_norm import GlobalBatchNorm
+from heterodyne.runtime.communicator import Channel
+from heterodyne.runtime.dropout import Draws, SampleDropout
+
+__all__ = ["Forward", "Precision"]
+
+Precision = Literal["fp32", "bf16"]
+
+
+class Forward:
+    """Runs forward and backward of one micro-batch, in the model's own mode (train or eval).
+
+    Args:
+        module: called as ``module(**inputs)``; returns its loss as a scalar, ``.loss``, ``["loss"]`` or the first of a tuple.
+        graph: says whether the model draws random numbers or mixes samples; only then is anything intercepted.
+        statistics: joins the ranks that have samples; None: this rank alone.
+
+    Raises CaptureError if a random op does not have the samples in its first dim.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        graph: ModelGraph,
+        *,
+        device: torch.device,
+        precision: Precision,
+        seed: int,
+        statistics: Channel | None = None,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._precision = precision
+        self._dropout = SampleDropout(seed=seed, device=device) if graph.random else None
+        several = statistics is not None and len(statistics.ranks) > 1
+        self._batch_norm = GlobalBatchNorm(statistics) if statistics and several and graph.batch_statistics else None
+        _require_samples_first(graph)
+
+    def draws(self, step: int, samples: Sequence[int]) -> Draws | None:
+        """The masks for the samples with these places in the global batch."""
+        return self._dropout.draws(step, samples) if self._dropout else None
+
+    def loss(self, inputs: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
+        """The loss of a slice, on the device, with its graph. ``draws`` None: random ops are left to torch."""
+        inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
+        with self._autocast(), self._modes(draws, "forward"):
+            return _loss(self._module(**inputs))
+
+    def backward(self, loss: Tensor, weight: float, draws: Draws | None) -> None:
+        """Add ``weight`` times the gradient of the loss to the gradients of the parameters.
+
+        A micro-batch of weight 0 has none (its mean loss may not even be a number), unless its samples are part of the statistics
+        that other ranks' losses depend on.
+        """
+        if weight == 0 and self._batch_norm is None:
+            return
+        with self._modes(draws, "backward"):
+            loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _modes(self, draws: Draws | None, part: Literal["forward", "backward"]) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._batch_norm is not None:
+                stack.enter_context(self._batch_norm)
+            if self._dropout is not None and draws is not None:
+                of_part = self._dropout.forward if part == "forward" else self._dropout.backward
+                stack.enter_context(of_part(draws))
+            yield
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")
+
+
+def _loss(output: Any) -> Tensor:
+    """Capture has checked the output already; this only finds the loss in it."""
+    if hasattr(output, "loss"):
+        loss = output.loss
+    elif isinstance(output, Mapping):
+        loss = output["loss"]
+    else:
+        loss = output if isinstance(output, Tensor) else output[0]
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def _require_samples_first(graph: ModelGraph) -> None:
+    ops = {op.name: op for op in graph.ops}
+    for name in graph.random:
+        op = ops.get(name)
+        if op is None or not op.outputs or not op.outputs[0].shape:
+            continue
+        if op.outputs[0].shape[0].is_constant:
+            raise CaptureError(
+                f"{op.source or op.module or op.name}: {op.target} draws random numbers for a tensor whose first dim is not the samples, "
+                "so its draws would depend on the plan. Move the batch to dim 0, or set the dropout to 0"
+            )

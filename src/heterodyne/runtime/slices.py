@@ -1,0 +1,71 @@
+"""The global batch, of which each worker takes its own slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from heterodyne.errors import DataError
+from heterodyne.graph.ir import ModelGraph
+
+__all__ = ["BatchSource", "GlobalBatchLike", "as_source", "union"]
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A global batch that hands out samples, so that a worker reads only its own."""
+
+    @property
+    def size(self) -> int: ...
+
+    def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
+        """Samples ``[first, first + count)`` of the global batch, by input name."""
+
+
+GlobalBatchLike: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor] | BatchSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tensors:
+    """A global batch that is there as a whole. An input that does not follow the batch goes to every slice as it is."""
+
+    tensors: dict[str, Tensor]
+    batch_dims: dict[str, int | None]
+    size: int
+
+    def samples(self, first: int, count: int) -> dict[str, Tensor]:
+        return {
+            name: tensor if (dim := self.batch_dims[name]) is None else tensor.narrow(dim, first, count)
+            for name, tensor in self.tensors.items()
+        }
+
+
+def as_source(batch: GlobalBatchLike, graph: ModelGraph) -> BatchSource:
+    """The batch as something that hands out samples. Raises DataError if it is not what the model was captured with."""
+    if isinstance(batch, BatchSource):
+        return batch
+    dims = {entry.name: entry.batch_dim for entry in graph.inputs}
+    given = dict(batch) if isinstance(batch, Mapping) else dict(zip(dims, batch, strict=False))
+    if set(given) != set(dims) or len(given) != len(batch):
+        shown = ", ".join(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
+        raise DataError(f"the batch has {shown}; the model was captured with {', '.join(dims)}: pass those")
+    sizes = {name: given[name].shape[dim] for name, dim in dims.items() if dim is not None}
+    if len(set(sizes.values())) != 1:
+        raise DataError(f"the inputs of the batch do not agree on its size: {sizes}")
+    return _Tensors(tensors=given, batch_dims=dims, size=next(iter(sizes.values())))
+
+
+def union(source: BatchSource, spans: Sequence[tuple[int, int]], graph: ModelGraph) -> dict[str, Tensor]:
+    """The samples of several ``(first, count)`` spans as one batch."""
+    parts = [source.samples(first, count) for first, count in spans]
+    if len(parts) == 1:
+        return dict(parts[0])
+    dims = {entry.name: entry.batch_dim for entry in graph.inputs}
+    return {
+        name: tensor if (dim := dims[name]) is None else torch.cat([part[name] for part in parts], dim)
+        for name, tensor in parts[0].items()
+    }

@@ -1,0 +1,317 @@
+"""One worker: the model of one rank, trained by obeying the program of a plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.errors import DataError, PlanError, WorkerError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
+from heterodyne.plan.buckets import gradient_buckets
+from heterodyne.plan.plan import Plan
+from heterodyne.plan.program import Program
+from heterodyne.runtime.communicator import Communicator
+from heterodyne.runtime.evaluation import evaluate
+from heterodyne.runtime.executor import Executor, Step
+from heterodyne.runtime.forward import Forward
+from heterodyne.runtime.gradients import GradientBuckets
+from heterodyne.runtime.materialise import equalise, materialise, stored_tensors
+from heterodyne.runtime.optimizer import (
+    initialise_state,
+    learning_rate,
+    load_state_by_name,
+    make_optimizer,
+    state_by_name,
+)
+from heterodyne.runtime.placement import Place, Placement
+from heterodyne.runtime.recorder import Recorder
+from heterodyne.runtime.slices import GlobalBatchLike, as_source
+from heterodyne.runtime.weighting import LossCount, Weights, counts
+
+__all__ = ["OptimizerFactory", "StepResult", "Worker", "trainable_parameters"]
+
+OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step came to; the same on every rank, but for ``seconds`` and ``samples``.
+
+    Args:
+        step: counted from 0.
+        loss: of the global batch, exactly as one device would have it.
+        lr: the learning rate that was used.
+        samples: of this rank.
+        count: what the loss counts in the global batch (samples, or tokens).
+        seconds: of this rank.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    samples: int
+    count: float
+    seconds: float
+    norm: Tensor | None = None
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm before clipping; None without CLIP in the program, and on idle ranks. Waits for the device."""
+        return None if self.norm is None else self.norm.item()
+
+
+class Worker:
+    """The model of one rank.
+
+    Making a worker, `step`, `gradients`, `evaluate` and `state_dict` are collective: every rank calls them, in the same order.
+
+    Args:
+        module: the user's model, in the mode (train or eval) in which it shall be trained. It is moved to the device. On rank 0
+            with its weights; other ranks get those, so theirs may be on the meta device.
+        graph: what `capture` says of it.
+        plan, program, cluster: who does what; the program is the plan's, lowered. Ranks are places in the cluster.
+        communicator: of this rank, on its device. It stays the caller's to close.
+        loss_count: what the loss counts in a slice of the batch; only called where the graph says that it counts tokens.
+        optimizer: a section of a job, or a function that makes an optimizer from parameters (its rate then stays its own).
+        total_steps: that the schedule of the learning rate stretches over.
+        seed: of the dropout masks.
+        clip_grad_norm: for CLIP.
+        recorder: notes what happens when; None: nothing is noted.
+
+    Raises PlanError if model, program and cluster do not go together, WorkerError if ranks have built different models.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        graph: ModelGraph,
+        plan: Plan,
+        program: Program,
+        cluster: Cluster,
+        communicator: Communicator,
+        loss_count: LossCount,
+        optimizer: OptimizerSection | OptimizerFactory,
+        total_steps: int,
+        seed: int = 0,
+        clip_grad_norm: float = 1.0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        _require_together(module, program, cluster, communicator)
+        self.module = module
+        self.graph = graph
+        self.plan = plan
+        self.rank = communicator.rank
+        self.steps_done = 0
+        self.placement = Placement.of(plan, cluster)
+        self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
+        self._communicator = communicator
+        self._loss_count = loss_count
+        self._section = optimizer if isinstance(optimizer, OptimizerSection) else None
+        self._total_steps = total_steps
+        self._alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
+        materialise(module, communicator.device)
+        equalise(module, communicator, source=0)
+        self._parameters = trainable_parameters(module, graph)
+        self.optimizer = (
+            make_optimizer(optimizer, self._parameters)
+            if isinstance(optimizer, OptimizerSection)
+            else optimizer(self._parameters.values())
+        )
+        self._forward = Forward(
+            module,
+            graph,
+            device=communicator.device,
+            precision=plan.precision,
+            seed=seed,
+            statistics=communicator.channel(self.placement.sharing) if graph.batch_statistics else None,
+        )
+        self._gradients = GradientBuckets(
+            self._parameters,
+            gradient_buckets(graph, plan.bucket_bytes),
+            communicator.channel(self.placement.active),
+            self.recorder,
+        )
+        self._executor = Executor(
+            actions=program.ranks[self.rank],
+            forward=self._forward,
+            gradients=self._gradients,
+            parameters=tuple(self._parameters.values()),
+            optimizer=self.optimizer,
+            clip_grad_norm=clip_grad_norm,
+            control=communicator.control,
+            recorder=self.recorder,
+        )
+
+    def step(self, batch: GlobalBatchLike, step: int | None = None) -> StepResult:
+        """Train on one global batch, the same on every rank. ``step`` None: the one after the last.
+
+        The batch is tensors by input name, or hands out samples (`BatchSource`), so that a rank reads only its own.
+        Raises DataError for a batch of another size than the plan's, or one in which nothing counts.
+        """
+        started_s = time.perf_counter()
+        number = self.steps_done if step is None else step
+        work = self._work(batch, number)
+        loss = self._executor.run(work)
+        self.steps_done = number + 1
+        return StepResult(
+            step=number,
+            loss=loss,
+            lr=self.optimizer.param_groups[0]["lr"] if work.learning_rate is None else work.learning_rate,
+            samples=self._place.micro_batches.samples,
+            count=work.weights.total,
+            seconds=time.perf_counter() - started_s,
+            norm=work.grad_norm,
+        )
+
+    def gradients(self, batch: GlobalBatchLike, step: int = 0) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of a global batch, as `step` would use them before clipping; nothing is updated.
+
+        Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
+        """
+        loss = self._executor.run(self._work(batch, step), update=False)
+        if not self._place.active:
+            return loss, {}
+        return loss, {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+
+    def evaluate(self, batch: GlobalBatchLike) -> float:
+        """The loss on a batch of any size, in eval mode; not a number if nothing in it counts."""
+        total, count = self.evaluate_sum(batch)
+        return total / count if count else float("nan")
+
+    def evaluate_sum(self, batch: GlobalBatchLike) -> tuple[float, float]:
+        """``(loss sum, count)`` over a batch of any size, in eval mode, spread over the ranks as the plan spreads its batch.
+
+        Their ratio is the model's loss on the batch (for a summed loss the count is 1). Both can be added over batches.
+        """
+        return evaluate(
+            self.module,
+            as_source(batch, self.graph),
+            graph=self.graph,
+            placement=self.placement,
+            rank=self.rank,
+            forward=self._forward,
+            loss_count=self._loss_count,
+            control=self._communicator.control,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer (by parameter name) and step. Collective. Tensors are the live ones, not copies.
+
+        Ranks that are idle, have no samples, or whose device rounds differently from the leader's are given its values first.
+        """
+        self.synchronise()
+        return {
+            "model": self.module.state_dict(),
+            "optimizer": state_by_name(self.optimizer, self._parameters),
+            "step": self.steps_done,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; every rank passes the same state. Raises CheckpointError."""
+        self.module.load_state_dict(state["model"])
+        load_state_by_name(self.optimizer, self._parameters, state["optimizer"])
+        self.steps_done = int(state["step"])
+
+    def synchronise(self) -> None:
+        """Give every rank the leader's weights, buffers and optimizer state, if they can differ. Collective.
+
+        They can where ranks are idle or without samples, and where devices are unlike: equal gradients, rounded differently in the
+        update, drift apart in the last bits.
+        """
+        if self._alike and len(self.placement.sharing) == len(self.placement.places):
+            return
+        leader, control = self.placement.leader, self._communicator.control
+        for _, tensor in stored_tensors(self.module):
+            control.broadcast(tensor.data, leader)
+        own = state_by_name(self.optimizer, self._parameters)
+        names = self._communicator.broadcast_object(sorted(own), leader)
+        if sorted(own) != names:
+            initialise_state(self.optimizer)
+        for name, parameter in self._parameters.items():
+            if name not in names:
+                self.optimizer.state.pop(parameter, None)
+                continue
+            for key, value in sorted(self.optimizer.state[parameter].items()):
+                if isinstance(value, Tensor):
+                    control.broadcast(value, leader)
+                else:
+                    self.optimizer.state[parameter][key] = self._communicator.broadcast_object(value, leader)
+
+    def close(self) -> None:
+        """Take the hooks off the model. The communicator stays open."""
+        self._gradients.close()
+
+    @property
+    def device(self) -> torch.device:
+        return self._communicator.device
+
+    @property
+    def _place(self) -> Place:
+        return self.placement.places[self.rank]
+
+    def _work(self, batch: GlobalBatchLike, number: int) -> Step:
+        source = as_source(batch, self.graph)
+        if source.size != self.plan.global_batch_size:
+            raise DataError(
+                f"the batch has {source.size} samples, the plan was made for {self.plan.global_batch_size}: "
+                "pass global batches of that size, or plan again"
+            )
+        spans = self._place.spans()
+        loss = self.graph.loss
+        ahead = loss.reduction == "mean" and loss.count == "tokens"
+        slices = [source.samples(*span) for span in spans] if ahead else None
+        own = counts(loss, slices or [], [size for _, size in spans], self._loss_count)
+        return Step(
+            number=number,
+            source=source,
+            spans=spans,
+            slices=slices,
+            weights=Weights(loss, own, source.size, self._communicator.control),
+            learning_rate=None if self._section is None else learning_rate(self._section, number, self._total_steps),
+        )
+
+
+def trainable_parameters(module: nn.Module, graph: ModelGraph) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by the graph's names, in the module's order. Raises PlanError if the two do not agree."""
+    by_name = dict(module.named_parameters(remove_duplicate=False))
+    trained = [entry.name for entry in graph.parameters if entry.trainable]
+    unknown = [name for name in trained if name not in by_name]
+    known = {id(by_name[name]) for name in trained if name in by_name}
+    forgotten = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+    if unknown or forgotten:
+        raise PlanError(
+            "the model is not the one that was captured: "
+            + "; ".join(
+                f"{what} {', '.join(names[:5])}"
+                for what, names in (("it lacks", unknown), ("the capture lacks", forgotten))
+                if names
+            )
+            + ". Capture the model again after changing which parameters it has or trains"
+        )
+    name_of = {id(by_name[name]): name for name in trained}
+    return {name_of[id(p)]: p for p in module.parameters() if id(p) in name_of}
+
+
+def _require_together(module: nn.Module, program: Program, cluster: Cluster, communicator: Communicator) -> None:
+    if len(cluster.devices) != communicator.world_size or len(program.ranks) != communicator.world_size:
+        raise PlanError(
+            f"the cluster has {len(cluster.devices)} devices and the program {len(program.ranks)} ranks, but "
+            f"{communicator.world_size} workers were started: start one worker a device"
+        )
+    backend = cluster.devices[communicator.rank].backend
+    if backend != communicator.device.type:
+        raise WorkerError(
+            f"rank {communicator.rank} runs on {communicator.device}, the cluster's device there is a {backend}: "
+            "start the workers in the order of the cluster's devices",
+            rank=communicator.rank,
+        )
+    if communicator.rank == 0 and any(p.is_meta for p in module.parameters()):
+        raise WorkerError("rank 0 has a model without weights (meta device): build it with its weights there", rank=0)

@@ -1,0 +1,89 @@
+"""Plans written by hand, and workers that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heterodyne.cluster.spec import Cluster, Device
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
+from heterodyne.plan.lower import lower
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
+from heterodyne.runtime.communicator import Communicator
+from heterodyne.runtime.recorder import Recorder
+from heterodyne.runtime.worker import Worker
+from multiprocess.models import Case
+from multiprocess.pool import World
+
+IDLE = None
+Shares = Sequence[Sequence[int] | None]  # for each rank the sizes of its micro-batches, or IDLE
+
+
+def cluster_of(size: int, backends: Sequence[str] | None = None) -> Cluster:
+    kinds = backends or ["cpu"] * size
+    return Cluster(
+        name="test",
+        devices=tuple(
+            Device(id=f"here/{kind}:{rank}", kind=kind, node="here", memory_bytes=2**30, backend=kind)
+            for rank, kind in enumerate(kinds)
+        ),
+    )
+
+
+def plan_of(graph: ModelGraph, cluster: Cluster, shares: Shares, *, bucket_bytes: int = 4096, **more: Any) -> Plan:
+    pipelines = []
+    for device, sizes in zip(cluster.devices, shares, strict=True):
+        if sizes is not IDLE:
+            region = Region(layout=Layout(kind="replicate", shares=(1,)))
+            stage = Stage(ops=(0, len(graph.ops)), devices=(device.id,), regions=(region,))
+            pipelines.append(Pipeline(micro_batches=MicroBatches(tuple(sizes)), stages=(stage,)))
+    return Plan(
+        model=graph.fingerprint,
+        cluster=cluster.fingerprint,
+        global_batch_size=sum(sum(sizes) for sizes in shares if sizes is not IDLE),
+        bucket_bytes=bucket_bytes,
+        pipelines=tuple(pipelines),
+        idle=tuple(d.id for d, sizes in zip(cluster.devices, shares, strict=True) if sizes is IDLE),
+        **more,
+    )
+
+
+def worker_of(
+    world: World,
+    case: Case,
+    shares: Shares,
+    *,
+    bucket_bytes: int = 4096,
+    clip: float = 0.0,
+    optimizer: Any = None,
+    seed: int = 5,
+    recorder: Recorder | None = None,
+    backends: Sequence[str] | None = None,
+    precision: str = "fp32",
+) -> Worker:
+    cluster = cluster_of(world.world_size, backends)
+    plan = plan_of(case.graph, cluster, shares, bucket_bytes=bucket_bytes, precision=precision)
+    device = torch.device(cluster.devices[world.rank].backend)
+    return Worker(
+        case.module,
+        graph=case.graph,
+        plan=plan,
+        program=lower(plan, case.graph, cluster, clip=clip > 0),
+        cluster=cluster,
+        communicator=Communicator(rank=world.rank, world_size=world.world_size, device=device),
+        loss_count=case.count,
+        optimizer=optimizer or OptimizerSection(lr=1e-2, warmup_steps=2),
+        total_steps=10,
+        seed=seed,
+        clip_grad_norm=clip,
+        recorder=recorder,
+    )
+
+
+def copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
