@@ -108,7 +108,7 @@ def _reductions(actions: Sequence[Action], buckets: int) -> list[str]:
         for index in seen
         if index is None or index >= buckets
     ]
-    last_backward = max((place for place, action in enumerate(actions) if action.kind == "B"), default=-1)
+    last_backward = max((place for place, action in enumerate(actions) if action.kind == "B"), default=0)
     broken += [
         f"reduces bucket {action.index} before its last backward, {actions[last_backward]}: gradients are not complete there"
         for action in actions[:last_backward]

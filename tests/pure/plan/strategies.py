@@ -1,0 +1,65 @@
+"""Random plans: general ones, which need not fit any model, and valid ones for the models of `pure.build`."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from heterodyne.cluster import Cluster
+from heterodyne.graph import ModelGraph
+from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Prediction, Region, Stage
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=8)
+SHARES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
+LAYOUTS = st.builds(Layout, kind=st.sampled_from(["replicate", "split", "expert", "context"]), shares=SHARES)
+REGIONS = st.builds(Region, task_graph=NAMES, layout=LAYOUTS)
+STAGES = st.builds(
+    Stage,
+    ops=st.tuples(st.integers(0, 99), st.integers(0, 99)),
+    devices=st.lists(NAMES, max_size=3).map(tuple),
+    regions=st.lists(REGIONS, max_size=3).map(tuple),
+    recompute=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    state_shares=st.none() | SHARES,
+)
+MICRO_BATCHES = st.lists(st.integers(1, 9), max_size=6).map(lambda sizes: MicroBatches(tuple(sizes)))
+PIPELINES = st.builds(Pipeline, micro_batches=MICRO_BATCHES, stages=st.lists(STAGES, max_size=4).map(tuple))
+NUMBERS = st.floats(0, 1e6)
+PREDICTIONS = st.builds(
+    Prediction,
+    step_s=NUMBERS,
+    samples_per_s=NUMBERS,
+    efficiency=NUMBERS,
+    memory_bytes=st.dictionaries(NAMES, st.integers(0, 2**40), max_size=3),
+)
+GENERAL_PLANS = st.builds(
+    Plan,
+    model=NAMES,
+    cluster=NAMES,
+    global_batch_size=st.integers(1, 4096),
+    precision=st.sampled_from(["fp32", "bf16"]),
+    schedule=NAMES,
+    bucket_bytes=st.integers(1, 2**30),
+    pipelines=st.lists(PIPELINES, max_size=4).map(tuple),
+    idle=st.lists(NAMES, max_size=3).map(tuple),
+    predicted=st.none() | PREDICTIONS,
+    reason=st.text(max_size=20),
+)
+
+
+def valid_plan(
+    model: ModelGraph, machines: Cluster, micro_batches: list[MicroBatches | None], *, bucket_bytes: int = 600
+) -> Plan:
+    """One pipeline a device; None leaves the device idle."""
+    ids = [device.id for device in machines.devices]
+    stage = {"ops": (0, len(model.ops)), "regions": (Region(layout=Layout(shares=(1,))),)}
+    return Plan(
+        model=model.fingerprint,
+        cluster=machines.fingerprint,
+        global_batch_size=max(1, sum(m.samples for m in micro_batches if m is not None)),
+        bucket_bytes=bucket_bytes,
+        pipelines=tuple(
+            Pipeline(micro_batches=m, stages=(Stage(devices=(device,), **stage),))
+            for device, m in zip(ids, micro_batches, strict=True)
+            if m is not None
+        ),
+        idle=tuple(device for device, m in zip(ids, micro_batches, strict=True) if m is None),
+    )

@@ -1,0 +1,85 @@
+"""A plan is checked as a whole: each fault is named, all of them at once, each with a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterodyne.errors import PlanError
+from heterodyne.plan import Layout, MicroBatches, Plan, Region
+from heterodyne.plan.check import require_valid, violations
+from pure.build import cluster, graph
+from pure.plan.strategies import MICRO_BATCHES, valid_plan
+
+MODEL, MACHINES = graph(2), cluster(3)
+PLAN = valid_plan(MODEL, MACHINES, [MicroBatches((4, 4)), MicroBatches((2,)), None])
+
+
+def of_stage(plan: Plan, **changes: Any) -> Plan:
+    first, *rest = plan.pipelines
+    stage = first.stages[0].model_copy(update=changes)
+    return plan.model_copy(update={"pipelines": (first.model_copy(update={"stages": (stage,)}), *rest)})
+
+
+def of_plan(**changes: Any) -> Plan:
+    return PLAN.model_copy(update=changes)
+
+
+def region(name: str, kind: str = "replicate", shares: tuple[int, ...] = (1,)) -> Region:
+    return Region(task_graph=name, layout=Layout(kind=kind, shares=shares))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.none() | MICRO_BATCHES, min_size=3, max_size=3))
+def test_a_valid_plan_breaks_nothing(micro_batches: list[MicroBatches | None]) -> None:
+    if any(m is not None and m.samples for m in micro_batches):
+        assert violations(valid_plan(MODEL, MACHINES, micro_batches), MODEL, MACHINES) == ()
+
+
+FAULTS = {
+    "made for another model": of_plan(model="0" * 16),
+    "made for another cluster": of_plan(cluster="0" * 16),
+    "device 'gpu:9' is not in the cluster": of_plan(idle=(*PLAN.idle, "gpu:9")),
+    "is used 2 times": of_plan(idle=(*PLAN.idle, PLAN.devices[0])),
+    "devices without a place: n0/cpu:2": of_plan(idle=()),
+    "add up to 10 samples (8 + 2), the global batch has 11": of_plan(global_batch_size=11),
+    "has no pipeline": of_plan(pipelines=()),
+    "schedule 'Magic' is not known": of_plan(schedule="Magic"),
+    "has 2 stages": of_plan(
+        pipelines=(PLAN.pipelines[0].model_copy(update={"stages": PLAN.pipelines[0].stages * 2}), PLAN.pipelines[1])
+    ),
+    "runs ops 0 to 3, the model has 0 to 6": of_stage(PLAN, ops=(0, 3)),
+    "has 2 devices in a stage": of_stage(PLAN, devices=("n0/cpu:0", "n0/cpu:2")),
+    "which must be 'replicate'": of_stage(PLAN, regions=(region("*", "split"),)),
+    "with one share a device": of_stage(PLAN, regions=(region("*", shares=(1, 1)),)),
+    "with no share": of_stage(PLAN, regions=(region("*", shares=(0,)),)),
+    "has region 'moe'; the model has *": of_stage(PLAN, regions=(region("*"), region("moe"))),
+    "has region '*' 2 times": of_stage(PLAN, regions=(region("*"), region("*"))),
+    "has no region '*'": of_stage(PLAN, regions=()),
+    "asks for recompute": of_stage(PLAN, recompute=(1,)),
+    "or state_shares": of_stage(PLAN, state_shares=(1,)),
+}
+
+
+@pytest.mark.parametrize("says", FAULTS)
+def test_each_fault_is_named(says: str) -> None:
+    assert any(says in sentence for sentence in violations(FAULTS[says], MODEL, MACHINES))
+
+
+def test_batch_statistics_need_one_number_of_micro_batches() -> None:
+    model = graph(2, batch_statistics=True)
+    uneven = valid_plan(model, MACHINES, [MicroBatches((4, 4)), MicroBatches((2,)), None])
+    (sentence,) = violations(uneven, model, MACHINES)
+    assert "mixes the samples of a micro-batch" in sentence
+    assert "they have 1, 2" in sentence
+    even = valid_plan(model, MACHINES, [MicroBatches((4, 4)), MicroBatches((1, 1)), MicroBatches()])
+    assert violations(even, model, MACHINES) == ()
+
+
+def test_all_faults_are_told_at_once() -> None:
+    bad = of_stage(of_plan(model="x", idle=(), global_batch_size=99), recompute=(1,))
+    with pytest.raises(PlanError) as caught:
+        require_valid(bad, MODEL, MACHINES)
+    assert str(caught.value).count("\n  - ") == len(violations(bad, MODEL, MACHINES)) == 4
