@@ -117,3 +117,9 @@ def test_without_a_summary_the_metrics_tell_the_memory_of_rank_0(tmp_path: Path)
     rows = [{"step": 1, "loss": 3.0, "memory_bytes": 5e8}, {"step": 2, "loss": 2.9, "memory_bytes": 6e8}]
     (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert load_run(directory).peak_memory == {"laptop/cpu:0": 6e8}
+
+
+def test_peak_memory_may_be_told_in_order_of_rank(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", steps=2)
+    (directory / "summary.json").write_text(json.dumps({"peak_memory_bytes": [4, 3, 2, 1]}), encoding="utf-8")
+    assert list(load_run(directory).peak_memory.values()) == [4, 3, 2, 1]

@@ -82,7 +82,8 @@ class Run:
     Args:
         job_text: the job file as it stands, "" if it is not there.
         summary: what the run wrote at its end. Read here, each optional: ``model``, ``parameters``, ``seconds``, ``interrupted``,
-            ``peak_memory_bytes`` (a mapping from device to bytes) and ``environment`` (a mapping from name to text).
+            ``peak_memory_bytes`` (bytes in order of rank, or a mapping from device to bytes) and ``environment`` (a mapping
+            from name to text).
         missing: sentences that say what could not be read.
     """
 
@@ -135,6 +136,8 @@ class Run:
     def peak_memory(self) -> dict[str, float]:
         """Measured peak bytes of each device: as the summary tells, else what the metrics tell of rank 0."""
         peaks = self.summary.get("peak_memory_bytes")
+        if isinstance(peaks, list):
+            peaks = dict(zip(self.devices, peaks, strict=False))
         told = [s.memory_bytes for s in self.metrics.steps if s.memory_bytes is not None]
         if peaks is None and told and self.devices:
             return {self.devices[0]: max(told)}

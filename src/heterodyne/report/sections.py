@@ -102,7 +102,7 @@ def key_figures(run: Run, comparison: Comparison) -> list[dict[str, str]]:
         {
             "name": "Over equal shares",
             "value": ratio(speed_up),
-            "note": "samples/s, predicted" if speed_up else "equal shares were not weighed",
+            "note": "samples/s, predicted" if speed_up else "not known: equal shares were not weighed",
         },
     ]
 
@@ -237,7 +237,8 @@ def time_section(run: Run) -> dict[str, Any] | None:
         }
         for rank in sorted({*predicted, *measured})
     ]
-    return {"rows": rows, "parts": [(part, kind_name(part)) for part in parts]}
+    titles = [title for title, times in (("predicted", predicted), ("measured", measured)) if times]
+    return {"rows": rows, "parts": [(part, kind_name(part)) for part in parts], "titles": titles}
 
 
 def _segments(times: StepTimes, parts: Sequence[str], scale_s: float) -> list[dict[str, Any]]:
