@@ -143,7 +143,6 @@ def train(world: World, run: Path, shares: Sequence[int | None], resume: bool, s
         worker.strike = strike
         trainer = Trainer(
             worker=worker,
-            device=device,
             data=open_text(
                 str(run.parent / "text"),
                 sequence_length=LENGTH,

@@ -54,11 +54,13 @@ def job(**training: Any) -> Job:
 class Result:
     loss: float
     grad_norm: float
-    learning_rate: float
+    lr: float
 
 
 class Worker:
     """Trains on one device in plain PyTorch, with dropout, so that the state of the generators matters."""
+
+    device = torch.device("cpu")
 
     def __init__(self, on_step: Callable[[int], None] = lambda _: None) -> None:
         torch.manual_seed(0)
@@ -79,9 +81,9 @@ class Worker:
         self.optimizer.step()
         self.steps += 1
         self.on_step(self.steps)
-        return Result(loss=loss.item(), grad_norm=1.0, learning_rate=1e-2)
+        return Result(loss=loss.item(), grad_norm=1.0, lr=1e-2)
 
-    def evaluate(self, batch: GlobalBatch) -> tuple[float, float]:
+    def evaluate_sum(self, batch: GlobalBatch) -> tuple[float, float]:
         self.model.eval()
         with torch.no_grad():
             return self._loss(batch).item() * batch.size, batch.size
@@ -125,7 +127,6 @@ def trainer(
 ) -> Trainer:
     return Trainer(
         worker=worker or Worker(),
-        device=torch.device("cpu"),
         data=data,
         job=job,
         plan=PLAN,

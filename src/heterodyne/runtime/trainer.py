@@ -38,16 +38,19 @@ class StepResult(Protocol):
     @property
     def grad_norm(self) -> float | None: ...
     @property
-    def learning_rate(self) -> float: ...
+    def lr(self) -> float: ...
 
 
 class TrainingWorker(Protocol):
     """One rank's part of the training (`heterodyne.runtime.worker.Worker`); all ranks call every method alike."""
 
+    @property
+    def device(self) -> torch.device: ...
+
     def step(self, batch: GlobalBatch) -> StepResult:
         """One optimizer step on the global batch."""
 
-    def evaluate(self, batch: GlobalBatch) -> tuple[float, float]:
+    def evaluate_sum(self, batch: GlobalBatch) -> tuple[float, float]:
         """Sum and count of the losses of a batch of any size, without training on it."""
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -82,7 +85,7 @@ class Trainer:
     """Trains one job in one run directory.
 
     Args:
-        worker, device: this rank's.
+        worker: this rank's.
         data: training and validation samples, on every rank the same.
         job, plan: what is trained, and under which plan.
         run: where it is kept, the same directory on every rank.
@@ -96,7 +99,6 @@ class Trainer:
         self,
         *,
         worker: TrainingWorker,
-        device: torch.device,
         data: TextData,
         job: Job,
         plan: Plan,
@@ -107,7 +109,6 @@ class Trainer:
         phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._worker = worker
-        self._device = device
         self._data = data
         self._job = job
         self._plan = plan
@@ -158,7 +159,7 @@ class Trainer:
             validation_loss=None if self._validation is None else self._validation.validation_loss,
             interrupted=interrupted,
             seconds=time.perf_counter() - started,
-            peak_memory_bytes=tuple(self._ranks.each(lambda: peak_memory_bytes(self._device))),
+            peak_memory_bytes=tuple(self._ranks.each(lambda: peak_memory_bytes(self._worker.device))),
         )
 
     def _loop(self, stop: StopRequest, sinks: list[_Sink]) -> bool:
@@ -188,12 +189,12 @@ class Trainer:
             step=self._done,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            lr=result.learning_rate,
+            lr=result.lr,
             step_s=step_s,
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * self._data.sequence_length,
             efficiency=samples_per_s / ideal if ideal else None,
-            memory_bytes=peak_memory_bytes(self._device),
+            memory_bytes=peak_memory_bytes(self._worker.device),
             time_s=time.time(),
         )
         if not math.isfinite(record.loss) and (self._last is None or math.isfinite(self._last.loss)):
@@ -212,7 +213,7 @@ class Trainer:
         batches = self._data.validation_batches(self._job.training.validation_samples)
         if not batches:
             return
-        sums, counts = zip(*(self._worker.evaluate(batch) for batch in batches), strict=True)
+        sums, counts = zip(*(self._worker.evaluate_sum(batch) for batch in batches), strict=True)
         loss = math.fsum(sums) / math.fsum(counts)
         self._validation = Validation(step=self._done, validation_loss=loss, time_s=time.time())
         for sink in sinks:
