@@ -29,8 +29,8 @@ def test_every_kind_at_every_size_with_its_own_time() -> None:
             assert not s.extrapolated
 
 
-def test_twice_the_layers_take_twice_the_time() -> None:
-    """On this machine's real clock: the ratio is 4, and bounds this wide hold on any machine."""
+def test_more_layers_take_more_time() -> None:
+    """On this machine's real clock: the ratio of layers is 16, and bounds this wide leave room for a busy machine."""
 
     class Layers:
         def __init__(self, count: int) -> None:
@@ -43,10 +43,10 @@ def test_twice_the_layers_take_twice_the_time() -> None:
             return module, [torch.randn(batch, 64, 256, generator=generator).requires_grad_()]
 
     bench = Workbench(device=CPU, sampling=Sampling(sample_s=0.02, section_s=0.1))
-    profile = measure_blocks({"short": Layers(2), "long": Layers(8)}, [4], bench)
+    profile = measure_blocks({"short": Layers(2), "long": Layers(32)}, [4], bench)
     (short,), (long,) = profile["short"], profile["long"]
-    assert 2 < long.forward_s / short.forward_s < 8
-    assert 2 < long.backward_s / short.backward_s < 8
+    assert 4 < long.forward_s / short.forward_s < 64
+    assert 4 < long.backward_s / short.backward_s < 64
 
 
 @pytest.mark.parametrize("budget_s", [1e9, 20.0, 0.0])

@@ -1,0 +1,161 @@
+"""A whole measurement on one rank: what is kept, when it is believed, and when it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from heterodyne.cluster import Cluster, Device, Profile
+from heterodyne.errors import MeasureError
+from heterodyne.measure import Cache, measure
+from heterodyne.runtime.communicator import Communicator
+from measure.fake_device import FakeClock, FakeProgram
+from measure.fake_model import graph_of, request_of
+
+ONE = Cluster(name="box", devices=(Device(id="box/cpu:0", kind="cpu", node="box", memory_bytes=2**30),))
+
+
+@pytest.fixture
+def alone() -> Iterator[Communicator]:
+    with Communicator(rank=0, world_size=1, device=torch.device("cpu")) as communicator:
+        yield communicator
+
+
+class Machine:
+    """A request on a fake device, and everything that was said."""
+
+    def __init__(self, alone: Communicator, cache: Cache | None) -> None:
+        self.clock = FakeClock()
+        self.programs = {kind: FakeProgram(self.clock, 0.01, 0.02) for kind in ("layer", "head", "*")}
+        self.said: list[str] = []
+        self.steps: list[tuple[str, int, int]] = []
+        self._alone, self._cache = alone, cache
+
+    def measure(self, *, refresh: bool = False, **changes: object) -> Profile:
+        # The optimizer runs on the real CPU, which the fake clock does not see: it is given nothing to do.
+        graph = graph_of(("layer", "head"))
+        frozen = tuple(replace(p, trainable=False) for p in graph.parameters)
+        request = request_of(self.programs, **{"cluster": ONE, "graph": replace(graph, parameters=frozen), **changes})
+        return measure(
+            request,
+            self._alone,
+            cache=self._cache,
+            refresh=refresh,
+            say=self.said.append,
+            progress=lambda *step: self.steps.append(step),
+            clock=self.clock,
+            now=self.clock.now,
+        )
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(folder=tmp_path)
+
+
+def only_path(cache: Cache) -> Path:
+    (path,) = (cache.folder / "profiles").iterdir()
+    return path
+
+
+def test_blocks_and_the_whole_model_of_every_device(alone: Communicator) -> None:
+    machine = Machine(alone, None)
+    profile = machine.measure()
+    device = profile.devices["box/cpu:0"]
+    assert set(device.blocks) == {"layer", "head", "*"}
+    assert [s.forward_s for s in device.blocks["layer"]] == pytest.approx([0.03, 0.05])
+    assert profile.links == ()
+    assert device.overlap == 0
+    done = [step[1:] for step in machine.steps]
+    assert done[-1] == (6, 6)
+    assert done == sorted(done)
+
+
+def test_a_kept_profile_is_confirmed_and_not_measured_again(alone: Communicator, cache: Cache) -> None:
+    machine = Machine(alone, cache)
+    first = machine.measure()
+    runs = machine.clock.runs
+    assert machine.measure() == first
+    assert machine.clock.runs - runs < runs / 3
+    assert machine.said == []
+
+
+@pytest.mark.parametrize(("factor", "again"), [(1.1, False), (0.9, False), (1.3, True), (0.5, True)])
+def test_a_device_of_the_same_name_and_another_speed_is_measured_again(
+    alone: Communicator, cache: Cache, factor: float, again: bool
+) -> None:
+    machine = Machine(alone, cache)
+    first = machine.measure()
+    machine.clock.factor = factor
+    second = machine.measure()
+    assert (second != first) == again
+    assert len(machine.said) == again
+    if again:
+        assert "no longer holds" in machine.said[0]
+        assert "box/cpu:0 takes" in machine.said[0]
+        assert second.devices["box/cpu:0"].blocks["layer"][0].forward_s == pytest.approx(0.03 * factor)
+        assert machine.measure() == second  # and it is the new one that is kept
+
+
+def test_refresh_measures_without_looking(alone: Communicator, cache: Cache) -> None:
+    machine = Machine(alone, cache)
+    machine.measure()
+    only_path(cache).write_text("nonsense")
+    machine.measure(refresh=True)
+    assert machine.said == []
+    assert Profile.load(only_path(cache)).devices
+
+
+def test_a_damaged_cache_is_said_and_replaced(alone: Communicator, cache: Cache) -> None:
+    machine = Machine(alone, cache)
+    first = machine.measure()
+    only_path(cache).write_text(only_path(cache).read_text()[:100])
+    second = machine.measure()
+    assert second.key == first.key
+    assert "measured again" in machine.said[0]
+    assert Profile.load(only_path(cache)) == second
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_the_profile_is_there(alone: Communicator, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    machine = Machine(alone, Cache(folder=tmp_path / "file"))
+    assert machine.measure().devices
+    assert "cannot be kept" in machine.said[0]
+
+
+def test_another_request_has_another_profile(alone: Communicator, cache: Cache) -> None:
+    machine = Machine(alone, cache)
+    assert machine.measure().key != machine.measure(micro_batch_sizes=(1, 2, 4)).key
+    assert machine.said == []
+
+
+def test_what_a_device_left_out_is_said_with_its_name(alone: Communicator) -> None:
+    machine = Machine(alone, None)
+    machine.programs["*"] = FakeProgram(machine.clock, 0.01, 0.02, most=1)
+    machine.measure()
+    assert len(machine.said) == 1
+    assert machine.said[0].startswith("box/cpu:0: the whole model was not measured at sizes [2]")
+
+
+def test_a_device_that_is_too_small_is_named(alone: Communicator) -> None:
+    machine = Machine(alone, None)
+    tiny = Cluster(name="box", devices=(Device(id="box/cpu:0", kind="cpu", node="box", memory_bytes=1000),))
+    with pytest.raises(MeasureError, match=r"box/cpu:0: block kind layer cannot be measured.*needs about"):
+        machine.measure(cluster=tiny)
+
+
+def test_requests_that_make_no_sense(alone: Communicator) -> None:
+    machine = Machine(alone, None)
+    with pytest.raises(MeasureError, match="without a program: tail"):
+        machine.measure(graph=graph_of(("layer", "tail")))
+    with pytest.raises(MeasureError, match="at least 1"):
+        machine.measure(micro_batch_sizes=(0, 1))
+    two = Cluster(
+        name="box", devices=(*ONE.devices, Device(id="box/cpu:1", kind="cpu", node="box", memory_bytes=2**30))
+    )
+    with pytest.raises(MeasureError, match="2 devices and there are 1 workers"):
+        machine.measure(cluster=two)

@@ -1,0 +1,153 @@
+"""Measuring together: every rank at its own pace, one profile for all, links as they are."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from torch import nn
+
+from heterodyne.cluster import Cluster, Profile
+from heterodyne.errors import MeasureError
+from heterodyne.measure import Cache, discover_cluster, measure
+from heterodyne.measure.kernels import Workbench
+from heterodyne.measure.links import measure_all_reduce, measure_overlap, measure_sends
+from heterodyne.measure.sampling import Sampling
+from heterodyne.runtime.communicator import Communicator
+from measure.fake_model import request_of
+from multiprocess.pool import Pool, World
+
+QUICK = Sampling(warm_up=1, sample_s=0.002, samples=3, section_s=0.0, most_samples=3)
+CPU = torch.device("cpu")
+
+
+class Layer:
+    """A linear layer of some width; ``broken`` on one rank: it never fits there."""
+
+    def __init__(self, width: int, *, broken: bool = False) -> None:
+        self.width, self.broken = width, broken
+
+    def instantiate(
+        self, batch: int, device: torch.device, generator: torch.Generator
+    ) -> tuple[nn.Module, Sequence[object]]:
+        if self.broken:
+            raise torch.OutOfMemoryError("no more")
+        x = torch.randn(batch, self.width, device=device, generator=generator)
+        return nn.Linear(self.width, self.width, device=device), [x.requires_grad_()]
+
+
+def communicator_of(world: World) -> Communicator:
+    return Communicator(rank=world.rank, world_size=world.world_size, device=CPU, timeout_s=30)
+
+
+def measured(world: World, folder: str | None, broken: int | None = None) -> tuple[Profile | str, list[str]]:
+    said: list[str] = []
+    with communicator_of(world) as peers:
+        cluster = discover_cluster(peers, world.rank, world.world_size, "box")
+        programs = {"layer": Layer(32, broken=world.rank == broken), "*": Layer(64, broken=world.rank == 0)}
+        request = request_of(programs, cluster=cluster, sampling=QUICK)
+        try:
+            profile = measure(request, peers, cache=Cache(folder=Path(folder)) if folder else None, say=said.append)
+        except MeasureError as error:
+            return str(error), said
+        return profile, said
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_has_the_same_profile_of_all(pool: Pool, size: int) -> None:
+    results = pool.run(size, measured, None)
+    profile = results[0][0]
+    assert all(other == profile for other, _ in results)
+    ids = tuple(f"box/cpu:{i}" for i in range(size))
+    assert tuple(profile.devices) == ids
+    assert all(device.optimizer_s_per_byte > 0 and 0 <= device.overlap <= 1 for device in profile.devices.values())
+    reduces = [s for s in profile.links if s.op == "all_reduce"]
+    assert reduces
+    assert all(s.devices == ids and s.seconds > 0 for s in reduces)
+    joined = {frozenset(s.devices) for s in profile.links if s.op == "send"}
+    assert joined == {frozenset((ids[i], ids[(i + 1) % size])) for i in range(size)}
+
+
+def test_what_one_rank_leaves_out_is_said_on_all_and_stops_none(pool: Pool) -> None:
+    """The whole model does not fit on rank 0."""
+    (profile, said), (_, said_there) = pool.run(2, measured, None)
+    assert "*" not in profile.devices["box/cpu:0"].blocks
+    assert "*" in profile.devices["box/cpu:1"].blocks
+    assert said == said_there
+    assert any(note.startswith("box/cpu:0: the whole model was not measured") for note in said)
+
+
+def test_a_rank_that_cannot_measure_fails_all_with_its_words(pool: Pool) -> None:
+    results = pool.run(3, measured, None, 1)
+    assert all(error == results[0][0] for error, _ in results)
+    assert "box/cpu:1: block kind layer cannot be measured" in results[0][0]
+
+
+def test_the_cache_of_rank_0_serves_all_or_is_replaced_for_all(pool: Pool, tmp_path: Path) -> None:
+    """A profile that holds is the very same on all ranks; one that does not (a busy machine) is replaced, and that is said."""
+    first = pool.run(2, measured, str(tmp_path))[0][0]
+    again = pool.run(2, measured, str(tmp_path))
+    (profile, said), (there, said_there) = again
+    assert profile == there
+    assert said == said_there
+    assert (profile == first) == (not any("no longer holds" in note for note in said))
+    (path,) = (tmp_path / "profiles").iterdir()
+    path.write_text("{")
+    (profile, said), (there, _) = pool.run(2, measured, str(tmp_path))
+    assert profile == there == Profile.load(path)
+    assert "measured again" in said[0]
+
+
+def discovered(world: World, hosts: Sequence[str], node_ranks: Sequence[int]) -> Cluster:
+    with communicator_of(world) as peers:
+        local = sum((hosts[r], node_ranks[r]) == (hosts[world.rank], node_ranks[world.rank]) for r in range(world.rank))
+        return discover_cluster(peers, local, world.world_size, hosts[world.rank], node_rank=node_ranks[world.rank])
+
+
+def test_discovery_is_the_same_on_every_rank(pool: Pool) -> None:
+    clusters = pool.run(3, discovered, ["a", "a", "b"], [0, 0, 1])
+    assert clusters[0] == clusters[1] == clusters[2]
+    assert [d.id for d in clusters[0].devices] == ["a/cpu:0", "a/cpu:1", "b/cpu:0"]
+    memory = [d.memory_bytes for d in clusters[0].devices]
+    assert memory[0] == memory[1] < memory[2]
+    assert len({c.fingerprint for c in clusters}) == 1
+    assert pickle.loads(pickle.dumps(clusters[0])) == clusters[0]
+
+
+def links(world: World, budget_s: float) -> tuple[list[int], int, list[str]]:
+    said: list[str] = []
+    # Ranks whose clocks run differently still have to agree on what is done.
+    bench = Workbench(device=CPU, sampling=QUICK, say=said.append, now=lambda: 1e6 * world.rank)
+    ids = [f"d{r}" for r in range(world.world_size)]
+    with communicator_of(world) as peers:
+        channel = peers.channel(range(world.world_size))
+        assert channel is not None
+        reduces = measure_all_reduce(peers, channel, ids, bench, budget_s=budget_s)
+        sends = measure_sends(peers, ids, bench, budget_s=budget_s)
+        return [s.bytes for s in reduces], len(sends), said
+
+
+def test_all_sizes_in_time_and_fewer_without(pool: Pool) -> None:
+    for sizes, sends, said in pool.run(3, links, 1e9):
+        assert (len(sizes), sends, said) == (4, 9, [])
+    for sizes, sends, said in pool.run(3, links, 0.0):
+        assert sizes == []
+        assert sends == 0
+        assert said
+
+
+def overlaps(world: World) -> list[float]:
+    with communicator_of(world) as peers:
+        channel = peers.channel(range(world.world_size))
+        assert channel is not None
+        bench = Workbench(device=CPU, sampling=QUICK)
+        return [measure_overlap(peers, channel, bench, message_bytes=2**16, rounds=3) for _ in range(3)]
+
+
+def test_the_overlap_is_a_fraction(pool: Pool) -> None:
+    for values in pool.run(2, overlaps):
+        assert 0 <= median(values) <= 1
