@@ -1,0 +1,57 @@
+"""A copy of a model that has its structure and none of its weights.
+
+The trace runs on the copy: the user's model keeps its parameters, buffers, flags and whatever forward stores in it,
+and a model that is on the meta device, on a CPU or on an accelerator gives the same graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from heterodyne.errors import CaptureError
+
+__all__ = ["skeleton"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def skeleton(model: Module, mode: FakeTensorMode) -> Module:
+    """A deep copy whose parameters and buffers are fake CPU tensors of ``mode``; tied ones stay tied.
+
+    Raises CaptureError for a model that holds something that cannot be copied.
+    """
+    stand_ins: dict[int, object] = {}
+    for tensor in _tensors(model):
+        if id(tensor) not in stand_ins:
+            stand_ins[id(tensor)] = _fake(tensor, mode)
+    try:
+        return copy.deepcopy(model, stand_ins)
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise CaptureError(
+            f"{type(model).__name__} holds something that cannot be copied ({error}), and it is traced on a copy, so that it stays "
+            "as it is. Keep open files, locks, process groups and tensors with a history out of the model's attributes."
+        ) from error
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and the tensors that are plain attributes but would not run on a CPU."""
+    for module in model.modules():
+        yield from (p for p in module._parameters.values() if p is not None)
+        yield from (b for b in module._buffers.values() if b is not None)
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and (value.device.type != "cpu" or value.grad_fn is not None):
+                yield value
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
