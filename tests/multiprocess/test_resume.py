@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,6 +23,7 @@ from heterodyne.plan.lower import lower
 from heterodyne.runtime.agreement import Agreement
 from heterodyne.runtime.communicator import Communicator
 from heterodyne.runtime.data import GlobalBatch, open_text
+from heterodyne.runtime.export import WEIGHTS
 from heterodyne.runtime.progress import SilentReporter
 from heterodyne.runtime.run_directory import RunDirectory
 from heterodyne.runtime.trainer import Outcome, Trainer
@@ -160,6 +162,7 @@ def train(world: World, run: Path, shares: Sequence[int | None], resume: bool, s
         if resume:
             trainer.resume()
         outcome = trainer.train()
+        trainer.export()
         worker.close()
     return outcome
 
@@ -233,3 +236,6 @@ def test_under_other_shares_and_numbers_of_ranks_they_are_equal_but_for_rounding
     outcomes: list[Any] = pool.run(len(shares), train, run, shares, True, None)
     assert {outcome.steps for outcome in outcomes} == {STEPS}
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    exported, wanted = (load_file(path / "model" / WEIGHTS) for path in (run, run.parent / "undisturbed"))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=1e-4, atol=1e-5)

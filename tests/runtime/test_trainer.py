@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,6 +21,7 @@ from heterodyne.job import Job
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.agreement import Agreement
 from heterodyne.runtime.data import GlobalBatch, TextData, open_text
+from heterodyne.runtime.export import WEIGHTS
 from heterodyne.runtime.metrics import StepRecord
 from heterodyne.runtime.progress import Reporter
 from heterodyne.runtime.run_directory import RunDirectory
@@ -64,17 +66,17 @@ class Worker:
 
     def __init__(self, on_step: Callable[[int], None] = lambda _: None) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.2), nn.Linear(8, 256))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.module = nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.2), nn.Linear(8, 256))
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
         self.steps = 0
         self.on_step = on_step
 
     def _loss(self, batch: GlobalBatch) -> torch.Tensor:
         ids = batch.samples(0, batch.size)["input_ids"]
-        return F.cross_entropy(self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return F.cross_entropy(self.module(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     def step(self, batch: GlobalBatch) -> Result:
-        self.model.train()
+        self.module.train()
         self.optimizer.zero_grad()
         loss = self._loss(batch)
         loss.backward()
@@ -84,15 +86,15 @@ class Worker:
         return Result(loss=loss.item(), grad_norm=1.0, lr=1e-2)
 
     def evaluate_sum(self, batch: GlobalBatch) -> tuple[float, float]:
-        self.model.eval()
+        self.module.eval()
         with torch.no_grad():
             return self._loss(batch).item() * batch.size, batch.size
 
     def state_dict(self) -> Any:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
+        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: Any) -> None:
-        self.model.load_state_dict(state["model"])
+        self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
 
@@ -236,6 +238,16 @@ def test_a_finished_run_has_nothing_left_to_do(data: TextData, undisturbed: tupl
     assert losses(run) == before
 
 
+def test_the_weights_are_exported_as_they_are(tmp_path: Path, data: TextData) -> None:
+    (tmp_path / "run").mkdir()
+    worker = Worker()
+    trained = trainer(tmp_path / "run", data, job=job(), worker=worker)
+    trained.train()
+    loaded = load_file(trained.export() / WEIGHTS)
+    assert loaded.keys() == worker.module.state_dict().keys()
+    assert all(torch.equal(loaded[name], value) for name, value in worker.module.state_dict().items())
+
+
 def test_another_job_or_other_text_is_refused_by_field(
     tmp_path: Path, data: TextData, undisturbed: tuple[Path, Outcome]
 ) -> None:
@@ -258,7 +270,7 @@ def test_other_ways_to_keep_and_report_are_no_other_job(data: TextData, undistur
 def test_a_loss_that_is_no_number_is_told_once(tmp_path: Path, data: TextData) -> None:
     (tmp_path / "run").mkdir()
     notes, worker = Notes(), Worker()
-    nn.init.constant_(worker.model[2].weight, float("nan"))
+    nn.init.constant_(worker.module[2].weight, float("nan"))
     trainer(tmp_path / "run", data, job=job(), worker=worker, notes=notes).train()
     assert [text for text in notes.said if "the loss is nan" in text] == [
         "step 1: the loss is nan; a smaller optimizer.lr may help"

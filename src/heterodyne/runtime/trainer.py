@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
@@ -22,6 +24,7 @@ from heterodyne.processes.signals import StopRequest, stop_requests
 from heterodyne.runtime.agreement import Agreement
 from heterodyne.runtime.checkpoint import Checkpoint, Checkpoints
 from heterodyne.runtime.data import GlobalBatch, TextData
+from heterodyne.runtime.export import export_model
 from heterodyne.runtime.metrics import MetricsFile, StepRecord, TensorBoard, Validation, peak_memory_bytes
 from heterodyne.runtime.progress import Reporter
 from heterodyne.runtime.random_state import restore_random_state
@@ -46,6 +49,8 @@ class TrainingWorker(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def module(self) -> nn.Module: ...
 
     def step(self, batch: GlobalBatch) -> StepResult:
         """One optimizer step on the global batch."""
@@ -161,6 +166,12 @@ class Trainer:
             seconds=time.perf_counter() - started,
             peak_memory_bytes=tuple(self._ranks.each(lambda: peak_memory_bytes(self._worker.device))),
         )
+
+    def export(self) -> Path:
+        """Write the weights as they are now into the run's ``model/``; where they are. Raises CheckpointError."""
+        with self._phase("writing the weights"):
+            self._worker.state_dict()  # gives rank 0 the weights, even if it is idle under the plan
+            return self._ranks.first(lambda: export_model(self._worker.module, self._run.model))
 
     def _loop(self, stop: StopRequest, sinks: list[_Sink]) -> bool:
         """Whether it was interrupted."""
