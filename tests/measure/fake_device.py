@@ -70,9 +70,7 @@ class FakeProgram:
     def forward_s(self, size: int) -> float:
         return self._base_s + self._per_sample_s * size
 
-    def instantiate(
-        self, batch: int, device: torch.device, generator: torch.Generator
-    ) -> tuple[nn.Module, list[torch.Tensor]]:
+    def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, list[torch.Tensor]]:
         if batch > self._most:
             raise torch.OutOfMemoryError("no more")
         seconds = self.forward_s(batch)

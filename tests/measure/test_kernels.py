@@ -36,11 +36,9 @@ def test_more_layers_take_more_time() -> None:
         def __init__(self, count: int) -> None:
             self.count = count
 
-        def instantiate(
-            self, batch: int, device: torch.device, generator: torch.Generator
-        ) -> tuple[nn.Module, Sequence[object]]:
+        def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, Sequence[object]]:
             module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(self.count)))
-            return module, [torch.randn(batch, 64, 256, generator=generator).requires_grad_()]
+            return module, [torch.randn(batch, 64, 256).requires_grad_()]
 
     bench = Workbench(device=CPU, sampling=Sampling(sample_s=0.02, section_s=0.1))
     profile = measure_blocks({"short": Layers(2), "long": Layers(32)}, [4], bench)
@@ -120,10 +118,8 @@ class Program:
     def __init__(self, module: nn.Module, shape: tuple[int, ...], *, leaf: bool = True) -> None:
         self.module, self.shape, self.leaf = module, shape, leaf
 
-    def instantiate(
-        self, batch: int, device: torch.device, generator: torch.Generator
-    ) -> tuple[nn.Module, Sequence[object]]:
-        x = torch.randn(batch, *self.shape, device=device, generator=generator)
+    def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, Sequence[object]]:
+        x = torch.randn(batch, *self.shape, device=device)
         return self.module, [x.requires_grad_(self.leaf)]
 
 

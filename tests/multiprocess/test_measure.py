@@ -31,12 +31,10 @@ class Layer:
     def __init__(self, width: int, *, broken: bool = False) -> None:
         self.width, self.broken = width, broken
 
-    def instantiate(
-        self, batch: int, device: torch.device, generator: torch.Generator
-    ) -> tuple[nn.Module, Sequence[object]]:
+    def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, Sequence[object]]:
         if self.broken:
             raise torch.OutOfMemoryError("no more")
-        x = torch.randn(batch, self.width, device=device, generator=generator)
+        x = torch.randn(batch, self.width, device=device)
         return nn.Linear(self.width, self.width, device=device), [x.requires_grad_()]
 
 

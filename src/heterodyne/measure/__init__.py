@@ -9,12 +9,14 @@ from heterodyne.measure.cache import Cache, default_folder
 from heterodyne.measure.discover import discover_cluster, discover_local, discover_machine, torch_device
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.session import Request, measure
+from heterodyne.measure.whole_model import WholeModel
 
 __all__ = [
     "BlockProgram",
     "Cache",
     "Request",
     "Sampling",
+    "WholeModel",
     "default_folder",
     "discover_cluster",
     "discover_local",

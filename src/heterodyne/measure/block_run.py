@@ -21,9 +21,7 @@ Precision = Literal["fp32", "bf16"]
 class BlockProgram(Protocol):
     """A block, or a whole model, that can be built anywhere at any micro-batch size."""
 
-    def instantiate(
-        self, batch: int, device: torch.device, generator: torch.Generator
-    ) -> tuple[nn.Module, Sequence[object]]:
+    def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, Sequence[object]]:
         """A module with weights on ``device``, and inputs for ``module(*inputs)``; those that need a gradient require it."""
         ...
 
@@ -38,14 +36,14 @@ class BlockRun:
         device: torch.device,
         *,
         precision: Precision,
-        generator: torch.Generator,
+        seed: int,
         clock: Clock,
     ) -> None:
-        self._module, inputs = program.instantiate(size, device, generator)
+        self._module, inputs = program.instantiate(size, device, seed=seed)
         self._inputs = tuple(inputs)
         self._device = device
         self._precision = precision
-        self._generator = generator
+        self._generator = torch.Generator(device).manual_seed(seed)
         self._clock = clock
         self._cotangents: list[torch.Tensor] | None = None
 

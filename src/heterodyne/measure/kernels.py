@@ -66,8 +66,7 @@ class Workbench:
         return self.clock or clock_of(self.device)
 
     def run_of(self, program: BlockProgram, size: int) -> BlockRun:
-        generator = torch.Generator(self.device).manual_seed(self.seed)
-        return BlockRun(program, size, self.device, precision=self.precision, generator=generator, clock=self.stopwatch)
+        return BlockRun(program, size, self.device, precision=self.precision, seed=self.seed, clock=self.stopwatch)
 
     def time(self, run: BlockRun, *, budget_s: float = float("inf")) -> Timing:
         """Laps: forward, the gap between (not counted), backward."""

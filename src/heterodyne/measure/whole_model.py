@@ -1,0 +1,68 @@
+"""A whole model as something that can be measured in one piece, like a block: what the sum of the blocks leaves out shows here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.errors import MeasureError
+from heterodyne.graph.ir import Input
+
+__all__ = ["WholeModel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModel:
+    """The kind ``*``.
+
+    Args:
+        build: a copy of the model with weights on a device; its gradients and buffers will be written.
+        inputs: those of the model's graph.
+        example: a real batch, by the names of the inputs or in their order. Larger and smaller ones are made of its samples.
+        loss: the loss in what the model returns.
+    """
+
+    build: Callable[[torch.device], nn.Module]
+    inputs: Sequence[Input]
+    example: Mapping[str, Tensor] | Sequence[Tensor]
+    loss: Callable[[object], Tensor]
+
+    def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """Raises MeasureError if the example has not the inputs of the graph. The same for any ``seed``: the data is real."""
+        del seed
+        named = isinstance(self.example, Mapping)
+        values = (
+            [self.example[i.name] for i in self.inputs] if isinstance(self.example, Mapping) else list(self.example)
+        )
+        if len(values) != len(self.inputs):
+            raise MeasureError(
+                f"the example has {len(values)} tensors and the model {len(self.inputs)} inputs: {', '.join(i.name for i in self.inputs)}"
+            )
+        tensors = tuple(
+            _resized(value, i.batch_dim, batch).to(device) for i, value in zip(self.inputs, values, strict=True)
+        )
+        names = tuple(i.name for i in self.inputs) if named else None
+        return _LossOf(self.build(device), names, self.loss), tensors
+
+
+class _LossOf(nn.Module):
+    """A model that takes its inputs in order and returns its loss alone."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...] | None, loss: Callable[[object], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._names = names
+        self._loss = loss
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        if self._names is None:
+            return self._loss(self.model(*tensors))
+        return self._loss(self.model(**dict(zip(self._names, tensors, strict=True))))
+
+
+def _resized(value: Tensor, dim: int | None, size: int) -> Tensor:
+    """That many samples: the first ones, and again from the start when they are used up."""
+    return value if dim is None else value.index_select(dim, torch.arange(size, device=value.device) % value.shape[dim])
