@@ -2,7 +2,7 @@
 
 from heterodyne.processes.launch import WorkerSpec, launch_workers, to_standard_error
 from heterodyne.processes.signals import StopRequest, stop_requests
-from heterodyne.processes.status import GAVE_UP_ON_A_PEER, describe_exit, shell_status
+from heterodyne.processes.status import GAVE_UP_ON_A_PEER, describe_exit, shell_status, worker_exit_status
 
 __all__ = [
     "GAVE_UP_ON_A_PEER",
@@ -13,4 +13,5 @@ __all__ = [
     "shell_status",
     "stop_requests",
     "to_standard_error",
+    "worker_exit_status",
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["GAVE_UP_ON_A_PEER", "describe_exit", "shell_status"]
+from heterodyne.errors import HeterodyneError, WorkerError
+
+__all__ = ["GAVE_UP_ON_A_PEER", "describe_exit", "shell_status", "worker_exit_status"]
 
 GAVE_UP_ON_A_PEER = 71
 """Exit status of a worker that is well itself and ends because another one died or hangs (EX_OSERR of sysexits.h)."""
@@ -23,3 +25,12 @@ def describe_exit(returncode: int) -> str:
         return f"was killed by {signal.Signals(-returncode).name}"
     except ValueError:
         return f"was killed by signal {-returncode}"
+
+
+def worker_exit_status(error: BaseException, rank: int) -> int:
+    """The exit status of the worker `rank` that ends with `error`; by it the launcher tells cause from consequence."""
+    if isinstance(error, KeyboardInterrupt):
+        return shell_status(-signal.SIGINT)
+    if isinstance(error, WorkerError) and error.rank is not None and error.rank != rank:
+        return GAVE_UP_ON_A_PEER
+    return 2 if isinstance(error, HeterodyneError) else 1

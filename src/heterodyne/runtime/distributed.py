@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from heterodyne.errors import HeterodyneError, WorkerError
-from heterodyne.processes import GAVE_UP_ON_A_PEER
 from heterodyne.runtime.environment import WorkerEnvironment
 from heterodyne.runtime.judge import WatchLimits
 from heterodyne.runtime.members import Member
 from heterodyne.runtime.rendezvous import meet, open_store
 from heterodyne.runtime.watchdog import Watchdog
 
-__all__ = ["Session", "exit_status", "init_distributed"]
+__all__ = ["Session", "init_distributed"]
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=24)  # the watchdog is the one who gives up, and knows on whom
 _DESTROY_S = 5.0
@@ -95,15 +93,6 @@ def init_distributed(
     dist.destroy_process_group()
     if environment.world_size > 1:
         _farewell(store, environment, members, keeps_store=keeps_store)
-
-
-def exit_status(error: BaseException, rank: int) -> int:
-    """The exit status of a worker that ends with that error, by which the launcher tells cause from consequence."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, WorkerError) and error.rank is not None and error.rank != rank:
-        return GAVE_UP_ON_A_PEER
-    return 2 if isinstance(error, HeterodyneError) else 1
 
 
 def _is_of_the_network(error: RuntimeError) -> bool:
