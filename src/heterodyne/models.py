@@ -1,0 +1,237 @@
+"""From the ``model`` section of a job to an nn.Module.
+
+Three sources: a function of the user's, a Hugging Face configuration (random weights), a local Hugging Face directory (its
+weights). Hugging Face models are built in float32, whatever their configuration was saved in; a lower precision in training is
+the job's to choose.
+The contract of a model: ``model(**batch)`` returns its loss, or an object or mapping that holds it as ``loss``, or a
+tuple that starts with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from heterodyne.errors import JobError
+from heterodyne.job import ModelSection
+
+__all__ = ["build"]
+
+
+def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] = "cpu", seed: int = 0) -> nn.Module:
+    """The model of a job, in training mode.
+
+    Args:
+        section: which model.
+        base: the directory of the job file; relative paths start there.
+        device: ``meta`` allocates no weights, of whatever source.
+        seed: decides the initial weights, the same on every machine; the caller's random state is left as it was.
+
+    Raises JobError for a source that is not there or does not give a module.
+    """
+    with _random_state(seed), torch.device(device):
+        if section.factory is not None:
+            model = _from_factory(section.factory, section.arguments, base)
+        elif section.huggingface is not None:
+            model = _from_configuration(section.huggingface, section.auto_class, base)
+        else:
+            assert section.directory is not None, "ModelSection has exactly one source"
+            model = _from_directory(base / section.directory, section.auto_class, device)
+    if device == "meta" and any(p.device.type != "meta" for p in model.parameters()):
+        _to_meta(model)  # a factory that names its devices, or that converts arrays, allocates all the same
+    return model.train()
+
+
+@contextmanager
+def _random_state(seed: int) -> Iterator[None]:
+    """Seed the CPU's generator, which initial weights are drawn from, and put its state back after."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Replace parameters and buffers by ones without data; those that are tied stay tied, which Module.to does not promise."""
+    empty: dict[int, Any] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = empty.setdefault(id(tensor), _empty_like(tensor))
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+# ---- a factory ----------------------------------------------------------------------------------------------------
+
+
+def _from_factory(factory: str, arguments: Mapping[str, Any], base: Path) -> nn.Module:
+    place, separator, name = factory.rpartition(":")
+    if not separator or not place or not name:
+        raise JobError(f"model.factory {factory!r}: write package.module:function or path/to/file.py:function")
+    module = _load_file(base / place) if place.endswith(".py") else _load_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [
+            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__
+        ]
+        raise JobError(f"model.factory: {place} has no function {name!r}; it has: {', '.join(known) or 'none'}")
+    _check_arguments(factory, function, arguments)
+    model = function(**arguments)
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model.factory: {factory} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A module that the user's own module fails to import is another matter than the module itself.
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise JobError(
+                f"model.factory: there is no module {name!r}; install it, or name a file: path/to/file.py:function"
+            ) from error
+        raise JobError(f"model.factory: {name} cannot be imported: {error}") from error
+    except ImportError as error:
+        raise JobError(f"model.factory: {name} cannot be imported: {error}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise JobError(f"model.factory: there is no file {path}; the path is relative to the job file")
+    name = f"heterodyne_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses, pickling and inspect look a module up by its name; a second job's file of that name replaces it.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        del sys.modules[name]
+        raise JobError(f"model.factory: {path} cannot be imported: {error}") from error
+    return module
+
+
+def _check_arguments(factory: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C tell nothing of their arguments
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise JobError(f"model.arguments: {error}; {factory} takes {signature}") from error
+
+
+# ---- Hugging Face -------------------------------------------------------------------------------------------------
+
+
+def _from_configuration(source: Mapping[str, Any] | str, auto_class: str, base: Path) -> nn.Module:
+    transformers = _transformers()
+    fields = dict(source) if isinstance(source, Mapping) else _read_configuration(base / source)
+    configuration = _configuration(transformers, fields)
+    return _build(
+        lambda: _auto_class(transformers, auto_class).from_config(configuration, dtype=torch.float32), auto_class
+    )
+
+
+def _from_directory(path: Path, auto_class: str, device: str) -> nn.Module:
+    transformers = _transformers()
+    fields = _read_configuration(path / "config.json")
+    if not sorted(path.glob("*.safetensors")):
+        raise JobError(
+            f"model.directory: {path} has no *.safetensors; save the model with save_pretrained, or start from model.huggingface"
+        )
+    loader = _auto_class(transformers, auto_class)
+    if device == "meta":
+        return _build(lambda: loader.from_config(_configuration(transformers, fields), dtype=torch.float32), auto_class)
+    with torch.device("cpu"):
+        return _build(
+            lambda: loader.from_pretrained(
+                path, local_files_only=True, use_safetensors=True, dtype=torch.float32, use_cache=False
+            ),
+            auto_class,
+        )
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise JobError(
+            "model.huggingface and model.directory need Transformers; install it with pip install 'heterodyne[huggingface]'"
+        ) from error
+
+
+def _read_configuration(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobError(
+            f"model: {path} cannot be read: {error.strerror}; the path is relative to the job file"
+        ) from error
+    except ValueError as error:
+        raise JobError(f"model: {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise JobError(f"model: {path} is not a configuration: it holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _configuration(transformers: Any, fields: Mapping[str, Any]) -> Any:
+    remaining = dict(fields)
+    model_type = remaining.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise JobError("model.huggingface has no model_type; write for example model_type: llama")
+    try:
+        configuration = transformers.AutoConfig.for_model(model_type, **remaining)
+    except ValueError as error:
+        if "Unrecognized model identifier" not in str(error):
+            raise JobError(f"model.huggingface: {model_type}: {error}") from error
+        raise JobError(
+            f"model.huggingface: Transformers {transformers.__version__} knows no model_type {model_type!r}"
+        ) from error
+    except (TypeError, _configuration_error()) as error:
+        raise JobError(f"model.huggingface: {model_type}: {error}") from error
+    # The cache of keys and values is for generating text; in training it costs memory and gives nothing.
+    configuration.use_cache = False
+    return configuration
+
+
+def _configuration_error() -> type[Exception]:
+    """What Transformers raises for a field of the wrong type or a combination that makes no model."""
+    error: type[Exception] = importlib.import_module("huggingface_hub.errors").StrictDataclassError
+    return error
+
+
+def _auto_class(transformers: Any, name: str) -> Any:
+    found = getattr(transformers, name, None)
+    if found is None or not hasattr(found, "from_config"):
+        raise JobError(f"model.auto_class: Transformers has no {name!r}; write for example AutoModelForCausalLM")
+    return found
+
+
+def _build(make: Callable[[], Any], auto_class: str) -> nn.Module:
+    try:
+        model = make()
+    except (ValueError, TypeError, OSError) as error:
+        reason = str(error).partition("\n")[0]  # the rest lists every configuration that the class knows
+        raise JobError(f"model: {auto_class} cannot build it: {reason}") from error
+    assert isinstance(model, nn.Module)
+    return model
