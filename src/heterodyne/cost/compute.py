@@ -19,6 +19,7 @@ from heterodyne.graph.ir import ModelGraph
 __all__ = ["Compute", "Direction", "compute_of"]
 
 WHOLE = "*"
+_NO_TIME = 1e-12  # seconds; no clock tells less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,9 @@ def _direction(graph: ModelGraph, profile: DeviceProfile, field: str) -> Directi
     kinds = {kind: Curve.fit(points) for kind, points in samples.items()}
     sizes = sorted({size for curve in [*kinds.values(), *([whole] if whole else [])] for size in curve.sizes})
     parts = {size: sum(kinds[block.kind](size) for block in graph.blocks) for size in sizes}
-    composition = tuple((size, value / parts[size]) for size, value in whole.points if parts[size] > 0) if whole else ()
+    composition = (
+        tuple((size, value / parts[size]) for size, value in whole.points if parts[size] > _NO_TIME) if whole else ()
+    )
     # Scaling may bend a curve downwards between two sizes; fitting once more keeps it from falling.
     total = Curve.fit((size, parts[size] * _ratio(composition, size)) for size in sizes)
     return Direction(kinds=kinds, total=total, composition=composition)

@@ -57,11 +57,11 @@ class Curve:
         if size <= 0:
             return 0.0
         first_size, first_value = points[0]
-        if len(points) == 1:
-            return first_value * size / first_size
         place = bisect_left(points, (size, float("-inf")))
         if place < len(points) and points[place][0] == size:
             return points[place][1]
+        if len(points) == 1:
+            return first_value * size / first_size
         low, high = points[max(0, min(place, len(points) - 1) - 1)], points[max(1, min(place, len(points) - 1))]
         slope = (high[1] - low[1]) / (high[0] - low[0])
         value = low[1] + slope * (size - low[0])

@@ -37,11 +37,11 @@ class RankCosts:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     ready: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
     clip_s: float = 0.0
     step_s: float = 0.0
     overhead_s: float = 0.0
     overlap: float = 0.0
-    activation_bytes: tuple[int, ...] = ()
     fixed_bytes: int = 0
     workspace_bytes: int = 0
     update_bytes: int = 0

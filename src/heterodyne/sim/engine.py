@@ -20,7 +20,7 @@ _NEVER = float("inf")
 
 
 class Deadlock(Exception):  # noqa: N818  # what it is called everywhere
-    """Some tasks can never start. ``tasks``: those that wait, in the order in which they were added."""
+    """Some tasks can never end. ``tasks``: those, in the order in which they were added."""
 
     def __init__(self, tasks: tuple[int, ...]) -> None:
         self.tasks = tasks
@@ -100,7 +100,7 @@ class Engine:
         first = [task for task in range(count) if missing[task] == 0]
         now, done = (self._play_slowed if self._slows else self._play)(first, missing)
         if done < count:
-            raise Deadlock(tuple(task for task in range(count) if missing[task] > 0))
+            raise Deadlock(tuple(task for task in range(count) if end[task] == _NEVER))
         return now
 
     def _play(self, first: list[int], missing: list[int]) -> tuple[float, int]:
@@ -201,7 +201,12 @@ class _Running:
                 self._change(victim, lane, None, now)
 
     def _speed(self, task: int) -> float:
-        lost = [sum(self._losses[lane].values()) for lane in self._lanes[task] if lane in self._losses]
+        mine = self._lanes[task]  # a task does not slow itself
+        lost = [
+            sum(loss for busy, loss in self._losses[lane].items() if busy not in mine)
+            for lane in mine
+            if lane in self._losses
+        ]
         return max(0.0, 1.0 - max(lost, default=0.0))
 
     def _schedule(self, task: int, now: float) -> None:

@@ -1,0 +1,122 @@
+"""Collectives: fitted where measured, scaled by the ring formula to other groups, from links where nothing was measured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterodyne.cluster import Cluster, Link, LinkSample
+from heterodyne.cost.collective import FREE, Collectives, fit
+from heterodyne.errors import MeasureError
+from pure.build import cluster
+
+BYTES = (1_000, 30_000, 1_000_000, 30_000_000)
+
+
+@given(st.floats(0, 1e-2), st.floats(1e-12, 1e-7))
+def test_an_exact_line_is_found(alpha: float, beta: float) -> None:
+    line = fit((size, alpha + beta * size) for size in BYTES)
+    assert line.error < 1e-6
+    assert line(2e6) == pytest.approx(alpha + beta * 2e6, rel=1e-6)
+
+
+@given(st.lists(st.floats(1e-6, 1), min_size=4, max_size=4))
+def test_no_fit_is_negative_and_none_is_better_nearby(times: list[float]) -> None:
+    line = fit(zip(BYTES, times, strict=True))
+    assert line.latency_s >= 0
+    assert line.s_per_byte >= 0
+
+    def squares(alpha: float, beta: float) -> float:
+        return sum(((alpha + beta * x) / t - 1) ** 2 for x, t in zip(BYTES, times, strict=True))
+
+    best = squares(line.latency_s, line.s_per_byte)
+    for da, db in ((0.01, 0), (-0.01, 0), (0, 0.01), (0, -0.01), (0.01, -0.01), (-0.01, 0.01)):
+        alpha, beta = line.latency_s + da * max(times), line.s_per_byte + db * max(times) / BYTES[-1]
+        if alpha >= 0 and beta >= 0:
+            assert best <= squares(alpha, beta) * (1 + 1e-9) + 1e-9
+
+
+def test_small_messages_count_as_much_as_large_ones() -> None:
+    """A plain fit would miss a latency of a thousandth of the largest time; a relative one finds it."""
+    line = fit([(1, 1.0e-4), (10, 1.0e-4), (10**9, 1.1)])
+    assert line.latency_s == pytest.approx(1e-4, rel=0.01)
+
+
+def test_one_size_tells_bandwidth_not_latency() -> None:
+    line = fit([(1000, 1e-3), (1000, 1e-3)])
+    assert (line.latency_s, line(2000)) == (0, pytest.approx(2e-3))
+
+
+def test_nothing_measured_is_no_fit() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        fit([])
+
+
+def reduces(devices: tuple[str, ...], alpha: float, beta: float) -> tuple[LinkSample, ...]:
+    return tuple(
+        LinkSample(op="all_reduce", devices=devices, bytes=size, seconds=alpha + beta * size, spread=0.0)
+        for size in BYTES
+    )
+
+
+def sends(a: str, b: str, alpha: float, beta: float) -> tuple[LinkSample, ...]:
+    return tuple(
+        LinkSample(op="send", devices=(a, b), bytes=size, seconds=alpha + beta * size, spread=0.0) for size in BYTES
+    )
+
+
+MACHINES = cluster(4)
+IDS = tuple(d.id for d in MACHINES.devices)
+
+
+def test_one_device_has_nobody_to_talk_to() -> None:
+    assert Collectives(cluster=MACHINES).all_reduce(IDS[:1]) == FREE
+    assert Collectives(cluster=MACHINES).send(IDS[0], IDS[0]) == FREE
+
+
+def test_the_measured_group_is_taken_as_measured_in_any_order() -> None:
+    measured = Collectives(cluster=MACHINES, samples=reduces(IDS, 1e-3, 2e-9))
+    assert measured.all_reduce(IDS[::-1])(1e6) == pytest.approx(3e-3)
+
+
+def test_a_part_of_it_by_the_ring_formula() -> None:
+    """2 (n - 1) / n of the bytes in 2 (n - 1) transfers: from 4 devices to 2, 1/1.5 of the bytes, a third of the latency."""
+    part = Collectives(cluster=MACHINES, samples=reduces(IDS, 3e-3, 3e-9)).all_reduce(IDS[1:3])
+    assert part.latency_s == pytest.approx(1e-3, rel=1e-6)
+    assert part.s_per_byte == pytest.approx(2e-9, rel=1e-6)
+
+
+def test_the_smallest_group_around_is_nearest_and_a_smaller_one_is_scaled_up() -> None:
+    samples = (*reduces(IDS, 3e-3, 3e-9), *reduces(IDS[:3], 2e-3, 4e-9))
+    known = Collectives(cluster=MACHINES, samples=samples)
+    assert known.all_reduce(IDS[:2]).s_per_byte == pytest.approx(4e-9 * 1 / (4 / 3), rel=1e-6)
+    up = Collectives(cluster=MACHINES, samples=reduces(IDS[:2], 1e-3, 2e-9)).all_reduce(IDS)
+    assert (up.latency_s, up.s_per_byte) == (pytest.approx(3e-3), pytest.approx(3e-9))
+
+
+def test_links_make_a_ring_as_slow_as_the_slowest() -> None:
+    two = Cluster(
+        name="two",
+        devices=cluster(3, nodes=2).devices,
+        links=(
+            Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e9, latency_s=1e-6),
+            Link(between=("n0", "n1"), bandwidth_bytes_per_s=1e8, latency_s=1e-4),
+        ),
+    )
+    ring = Collectives(cluster=two).all_reduce([d.id for d in two.devices])
+    assert ring.latency_s == pytest.approx(4 * 1e-4)
+    assert ring.s_per_byte == pytest.approx(4 / 3 * 1e-8)
+
+
+def test_measured_sends_come_before_the_cluster_file() -> None:
+    known = Collectives(cluster=MACHINES, samples=sends(IDS[0], IDS[1], 1e-3, 1e-9))
+    assert known.send(IDS[0], IDS[1])(1e6) == pytest.approx(2e-3)
+    assert known.send(IDS[1], IDS[0])(1e6) == pytest.approx(2e-3)  # the other way: nothing else is known of it
+    assert known.all_reduce(IDS[:2])(1e6) == pytest.approx(2 * 1e-3 + 1e-3)
+
+
+def test_a_link_of_which_nothing_is_known_is_named() -> None:
+    bare = Cluster(name="bare", devices=MACHINES.devices)
+    with pytest.raises(MeasureError, match="between n0/cpu:0 and n0/cpu:1"):
+        Collectives(cluster=bare).all_reduce(IDS[:2])

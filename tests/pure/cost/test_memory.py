@@ -1,0 +1,94 @@
+"""Memory is affine: what stays, plus what one micro-batch adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterodyne.cost import DeviceMemory, MemoryAssumptions, Recipe
+from pure.build import cluster, device_profile, graph, linear
+
+MODEL = graph(4, saved=10_000)
+DEVICE = cluster(1).devices[0]
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+
+
+def memory(**changes: object) -> DeviceMemory:
+    made = DeviceMemory(graph=MODEL, device=DEVICE, recipe=Recipe(), assumptions=BARE)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "states"),
+    [
+        (Recipe(), 2),
+        (Recipe(optimizer="sgd"), 1),
+        (Recipe(optimizer="sgd", momentum=0.0), 0),
+    ],
+)
+def test_each_part_has_its_size(recipe: Recipe, states: int) -> None:
+    weights = 10 * 8 * 8 * 4
+    use = memory(recipe=recipe).use(4)
+    assert (use.parameters, use.gradients, use.buckets) == (weights, weights, weights)
+    assert use.optimizer == states * weights
+    assert use.activations == 4 * 10 * 10_000
+    assert use.total == (3 + states) * weights + use.activations + use.workspace
+
+
+@given(st.integers(1, 64))
+def test_weights_and_states_do_not_shrink_with_the_batch(size: int) -> None:
+    one, many = memory().use(1), memory().use(size)
+    assert one.fixed == many.fixed
+    assert many.activations == size * one.activations
+    assert many.total < size * one.total or size == 1
+
+
+def test_without_a_share_the_update_remains() -> None:
+    use = memory().use(0)
+    assert use.activations == use.workspace == 0
+    assert use.total == use.fixed + use.update
+
+
+def test_states_of_narrow_parameters_are_counted_in_full_precision() -> None:
+    half = memory(graph=graph(4, dtype="bfloat16")).use(1)
+    assert half.parameters * 2 == memory().use(1).parameters
+    assert half.optimizer == memory().use(1).optimizer
+
+
+def test_autocast_keeps_narrow_copies() -> None:
+    extra = memory(recipe=Recipe(precision="bf16")).use(1).parameters - memory().use(1).parameters
+    assert extra == 2 * MODEL.parameter_count
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    frozen = replace(MODEL, parameters=tuple(replace(p, trainable=False) for p in MODEL.parameters))
+    use = memory(graph=frozen).use(1)
+    assert use.gradients == use.optimizer == use.buckets == 0
+    assert use.parameters == MODEL.parameter_bytes
+
+
+def test_what_was_measured_is_believed_first() -> None:
+    profile = device_profile(MODEL, linear(1.0), saved=700)
+    assert memory(profile=profile).activations(4) == 6 * 4 * 700
+    whole = tuple(replace(s, saved_bytes=5000 * s.micro_batch_size) for s in profile.blocks["head"])
+    measured = replace(profile, blocks={**profile.blocks, "*": whole})
+    assert memory(profile=measured).activations(6) == 30_000
+    assert memory(profile=device_profile(MODEL, linear(1.0), saved=0)).activations(4) == 400_000  # nothing was measured
+
+
+def test_measured_bytes_are_never_interpolated_below_a_sample() -> None:
+    profile = device_profile(MODEL, linear(1.0), saved=700)
+    odd = tuple(replace(s, saved_bytes=9000 if s.micro_batch_size == 4 else 700) for s in profile.blocks["head"])
+    made = memory(profile=replace(profile, blocks=dict.fromkeys(MODEL.kinds, odd)))
+    assert made.activations(4) == made.activations(8) == 6 * 9000
+
+
+def test_the_framework_and_the_allocator_take_their_part() -> None:
+    given_ = MemoryAssumptions(context_bytes={"cpu": 1000}, other_context_bytes=5000, fragmentation=0.1)
+    use, bare = memory(assumptions=given_).use(2), memory().use(2)
+    assert use.context == 1000
+    assert use.lost == pytest.approx(0.1 * (bare.fixed + bare.activations), abs=1)
+    assert given_.context("cuda") == 5000

@@ -1,0 +1,80 @@
+"""The costs of a plan: one value for each action of each rank, from the measurements of that rank's device."""
+
+from __future__ import annotations
+
+import pytest
+
+from heterodyne.cost import CostModel, Recipe
+from heterodyne.errors import MeasureError
+from heterodyne.plan import Action, MicroBatches
+from pure.build import cluster, graph, linear, profile
+from pure.plan.strategies import valid_plan
+
+MODEL, MACHINES = graph(4), cluster(3)
+MEASURED = profile(
+    MODEL,
+    MACHINES,
+    [linear(0.3), linear(0.6), linear(0.9)],
+    reduce=lambda size: 1e-3 + size * 1e-6,
+    optimizer_s=0.2,
+    overhead_s=0.05,
+    overlap=1.7,
+)
+COSTS = CostModel(graph=MODEL, cluster=MACHINES, profile=MEASURED)
+PLAN = valid_plan(MODEL, MACHINES, [MicroBatches((1, 4)), MicroBatches(), None], bucket_bytes=600)
+
+
+def test_each_action_has_the_seconds_of_its_device_and_size() -> None:
+    costs = COSTS.of(PLAN)
+    assert costs.seconds(0, Action(0, "F", 0)) == pytest.approx(0.1)
+    assert costs.seconds(0, Action(0, "B", 1)) == pytest.approx(0.8)
+    assert costs.seconds(0, Action(0, "STEP")) == pytest.approx(0.2)
+    assert costs.seconds(0, Action(0, "CLIP")) == pytest.approx(0.2 * 3 / 20)
+    # two devices of the three that were measured: three quarters of the bytes, half of the latency
+    assert costs.seconds(0, Action(0, "REDUCE_GRAD", 0)) == pytest.approx(0.5e-3 + 0.75 * 768e-6, rel=1e-6)
+
+
+def test_what_a_rank_does_not_do_has_no_cost() -> None:
+    costs = COSTS.of(PLAN)
+    for rank, action in ((2, Action(0, "STEP")), (1, Action(0, "F", 0)), (0, Action(0, "REDUCE_GRAD", 99))):
+        with pytest.raises(KeyError, match="no cost of"):
+            costs.seconds(rank, action)
+
+
+def test_a_rank_without_a_share_is_ready_at_once_and_updates_all_the_same() -> None:
+    zero = COSTS.of(PLAN).ranks[1]
+    assert zero is not None
+    assert zero.forward_s == zero.backward_s == ()
+    assert set(zero.ready) == {0.0}
+    assert zero.compute_s == pytest.approx(0.2 * (1 + 3 / 20) + 0.05)
+
+
+def test_overlap_is_kept_within_what_it_can_mean() -> None:
+    first = COSTS.of(PLAN).ranks[0]
+    assert first is not None
+    assert first.overlap == 1.0
+
+
+def test_the_lower_bound_is_the_longest_rank_or_all_collectives() -> None:
+    costs = COSTS.of(PLAN)
+    first = costs.ranks[0]
+    assert first is not None
+    assert costs.lower_bound_s == pytest.approx(0.3 * 5 + 0.23 + 0.05) == pytest.approx(first.compute_s)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "states", "ratio"),
+    [
+        (Recipe(), 2, 3 / 20),
+        (Recipe(optimizer="sgd"), 1, 3 / 8),
+        (Recipe(optimizer="sgd", momentum=0.0), 0, 3 / 6),
+        (Recipe(clip=False), 2, 0.0),
+    ],
+)
+def test_recipes(recipe: Recipe, states: int, ratio: float) -> None:
+    assert (recipe.states, recipe.clip_to_step) == (states, ratio)
+
+
+def test_a_device_that_was_not_measured_is_named() -> None:
+    with pytest.raises(MeasureError, match="n0/cpu:3 was not measured"):
+        CostModel(graph=MODEL, cluster=cluster(4), profile=MEASURED).measured("n0/cpu:3")
