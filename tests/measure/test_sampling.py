@@ -42,6 +42,21 @@ def test_the_median_forgives_samples_that_something_else_disturbed(every: int) -
     assert timing.seconds == pytest.approx(0.1)
 
 
+def test_a_disturbance_that_ends_is_outvoted() -> None:
+    """Three of the first five samples take twice as long: their median would be wrong, so more are taken."""
+    clock = FakeClock(noise=lambda run: 2.0 if run < 4 else 1.0)
+    assert sample(runs(clock, 0.04), clock, Sampling(warm_up=1)).seconds == pytest.approx(0.04)
+
+
+def test_noise_that_stays_is_not_waited_for() -> None:
+    clock = FakeClock(noise=lambda run: 1.0 + run % 3)
+    sampling = Sampling(warm_up=0)
+    timing = sample(runs(clock, 0.04), clock, sampling)
+    assert timing.seconds == pytest.approx(0.08)
+    assert timing.spread > sampling.steady
+    assert clock.time < 2 * sampling.patience * sampling.section_s
+
+
 def test_the_spread_tells_how_much_samples_differ() -> None:
     assert summarise([(1.0,), (1.0,), (1.0,)]).spread == 0
     assert summarise([(1.0,), (2.0,), (3.0,), (4.0,), (5.0,)]).spread == pytest.approx(2 / 3)

@@ -7,6 +7,7 @@ CPU workers of one host share its memory.
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -102,8 +103,9 @@ def discover_local(
     )
 
 
-def discover_machine(hostname: str) -> Cluster:
-    """This machine as a cluster: its accelerators, and its CPU as one device with all of the memory."""
+def discover_machine(hostname: str | None = None) -> Cluster:
+    """This machine as a cluster: its accelerators, and its CPU as one device with all of the memory. None: its own name."""
+    hostname = socket.gethostname() if hostname is None else hostname
     accelerators = local_accelerators(hostname)
     cpu = Device(id=f"{hostname}/cpu:0", kind="cpu", node=hostname, memory_bytes=worker_memory(read_host_memory(), ()))
     link = catalog_link(hostname, [d.kind for d in accelerators])

@@ -32,6 +32,8 @@ class Sampling:
         samples: at least so many,
         section_s: and until they span this long together. Since all devices measure side by side, this is also what keeps them
             busy at the same time.
+        steady: a section whose spread is larger goes on for a while,
+        patience: until it has lasted so many times as long; a disturbance that ends is then outvoted.
         most_samples: never more than so many.
     """
 
@@ -39,11 +41,18 @@ class Sampling:
     sample_s: float = 0.04
     samples: int = 5
     section_s: float = 0.3
-    most_samples: int = 40
+    steady: float = 0.1
+    patience: float = 4.0
+    most_samples: int = 60
 
-    def shortest_s(self, run_s: float) -> float:
-        """Seconds that a section of this takes at least, if one run takes ``run_s``."""
-        return run_s * self.warm_up + max(self.section_s, self.samples * max(run_s, self.sample_s))
+    def is_enough(self, taken: list[tuple[float, ...]], section_s: float) -> bool:
+        """Whether these samples, which took ``section_s``, will do."""
+        if len(taken) >= self.most_samples:
+            return True
+        if len(taken) < self.samples or section_s < self.section_s:
+            return False
+        longest_s = self.patience * max(self.section_s, self.samples * self.sample_s)
+        return section_s >= longest_s or summarise(taken).spread <= self.steady
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +80,7 @@ def sample(work: Work, clock: Clock, sampling: Sampling, *, budget_s: float = fl
         spent += run_s
     taken: list[tuple[float, ...]] = []
     section_s = 0.0
-    while not taken or (
-        len(taken) < sampling.most_samples
-        and spent < budget_s
-        and (len(taken) < sampling.samples or section_s < sampling.section_s)
-    ):
+    while not taken or (spent < budget_s and not sampling.is_enough(taken, section_s)):
         laps, runs, total = _one_sample(work, clock, sampling.sample_s, run_s)
         taken.append(tuple(lap / runs for lap in laps))
         run_s = total / runs
