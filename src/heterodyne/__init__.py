@@ -1,1 +1,67 @@
-"""Train one PyTorch model on accelerators of different power."""
+"""Train one PyTorch model on accelerators of different power: fast, exact, with no rewrite of the model.
+
+    import heterodyne as hd
+
+    graph = hd.capture(model, example_batch)             # what the model is
+    trainer = hd.distribute(model, example_batch)        # measured, planned, ready; one call a rank
+    for batch in batches:                                # the global batch, the same on every rank
+        result = trainer.step(batch)
+
+Names are loaded when they are first used, so that planning alone never loads torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from heterodyne.api import Distributed, capture, distribute, open_session
+    from heterodyne.cluster import Cluster, Profile
+    from heterodyne.errors import HeterodyneError
+    from heterodyne.graph import ModelGraph
+    from heterodyne.job import Job
+    from heterodyne.plan import Plan
+    from heterodyne.timeline import Timeline
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cluster": "heterodyne.cluster",
+    "Distributed": "heterodyne.api",
+    "HeterodyneError": "heterodyne.errors",
+    "Job": "heterodyne.job",
+    "ModelGraph": "heterodyne.graph",
+    "Plan": "heterodyne.plan",
+    "Profile": "heterodyne.cluster",
+    "Timeline": "heterodyne.timeline",
+    "capture": "heterodyne.api",
+    "distribute": "heterodyne.api",
+    "open_session": "heterodyne.api",
+}
+
+__all__ = [
+    "Cluster",
+    "Distributed",
+    "HeterodyneError",
+    "Job",
+    "ModelGraph",
+    "Plan",
+    "Profile",
+    "Timeline",
+    "__version__",
+    "capture",
+    "distribute",
+    "open_session",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'heterodyne' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,17 @@ from heterodyne.runtime.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.weighting import Weights
 
-__all__ = ["Executor", "Step"]
+__all__ = ["Executor", "Step", "Watch"]
+
+
+class Watch(Protocol):
+    """Is told what this rank is doing, so that one that hangs can be told from those that wait for it."""
+
+    def progress(self, state: str) -> None:
+        """It begins to compute."""
+
+    def waiting(self, state: str) -> None:
+        """It begins to wait for others."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,6 +86,7 @@ class Executor:
         clip_grad_norm: the global norm that CLIP scales down to; smaller gradients stay as they are.
         control: joins all ranks; carries the loss.
         recorder: notes what happens when.
+        watch: is told before each action and each wait; None: nobody watches.
     """
 
     def __init__(
@@ -88,8 +100,11 @@ class Executor:
         clip_grad_norm: float,
         control: Channel,
         recorder: Recorder,
+        watch: Watch | None = None,
     ) -> None:
         self._actions = tuple(actions)
+        self._names = {action: str(action) for action in self._actions}
+        self._watch = watch
         self._forward = forward
         self._gradients = gradients
         self._parameters = list(parameters)
@@ -114,8 +129,9 @@ class Executor:
         for action in self._actions[self._last_backward + 1 :]:
             if update or action.kind not in ("CLIP", "STEP"):
                 self._do(action, step, last=False)
-        self._gradients.wait()
+        self._wait_for_gradients()
         sent.wait()
+        self._turn("between steps")
         self._recorder.end(step.number)
         return loss.item()
 
@@ -126,7 +142,8 @@ class Executor:
         # What an action waits for is not part of it.
         weight = step.weights.of(_index(action)) if action.kind == "B" else 0.0
         if action.kind in ("CLIP", "STEP"):
-            self._gradients.wait()
+            self._wait_for_gradients()
+        self._turn(self._names[action])
         with self._recorder.compute(action):
             if action.kind == "F":
                 self._do_forward(_index(action), step)
@@ -136,6 +153,15 @@ class Executor:
                 step.grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_grad_norm)
             else:
                 self._update(step.learning_rate)
+
+    def _wait_for_gradients(self) -> None:
+        if self._watch is not None:
+            self._watch.waiting("REDUCE_GRAD")
+        self._gradients.wait()
+
+    def _turn(self, state: str) -> None:
+        if self._watch is not None:
+            self._watch.progress(state)
 
     def _do_forward(self, index: int, step: Step) -> None:
         first, size = step.spans[index]

@@ -1,7 +1,7 @@
 """The directory of one run, and that no run ever writes over another.
 
 runs/NAME/
-  job.yaml  cluster.json  plan.json  metrics.jsonl  timeline-*.jsonl  summary.json
+  job.yaml  cluster.json  profile.json  candidates.json  plan.json  metrics.jsonl  timeline-*.jsonl  summary.json
   checkpoint/step-N/   logs/   tensorboard/   model/
 """
 
@@ -34,6 +34,14 @@ class RunDirectory:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
+    def candidates(self) -> Path:
+        return self.path / "candidates.json"
 
     @property
     def metrics(self) -> Path:

@@ -19,7 +19,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.runtime.communicator import Communicator
 from heterodyne.runtime.evaluation import evaluate
-from heterodyne.runtime.executor import Executor, Step
+from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.forward import Forward
 from heterodyne.runtime.gradients import GradientBuckets
 from heterodyne.runtime.materialise import equalise, materialise, stored_tensors
@@ -84,6 +84,7 @@ class Worker:
         seed: of the dropout masks.
         clip_grad_norm: for CLIP.
         recorder: notes what happens when; None: nothing is noted.
+        watch: is told what this rank is doing (a `Watchdog`); None: nobody is.
 
     Raises PlanError if model, program and cluster do not go together, WorkerError if ranks have built different models.
     """
@@ -103,6 +104,7 @@ class Worker:
         seed: int = 0,
         clip_grad_norm: float = 1.0,
         recorder: Recorder | None = None,
+        watch: Watch | None = None,
     ) -> None:
         _require_together(module, program, cluster, communicator)
         self.module = module
@@ -148,6 +150,7 @@ class Worker:
             clip_grad_norm=clip_grad_norm,
             control=communicator.control,
             recorder=self.recorder,
+            watch=watch,
         )
 
     def step(self, batch: GlobalBatchLike, step: int | None = None) -> StepResult:

@@ -1,0 +1,95 @@
+"""What every benchmark prints and writes: rows with their spread, bars with their verdict, and where it was run.
+
+{"name", "machine", "commit", "command", "rows": [...], "bars": {NAME: {"value", "bar", "ok"}}}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+__all__ = ["Results", "arguments", "spread"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """``--quick`` for a form of at most two minutes, ``--json FILE`` for a machine."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a form of at most two minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here as JSON")
+    return parser.parse_args()
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles and count of repeated measurements."""
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+    return {"median": median(values), "q1": low, "q3": high, "n": len(values)}
+
+
+class Results:
+    """Collects the rows and bars of one benchmark."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.rows: list[dict[str, Any]] = []
+        self.bars: dict[str, dict[str, Any]] = {}
+
+    def row(self, what: str, **figures: Any) -> None:
+        self.rows.append({"what": what, **figures})
+        print(f"{what:<44} " + "  ".join(f"{k} {_short(v)}" for k, v in figures.items()), flush=True)
+
+    def bar(self, name: str, value: float, bar: str) -> None:
+        """``bar`` reads ``>= 1.85`` or ``<= 0.10``."""
+        relation, bound = bar.split()
+        ok = value >= float(bound) if relation == ">=" else value <= float(bound)
+        self.bars[name] = {"value": value, "bar": bar, "ok": ok}
+        print(f"{'ok  ' if ok else 'MISS'} {name}: {value:.4g} ({bar})", flush=True)
+
+    def write(self, path: Path | None) -> int:
+        """Write the JSON if a file is wanted; 0 if every bar holds, else 1."""
+        if path is not None:
+            content = {
+                "name": self.name,
+                "machine": _machine(),
+                "commit": _commit(),
+                "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+                "rows": self.rows,
+                "bars": self.bars,
+            }
+            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return 0 if all(bar["ok"] for bar in self.bars.values()) else 1
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict) and "median" in value:
+        return f"{value['median']:.4g} [{value['q1']:.4g} .. {value['q3']:.4g}] n={value['n']}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _machine() -> str:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    return (
+        f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+    )
+
+
+def _commit() -> str:
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return git.stdout.strip() or "unknown"

@@ -1,0 +1,192 @@
+"""For one's own training loop: a model in, the same mathematics out, spread over whatever devices there are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, prepare
+from heterodyne.api.session import Session, open_session
+from heterodyne.capture import Captured, loss_of
+from heterodyne.cluster.profile import Profile
+from heterodyne.errors import HeterodyneError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection, ParallelismSection
+from heterodyne.measure.whole_model import WholeModel
+from heterodyne.plan.plan import Plan
+from heterodyne.runtime.recorder import Recorder
+from heterodyne.runtime.worker import OptimizerFactory, StepResult, Worker
+from heterodyne.timeline import Timeline
+
+__all__ = ["Distributed", "distribute"]
+
+
+class Distributed:
+    """A model spread over the devices of a session. Made by `distribute`; every rank makes the same calls in the same order."""
+
+    def __init__(
+        self, *, session: Session, prepared: Prepared, worker: Worker, recorder: Recorder, closing: ExitStack
+    ) -> None:
+        self._session = session
+        self._prepared = prepared
+        self._worker = worker
+        self._recorder = recorder
+        self._closing = closing
+
+    @property
+    def plan(self) -> Plan:
+        return self._prepared.plan
+
+    @property
+    def graph(self) -> ModelGraph:
+        return self._prepared.captured.graph
+
+    @property
+    def profile(self) -> Profile:
+        return self._prepared.profile
+
+    @property
+    def rank(self) -> int:
+        return self._session.rank
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module, on this rank's device."""
+        return self._worker.module
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """One optimizer step on a global batch, the same on every rank; each works on its share of it.
+
+        Raises DataError for a batch of another size than the plan's, or one in which nothing counts.
+        """
+        return self._worker.step(batch)
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> float:
+        """The loss of a batch of any size in eval mode, without training on it."""
+        return self._worker.evaluate(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and step; the same on every rank."""
+        return self._worker.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`. Raises CheckpointError."""
+        self._worker.load_state_dict(state)
+
+    def predicted(self) -> Timeline | None:
+        """What should happen in a step; on rank 0, None elsewhere."""
+        planned = self._prepared.planned
+        return None if planned is None else planned.simulation.timeline(self._device_ids)
+
+    def measured(self) -> Timeline | None:
+        """What happened in the latest steps; on rank 0, None elsewhere. Collective."""
+        return self._recorder.timeline(self._session.communicator, self._device_ids)
+
+    def close(self) -> None:
+        """Take the hooks off the model, and leave the session if it was opened by `distribute`."""
+        self._worker.close()
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _device_ids(self) -> list[str]:
+        return [device.id for device in self._session.cluster.devices]
+
+
+def distribute(
+    model: nn.Module,
+    example_batch: Mapping[str, Tensor],
+    *,
+    optimizer: OptimizerSection | OptimizerFactory | None = None,
+    plan: Plan | Path | str = "auto",
+    global_batch_size: int | None = None,
+    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
+    precision: Literal["fp32", "bf16"] = "fp32",
+    clip_grad_norm: float = 0.0,
+    total_steps: int = 1,
+    seed: int = 0,
+    session: Session | None = None,
+    profile: Profile | None = None,
+) -> Distributed:
+    """Capture, measure, plan, and make ready to train. Every rank of a torchrun (or of our launcher) calls it.
+
+    Args:
+        model: returns its loss from ``model(**batch)``. Rank 0's weights count, the others get them.
+        example_batch: a global batch, or any part of one, by input name.
+        optimizer: a section as in a job file (AdamW with its defaults if None; its schedule stretches over ``total_steps``), or
+            a function from parameters to an optimizer, whose rate stays its own. The planner takes the latter for an AdamW.
+        plan: ``auto``, ``equal`` or ``fastest``, a Plan, or the path of one.
+        global_batch_size: samples of a step; None: those of the example.
+        clip_grad_norm: by the true global norm; 0 for none.
+        session: None: one is opened, and closed with the result.
+        profile: what was measured before; None: measured now, or taken from the cache where it still holds.
+
+    Raises CaptureError, MeasureError, InfeasibleError or PlanError.
+    """
+    section = optimizer if isinstance(optimizer, OptimizerSection) else OptimizerSection()
+    size = global_batch_size or next(iter(example_batch.values())).shape[0]
+    strategy, given = _wanted(plan)
+    settings = Settings(
+        global_batch_size=size,
+        precision=precision,
+        clip=clip_grad_norm > 0,
+        optimizer=section,
+        parallelism=ParallelismSection(strategy=strategy, micro_batch_sizes=micro_batch_sizes),
+    )
+    with ExitStack() as stack:
+        here = stack.enter_context(open_session()) if session is None else session
+        captured = capture_everywhere(here, model, example_batch)
+        prepared = prepare(
+            here, captured, _whole(model, captured, example_batch), settings, given=given, profile=profile
+        )
+        recorder = Recorder(rank=here.rank, device=here.device)
+        worker = Worker(
+            model,
+            graph=captured.graph,
+            plan=prepared.plan,
+            program=prepared.program,
+            cluster=here.cluster,
+            communicator=here.communicator,
+            loss_count=captured.loss_count,
+            optimizer=section if optimizer is None else optimizer,
+            total_steps=total_steps,
+            seed=seed,
+            clip_grad_norm=clip_grad_norm,
+            recorder=recorder,
+            watch=here.watchdog,
+        )
+        return Distributed(session=here, prepared=prepared, worker=worker, recorder=recorder, closing=stack.pop_all())
+
+
+def _whole(model: nn.Module, captured: Captured, example_batch: Mapping[str, Tensor]) -> WholeModel:
+    """Copies of the model, so that measuring leaves the user's own as it is; ones without weights where it has none."""
+
+    def build(device: torch.device) -> nn.Module:
+        twin = copy.deepcopy(model)
+        meta = any(p.is_meta for p in twin.parameters())
+        return twin.to_empty(device=device) if meta else twin.to(device)
+
+    return WholeModel(build=build, inputs=captured.graph.inputs, example=example_batch, loss=loss_of)
+
+
+def _wanted(plan: Plan | Path | str) -> tuple[Literal["auto", "equal", "fastest"], Plan | None]:
+    """The strategy to search with, and the plan that is given instead."""
+    if isinstance(plan, Plan):
+        return "auto", plan
+    if plan in ("auto", "equal", "fastest"):
+        return plan, None  # type: ignore[return-value]  # the test narrows it
+    path = Path(plan)
+    if not path.exists():
+        raise HeterodyneError(f"plan={str(plan)!r} is neither auto, equal, fastest nor a file")
+    return "auto", Plan.load(path)

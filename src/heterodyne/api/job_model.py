@@ -1,0 +1,92 @@
+"""What a job file says of model and data, as things that capture and the runtime can take."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from heterodyne.api.preparation import Settings, capture_everywhere
+from heterodyne.api.session import Session
+from heterodyne.capture import Captured, loss_of
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import Job
+from heterodyne.measure.cache import default_folder
+from heterodyne.measure.whole_model import WholeModel
+from heterodyne.models import build
+from heterodyne.runtime.data import TextData, open_text, require_vocabulary
+
+__all__ = ["JobModel", "capture_job", "open_data", "settings_of"]
+
+_EXAMPLE_SAMPLES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobModel:
+    """The model of a job: its capture, and itself in one piece, to be measured."""
+
+    captured: Captured
+    whole: WholeModel
+
+
+def settings_of(job: Job) -> Settings:
+    """What planning needs to know of the job."""
+    return Settings(
+        global_batch_size=job.training.global_batch_size,
+        precision=job.training.precision,
+        clip=job.training.clip_grad_norm > 0,
+        optimizer=job.optimizer,
+        parallelism=job.parallelism,
+    )
+
+
+def open_data(session: Session, job: Job, base: Path) -> TextData:
+    """The text of the job, on every rank. Raises DataError."""
+    data = job.data
+    cache = default_folder(os.environ) / "tokens" if data.cache is None else base / data.cache
+
+    def read() -> TextData:
+        return open_text(
+            data.text,
+            sequence_length=data.sequence_length,
+            validation_fraction=data.validation_fraction,
+            batch_size=job.training.global_batch_size,
+            seed=job.training.seed,
+            cache=cache,
+            base=base,
+            say=session.say,
+        )
+
+    with session.phase("reading the text"):
+        session.agreement.first_only(read)  # one rank writes the token file; the others find it
+        return session.together(read)
+
+
+def capture_job(session: Session, job: Job, base: Path, data: TextData) -> JobModel:
+    """Capture the model of the job without its weights. Raises JobError, CaptureError or DataError."""
+    model = session.together(lambda: build(job.model, base=base, device="meta"))
+    example = data.batch(0).samples(0, min(_EXAMPLE_SAMPLES, data.batch_size))
+    captured = capture_everywhere(session, model, example)
+    vocabulary = _vocabulary(captured.graph)
+    if vocabulary is not None:
+        require_vocabulary(vocabulary, model=captured.graph.name)
+
+    def whole(device: torch.device) -> nn.Module:
+        return build(job.model, base=base, seed=job.training.seed).to(device)
+
+    return JobModel(
+        captured=captured,
+        whole=WholeModel(build=whole, inputs=captured.graph.inputs, example=example, loss=loss_of),
+    )
+
+
+def _vocabulary(graph: ModelGraph) -> int | None:
+    """Rows of the embedding that reads the token ids, if that is what the model does with them."""
+    shapes = {parameter.name: parameter.shape for parameter in graph.parameters}
+    for op in graph.ops:
+        if op.target.startswith("aten.embedding.") and "input_ids" in op.inputs and op.parameters:
+            return shapes[op.parameters[0]][0]
+    return None

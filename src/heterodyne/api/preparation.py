@@ -1,0 +1,146 @@
+"""From a model to a program that can run: capture, measure, plan, lower. Every rank does it, and comes to the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from heterodyne.api.session import Session
+from heterodyne.capture import Captured, trace
+from heterodyne.cluster.profile import Profile
+from heterodyne.errors import CaptureError, HeterodyneError
+from heterodyne.job import OptimizerSection, ParallelismSection
+from heterodyne.measure.cache import Cache, default_folder
+from heterodyne.measure.kernels import WHOLE
+from heterodyne.measure.session import Request, measure
+from heterodyne.measure.whole_model import WholeModel
+from heterodyne.plan.lower import lower
+from heterodyne.plan.plan import Plan
+from heterodyne.plan.program import Program
+from heterodyne.search.planned import Planned
+from heterodyne.search.planner import plan as search_plan
+
+__all__ = ["Prepared", "Settings", "capture_everywhere", "measure_everywhere", "prepare"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What planning needs to know of a job, whether it came from a file or from arguments.
+
+    ``clip``: gradients are clipped, which is an action of its own.
+    """
+
+    global_batch_size: int
+    precision: str
+    clip: bool
+    optimizer: OptimizerSection
+    parallelism: ParallelismSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a rank needs to run. ``planned`` only on rank 0, the one that searched."""
+
+    captured: Captured
+    profile: Profile
+    plan: Plan
+    program: Program
+    planned: Planned | None
+
+
+def capture_everywhere(session: Session, model: nn.Module, example_batch: Mapping[str, Tensor]) -> Captured:
+    """Capture on every rank, and make sure that all captured the same. Raises CaptureError."""
+    with session.phase("capturing the model"):
+        captured = session.together(lambda: trace(model, example_batch))
+    fingerprints = session.communicator.all_gather_object(captured.graph.fingerprint)
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise CaptureError(
+                f"rank {rank} captured another model ({fingerprint}) than rank 0 ({fingerprints[0]}): build the same model on "
+                "every rank, from the same code and the same versions of torch and transformers"
+            )
+    return captured
+
+
+def measure_everywhere(
+    session: Session,
+    captured: Captured,
+    whole: WholeModel,
+    settings: Settings,
+    *,
+    fresh: bool = False,
+    budget_s: float = 60.0,
+) -> Profile:
+    """The profile of this model on this cluster, from the cache where it still holds. Raises MeasureError."""
+    graph = captured.graph
+    request = Request(
+        graph=graph,
+        programs={**{kind: captured.block(block) for kind, block in graph.kinds.items()}, WHOLE: whole},
+        cluster=session.cluster,
+        device=session.device,
+        micro_batch_sizes=settings.parallelism.micro_batch_sizes,
+        precision="bf16" if settings.precision == "bf16" else "fp32",
+        optimizer=settings.optimizer.name,
+        budget_s=budget_s,
+    )
+    with session.phase("measuring"):
+        return measure(
+            request,
+            session.communicator,
+            cache=Cache(folder=default_folder(os.environ)),
+            refresh=fresh,
+            say=session.say,
+        )
+
+
+def prepare(
+    session: Session,
+    captured: Captured,
+    whole: WholeModel,
+    settings: Settings,
+    *,
+    given: Plan | None = None,
+    profile: Profile | None = None,
+) -> Prepared:
+    """Measure, plan and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its prediction can be checked.
+
+    Raises PlanError, InfeasibleError or MeasureError, on every rank alike.
+    """
+    if profile is None:
+        profile = measure_everywhere(session, captured, whole, settings)
+    planned: list[Planned] = []
+
+    def search() -> str:
+        planned.append(
+            search_plan(
+                captured.graph,
+                session.cluster,
+                profile,
+                global_batch_size=settings.global_batch_size,
+                micro_batch_sizes=settings.parallelism.micro_batch_sizes,
+                optimizer=settings.optimizer.name,
+                momentum=settings.optimizer.momentum,
+                precision="bf16" if settings.precision == "bf16" else "fp32",
+                bucket_bytes=settings.parallelism.bucket_size,
+                clip=settings.clip,
+                strategy=settings.parallelism.strategy,
+                given=given,
+            )
+        )
+        return planned[0].plan.dump()
+
+    plan = Plan.parse(session.agreement.first(search))
+    if plan.global_batch_size != settings.global_batch_size:
+        raise HeterodyneError(
+            f"the plan is for {plan.global_batch_size} samples a step, the job for {settings.global_batch_size}: plan again"
+        )
+    return Prepared(
+        captured=captured,
+        profile=profile,
+        plan=plan,
+        program=lower(plan, captured.graph, session.cluster, clip=settings.clip),
+        planned=planned[0] if planned else None,
+    )

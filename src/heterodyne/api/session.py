@@ -1,0 +1,141 @@
+"""One rank among the others: who it is, how it reaches them, what the cluster is."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from heterodyne.cluster.file import load_cluster
+from heterodyne.cluster.spec import Cluster
+from heterodyne.errors import ClusterError
+from heterodyne.measure.discover import discover_cluster
+from heterodyne.runtime.agreement import Agreement
+from heterodyne.runtime.communicator import Communicator
+from heterodyne.runtime.distributed import init_distributed
+from heterodyne.runtime.environment import WorkerEnvironment
+from heterodyne.runtime.watchdog import Watchdog
+
+__all__ = ["Session", "open_session"]
+
+T = TypeVar("T")
+
+_LONGEST_PHASE_S = 1800.0  # capturing, measuring, or writing a checkpoint of the largest models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a rank has while it is connected. Made by `open_session`.
+
+    Args:
+        cluster: the device of each rank, in order; the same on every rank.
+        device: where this rank's tensors live.
+        communicator: joins the ranks.
+        agreement: lets them fail together.
+        watchdog: None where there is one rank only.
+    """
+
+    cluster: Cluster
+    device: torch.device
+    communicator: Communicator
+    agreement: Agreement
+    watchdog: Watchdog | None
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.communicator.world_size
+
+    def say(self, text: str) -> None:
+        """A line for people, from rank 0."""
+        if self.rank == 0:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+    def together(self, do: Callable[[], T]) -> T:
+        """Every rank does it and keeps its own result; if it fails on one, the same HeterodyneError is raised on all."""
+        kept: list[T] = []
+        self.agreement.each(lambda: kept.append(do()))
+        return kept[0]
+
+    def phase(self, words: str) -> AbstractContextManager[Any]:
+        """Around what takes long and is no step: the watchdog is told, so that nobody is taken for stuck."""
+        return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=_LONGEST_PHASE_S)
+
+
+@contextmanager
+def open_session(cluster_file: Path | None = None) -> Iterator[Session]:
+    """Connect this process with the other ranks of its launcher, or alone if there is none, while the block runs.
+
+    Args:
+        cluster_file: what the devices are said to be; None: what each rank finds.
+
+    Raises:
+        ClusterError: the file does not fit the workers that were started.
+        WorkerError: a rank came twice or never, or a peer died or hangs.
+    """
+    environment = WorkerEnvironment.read()
+    with ExitStack() as stack:
+        watchdog = None
+        if environment is not None and environment.world_size > 1:
+            watchdog = stack.enter_context(init_distributed(environment, backend="gloo")).watchdog
+        local_rank = 0 if environment is None else environment.local_rank
+        device = _own_device(local_rank)
+        communicator = stack.enter_context(
+            Communicator(
+                rank=0 if environment is None else environment.rank,
+                world_size=1 if environment is None else environment.world_size,
+                device=device,
+            )
+        )
+        found = discover_cluster(
+            communicator,
+            local_rank,
+            1 if environment is None else environment.local_world_size,
+            socket.gethostname(),
+            node_rank=0 if environment is None else environment.node_rank,
+        )
+        yield Session(
+            cluster=found if cluster_file is None else _as_described(load_cluster(cluster_file), found, cluster_file),
+            device=device,
+            communicator=communicator,
+            agreement=Agreement.of_all(),
+            watchdog=watchdog,
+        )
+
+
+def _own_device(local_rank: int) -> torch.device:
+    """Local rank k drives accelerator k while there are any, and is a CPU worker after that."""
+    if torch.accelerator.is_available() and local_rank < torch.accelerator.device_count():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        torch.accelerator.set_device_index(local_rank)
+        return torch.device(kind.type, local_rank)
+    return torch.device("cpu")
+
+
+def _as_described(described: Cluster, found: Cluster, path: Path) -> Cluster:
+    """The cluster of the file, if the workers that were started are its devices, in its order."""
+    if len(described.devices) != len(found.devices):
+        raise ClusterError(
+            f"it has {len(described.devices)} devices, and {len(found.devices)} workers were started: start one a device "
+            "('heterodyne train' does so on one machine; on several, torchrun with that many processes a node)",
+            path=str(path),
+        )
+    wrong = [
+        f"rank {rank} runs on a {here.kind} ({here.backend}), the file says {there.kind} ({there.id})"
+        for rank, (there, here) in enumerate(zip(described.devices, found.devices, strict=True))
+        if (there.kind, there.backend) != (here.kind, here.backend)
+    ]
+    if wrong:
+        raise ClusterError("\n  ".join(["the workers are not its devices:", *wrong]), path=str(path))
+    return described

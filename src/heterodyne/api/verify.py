@@ -1,0 +1,78 @@
+"""``heterodyne verify``: law 1 for one job and one plan."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from heterodyne.api.job_model import capture_job, open_data, settings_of
+from heterodyne.api.preparation import prepare
+from heterodyne.api.printing import show, show_planned
+from heterodyne.api.session import open_session
+from heterodyne.job import Job
+from heterodyne.models import build
+from heterodyne.plan.plan import Plan
+from heterodyne.report.tables import verify_rows
+from heterodyne.runtime.verify import compare, one_device_gradients
+from heterodyne.runtime.worker import Worker
+
+__all__ = ["BAR", "verify_job"]
+
+BAR = 1e-5
+
+
+def verify_job(job: Job, base: Path, *, cluster_file: Path | None, plan_file: Path | None) -> int:
+    """One step under the plan and one on a single device, same weights, same batch, in fp32; 1 if they differ by more than BAR."""
+    if job.training.precision != "fp32":
+        job = job.model_copy(update={"training": job.training.model_copy(update={"precision": "fp32"})})
+    with open_session(cluster_file) as session:
+        data = open_data(session, job, base)
+        source = capture_job(session, job, base, data)
+        captured = source.captured
+        given = None if plan_file is None else session.together(lambda: Plan.load(plan_file))
+        if given is not None:
+            given = given.model_copy(update={"precision": "fp32"})
+        prepared = prepare(session, captured, source.whole, settings_of(job), given=given)
+        if prepared.planned is not None:
+            show_planned(prepared.planned)
+        first = session.rank == 0
+        model = session.together(
+            lambda: build(job.model, base=base, device="cpu" if first else "meta", seed=job.training.seed)
+        )
+        alone = copy.deepcopy(model) if first else model
+        worker = Worker(
+            model,
+            graph=captured.graph,
+            plan=prepared.plan,
+            program=prepared.program,
+            cluster=session.cluster,
+            communicator=session.communicator,
+            loss_count=captured.loss_count,
+            optimizer=job.optimizer,
+            total_steps=job.training.steps,
+            seed=job.training.seed,
+            clip_grad_norm=job.training.clip_grad_norm,
+        )
+        batch = data.batch(0)
+        with session.phase("verifying"):
+            loss, gradients = worker.gradients(batch)
+            # An idle rank 0 has the loss and no gradients; those of the leader are as good.
+            gradients = session.communicator.broadcast_object(
+                {name: gradient.cpu() for name, gradient in gradients.items()}, worker.placement.leader
+            )
+            status = 0
+            if first:
+                reference = one_device_gradients(
+                    alone.to(session.device),
+                    batch,
+                    graph=captured.graph,
+                    placement=worker.placement,
+                    device=session.device,
+                    precision="fp32",
+                    loss_count=captured.loss_count,
+                    seed=job.training.seed,
+                )
+                compared = compare(loss, gradients, *reference)
+                show(verify_rows(compared.loss, dict(compared.gradients), bar=BAR))
+                status = 0 if compared.largest <= BAR else 1
+            return session.communicator.broadcast_object(status, 0)

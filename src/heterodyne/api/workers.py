@@ -1,0 +1,44 @@
+"""One process a device: where no launcher started us as one of many, we are the launcher."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from heterodyne.cluster.file import load_cluster
+from heterodyne.errors import ClusterError
+from heterodyne.processes import WorkerSpec, launch_workers
+from heterodyne.runtime.environment import WorkerEnvironment
+
+__all__ = ["on_every_device"]
+
+
+def on_every_device(arguments: Sequence[str], cluster_file: Path | None) -> int | None:
+    """Run ``heterodyne ARGUMENTS`` once for each device of this machine; None if this process can do it alone.
+
+    That is so if a launcher made it a worker already, or if there is one device only. The devices are those of the cluster
+    file; without one the accelerators, or else the CPU. Returns the exit status of the workers.
+
+    Raises ClusterError for a file with several nodes: a launcher that reaches them (torchrun, Slurm) must start the workers.
+    """
+    if WorkerEnvironment.read() is not None:
+        return None
+    if cluster_file is None:
+        count = max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+    else:
+        cluster = load_cluster(cluster_file)
+        nodes = list(dict.fromkeys(device.node for device in cluster.devices))
+        if len(nodes) > 1:
+            raise ClusterError(
+                f"it has {len(nodes)} nodes ({', '.join(nodes)}), and this command starts workers on this machine only: start it "
+                "on each node with torchrun, a process a device, in the order of the file",
+                path=str(cluster_file),
+            )
+        count = len(cluster.devices)
+    if count == 1:
+        return None
+    command = (sys.executable, "-m", "heterodyne", *arguments)
+    return launch_workers([WorkerSpec(command=command)] * count)

@@ -1,0 +1,48 @@
+"""``heterodyne emulate``: a cluster of unequal workers on one machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from heterodyne.emulate import Mechanism, emulate
+from heterodyne.errors import UnitError
+from heterodyne.units import parse_bandwidth, parse_bytes
+
+__all__ = ["command"]
+
+
+def command(
+    run: Annotated[list[str], typer.Argument(metavar="-- CMD [ARGS]...", help="What each worker runs, after '--'.")],
+    speeds: Annotated[
+        str, typer.Option("--speeds", metavar="A,B,...", help="One number a worker: its share of a core, at most 1.")
+    ],
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="A[,B...]", help="A limit for each worker, or one for all: 2GiB.")
+    ] = None,
+    links: Annotated[
+        str | None, typer.Option("--links", metavar="A[,B...]", help="The link of each worker, or one for all: 1Gb/s.")
+    ] = None,
+    mechanism: Annotated[
+        str, typer.Option(help="auto, cgroup (a CPU quota) or signals (SIGSTOP and SIGCONT).")
+    ] = "auto",
+) -> int:
+    """Run a command once for each speed, slowed down from outside, with the environment that torchrun gives."""
+    if mechanism not in ("auto", "cgroup", "signals"):
+        raise UnitError(f"--mechanism {mechanism}: write auto, cgroup or signals")
+    chosen: Mechanism = mechanism  # type: ignore[assignment]  # the test above narrows it
+    return emulate(
+        [_number(text) for text in speeds.split(",")],
+        run,
+        memory=None if memory is None else [parse_bytes(text) for text in memory.split(",")],
+        links=None if links is None else [parse_bandwidth(text) for text in links.split(",")],
+        mechanism=chosen,
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UnitError(f"--speeds: {text!r} is not a number; write for example 0.7,0.35,0.35,0.2") from None

@@ -1,0 +1,30 @@
+"""``heterodyne measure``: how fast is what is here, for this model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heterodyne.cli.options import ClusterOption, JobArgument, SetOption
+from heterodyne.job import Job
+
+__all__ = ["command"]
+
+
+def command(
+    context: typer.Context,
+    job: JobArgument,
+    cluster: ClusterOption = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the profile here.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure even if the cache has it.")] = False,
+    overrides: SetOption = None,
+) -> int:
+    """Time each distinct block of the model on each device, and the links between the devices."""
+    from heterodyne.api import measure_job, on_every_device
+
+    launched = on_every_device(context.obj, cluster)
+    if launched is not None:
+        return launched
+    return measure_job(Job.load(job, tuple(overrides or ())), job.parent, cluster_file=cluster, out=out, fresh=fresh)

@@ -1,0 +1,32 @@
+"""``heterodyne plan``: who should do how much, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heterodyne.cli.options import ClusterOption, JobArgument, ProfileOption, SetOption
+from heterodyne.job import Job
+
+__all__ = ["command"]
+
+
+def command(
+    context: typer.Context,
+    job: JobArgument,
+    cluster: ClusterOption = None,
+    profile: ProfileOption = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
+    overrides: SetOption = None,
+) -> int:
+    """Measure (or read a profile), weigh the plans, print the choice with its reasons, and write it."""
+    from heterodyne.api import on_every_device, plan_job
+
+    launched = on_every_device(context.obj, cluster)
+    if launched is not None:
+        return launched
+    return plan_job(
+        Job.load(job, tuple(overrides or ())), job.parent, cluster_file=cluster, profile_file=profile, out=out
+    )

@@ -1,0 +1,32 @@
+"""``heterodyne train``: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption
+
+__all__ = ["command"]
+
+
+def command(
+    context: typer.Context,
+    job: JobArgument,
+    cluster: ClusterOption = None,
+    plan: PlanOption = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is kept; default runs/JOB-N.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir where it stopped.")] = False,
+    overrides: SetOption = None,
+) -> int:
+    """Build, capture, measure, plan, train, and leave a report."""
+    from heterodyne.api import on_every_device, train_job
+
+    launched = on_every_device(context.obj, cluster)
+    if launched is not None:
+        return launched
+    return train_job(job, tuple(overrides or ()), cluster_file=cluster, plan_file=plan, run_dir=run_dir, resume=resume)

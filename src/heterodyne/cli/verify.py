@@ -1,0 +1,26 @@
+"""``heterodyne verify``: is the plan exact?"""
+
+from __future__ import annotations
+
+import typer
+
+from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption
+from heterodyne.job import Job
+
+__all__ = ["command"]
+
+
+def command(
+    context: typer.Context,
+    job: JobArgument,
+    cluster: ClusterOption = None,
+    plan: PlanOption = None,
+    overrides: SetOption = None,
+) -> int:
+    """Run one step under the plan and one on a single device; compare the loss and every gradient (exit 1 above 1e-5)."""
+    from heterodyne.api import on_every_device, verify_job
+
+    launched = on_every_device(context.obj, cluster)
+    if launched is not None:
+        return launched
+    return verify_job(Job.load(job, tuple(overrides or ())), job.parent, cluster_file=cluster, plan_file=plan)
