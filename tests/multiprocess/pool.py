@@ -30,7 +30,15 @@ from unittest import mock
 
 __all__ = ["Pool", "RemoteError", "World"]
 
-PRELOADED = ("torch", "torch.distributed", "torch.optim", "transformers")
+# Imported once by the server instead of once by each worker.
+PRELOADED = (
+    "torch.distributed",
+    "torch.optim",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.resnet.modeling_resnet",
+)
 GRACE_S = 3.0  # what the others get to end by themselves once one worker has failed
 
 

@@ -36,14 +36,26 @@ class _Work(Protocol):
 class Pending:
     """A collective that was started. `wait` before its tensor is read; waiting twice does nothing.
 
-    ``ended`` tells when it was over, once it is: seconds of `time.perf_counter` (collectives on the host), or an event of the
-    device (those of a device's own backend). Only kept if it was asked for.
+    If it is ``timed``, `ended` tells when it was over: seconds of `time.perf_counter` (collectives on the host), or an event of the
+    device (those of a device's own backend).
     """
 
     def __init__(self, finish: Callable[[], object] | None = None, *, timed: bool = False) -> None:
         self._finish = finish
         self._timed = timed
-        self.ended: float | torch.Event | None = time.perf_counter() if timed and finish is None else None
+        self._noted: float | torch.Event | None = None
+        self._waited = time.perf_counter() if timed and finish is None else None
+
+    @property
+    def ended(self) -> float | torch.Event | None:
+        """When it was over: as the thread that did it has noted, but not later than when waiting for it ended."""
+        if isinstance(self._noted, float) and self._waited is not None:
+            return min(self._noted, self._waited)
+        return self._waited if self._noted is None else self._noted
+
+    def note_end(self, moment: float | torch.Event) -> None:
+        """Called when it is over, by whichever thread knows; or with an event that comes then."""
+        self._noted = moment
 
     def wait(self) -> None:
         """Blocks the host, or orders the device's current stream, until the result is there. Raises WorkerError."""
@@ -53,8 +65,8 @@ class Pending:
                 finish()
             except RuntimeError as error:
                 raise WorkerError(f"a collective broke off, so another worker has probably died: {error}") from error
-            if self._timed and self.ended is None:
-                self.ended = time.perf_counter()
+            if self._timed:
+                self._waited = time.perf_counter()
 
 
 class Channel:
@@ -79,9 +91,9 @@ class Channel:
         work: _Work = dist.all_reduce(tensor, group=self._group, async_op=True)
         pending = Pending(work.wait, timed=timed)
         if timed and tensor.device.type == "cpu":
-            work.get_future().add_done_callback(lambda _: setattr(pending, "ended", time.perf_counter()))
+            work.get_future().add_done_callback(lambda _: pending.note_end(time.perf_counter()))
         elif timed:
-            pending.ended = _event_after(work, tensor.device)
+            pending.note_end(_event_after(work, tensor.device))
         return pending
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -117,7 +129,7 @@ class Channel:
             copied.synchronize()
             dist.all_reduce(host, group=self._group)
             if timed:
-                pending.ended = time.perf_counter()
+                pending.note_end(time.perf_counter())
 
         future: Future[None] = self._thread.submit(reduce)
 

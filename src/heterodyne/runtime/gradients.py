@@ -2,7 +2,8 @@
 
 Buckets are those of `plan.buckets`, so every rank and the simulator cut them alike. A bucket is one flat buffer; each
 ``p.grad`` is a view into it. The first gradient of a step is copied into the view, those of later micro-batches are added
-in place, so there is never more than one copy of a bucket. In the last backward of the step a bucket is *launched* (its
+in place, so there is never more than one copy of a bucket. A rank that reduces with no other one has no need of buffers, and
+its gradients stay where autograd puts them. In the last backward of the step a bucket is *launched* (its
 all-reduce is started) as soon as its gradients and all buckets before it are complete; the order is the same on every rank.
 """
 
@@ -24,11 +25,11 @@ __all__ = ["GradientBuckets"]
 
 @dataclass(eq=False)
 class _Entry:
-    """A parameter's place in its bucket. ``filled``: its view holds this step's gradient; ``ready``: it is complete."""
+    """A parameter's place in its bucket. ``filled``: it has a gradient in this step; ``ready``: that is complete."""
 
     name: str
     parameter: nn.Parameter
-    view: Tensor
+    view: Tensor | None
     bucket: int
     filled: bool = False
     ready: bool = False
@@ -38,7 +39,7 @@ class _Entry:
 class _Flat:
     """``missing``: parameters whose gradient the last backward still owes."""
 
-    buffer: Tensor
+    buffer: Tensor | None
     entries: list[_Entry] = field(default_factory=list)
     missing: int = 0
     pending: Pending | None = None
@@ -50,7 +51,7 @@ class GradientBuckets:
     Args:
         parameters: every trainable parameter by its canonical name, on its device.
         buckets: from `plan.buckets.gradient_buckets`.
-        channel: joins the ranks whose gradients are summed; None: this worker is alone with its gradients.
+        channel: joins the ranks whose gradients are summed; None, or of one rank: this worker is alone with its gradients.
         recorder: is told when each reduction starts and ends.
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
@@ -64,7 +65,7 @@ class GradientBuckets:
         channel: Channel | None,
         recorder: Recorder,
     ) -> None:
-        self._channel = channel
+        self._channel = channel if channel is not None and len(channel.ranks) > 1 else None
         self._recorder = recorder
         self._buckets = [self._allocate(index, bucket, parameters) for index, bucket in enumerate(buckets)]
         self._entries = [entry for bucket in self._buckets for entry in bucket.entries]
@@ -99,7 +100,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
-        if self._untouched is None and self._buckets and self._next == len(self._buckets):
+        if self._untouched is None and self._entries and self._next == len(self._buckets):
             self._untouched = self._find_untouched()
         for entry in self._entries:
             if self._untouched and entry.name in self._untouched:
@@ -108,7 +109,7 @@ class GradientBuckets:
     def _find_untouched(self) -> frozenset[str]:
         """The parameters that no rank has a gradient for. A captured graph is static, so this is asked once."""
         filled = [float(entry.filled) for entry in self._entries]
-        touched = torch.tensor(filled, device=self._buckets[0].buffer.device)
+        touched = torch.tensor(filled, device=self._entries[0].parameter.device)
         if self._channel is not None:
             self._channel.all_reduce(touched).wait()
         return frozenset(e.name for e, count in zip(self._entries, touched.tolist(), strict=True) if not count)
@@ -122,16 +123,19 @@ class GradientBuckets:
 
     def _allocate(self, index: int, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> _Flat:
         own = [parameters[name] for name in bucket.parameters]
-        flat = _Flat(torch.zeros(sum(p.numel() for p in own), dtype=own[0].dtype, device=own[0].device))
-        offset = 0
+        if self._channel is None:
+            alone = [_Entry(name, p, None, index) for name, p in zip(bucket.parameters, own, strict=True)]
+            return _Flat(None, alone)
+        buffer = torch.zeros(sum(p.numel() for p in own), dtype=own[0].dtype, device=own[0].device)
+        flat, offset = _Flat(buffer), 0
         for name, parameter in zip(bucket.parameters, own, strict=True):
-            flat.entries.append(_Entry(name, parameter, _view(flat.buffer, offset, parameter), index))
+            flat.entries.append(_Entry(name, parameter, _view(buffer, offset, parameter), index))
             offset += parameter.numel()
         return flat
 
     def _hook(self, entry: _Entry) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
-            if parameter.grad is not entry.view and parameter.grad is not None:
+            if entry.view is not None and parameter.grad is not None and parameter.grad is not entry.view:
                 entry.view.copy_(parameter.grad)
                 parameter.grad = entry.view
             entry.filled = True
@@ -155,15 +159,17 @@ class GradientBuckets:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         for entry in bucket.entries:
-            if not entry.filled:
-                entry.view.zero_()
-            entry.parameter.grad = entry.view
+            if entry.view is not None and not entry.filled:
+                entry.parameter.grad = entry.view.zero_()
         bucket.pending = self._reduce(self._next, bucket.buffer)
         self._next += 1
 
-    def _reduce(self, index: int, buffer: Tensor) -> Pending:
+    def _reduce(self, index: int, buffer: Tensor | None) -> Pending:
         started, timed = self._recorder.now(), self._recorder.on
-        pending = Pending(timed=timed) if self._channel is None else self._channel.all_reduce(buffer, timed=timed)
+        if self._channel is None or buffer is None:
+            pending = Pending(timed=timed)
+        else:
+            pending = self._channel.all_reduce(buffer, timed=timed)
         self._recorder.collective("REDUCE_GRAD", index, started, pending)
         return pending
 

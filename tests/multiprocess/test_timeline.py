@@ -1,0 +1,65 @@
+"""What the workers record is the program that they were given."""
+
+from __future__ import annotations
+
+import torch
+
+from heterodyne.runtime.communicator import Communicator
+from heterodyne.runtime.recorder import Recorder
+from heterodyne.timeline import Timeline
+from multiprocess.models import build
+from multiprocess.pool import Pool, World
+from multiprocess.work import cluster_of, worker_of
+
+SHARES = ((2, 2), (1,), (), None)
+
+
+def record(world: World, steps: int, keep: int) -> tuple[list[str], Timeline | None]:
+    case = build("gpt", 5)
+    recorder = Recorder(rank=world.rank, device=torch.device("cpu"), keep_steps=keep)
+    worker = worker_of(world, case, SHARES, clip=1.0, bucket_bytes=2000, recorder=recorder)
+    for _ in range(steps):
+        worker.step(case.batch)
+    actions = [str(action) for action in worker._executor._actions]
+    cluster = cluster_of(world.world_size)
+    communicator = Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
+    return actions, recorder.timeline(communicator, [device.id for device in cluster.devices])
+
+
+def test_the_timeline_holds_each_action_of_each_rank_once_a_step(pool: Pool) -> None:
+    (_, timeline), *others = results = pool.run(4, record, 3, 2)
+    assert timeline is not None
+    assert [other for _, other in others] == [None] * 3
+    assert timeline.devices == ("here/cpu:0", "here/cpu:1", "here/cpu:2", "here/cpu:3")
+    assert {event.step for event in timeline.events} == {1, 2}  # the first one was forgotten
+    for rank, (actions, _) in enumerate(results):
+        own = [event for event in timeline.of_step(2).events if event.rank == rank]
+        assert sorted(event.name for event in own) == sorted(actions)
+        computed = [event for event in own if event.lane == "compute"]
+        assert [event.name for event in computed] == [name for name in actions if "REDUCE" not in name]
+        # One action at a time, in the order of the list.
+        assert all(a.end_s <= b.start_s for a, b in zip(computed, computed[1:], strict=False))
+        assert all(event.seconds >= 0 for event in own)
+
+
+def test_the_update_begins_when_the_last_bucket_is_there(pool: Pool) -> None:
+    (_, timeline), *_ = pool.run(4, record, 1, 1)
+    assert timeline is not None
+    for rank in range(3):
+        own = [event for event in timeline.events if event.rank == rank]
+        reduced = max(event.end_s for event in own if event.kind == "REDUCE_GRAD")
+        clip = next(event for event in own if event.kind == "CLIP")
+        assert clip.start_s >= reduced
+
+
+def test_a_collective_starts_at_one_moment_on_all_its_ranks(pool: Pool) -> None:
+    (_, timeline), *_ = pool.run(4, record, 1, 1)
+    assert timeline is not None
+    starts: dict[str, list[float]] = {}
+    for event in timeline.events:
+        if event.kind == "REDUCE_GRAD":
+            starts.setdefault(event.name, []).append(event.start_s)
+    assert len(starts) > 2
+    for moments in starts.values():
+        assert len(moments) == 3
+        assert max(moments) - min(moments) < 1e-6
