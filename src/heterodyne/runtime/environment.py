@@ -21,6 +21,7 @@ class WorkerEnvironment:
     Args:
         rank: global, 0 <= rank < world_size.
         local_rank: among the workers of this machine.
+        node_rank: the number of this machine, or of the launcher's agent on it (torchrun's GROUP_RANK).
         master_address: host of rank 0 and of the store where the workers meet.
         master_port: its port.
         store_is_hosted: the launcher keeps the store already (torchrun does), so rank 0 must not open it.
@@ -33,6 +34,7 @@ class WorkerEnvironment:
     local_world_size: int
     master_address: str
     master_port: int
+    node_rank: int = 0
     store_is_hosted: bool = False
     attempt: int = 0
 
@@ -67,6 +69,7 @@ class WorkerEnvironment:
             local_world_size=_number(given, "LOCAL_WORLD_SIZE", low=local_rank + 1, default=local_rank + 1),
             master_address=given["MASTER_ADDR"],
             master_port=_number(given, "MASTER_PORT", low=1, below=("the number of ports", 65_536)),
+            node_rank=_number(given, "GROUP_RANK", low=0, default=0),
             store_is_hosted=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", low=0, default=0),
         )

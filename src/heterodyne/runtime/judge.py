@@ -43,6 +43,10 @@ class WatchLimits:
         """What a late round of the judge counts for at most."""
         return 4 * self.interval_s
 
+    @property
+    def longest_silence_s(self) -> float:
+        return max(self.silence_s, self.phase_silence_s)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:

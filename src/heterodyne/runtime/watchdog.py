@@ -145,8 +145,14 @@ class Watchdog:
         It waits until that is clear: the time of silence after which a worker counts as lost, at most.
         """
         self._asked.set()
-        longest = max(self._limits.silence_s, self._limits.phase_silence_s) + 5 * self._limits.interval_s
-        self._decided.wait(longest if len(self._members) > 1 else 0.0)
+        if len(self._members) == 1:
+            return None
+        rounds = self._rounds
+        until = time.monotonic() + self._limits.longest_silence_s + 5 * self._limits.interval_s
+        while not self._decided.wait(self._limits.interval_s) and time.monotonic() < until:
+            left = [member for member in self._members if self._has_left(member.rank)]
+            if left and self._rounds > rounds + 1:  # nobody has said anything worse since
+                self._decide(self._blame(left[0], "left while others still need it"))
         if self._decided.is_set():
             self._published.wait(_PUBLISH_S)  # another worker may have judged first
         verdict = self._verdict
@@ -182,6 +188,7 @@ class Watchdog:
         except (RuntimeError, ValueError) as error:  # what torch raises for a connection that is gone
             if not self._left.is_set():
                 self._decide(self._store_is_gone(f"cannot be reached any more ({str(error).splitlines()[0][:120]})"))
+            self._published.set()  # as far as that goes without a store
 
     def _round(self) -> None:
         store = self._pulse_store
@@ -231,8 +238,7 @@ class Watchdog:
         """Of the workers on this machine the operating system knows at once."""
         mine = self._members[self._rank].machine
         for member in self._members:
-            beat = self._beats.get(member.rank)
-            if member.machine != mine or member.rank == self._rank or (beat is not None and beat.kind == "left"):
+            if member.machine != mine or member.rank == self._rank or self._has_left(member.rank):
                 continue
             if member.process_status() is None and not self._said_farewell(member.rank):
                 return judge.gone(member.rank)
@@ -245,17 +251,18 @@ class Watchdog:
         while self._rounds < before + 2 and time.monotonic() < until and self._verdict is None:
             if self._left.wait(self._limits.interval_s / 10):
                 return True
+        return self._verdict is not None or self._has_left(rank)
+
+    def _has_left(self, rank: int) -> bool:
         beat = self._beats.get(rank)
-        return self._verdict is not None or (beat is not None and beat.kind == "left")
+        return beat is not None and beat.kind == "left"
 
     def _give_up(self, verdict: Verdict) -> None:
         """End this process, unless its main thread is doing so by itself."""
         self._published.wait(_PUBLISH_S)
-        if self._rank == self._store_keeper:
-            self._left.wait(_PUBLISH_S)  # the others read the verdict from here
-        if self._asked.is_set() and self._left.wait(_HANDLE_S):
-            return
-        if self._left.is_set():
+        # A moment for the main thread, which may be about to fail of the same cause; and, where the store is kept, for
+        # the others to read the verdict from here.
+        if self._left.wait(_PUBLISH_S) or (self._asked.is_set() and self._left.wait(_HANDLE_S)):
             return
         me = self._members[self._rank]
         os.write(2, f"heterodyne: rank {me.rank} on {me.host} stops: {verdict.text}\n".encode())
@@ -278,13 +285,16 @@ class Watchdog:
         if isinstance(error, KeyboardInterrupt):
             return Verdict(rank=me.rank, host=me.host, text=f"{me} was interrupted", interrupted=True)
         first = (str(error).strip().splitlines() or [""])[0]
-        return Verdict(rank=me.rank, host=me.host, text=f"{me} failed: {type(error).__name__}: {first}")
+        return self._blame(me, f"failed: {type(error).__name__}: {first}")
 
     def _store_is_gone(self, how: str) -> Verdict:
         if self._store_keeper is None:
-            return Verdict(rank=None, host=None, text=f"the store of the launcher {how}")
+            return Verdict(rank=None, host=None, text=f"the launcher keeps the store, and {how}")
         keeper = self._members[self._store_keeper]
-        return Verdict(rank=keeper.rank, host=keeper.host, text=f"{keeper}, which keeps the store, {how}")
+        return self._blame(keeper, f"keeps the store, and {how}")
+
+    def _blame(self, member: Member, happened: str) -> Verdict:
+        return Verdict(rank=member.rank, host=member.host, text=f"{member} {happened}")
 
 
 def _quietly(action: Callable[[], None]) -> None:

@@ -1,0 +1,88 @@
+"""What can happen to a worker in the middle of its work. Each is a job for a `Crowd`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from heterodyne.errors import DataError
+from heterodyne.runtime.distributed import init_distributed
+from heterodyne.runtime.environment import WorkerEnvironment
+from heterodyne.runtime.judge import WatchLimits
+
+QUICK = WatchLimits(interval_s=0.1, silence_s=2.0, phase_silence_s=2.0, stuck_s=2.0, phase_s=60.0)
+ACTIONS = 6
+FOREVER_S = 3600.0
+
+
+def say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+def work(
+    environment: WorkerEnvironment, misfortune: str = "none", whose: int = -1, limits: WatchLimits = QUICK
+) -> None:
+    """A few steps of a forward and a reduction, in the middle of which something happens to rank `whose`."""
+    with init_distributed(environment, backend="gloo", timeout_s=30.0, limits=limits) as session:
+        for index in range(ACTIONS):
+            session.watchdog.progress(f"0F{index}")
+            time.sleep(0.02)
+            if index == ACTIONS // 2 and environment.rank == whose:
+                suffer(misfortune)
+            session.watchdog.waiting(f"0REDUCE_GRAD{index}")
+            total = torch.ones(8)
+            dist.all_reduce(total)
+            assert total[0] == environment.world_size
+    say("done")
+
+
+def suffer(misfortune: str) -> None:
+    match misfortune:
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hangs":
+            time.sleep(FOREVER_S)
+        case "fails":
+            raise DataError("the file ends here")
+        case "interrupted":
+            raise KeyboardInterrupt
+        case "leaves":
+            raise SystemExit(0)
+        case other:
+            raise AssertionError(other)
+
+
+def stay(environment: WorkerEnvironment, seconds: float) -> None:
+    """Meet, do nothing for a while, announced as a phase, and leave together."""
+    with init_distributed(environment, backend="gloo", timeout_s=30.0, limits=QUICK) as session:
+        with session.watchdog.phase("setting up"):
+            say("here")
+            time.sleep(seconds)
+        dist.barrier()
+    say("done")
+
+
+def spin(environment: WorkerEnvironment, limits: WatchLimits) -> None:
+    """Actions that cost CPU time, so that a throttled worker takes much longer than the others."""
+    with init_distributed(environment, backend="gloo", timeout_s=30.0, limits=limits) as session:
+        for index in range(4):
+            session.watchdog.progress(f"0F{index}")
+            until = time.process_time() + 0.05
+            while time.process_time() < until:
+                pass
+            session.watchdog.waiting(f"0REDUCE_GRAD{index}")
+            dist.all_reduce(torch.ones(8))
+    say("done")
+
+
+def meet_briefly(environment: WorkerEnvironment, timeout_s: float) -> None:
+    with init_distributed(environment, backend="gloo", timeout_s=timeout_s, limits=QUICK):
+        pass

@@ -1,0 +1,132 @@
+"""Whatever happens to a worker, every other one ends, and says to whom it happened."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from heterodyne.emulate.duty_cycle import duty_cycle
+from heterodyne.processes import GAVE_UP_ON_A_PEER
+from heterodyne.runtime.judge import WatchLimits
+from multiprocess.crowd import Crowd, Worker
+from multiprocess.misfortunes import QUICK, meet_briefly, spin, stay, work
+
+
+@pytest.fixture
+def crowd() -> Iterator[Crowd]:
+    with Crowd() as crowd:
+        yield crowd
+
+
+def start(crowd: Crowd, misfortune: str, whose: int, world_size: int = 3) -> list[Worker]:
+    return [crowd.start(work, misfortune, whose, rank=rank, world_size=world_size) for rank in range(world_size)]
+
+
+def test_workers_without_misfortune_end_in_peace(crowd: Crowd) -> None:
+    workers = start(crowd, "none", -1)
+    assert [worker.wait() for worker in workers] == [0, 0, 0]
+    assert [worker.output for worker in workers] == ["done\n"] * 3
+
+
+def test_a_worker_alone_needs_nobody(crowd: Crowd) -> None:
+    worker = crowd.start(work, rank=0, world_size=1)
+    assert worker.wait() == 0
+    assert worker.output == "done\n"
+
+
+# Rank 0 keeps the store, so it is another matter when it is the victim.
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("misfortune", "words", "status"),
+    [
+        ("killed", ("died", "keeps the store"), -signal.SIGKILL),
+        ("stopped", ("no sign of life", "keeps the store, and has not answered"), None),
+        ("hangs", ("hangs in 0F3",), 1),
+        ("fails", ("failed: DataError: the file ends here",), 2),
+    ],
+)
+def test_the_others_end_and_name_the_victim(
+    crowd: Crowd, misfortune: str, words: tuple[str, ...], status: int | None, victim: int
+) -> None:
+    workers = start(crowd, misfortune, victim)
+    for rank, worker in enumerate(workers):
+        if rank != victim:
+            assert worker.wait() == GAVE_UP_ON_A_PEER, worker.output
+            assert f"rank {victim} on {socket.gethostname()} (process {workers[victim].pid})" in worker.output
+            assert any(word in worker.output for word in words), worker.output
+            assert "done" not in worker.output
+    if status is not None:
+        assert workers[victim].wait() == status
+
+
+def test_who_hangs_shows_where(crowd: Crowd) -> None:
+    workers = start(crowd, "hangs", 1, world_size=2)
+    assert workers[1].wait() == 1
+    assert "in suffer" in workers[1].output
+
+
+def test_an_interruption_is_no_failure(crowd: Crowd) -> None:
+    workers = start(crowd, "interrupted", 1, world_size=2)
+    assert workers[1].wait() == 130
+    assert workers[0].wait() in {130, GAVE_UP_ON_A_PEER}
+    assert "was interrupted" in workers[0].output
+
+
+def test_leaving_early_is_named(crowd: Crowd) -> None:
+    workers = start(crowd, "leaves", 1, world_size=2)
+    assert workers[1].wait() == 0
+    assert workers[0].wait() == GAVE_UP_ON_A_PEER
+    assert f"(process {workers[1].pid}) left while others still need it" in workers[0].output
+
+
+def test_nobody_is_blamed_for_a_pause_of_all(crowd: Crowd) -> None:
+    workers = [crowd.start(stay, 1.0, rank=rank, world_size=2) for rank in range(2)]
+    while not all("here" in worker.output for worker in workers):
+        time.sleep(0.02)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for worker in workers:
+            worker.signal(number)
+        if number == signal.SIGSTOP:
+            time.sleep(1.5 * QUICK.phase_silence_s)
+    assert [worker.wait() for worker in workers] == [0, 0], [worker.output for worker in workers]
+
+
+def test_a_slow_worker_is_not_taken_for_dead(crowd: Crowd) -> None:
+    limits = WatchLimits(interval_s=0.2, silence_s=5.0, phase_silence_s=5.0, stuck_s=5.0, phase_s=60.0)
+    with duty_cycle() as cycle:
+        workers = [crowd.start(spin, limits, rank=rank, world_size=2) for rank in range(2)]
+        cycle.pace(workers[1].pid, 0.05)
+        assert [worker.wait() for worker in workers] == [0, 0], [worker.output for worker in workers]
+
+
+def test_a_rank_that_two_workers_claim_is_named_with_both(crowd: Crowd) -> None:
+    workers = [crowd.start(meet_briefly, 30.0, rank=rank, world_size=3) for rank in (0, 1, 1)]
+    for worker in workers:
+        assert worker.wait() != 0
+        assert "rank 1 is claimed twice" in worker.output
+        assert f"(process {workers[1].pid})" in worker.output
+        assert f"(process {workers[2].pid})" in worker.output
+
+
+def test_a_second_rank_0_is_named_with_both(crowd: Crowd) -> None:
+    workers = [crowd.start(meet_briefly, 30.0, rank=0, world_size=2) for _ in range(2)]
+    for worker in workers:
+        assert worker.wait() == 2
+        assert "rank 0 is claimed twice" in worker.output
+
+
+def test_missing_ranks_are_named(crowd: Crowd) -> None:
+    workers = [crowd.start(meet_briefly, 1.0, rank=rank, world_size=4) for rank in (0, 2)]
+    for worker in workers:
+        assert worker.wait() == GAVE_UP_ON_A_PEER
+        assert "ranks 1, 3 of 4 never came within 1 s" in worker.output
+
+
+def test_without_rank_0_the_address_is_named(crowd: Crowd) -> None:
+    worker = crowd.start(meet_briefly, 0.5, rank=1, world_size=2)
+    assert worker.wait() == GAVE_UP_ON_A_PEER
+    assert "found nobody at MASTER_ADDR:MASTER_PORT 127.0.0.1:" in worker.output

@@ -1,0 +1,62 @@
+"""What the launcher says is taken as it is, and what cannot be true is refused with its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from heterodyne.errors import WorkerError
+from heterodyne.runtime.environment import WorkerEnvironment
+
+GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def test_torchrun_is_understood() -> None:
+    by_torchrun = GIVEN | {
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+    }
+    assert WorkerEnvironment.read(by_torchrun) == WorkerEnvironment(
+        rank=1,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=1,
+        master_address="node0",
+        master_port=29500,
+        store_is_hosted=True,
+        attempt=3,
+    )
+
+
+def test_the_four_necessary_variables_suffice() -> None:
+    environment = WorkerEnvironment.read(GIVEN)
+    assert environment is not None
+    assert (environment.rank, environment.local_rank, environment.store_is_hosted) == (1, 0, False)
+
+
+def test_without_a_launcher_there_is_no_environment() -> None:
+    assert WorkerEnvironment.read({"MASTER_PORT": "29500", "HOME": "/"}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"WORLD_SIZE": None}, r"has RANK=1, MASTER_ADDR=node0, MASTER_PORT=29500 but not WORLD_SIZE; start"),
+        ({"RANK": None}, r"but not RANK"),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, r"but not MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "4"}, r"RANK=4 must be less than WORLD_SIZE=4"),
+        ({"RANK": "-1"}, r"RANK=-1 must be at least 0"),
+        ({"RANK": "one"}, r"RANK=one is not a whole number"),
+        ({"RANK": ""}, r"RANK= is not a whole number"),
+        ({"WORLD_SIZE": "0"}, r"WORLD_SIZE=0 must be at least 1"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, r"LOCAL_WORLD_SIZE=2 must be at least 3"),
+        ({"MASTER_PORT": "70000"}, r"MASTER_PORT=70000 must be less than the number of ports=65536"),
+    ],
+)
+def test_contradictions_are_named(change: dict[str, str | None], message: str) -> None:
+    given = {name: value for name, value in (GIVEN | change).items() if value is not None}
+    with pytest.raises(WorkerError, match=message):
+        WorkerEnvironment.read(given)

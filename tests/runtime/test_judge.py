@@ -1,0 +1,124 @@
+"""The judge blames the one at fault, and nobody while there is an innocent explanation. Time here is only a number."""
+
+from __future__ import annotations
+
+from heterodyne.runtime.judge import Beat, Judge, Kind, Verdict, WatchLimits
+from heterodyne.runtime.members import Member
+
+LIMITS = WatchLimits(interval_s=1.0, silence_s=10.0, phase_silence_s=20.0, stuck_s=20.0, phase_s=100.0)
+MEMBERS = [Member(rank=rank, host=f"node{rank}", pid=100 + rank, machine=f"m{rank}") for rank in range(3)]
+
+
+def beat(
+    number: int, kind: Kind = "work", *, state: str = "0F0", age_s: float = 0.0, limit_s: float = 20.0, count: int = 1
+) -> Beat:
+    return Beat(number=number, count=count, kind=kind, state=state, age_s=age_s, limit_s=limit_s)
+
+
+def judge() -> Judge:
+    return Judge(rank=0, members=MEMBERS, limits=LIMITS, now=0.0)
+
+
+def test_workers_that_beat_are_not_blamed() -> None:
+    it = judge()
+    for second in range(1, 200):
+        it.observe(second, {rank: beat(second) for rank in range(3)})
+        assert it.verdict() is None
+
+
+def test_a_silent_worker_is_blamed_after_the_limit_and_not_before() -> None:
+    it = judge()
+    it.observe(1, {rank: beat(1) for rank in range(3)})
+    for second in range(2, 12):
+        it.observe(second, {0: beat(second), 1: beat(second), 2: beat(1, state="0F7")})
+        assert it.verdict() is None
+    it.observe(12, {0: beat(12), 1: beat(12), 2: beat(1, state="0F7")})
+    verdict = it.verdict()
+    assert verdict is not None
+    assert (verdict.rank, verdict.host) == (2, "node2")
+    assert "rank 2 on node2 (process 102) has given no sign of life for 11 s" in verdict.text
+
+
+def test_silence_is_borne_longer_in_a_phase() -> None:
+    it = judge()
+    for second in range(1, 20):
+        it.observe(second, {0: beat(second), 1: beat(second), 2: beat(1, "phase", limit_s=100)})
+    assert it.verdict() is None
+
+
+def test_a_worker_that_never_beat_is_blamed() -> None:
+    it = judge()
+    for second in range(1, 22):
+        it.observe(second, {0: beat(second), 1: beat(second)})
+    verdict = it.verdict()
+    assert verdict is not None
+    assert verdict.rank == 2
+
+
+def test_the_sleep_of_the_judge_is_not_the_silence_of_others() -> None:
+    it = judge()
+    it.observe(1, {rank: beat(1) for rank in range(3)})
+    it.observe(1000, {rank: beat(1) for rank in range(3)})  # all were stopped together, and nobody beat again yet
+    assert it.verdict() is None
+
+
+def test_who_left_in_peace_may_be_silent() -> None:
+    it = judge()
+    for second in range(1, 200):
+        it.observe(second, {0: beat(second), 1: beat(second), 2: beat(1, "left")})
+        assert it.verdict() is None
+
+
+def test_who_works_too_long_is_blamed_only_while_somebody_waits() -> None:
+    long_action = {0: beat(1), 1: beat(1), 2: beat(1, age_s=21.0, state="0F3")}
+    it = judge()
+    it.observe(1, long_action)
+    assert it.verdict() is None
+    it.observe(2, long_action | {1: beat(2, "wait")})
+    verdict = it.verdict()
+    assert verdict is not None
+    assert verdict.rank == 2
+    assert "hangs in 0F3" in verdict.text
+    assert "rank 1 waits for it" in verdict.text
+
+
+def test_a_slow_worker_may_take_as_long_as_it_said() -> None:
+    it = judge()
+    it.observe(1, {0: beat(1, "wait"), 1: beat(1, "wait"), 2: beat(1, age_s=300.0, limit_s=400.0)})
+    assert it.verdict() is None
+
+
+def test_a_phase_may_last_until_its_own_limit() -> None:
+    it = judge()
+    it.observe(1, {0: beat(1, "wait"), 1: beat(1, "wait"), 2: beat(1, "phase", age_s=99.0, limit_s=100.0)})
+    assert it.verdict() is None
+    it.observe(2, {0: beat(2, "wait"), 1: beat(2, "wait"), 2: beat(2, "phase", age_s=101.0, limit_s=100.0)})
+    assert it.verdict() is not None
+
+
+def test_when_all_wait_for_each_other_the_last_one_is_named_with_what_each_waits_for() -> None:
+    it = judge()
+    beats = {rank: beat(1, "wait", age_s=21.0, count=10 - rank, state=f"0REDUCE_GRAD{rank}") for rank in range(3)}
+    it.observe(1, beats | {0: beat(1, "wait", age_s=19.0)})
+    assert it.verdict() is None
+    it.observe(2, beats | {0: beat(2, "wait", age_s=21.0, count=10, state="0REDUCE_GRAD0")})
+    verdict = it.verdict()
+    assert verdict is not None
+    assert verdict.rank == 2
+    assert "rank 1 in 0REDUCE_GRAD1" in verdict.text
+
+
+def test_who_left_while_the_others_wait_is_named() -> None:
+    it = judge()
+    waiting = beat(1, "wait", age_s=21.0)
+    it.observe(1, {0: waiting, 1: beat(1, "left"), 2: waiting})
+    verdict = it.verdict()
+    assert verdict is not None
+    assert verdict.rank == 1
+
+
+def test_what_goes_through_the_store_comes_back() -> None:
+    verdict = Verdict(rank=3, host="node3", text="rank 3 died", interrupted=True)
+    assert Verdict.load(verdict.dump().encode()) == verdict
+    assert Beat.load(beat(4).dump()) == beat(4)
+    assert Member.load(MEMBERS[1].dump()) == MEMBERS[1]
