@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from heterodyne.runtime.communicator import Communicator
@@ -38,7 +40,7 @@ def test_the_timeline_holds_each_action_of_each_rank_once_a_step(pool: Pool) -> 
         computed = [event for event in own if event.lane == "compute"]
         assert [event.name for event in computed] == [name for name in actions if "REDUCE" not in name]
         # One action at a time, in the order of the list.
-        assert all(a.end_s <= b.start_s for a, b in zip(computed, computed[1:], strict=False))
+        assert all(a.end_s <= b.start_s for a, b in pairwise(computed))
         assert all(event.seconds >= 0 for event in own)
 
 
