@@ -58,6 +58,7 @@ def cluster(
 ) -> Cluster:
     """``devices`` devices, dealt out over nodes in turn, and joined by links that cost nothing (or by ``link``)."""
     sizes = [memory] * devices if isinstance(memory, int) else list(memory)
+    nodes = min(nodes, devices)
     ends = [f"n{i}" for i in range(nodes)]
     joined = [
         link or Link(between=(a, b), bandwidth_bytes_per_s=1e30, latency_s=0.0)

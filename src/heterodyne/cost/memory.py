@@ -111,13 +111,35 @@ class DeviceMemory:
             return 0
         return round(self._saved(size) if self._saved is not None else self.graph.bytes_saved()(size))
 
+    @cached_property
+    def _transient(self) -> Curve | None:
+        """Measured bytes beyond weights, gradients and saved activations; None where the device does not tell its peak.
+
+        Of the model in one piece where measured, else of the worst of its blocks.
+        """
+        measured = {} if self.profile is None else self.profile.blocks
+        known = {
+            kind: [(s.micro_batch_size, max(0, s.peak_bytes - s.saved_bytes)) for s in samples]
+            for kind, samples in measured.items()
+            if samples and all(s.peak_bytes > 0 for s in samples)
+        }
+        if WHOLE in known:
+            return Curve.envelope(known[WHOLE])
+        if not known or not all(block.kind in known for block in self.graph.blocks):
+            return None
+        curves = [Curve.envelope(points) for points in known.values()]
+        sizes = sorted({size for curve in curves for size in curve.sizes})
+        return Curve.envelope((size, max(curve(size) for curve in curves)) for size in sizes)
+
     def workspace(self, size: int) -> int:
-        """Bytes that come and go inside a backward: gradients of inputs and outputs of the largest op, twice.
+        """Bytes that come and go inside a backward: measured, else gradients of inputs and outputs of the largest op, twice.
 
         Twice, since where paths join (skip connections) a second gradient waits for the first.
         """
         if size == 0:
             return 0
+        if self._transient is not None:
+            return round(self._transient(size))
         return round(2 * max((op.bytes_read(size) + op.bytes_written(size) for op in self.graph.ops), default=0))
 
     def use(self, size: int) -> MemoryUse:

@@ -165,10 +165,13 @@ class _Task:
             if key and key in seen and proposal.kind == "fewer":
                 continue  # the balance of more devices already left the same ones without a share
             seen.add(key)
-            candidate = self._play(proposal)
-            if proposal.kind in ("balanced", "fewer"):
-                candidate = self._refine(candidate, proposer)
-            candidates.append(candidate)
+            candidates.append(self._play(proposal))
+        # All devices, and the best subset: refining those that are far behind would not bring them to the front.
+        for kind in ("balanced", "fewer"):
+            possible = [c for c in candidates if c.kind == kind and c.step_s is not None]
+            if possible:
+                best = min(possible, key=lambda c: c.step_s or 0.0)
+                candidates[candidates.index(best)] = self._refine(best, proposer)
         return tuple(candidates)
 
     def _play(self, proposal: Proposal) -> Candidate:

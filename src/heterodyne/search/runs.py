@@ -33,7 +33,7 @@ class Runs:
 
     @property
     def rate(self) -> float:
-        """Samples per second of forward and backward at the best size; the most that this device can ever do."""
+        """Samples per second of forward and backward at the best of the sizes."""
         return max(size / self.seconds(size) if self.seconds(size) > 0 else float("inf") for size in self.sizes)
 
     def micro_batches(self, samples: int) -> MicroBatches:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heterodyne.cluster import BlockSample
 from heterodyne.cost import DeviceMemory, MemoryAssumptions, Recipe
 from pure.build import cluster, device_profile, graph, linear
 
@@ -77,6 +78,20 @@ def test_what_was_measured_is_believed_first() -> None:
     measured = replace(profile, blocks={**profile.blocks, "*": whole})
     assert memory(profile=measured).activations(6) == 30_000
     assert memory(profile=device_profile(MODEL, linear(1.0), saved=0)).activations(4) == 400_000  # nothing was measured
+
+
+def test_a_measured_peak_replaces_the_estimate_of_the_workspace() -> None:
+    profile = device_profile(MODEL, linear(1.0), saved=700)
+
+    def peaks(kind: str, each: int) -> dict[str, tuple[BlockSample, ...]]:
+        return {kind: tuple(replace(s, peak_bytes=each * s.micro_batch_size) for s in profile.blocks["head"])}
+
+    some = memory(profile=replace(profile, blocks={**profile.blocks, **peaks("head", 900)}))
+    assert some.workspace(4) == memory().workspace(4)  # the other blocks did not tell
+    every = {name: sample for kind in MODEL.kinds for name, sample in peaks(kind, 900).items()} | peaks("layer", 1500)
+    assert memory(profile=replace(profile, blocks=every)).workspace(4) == 4 * 800
+    whole = memory(profile=replace(profile, blocks={**every, **peaks("*", 5000)}))
+    assert whole.activations(4) + whole.workspace(4) == 4 * 5000
 
 
 def test_measured_bytes_are_never_interpolated_below_a_sample() -> None:

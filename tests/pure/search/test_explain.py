@@ -1,0 +1,89 @@
+"""Why this plan: the words follow from the numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterodyne.search import Planned, alternatives, paragraph, plan, shares
+from heterodyne.search.explain import ratio_in_words
+from pure.build import cluster, graph, linear, profile
+
+MODEL = graph(4)
+
+
+def planned(**options: object) -> Planned:
+    machines = cluster(4, memory=[2**30, 2**30, 2**30, 2**20])
+    curves = [linear(0.01 / s) for s in (0.7, 0.35, 0.2, 1.0)]
+    return plan(MODEL, machines, profile(MODEL, machines, curves), global_batch_size=50, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(1.0, "just as long"), (1.034, "3.4% longer"), (1.9, "1.90x as long"), (0.97, "3.0% shorter")]
+)
+def test_ratios(ratio: float, words: str) -> None:
+    assert ratio_in_words(ratio) == words
+
+
+@given(st.floats(0.1, 50))
+def test_a_longer_step_is_never_called_shorter(ratio: float) -> None:
+    words = ratio_in_words(ratio)
+    assert ("shorter" in words) == (ratio <= 1 - 0.0005 or (ratio < 1 and words != "just as long"))
+
+
+def test_the_reason_compares_with_each_kind_of_alternative() -> None:
+    reason = planned().plan.reason
+    assert reason.startswith("balanced over the 3 devices that fit: fastest of ")
+    for words in (
+        "equal shares would take",
+        "without n0/cpu:2 would take",
+        "the fastest device alone, n0/cpu:0 would take",
+    ):
+        assert words in reason
+
+
+def test_what_was_asked_for_is_the_reason() -> None:
+    reason = planned(strategy="equal").plan.reason
+    assert reason.startswith(
+        "equal shares: equal shares were asked for; balanced over the 3 devices that fit would take"
+    )
+    assert "shorter" in reason
+
+
+def test_rows_of_alternatives_are_sorted_and_relative_to_the_chosen_one() -> None:
+    rows = alternatives(planned())
+    assert rows[0].chosen
+    assert rows[0].ratio == 1
+    steps = [row.step_s for row in rows if row.step_s is not None]
+    assert steps == sorted(steps)
+    assert sum(row.chosen for row in rows) == 1
+    assert all(row.ratio == pytest.approx(row.step_s / rows[0].step_s) for row in rows if row.step_s and rows[0].step_s)
+
+
+def test_rows_of_shares_hold_every_device_and_the_whole_batch() -> None:
+    rows = shares(planned())
+    assert [row.device for row in rows] == [f"n0/cpu:{i}" for i in range(4)]
+    assert sum(row.samples for row in rows) == 50
+    assert sum(row.share for row in rows) == pytest.approx(1)
+    assert rows[3].micro_batches == "idle"
+    assert "it lacks" in rows[3].note
+    assert all(row.headroom_bytes == 2**30 - row.memory_bytes for row in rows[:3])
+
+
+def test_the_paragraph_tells_shares_step_memory_reason_and_who_is_idle() -> None:
+    made = planned()
+    text = paragraph(made)
+    assert "50 samples a step over 3 of 4 devices" in text
+    for row in shares(made)[:3]:
+        assert f"{row.device} {row.samples} ({row.micro_batches})" in text
+    assert "Memory is tightest on n0/cpu:" in text
+    assert f"Why: {made.plan.reason}." in text
+    assert "Idle: n0/cpu:3 has 1 MiB and needs" in text
+
+
+def test_one_device_has_no_alternative() -> None:
+    machines = cluster(1)
+    only = plan(MODEL, machines, profile(MODEL, machines, [linear(1.0)]), global_batch_size=4)
+    assert only.plan.reason == "the only device: no other way can be"
+    assert len(alternatives(only)) == 1

@@ -1,0 +1,249 @@
+"""The planner: the fastest by prediction, never worse than what it weighed, the same each time, and honest where nothing fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterodyne.cluster import Cluster, Link
+from heterodyne.cost import CostModel, MemoryAssumptions, Recipe
+from heterodyne.errors import InfeasibleError, MeasureError, PlanError
+from heterodyne.plan import MicroBatches, Plan
+from heterodyne.plan.check import violations
+from heterodyne.search import Planned, plan
+from pure.build import ROOMY, cluster, graph, linear, profile
+
+MODEL = graph(4)
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    """A cluster of unequal devices with all that costs something, and a batch."""
+    count = draw(st.integers(1, 4))
+    machines = cluster(count, nodes=draw(st.integers(1, 2)))
+    curves = [linear(draw(st.floats(0.01, 1)), draw(st.floats(0, 0.5))) for _ in range(count)]
+    latency, beta = draw(st.floats(0, 0.2)), draw(st.floats(1e-9, 1e-4))
+    measured = profile(
+        MODEL,
+        machines,
+        curves,
+        reduce=lambda size: latency + beta * size,
+        optimizer_s=draw(st.floats(0, 0.2)),
+        overhead_s=draw(st.floats(0, 0.1)),
+        overlap=draw(st.floats(0, 1)),
+    )
+    return {
+        "graph": MODEL,
+        "cluster": machines,
+        "profile": measured,
+        "global_batch_size": draw(st.integers(1, 40)),
+        "micro_batch_sizes": tuple(sorted(draw(st.sets(st.sampled_from([1, 2, 4, 8]), min_size=1)))),
+        "bucket_bytes": draw(st.sampled_from([1, 600, 10**6])),
+    }
+
+
+def searched(problem: dict[str, Any], **changes: Any) -> Planned:
+    return plan(**{**problem, **changes})
+
+
+def of_kind(planned: Planned, kind: str) -> float:
+    return min((c.step_s for c in planned.candidates if c.kind == kind and c.step_s is not None), default=float("inf"))
+
+
+@given(problems())
+@settings(max_examples=60)
+def test_the_plan_is_valid_and_the_fastest_of_all_weighed(problem: dict[str, Any]) -> None:
+    planned = searched(problem)
+    assert violations(planned.plan, problem["graph"], problem["cluster"]) == ()
+    steps = [c.step_s for c in planned.candidates if c.step_s is not None]
+    assert planned.simulation.step_s == min(steps)
+    assert planned.chosen in planned.candidates
+    assert planned.chosen.plan == planned.plan
+    predicted = planned.plan.predicted
+    assert predicted is not None
+    assert predicted.step_s == planned.simulation.step_s
+    assert planned.simulation.step_s <= of_kind(planned, "equal")
+    assert planned.simulation.step_s <= of_kind(planned, "fastest")
+
+
+@given(problems())
+@settings(max_examples=40)
+def test_efficiency_is_of_the_bound_and_never_above_one(problem: dict[str, Any]) -> None:
+    planned = searched(problem)
+    predicted = planned.plan.predicted
+    assert predicted is not None
+    assert 0 < predicted.efficiency <= 1 + 1e-9
+    assert predicted.samples_per_s == pytest.approx(predicted.efficiency * sum(planned.rates.values()))
+
+
+@given(problems())
+@settings(max_examples=25)
+def test_the_same_question_has_the_same_answer(problem: dict[str, Any]) -> None:
+    assert searched(problem).plan.dump() == searched(problem).plan.dump()
+
+
+@given(problems(), st.sampled_from(["equal", "fastest"]))
+@settings(max_examples=40)
+def test_what_is_asked_for_is_what_is_planned(problem: dict[str, Any], strategy: str) -> None:
+    planned = searched(problem, strategy=strategy)
+    shares = [p.micro_batches.samples for p in planned.plan.pipelines]
+    assert sum(shares) == problem["global_batch_size"]
+    assert max(shares) - min(shares) <= 1
+    assert strategy == "equal" or len(shares) == 1
+    assert searched(problem).simulation.step_s <= planned.simulation.step_s
+
+
+@given(problems())
+@settings(max_examples=25)
+def test_a_plan_that_is_given_is_taken_and_weighed_against_the_others(problem: dict[str, Any]) -> None:
+    equal = searched(problem, strategy="equal").plan
+    planned = searched(problem, given=equal)
+    assert planned.chosen.kind == "given"
+    assert planned.plan.pipelines == equal.pipelines
+    assert "it was given" in planned.plan.reason
+    assert equal.predicted is not None
+    assert planned.simulation.step_s == equal.predicted.step_s
+
+
+def test_a_given_plan_that_cannot_run_is_refused() -> None:
+    machines = cluster(2)
+    problem = {"graph": MODEL, "cluster": machines, "profile": profile(MODEL, machines, [linear(1.0)] * 2)}
+    other = Plan(model="x", cluster=machines.fingerprint, global_batch_size=4, pipelines=())
+    with pytest.raises(PlanError, match="another model"):
+        plan(**problem, global_batch_size=4, given=other)  # type: ignore[arg-type]
+
+
+def test_the_example_of_four_devices() -> None:
+    machines = cluster(4)
+    planned = plan(
+        MODEL,
+        machines,
+        profile(MODEL, machines, [linear(0.01 / s) for s in (0.7, 0.35, 0.35, 0.2)]),
+        global_batch_size=64,
+    )
+    assert [p.micro_batches.samples for p in planned.plan.pipelines] == [28, 14, 14, 8]
+    assert planned.simulation.step_s == pytest.approx(0.4)
+    assert planned.plan.predicted is not None
+    assert planned.plan.predicted.efficiency == pytest.approx(1)
+    assert of_kind(planned, "equal") == pytest.approx(0.8)
+    assert of_kind(planned, "fastest") == pytest.approx(0.64 / 0.7)
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.floats(0.01, 1), st.floats(0, 0.2), st.floats(0, 1))
+@settings(max_examples=30)
+def test_equal_devices_get_equal_shares(
+    devices: int, each: int, seconds: float, latency: float, overlap: float
+) -> None:
+    machines = cluster(devices)
+    measured = profile(
+        MODEL, machines, [linear(seconds)] * devices, reduce=lambda size: latency + size * 1e-9, overlap=overlap
+    )
+    planned = plan(MODEL, machines, measured, global_batch_size=devices * each, micro_batch_sizes=(1, 2))
+    balanced = planned.candidates[0].plan
+    assert balanced is not None
+    assert {p.micro_batches.samples for p in balanced.pipelines} == {each}
+
+
+def slow_reduce(devices: int, seconds: float, speeds: tuple[float, ...]) -> Planned:
+    machines = cluster(devices)
+    measured = profile(MODEL, machines, [linear(1 / s) for s in speeds], reduce=lambda size: seconds + size * 1e-12)
+    return plan(MODEL, machines, measured, global_batch_size=64, bucket_bytes=10**9)
+
+
+def test_sometimes_leaving_the_slowest_out_wins() -> None:
+    """The fourth device saves a hundredth of the computing; its part in the reduction costs more."""
+    assert len(slow_reduce(4, 0.0, (4.0, 4.0, 4.0, 0.5)).plan.pipelines) == 4
+    planned = slow_reduce(4, 3.0, (4.0, 4.0, 4.0, 0.5))
+    assert len(planned.plan.pipelines) < 4
+    assert "n0/cpu:3" in planned.plan.idle
+    assert planned.chosen.left_out
+
+
+def test_a_slow_link_can_cost_more_than_its_node_is_worth() -> None:
+    fast = Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e12, latency_s=0.0)
+    near = Link(between=("n1", "n1"), bandwidth_bytes_per_s=1e12, latency_s=0.0)
+    slow = Link(between=("n0", "n1"), bandwidth_bytes_per_s=1e3, latency_s=1.0)
+    # Fast and slow alternate between the nodes, so leaving out the slowest ones never leaves out the link.
+    machines = Cluster(name="far", devices=cluster(4, nodes=2).devices, links=(fast, near, slow))
+    curves = [linear(seconds) for seconds in (0.1, 0.1, 0.14, 0.2)]  # n0, n1, n0, n1
+    planned = plan(MODEL, machines, profile(MODEL, machines, curves), global_batch_size=8)
+    assert planned.chosen.name == "without node n1"
+    assert {d.split("/")[0] for d in planned.plan.devices} == {"n0"}
+
+
+def test_no_device_fits_says_what_each_lacks_and_what_helps() -> None:
+    machines = cluster(2, memory=[10_000, 20_000])
+    measured = profile(MODEL, machines, [linear(1.0)] * 2)
+    with pytest.raises(InfeasibleError) as caught:
+        plan(MODEL, machines, measured, global_batch_size=8, micro_batch_sizes=(2, 4), memory=BARE)
+    model = CostModel(graph=MODEL, cluster=machines, profile=measured, recipe=Recipe(), memory=BARE)
+    need = model.memory_use("n0/cpu:0", 2).total
+    assert caught.value.shortfalls == {"n0/cpu:0": need - 10_000, "n0/cpu:1": need - 20_000}
+    message = str(caught.value)
+    for words in (
+        "n0/cpu:0 has 9.77 KiB",
+        "n0/cpu:1 has 19.5 KiB",
+        "it lacks",
+        "what would help",
+        "smaller",
+        "sgd",
+        "bf16",
+    ):
+        assert words in message
+
+
+def test_micro_batches_of_one_are_proposed_where_they_would_fit() -> None:
+    model = graph(4, saved=100_000)
+    one = CostModel(
+        graph=model, cluster=cluster(1), profile=profile(model, cluster(1), [linear(1.0)]), memory=BARE
+    ).memory_use("n0/cpu:0", 1)
+    machines = cluster(1, memory=one.total)
+    with pytest.raises(InfeasibleError, match="add 1 to parallelism"):
+        plan(
+            model,
+            machines,
+            profile(model, machines, [linear(1.0)]),
+            global_batch_size=8,
+            micro_batch_sizes=(4,),
+            memory=BARE,
+        )
+
+
+def test_a_micro_batch_is_never_larger_than_the_batch() -> None:
+    machines = cluster(1)
+    made = plan(
+        MODEL, machines, profile(MODEL, machines, [linear(1.0)]), global_batch_size=3, micro_batch_sizes=(8,)
+    ).plan
+    assert made.pipelines[0].micro_batches == MicroBatches((3,))
+
+
+def test_fewer_samples_than_devices_leave_some_idle() -> None:
+    machines = cluster(4)
+    made = plan(MODEL, machines, profile(MODEL, machines, [linear(1.0)] * 4), global_batch_size=2).plan
+    assert [p.micro_batches.samples for p in made.pipelines] == [1, 1]
+    assert len(made.idle) == 2
+
+
+def test_what_was_not_measured_is_said() -> None:
+    with pytest.raises(MeasureError, match="n0/cpu:1 was not measured"):
+        plan(MODEL, cluster(2), profile(MODEL, cluster(1), [linear(1.0)]), global_batch_size=2)
+
+
+def test_numbers_that_mean_nothing_are_refused() -> None:
+    machines = cluster(1)
+    measured = profile(MODEL, machines, [linear(1.0)])
+    for batch, sizes in ((0, (1,)), (4, ()), (4, (0,))):
+        with pytest.raises(ValueError, match="must be positive"):
+            plan(MODEL, machines, measured, global_batch_size=batch, micro_batch_sizes=sizes)
+
+
+def test_a_large_cluster_is_planned_with_a_bounded_number_of_candidates() -> None:
+    machines = cluster(40, memory=ROOMY)
+    measured = profile(MODEL, machines, [linear(0.1 + 0.01 * i) for i in range(40)])
+    planned = plan(MODEL, machines, measured, global_batch_size=80)
+    assert len(planned.candidates) <= 30
+    assert planned.simulation.step_s <= of_kind(planned, "equal")
