@@ -1,7 +1,8 @@
 """A share of a core by stopping and continuing a worker: what remains where control groups cannot be written.
 
 A thread of the emulator measures the CPU time that each worker's process group consumes, stops it when it is ahead of
-its share and continues it when it has fallen behind. A worker that waits for others saves up one period at most.
+its share and continues it when it has fallen behind. A worker that waits for others saves up one period at most; one that waits for a
+core, because all are taken, saves up more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = ["PERIOD_S", "DutyCycle", "duty_cycle"]
 PERIOD_S = 0.02
 _LEAST_SLEEP_S = 0.0005
 _LINUX = platform.system() == "Linux"
+_OWED_PERIODS = 10
 _MEMBERS_S = 0.25  # how often new processes of a worker are looked for
 
 
@@ -48,7 +50,10 @@ class _Paced:
             if now_s is not None:
                 used_s += now_s - before_s
                 self.consumed_s[pid] = now_s
-        self.credit_s = min(self.credit_s + self.speed * passed_s - used_s, self.speed * PERIOD_S)
+        self.credit_s += self.speed * passed_s - used_s
+        # Time for which it wanted to run and got no core is owed to it; time for which it waited of itself is not.
+        periods = _OWED_PERIODS if not self.stopped and _wants_to_run(self.leader) else 1
+        self.credit_s = min(self.credit_s, periods * self.speed * PERIOD_S)
 
     def look_for_members(self) -> None:
         """Processes that joined the group count from their start, those that are gone no more."""
@@ -155,3 +160,10 @@ def _cpu_s(pid: int) -> float | None:
         return float(times.user + times.system)
     except (OSError, psutil.Error):
         return None
+
+
+def _wants_to_run(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_RUNNING)
+    except psutil.Error:
+        return False
