@@ -15,9 +15,10 @@ from heterodyne.measure.links import measure_all_reduce
 from heterodyne.measure.peers import Channel, Peers
 from heterodyne.units import format_bytes, format_seconds
 
-__all__ = ["BLOCK_TOLERANCE", "LINK_TOLERANCE", "block_to_confirm", "changes"]
+__all__ = ["BLOCK_TOLERANCE", "LINK_TOLERANCE", "MOST_TOLERANCE", "block_to_confirm", "changes"]
 
 BLOCK_TOLERANCE = 0.15
+MOST_TOLERANCE = 0.25  # for a block whose samples themselves were that far apart, then or now
 LINK_TOLERANCE = 1.0  # a collective on a busy host varies by tens of percent; what matters is another link
 _TRIES = 2
 
@@ -70,9 +71,11 @@ def _block_change(
 ) -> str | None:
     before = next(s for s in profile.devices[device].blocks[kind] if s.micro_batch_size == size)
     bench.barrier()
-    forward, _, backward = bench.time(bench.run_of(program, size)).laps
+    timing = bench.time(bench.run_of(program, size))
+    forward, _, backward = timing.laps
     now_s, then_s = forward + backward, _seconds(before)
-    if abs(now_s - then_s) <= BLOCK_TOLERANCE * then_s:
+    tolerance = min(MOST_TOLERANCE, max(BLOCK_TOLERANCE, before.spread, timing.spread))
+    if abs(now_s - then_s) <= tolerance * then_s:
         return None
     return f"{device} takes {format_seconds(now_s)} for a block that took {format_seconds(then_s)}"
 

@@ -35,12 +35,12 @@ class Repeats:
 
     @classmethod
     def of(cls, run_s: float, sampling: Sampling, left_s: float) -> Repeats:
-        """As a sampling would have it if a run takes ``run_s``, within ``left_s``."""
+        """Twice the samples of a sampling if a run takes ``run_s``, within ``left_s``: several machines vary more than one."""
         runs = max(1, min(1000, round(sampling.sample_s / run_s) if run_s > 0 else 1))
-        affordable = int(left_s / (runs * run_s)) if run_s > 0 else sampling.samples
+        affordable = int(left_s / (runs * run_s)) if run_s > 0 else 2 * sampling.samples
         if affordable < 1:
             affordable, runs = (1, 1) if left_s > run_s else (0, 0)
-        return cls(samples=min(sampling.samples, affordable), runs=runs)
+        return cls(samples=min(2 * sampling.samples, affordable), runs=runs)
 
 
 def measure_all_reduce(
@@ -71,7 +71,9 @@ def measure_all_reduce(
         expected_s = samples[-1].seconds * size / samples[-1].bytes if samples else 0.0
         timing = _together(peers, reduce, bench, source=0, left_s=deadline - bench.now(), expected_s=expected_s)
         if timing is None:
-            bench.say(f"all-reduce was not measured from {size} bytes on: the time for measuring is used up")
+            _say_once(
+                peers, 0, bench, f"all-reduce was not measured from {size} bytes on: the time for measuring is used up"
+            )
             break
         slowest = max(peers.all_gather_object(timing), key=lambda t: t.seconds)
         samples.append(_sample("all_reduce", tuple(devices), size, slowest, 1))
@@ -109,7 +111,8 @@ def measure_sends(
             expected_s = 2 * before.seconds * message / before.bytes if before else 0.0
             timing = _together(peers, round_trip, bench, source=a, left_s=share_s, expected_s=expected_s)
             if timing is None:
-                bench.say(f"transfers between {devices[a]} and {devices[b]} were not measured from {message} bytes on")
+                text = f"transfers between {devices[a]} and {devices[b]} were not measured from {message} bytes on"
+                _say_once(peers, a, bench, f"{text}: the time for measuring is used up")
                 break
             seen = peers.broadcast_object(timing, a)
             before = _sample("send", (devices[a], devices[b]), message, seen, 2)
@@ -123,7 +126,7 @@ def measure_overlap(
     bench: Workbench,
     *,
     message_bytes: int = 4 * 2**20,
-    rounds: int = 5,
+    rounds: int = 9,
     compute: Callable[[], object] | None = None,
 ) -> float:
     """Seconds of computation that this rank loses per second of a collective in flight, in [0, 1].
@@ -187,6 +190,12 @@ def _timed(peers: Peers, run: Callable[[], None], runs: int, clock: Clock) -> fl
     for _ in range(runs):
         run()
     return clock.seconds(start, clock.mark()) / runs
+
+
+def _say_once(peers: Peers, rank: int, bench: Workbench, text: str) -> None:
+    """All ranks know it; one says it."""
+    if peers.rank == rank:
+        bench.say(text)
 
 
 def _sample(op: str, devices: tuple[str, ...], size: int, timing: Timing, trips: int) -> LinkSample:

@@ -33,19 +33,18 @@ class WholeModel:
     def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Raises MeasureError if the example has not the inputs of the graph. The same for any ``seed``: the data is real."""
         del seed
-        named = isinstance(self.example, Mapping)
-        values = (
-            [self.example[i.name] for i in self.inputs] if isinstance(self.example, Mapping) else list(self.example)
-        )
-        if len(values) != len(self.inputs):
+        names = tuple(i.name for i in self.inputs)
+        given = tuple(self.example) if isinstance(self.example, Mapping) else names[: len(self.example)]
+        if set(given) != set(names) or len(self.example) != len(names):
             raise MeasureError(
-                f"the example has {len(values)} tensors and the model {len(self.inputs)} inputs: {', '.join(i.name for i in self.inputs)}"
+                f"the example has {len(self.example)} tensors ({', '.join(given)}), the model the inputs {', '.join(names)}"
             )
+        values = [self.example[n] for n in names] if isinstance(self.example, Mapping) else list(self.example)
         tensors = tuple(
             _resized(value, i.batch_dim, batch).to(device) for i, value in zip(self.inputs, values, strict=True)
         )
-        names = tuple(i.name for i in self.inputs) if named else None
-        return _LossOf(self.build(device), names, self.loss), tensors
+        keywords = names if isinstance(self.example, Mapping) else None
+        return _LossOf(self.build(device), keywords, self.loss), tensors
 
 
 class _LossOf(nn.Module):
