@@ -29,7 +29,7 @@ from heterodyne.errors import EmulateError
 from heterodyne.processes import WorkerSpec, launch_workers, shell_status, stop_requests, to_standard_error
 from heterodyne.units import format_bandwidth, format_bytes
 
-__all__ = ["Mechanism", "emulate"]
+__all__ = ["Mechanism", "emulate", "group_parents"]
 
 Mechanism = Literal["auto", "cgroup", "signals"]
 
@@ -151,7 +151,7 @@ def _choose(mechanism: Mechanism, *, with_memory: bool) -> tuple[_Parents, bool]
     """Where groups can be made, and whether the CPU share is by quota there. Raises EmulateError."""
     memory: frozenset[Controller] = frozenset({"memory"} if with_memory else ())
     if mechanism != "signals":
-        parents = _parents(memory | {"cpu"})
+        parents = group_parents(memory | {"cpu"})
         if parents is not None:
             return parents, True
         if mechanism == "cgroup":
@@ -159,7 +159,7 @@ def _choose(mechanism: Mechanism, *, with_memory: bool) -> tuple[_Parents, bool]
                 "no control group with a CPU quota can be made here: run as root, or in a delegated group of version 2, "
                 "or leave the mechanism to be chosen"
             )
-    parents = _parents(memory)
+    parents = group_parents(memory)
     if parents is None:
         raise EmulateError(
             "memory cannot be limited here: that needs a control group that can be made (run as root, or in a delegated "
@@ -179,7 +179,8 @@ def _hierarchies(controllers: frozenset[Controller]) -> tuple[Hierarchy, ...] | 
     )
 
 
-def _parents(controllers: frozenset[Controller]) -> _Parents | None:
+def group_parents(controllers: frozenset[Controller]) -> _Parents | None:
+    """For each tree that holds one of the controllers, where a group can be made in it; None if that cannot be done."""
     hierarchies = _hierarchies(controllers)
     if hierarchies is None:
         return None
