@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from heterodyne.cost.step import RankCosts, StepCosts
 from heterodyne.errors import PlanError
@@ -21,8 +22,7 @@ from heterodyne.timeline import Event, Lane, Timeline
 __all__ = ["Simulation", "Span", "simulate"]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """When one rank did one action of one step; seconds."""
 
     rank: int
@@ -71,8 +71,7 @@ class Simulation:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """The tasks of one action; the last backward is cut in several, where its gradient buckets become complete."""
 
     rank: int
@@ -126,11 +125,16 @@ def _add_rank(stage: _Stage, rank: int, step: int, actions: Sequence[Action], co
     rank_costs = costs.ranks[rank]
     if rank_costs is None:
         raise PlanError(f"rank {rank} has actions but no costs: it is idle in the plan")
-    (start,) = engine.chain([rank_costs.overhead_s], lane)
+    # All passes but the last are played in one go: nothing happens inside them, and they are most of a program.
+    plain = max(0, next((n for n, a in enumerate(actions) if a.kind not in ("F", "B")), len(actions)) - 1)
+    start, *passes = engine.chain([rank_costs.overhead_s, *(costs.seconds(rank, a) for a in actions[:plain])], lane)
     stage.overheads.append((rank, step, start))
-    ends: dict[float, int] = {1.0: start}  # fraction of the action before: the task that reaches it
+    stage.pieces += [_Piece(rank, "compute", a, step, t, t) for a, t in zip(actions, passes, strict=False)]
+    ends: dict[float, int] = {
+        1.0: passes[-1] if passes else start
+    }  # fraction of the action before: the task that reaches it
     pending: list[Action] = []
-    for place, action in enumerate(actions):
+    for place, action in enumerate(actions[plain:], start=plain):
         if action.kind == "REDUCE_GRAD":
             stage.ready.setdefault(action, []).append(ends.get(_ready(rank_costs, action), ends[1.0]))
             pending.append(action)
