@@ -22,6 +22,7 @@ from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.recorder import Recorder
 from heterodyne.runtime.worker import OptimizerFactory, StepResult, Worker
+from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline
 
 __all__ = ["Distributed", "distribute"]
@@ -79,6 +80,11 @@ class Distributed:
         """The inverse of `state_dict`. Raises CheckpointError."""
         self._worker.load_state_dict(state)
 
+    def explain(self) -> str:
+        """The plan in words, and why it was chosen; on rank 0, empty elsewhere."""
+        planned = self._prepared.planned
+        return "" if planned is None else paragraph(planned)
+
     def predicted(self) -> Timeline | None:
         """What should happen in a step; on rank 0, None elsewhere."""
         planned = self._prepared.planned
@@ -118,6 +124,7 @@ def distribute(
     seed: int = 0,
     session: Session | None = None,
     profile: Profile | None = None,
+    measure_budget_s: float = 60.0,
 ) -> Distributed:
     """Capture, measure, plan, and make ready to train. Every rank of a torchrun (or of our launcher) calls it.
 
@@ -131,6 +138,7 @@ def distribute(
         clip_grad_norm: by the true global norm; 0 for none.
         session: None: one is opened, and closed with the result.
         profile: what was measured before; None: measured now, or taken from the cache where it still holds.
+        measure_budget_s: about the seconds that measuring may take.
 
     Raises CaptureError, MeasureError, InfeasibleError or PlanError.
     """
@@ -148,7 +156,13 @@ def distribute(
         here = stack.enter_context(open_session()) if session is None else session
         captured = capture_everywhere(here, model, example_batch)
         prepared = prepare(
-            here, captured, _whole(model, captured, example_batch), settings, given=given, profile=profile
+            here,
+            captured,
+            _whole(model, captured, example_batch),
+            settings,
+            given=given,
+            profile=profile,
+            budget_s=measure_budget_s,
         )
         recorder = Recorder(rank=here.rank, device=here.device)
         worker = Worker(

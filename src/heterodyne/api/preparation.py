@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -22,8 +23,11 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.search.planned import Planned
 from heterodyne.search.planner import plan as search_plan
+from heterodyne.units import format_seconds
 
 __all__ = ["Prepared", "Settings", "capture_everywhere", "measure_everywhere", "prepare"]
+
+_TELL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ class Prepared:
 
 def capture_everywhere(session: Session, model: nn.Module, example_batch: Mapping[str, Tensor]) -> Captured:
     """Capture on every rank, and make sure that all captured the same. Raises CaptureError."""
-    with session.phase("capturing the model"):
+    with session.announced("capturing the model"):
         captured = session.together(lambda: trace(model, example_batch))
     fingerprints = session.communicator.all_gather_object(captured.graph.fingerprint)
     for rank, fingerprint in enumerate(fingerprints):
@@ -86,14 +90,28 @@ def measure_everywhere(
         optimizer=settings.optimizer.name,
         budget_s=budget_s,
     )
-    with session.phase("measuring"):
+    with session.announced(f"measuring {session.world_size} devices, which may take {format_seconds(budget_s)}"):
         return measure(
             request,
             session.communicator,
             cache=Cache(folder=default_folder(os.environ)),
             refresh=fresh,
             say=session.say,
+            progress=_progress(session),
         )
+
+
+def _progress(session: Session) -> Callable[[str, int, int], None]:
+    """Tells every few seconds how far measuring has come on this rank."""
+    told_s = time.monotonic()
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s > _TELL_EVERY_S:
+            told_s = time.monotonic()
+            session.say(f"  {what}: {done} of {total}")
+
+    return tell
 
 
 def prepare(
@@ -104,13 +122,14 @@ def prepare(
     *,
     given: Plan | None = None,
     profile: Profile | None = None,
+    budget_s: float = 60.0,
 ) -> Prepared:
     """Measure, plan and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its prediction can be checked.
 
     Raises PlanError, InfeasibleError or MeasureError, on every rank alike.
     """
     if profile is None:
-        profile = measure_everywhere(session, captured, whole, settings)
+        profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
     planned: list[Planned] = []
 
     def search() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from heterodyne.runtime.communicator import Communicator
 from heterodyne.runtime.distributed import init_distributed
 from heterodyne.runtime.environment import WorkerEnvironment
 from heterodyne.runtime.watchdog import Watchdog
+from heterodyne.units import format_seconds
 
 __all__ = ["Session", "open_session"]
 
@@ -60,6 +62,15 @@ class Session:
         if self.rank == 0:
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
+
+    @contextmanager
+    def announced(self, words: str) -> Iterator[None]:
+        """A `phase` that people are told of: when it begins, and how long it took."""
+        self.say(f"{words} ...")
+        started_s = time.perf_counter()
+        with self.phase(words):
+            yield
+        self.say(f"{words}: {format_seconds(time.perf_counter() - started_s)}")
 
     def together(self, do: Callable[[], T]) -> T:
         """Every rank does it and keeps its own result; if it fails on one, the same HeterodyneError is raised on all."""

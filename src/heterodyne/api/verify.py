@@ -54,7 +54,7 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, plan_file: Pa
             clip_grad_norm=job.training.clip_grad_norm,
         )
         batch = data.batch(0)
-        with session.phase("verifying"):
+        with session.announced("verifying"):
             loss, gradients = worker.gradients(batch)
             # An idle rank 0 has the loss and no gradients; those of the leader are as good.
             gradients = session.communicator.broadcast_object(

@@ -1,0 +1,195 @@
+"""Unequal devices, one model: planned shares against equal shares and plain PyTorch DDP, side by side in the same processes.
+
+Four emulated workers (CPU quotas 0.7, 0.35, 0.35, 0.2 of a core) train a GPT of 10.8 M parameters, 64 samples of 128 tokens a
+step. In every round each way trains for some steps, one way after the other, so that a machine that gets slower does so for all.
+The ideal is what the devices reach when all compute at the same time, each for itself, without communicating: forward,
+backward, clipping and update of its own share. Then the same on four equal devices (0.4 each).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from results import ROOT, Results, arguments, spread
+
+UNEQUAL = (0.7, 0.35, 0.35, 0.2)
+EQUAL = (0.4, 0.4, 0.4, 0.4)
+BATCH, LENGTH = 64, 128
+CLIP = 1.0
+
+
+def main() -> int:
+    options = arguments(__doc__)
+    results = Results("uneven_data_parallel")
+    rounds, steps, budget_s = (2, 1, 20) if options.quick else (7, 2, 60)
+
+    unequal = emulated(UNEQUAL, ["planned", "equal shares", "DDP", "alone"], rounds, steps, budget_s)
+    report(results, "unequal", unequal)
+    ratio = ratios(unequal, "DDP", "planned")
+    results.row("unequal: DDP / planned", step_ratio=spread(ratio))
+    results.row("unequal: equal shares / planned", step_ratio=spread(ratios(unequal, "equal shares", "planned")))
+    efficiency = [
+        BATCH / step / ideal for step, ideal in zip(unequal["planned"], unequal["ideal samples/s"], strict=True)
+    ]
+    results.row("unequal: efficiency", efficiency=spread(efficiency), predicted=unequal["predicted efficiency"])
+    error = unequal["predicted step_s"] / median(unequal["planned"]) - 1
+    results.row("unequal: predicted step", seconds=unequal["predicted step_s"], error=error, shares=unequal["shares"])
+
+    equal = emulated(EQUAL, ["planned", "DDP"], rounds, steps, budget_s)
+    report(results, "equal", equal)
+    even = ratios(equal, "DDP", "planned")
+    results.row("equal: DDP / planned", step_ratio=spread(even), shares=equal["shares"])
+
+    results.bar("speed-up over DDP, unequal devices", median(ratio), ">= 1.85")
+    results.bar("efficiency, unequal devices", median(efficiency), ">= 0.92")
+    results.bar("speed-up over DDP, equal devices", median(even), ">= 1.0")
+    results.bar("prediction error of the step time", abs(error), "<= 0.10")
+    return results.write(options.json)
+
+
+def report(results: Results, devices: str, measured: dict[str, Any]) -> None:
+    for way in ("planned", "equal shares", "DDP", "alone"):
+        if way in measured:
+            results.row(f"{devices}: {way}", step_s=spread(measured[way]))
+
+
+def ratios(measured: dict[str, Any], way: str, base: str) -> list[float]:
+    """Round by round, so that what slows the machine down cancels out."""
+    return [a / b for a, b in zip(measured[way], measured[base], strict=True)]
+
+
+def emulated(speeds: tuple[float, ...], ways: list[str], rounds: int, steps: int, budget_s: float) -> dict[str, Any]:
+    """Run this file once for each speed under emulation, and read what rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "measured.json"
+        command = [
+            sys.executable,
+            "-m",
+            "heterodyne",
+            "emulate",
+            "--speeds",
+            ",".join(map(str, speeds)),
+            "--",
+            sys.executable,
+            __file__,
+        ]
+        command += ["--worker", "--out", str(out), "--ways", *ways]
+        command += ["--rounds", str(rounds), "--steps", str(steps), "--budget", str(budget_s)]
+        subprocess.run(command, check=True)
+        return json.loads(out.read_text())
+
+
+def worker(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import heterodyne as hd
+    from heterodyne.job import OptimizerSection
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    from gpt import build
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return build(length=LENGTH, width=384, layers=6, heads=6)
+
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 256, (BATCH, LENGTH), generator=generator)
+    batch = {"input_ids": tokens, "labels": tokens}
+    section = OptimizerSection(lr=1e-4)
+
+    with hd.open_session() as session:
+        made: dict[str, hd.Distributed] = {}
+        profile = None
+        for way, plan in (("planned", "auto"), ("equal shares", "equal")):
+            if way in options.ways:
+                made[way] = hd.distribute(
+                    model(), batch, optimizer=section, plan=plan, clip_grad_norm=CLIP, session=session, profile=profile,
+                    measure_budget_s=options.budget,
+                )  # fmt: skip
+                profile = made[way].profile
+        planned = made["planned"]
+        if session.rank == 0:
+            print(planned.explain(), flush=True)
+        micro_batches = planned.plan.pipelines[session.rank].micro_batches  # all devices have a share here
+        samples = micro_batches.samples
+
+        def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+
+        module = model()
+        ddp = DistributedDataParallel(module)
+        ddp_optimizer = optimizer_of(module)
+        mine = tokens[session.rank * BATCH // session.world_size : (session.rank + 1) * BATCH // session.world_size]
+
+        def ddp_step() -> None:
+            ddp_optimizer.zero_grad()
+            ddp(input_ids=mine, labels=mine).backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+            ddp_optimizer.step()
+
+        lonely = model()
+        lonely_optimizer = optimizer_of(lonely)
+
+        def alone_step() -> None:
+            lonely_optimizer.zero_grad()
+            for first, size in micro_batches.offsets():
+                part = tokens[first : first + size]
+                (lonely(input_ids=part, labels=part) * (size / samples)).backward()
+            torch.nn.utils.clip_grad_norm_(lonely.parameters(), CLIP)
+            lonely_optimizer.step()
+
+        run: dict[str, Callable[[], object]] = {way: (lambda d=d: d.step(batch)) for way, d in made.items()}
+        run |= {"DDP": ddp_step, "alone": alone_step}
+        seconds: dict[str, list[float]] = {way: [] for way in options.ways}
+        ideal: list[float] = []
+        for number in range(options.rounds + 1):
+            for way in options.ways:
+                dist.barrier()
+                started = time.perf_counter()
+                for _ in range(options.steps if number else 1):
+                    run[way]()
+                own = (time.perf_counter() - started) / options.steps
+                dist.barrier()
+                whole = (time.perf_counter() - started) / options.steps
+                if not number:
+                    continue  # the first round warms up
+                seconds[way].append(whole)
+                if way == "alone":
+                    ideal.append(sum(session.communicator.all_gather_object(samples / own)))
+                if session.rank == 0:
+                    print(f"round {number}/{options.rounds} {way}: {whole:.3f} s a step", flush=True)
+        if session.rank == 0:
+            predicted = planned.plan.predicted
+            assert predicted is not None
+            shares = [str(p.micro_batches) for p in planned.plan.pipelines]
+            facts = {
+                "predicted step_s": predicted.step_s,
+                "predicted efficiency": predicted.efficiency,
+                "shares": shares,
+            }
+            Path(options.out).write_text(json.dumps({**seconds, "ideal samples/s": ideal, **facts}))
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--worker", action="store_true")
+        parser.add_argument("--out")
+        parser.add_argument("--ways", nargs="+")
+        parser.add_argument("--rounds", type=int)
+        parser.add_argument("--steps", type=int)
+        parser.add_argument("--budget", type=float)
+        worker(parser.parse_args())
+    else:
+        sys.exit(main())
