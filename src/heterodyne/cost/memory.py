@@ -16,6 +16,7 @@ from heterodyne.cost.compute import WHOLE
 from heterodyne.cost.curve import Curve
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.buckets import gradient_buckets
 
 __all__ = ["DeviceMemory", "MemoryAssumptions", "MemoryUse"]
 
@@ -50,10 +51,12 @@ class MemoryUse:
     Args:
         parameters: parameters and buffers, and their bf16 copies that autocast keeps.
         gradients, optimizer: of the trainable parameters.
-        buckets: flat copies of gradients on their way, at most all of them at once.
+        buckets: gradients on their way. They live in flat buckets and are reduced in place; twice the largest bucket is
+            counted on top: what autograd hands over before it is copied in, and what the collective works in.
         activations: what one micro-batch keeps from forward to backward; 0 without one.
         workspace: what comes and goes inside an op on top of that.
-        update: what comes and goes inside the optimizer step, when activations and workspace are gone.
+        update: what comes and goes inside clipping and the optimizer step, when activations and workspace are gone. Both work in
+            place; one more copy of the largest parameter is counted.
         lost: to the allocator.
         context: the framework itself.
     """
@@ -150,15 +153,17 @@ class DeviceMemory:
         autocast = 2 * self.graph.parameter_count if self.recipe.precision == "bf16" else 0
         parameters = self.graph.parameter_bytes + self.graph.buffer_bytes + autocast
         optimizer = self.recipe.states * states
-        tensors = parameters + optimizer + 2 * gradients + self.activations(size)
+        largest = max((bucket.bytes for bucket in gradient_buckets(self.graph, self.recipe.bucket_bytes)), default=0)
+        buckets = min(gradients, 2 * largest)
+        tensors = parameters + optimizer + gradients + buckets + self.activations(size)
         return MemoryUse(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
-            buckets=gradients,
+            buckets=buckets,
             activations=self.activations(size),
             workspace=self.workspace(size),
-            update=states,  # the multi-tensor optimizers keep one intermediate a parameter
+            update=max((max(p.bytes, 4 * p.numel) for p in trainable), default=0),
             lost=round(self.assumptions.fragmentation * tensors),
             context=self.assumptions.context(self.device.backend),
         )

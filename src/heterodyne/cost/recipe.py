@@ -14,12 +14,14 @@ class Recipe:
     optimizer, momentum: AdamW keeps two values a parameter, SGD one if it has momentum, else none.
     precision: ``bf16`` is autocast: parameters, gradients and optimizer stay in their own dtype.
     clip: whether gradients are clipped by their global norm.
+    bucket_bytes: gradients are reduced in buckets of about this size.
     """
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
     momentum: float = 0.9
     precision: Literal["fp32", "bf16"] = "fp32"
     clip: bool = True
+    bucket_bytes: int = 4 * 2**20
 
     @property
     def states(self) -> int:
@@ -30,10 +32,9 @@ class Recipe:
     def clip_to_step(self) -> float:
         """Seconds of clipping over seconds of the optimizer step, as the ratio of their memory traffic.
 
-        Clipping reads each gradient for the norm, then reads and writes it to scale it: 3 passes. An unfused AdamW (PyTorch's
-        loop over tensors) makes 20: decay 2, first moment 3, second moment 2 + 3, square root 2, division 2, epsilon 2, update 4.
-        SGD with momentum makes 8 (decay 3, momentum 2 + 3, update 3 less the reuse of the gradient), without it 6.
+        Clipping reads each gradient for the norm, then reads and writes it to scale it: 3 passes. A fused AdamW reads the parameter,
+        the gradient and two moments, and writes all but the gradient: 7. A fused SGD makes 5 with momentum, 3 without.
         """
         if not self.clip:
             return 0.0
-        return 3 / {"adamw": 20, "sgd": 8 if self.momentum > 0 else 6}[self.optimizer]
+        return 3 / {"adamw": 7, "sgd": 5 if self.momentum > 0 else 3}[self.optimizer]

@@ -86,6 +86,9 @@ class CostModel:
     profile: Profile
     recipe: Recipe = field(default_factory=Recipe)
     memory: MemoryAssumptions = field(default_factory=MemoryAssumptions)
+    _uses: dict[tuple[str, int], MemoryUse] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # a search asks often
 
     @cached_property
     def compute(self) -> dict[str, Compute]:
@@ -106,6 +109,10 @@ class CostModel:
         }
 
     @cached_property
+    def _trainable_bytes(self) -> int:
+        return self.graph.trainable_bytes
+
+    @cached_property
     def collectives(self) -> Collectives:
         return Collectives(cluster=self.cluster, samples=self.profile.links)
 
@@ -117,7 +124,7 @@ class CostModel:
 
     def update_s(self, device: str) -> float:
         """Seconds of the optimizer step."""
-        return self.measured(device).optimizer_s_per_byte * self.graph.trainable_bytes
+        return self.measured(device).optimizer_s_per_byte * self._trainable_bytes
 
     def clip_s(self, device: str) -> float:
         return self.recipe.clip_to_step * self.update_s(device)
@@ -127,7 +134,10 @@ class CostModel:
         return self.update_s(device) + self.clip_s(device) + self.measured(device).step_overhead_s
 
     def memory_use(self, device: str, size: int) -> MemoryUse:
-        return self.device_memory[device].use(size)
+        """Bytes of a device that runs micro-batches of up to ``size`` samples."""
+        if (device, size) not in self._uses:
+            self._uses[device, size] = self.device_memory[device].use(size)
+        return self._uses[device, size]
 
     def of(self, plan: Plan) -> StepCosts:
         """The costs of a plan whose pipelines have one stage on one device each."""
@@ -152,7 +162,7 @@ class CostModel:
             step_s=self.update_s(device),
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
-            activation_bytes=tuple(self.device_memory[device].activations(size) for size in sizes),
+            activation_bytes=tuple(self.memory_use(device, size).activations for size in sizes),
             fixed_bytes=use.fixed,
             workspace_bytes=use.workspace,
             update_bytes=use.update,

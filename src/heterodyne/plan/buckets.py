@@ -38,12 +38,13 @@ def gradient_buckets(graph: ModelGraph, bucket_bytes: int) -> tuple[Bucket, ...]
     ordered = sorted(trainable, key=lambda p: first_use.get(p.name, -1), reverse=True)
 
     groups: list[list[Parameter]] = []
+    filled = 0
     for parameter in ordered:
-        last = groups[-1] if groups else None
-        if last is None or last[0].dtype != parameter.dtype or sum(p.bytes for p in last) >= bucket_bytes:
-            groups.append([parameter])
-        else:
-            last.append(parameter)
+        if not groups or groups[-1][0].dtype != parameter.dtype or filled >= bucket_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(parameter)
+        filled += parameter.bytes
     return tuple(
         Bucket(
             index=index,

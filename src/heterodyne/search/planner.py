@@ -57,7 +57,7 @@ def plan(
     """
     if global_batch_size < 1 or not micro_batch_sizes or min(micro_batch_sizes) < 1:
         raise ValueError(f"batch {global_batch_size} and micro-batches {tuple(micro_batch_sizes)} must be positive")
-    recipe = Recipe(optimizer=optimizer, momentum=momentum, precision=precision, clip=clip)
+    recipe = Recipe(optimizer=optimizer, momentum=momentum, precision=precision, clip=clip, bucket_bytes=bucket_bytes)
     model = CostModel(
         graph=graph, cluster=cluster, profile=profile, recipe=recipe, memory=memory or MemoryAssumptions()
     )
@@ -71,7 +71,7 @@ def plan(
     }
     if not runs:
         raise nothing_fits(fits, optimizer, precision)
-    task = _Task(model=model, runs=runs, samples=global_batch_size, bucket_bytes=bucket_bytes)
+    task = _Task(model=model, runs=runs, samples=global_batch_size)
     candidates = task.candidates(strategy)
     if given is None:
         chosen = _choose(candidates, strategy)
@@ -140,7 +140,6 @@ class _Task:
     model: CostModel
     runs: Mapping[str, Runs]
     samples: int
-    bucket_bytes: int
 
     def candidates(self, strategy: Strategy) -> tuple[Candidate, ...]:
         """Everything weighed. Under a fixed count of micro-batches, of the smallest count with which what is asked for can be."""
@@ -188,7 +187,7 @@ class _Task:
             cluster=cluster.fingerprint,
             global_batch_size=self.samples,
             precision=self.model.recipe.precision,
-            bucket_bytes=self.bucket_bytes,
+            bucket_bytes=self.model.recipe.bucket_bytes,
             pipelines=tuple(
                 Pipeline(
                     micro_batches=micro_batches,

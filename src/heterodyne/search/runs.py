@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from heterodyne.plan.micro_batches import MicroBatches
@@ -27,6 +28,11 @@ class Runs:
     sizes: tuple[int, ...]
     fixed_s: float = 0.0
 
+    @cached_property
+    def _times(self) -> tuple[float, ...]:
+        """Seconds of a micro-batch of each size from 0 to the largest; a table asks for each many times."""
+        return tuple(self.seconds(size) for size in range(self.largest + 1))
+
     @property
     def largest(self) -> int:
         return max(self.sizes)
@@ -45,7 +51,7 @@ class Runs:
 
     def compute_s(self, micro_batches: MicroBatches) -> float:
         """Seconds of forward and backward of those micro-batches."""
-        return sum(self.seconds(size) for size in micro_batches.sizes)
+        return sum(self._times[size] for size in micro_batches.sizes)
 
     def table(self, samples: int) -> list[float]:
         """Seconds of a step for 0 to ``samples`` samples, non-decreasing. A device without a share is left out, so 0 takes nothing."""
@@ -60,7 +66,7 @@ class Runs:
 
     def _of_size(self, samples: int, size: int) -> float:
         whole, rest = divmod(samples, size)
-        return whole * self.seconds(size) + self.seconds(rest)
+        return whole * self._times[size] + self._times[rest]
 
     def _rising(self, values: Iterable[float]) -> list[float]:
         """With the fixed seconds added, and without falls in the last digit, which the order of additions can make."""
