@@ -49,6 +49,8 @@ class Planned:
         cluster: what it was planned for.
         rates: samples/s of each device computing for itself (see `search.planner.own_rates`); 0 for one that cannot hold the model.
         compute_s: seconds of forward and backward of the share of each device in the plan.
+        composition: seconds of the model over the seconds of its blocks one by one, at the largest micro-batch of each device in the
+            plan; 1 where the model was not measured in one piece. Far from 1, the blocks tell little about the whole.
         memory: of each device in the plan, part by part.
         unfit: for each device that cannot hold the model, why, with what would help.
     """
@@ -60,6 +62,7 @@ class Planned:
     cluster: Cluster
     rates: Mapping[str, float]
     compute_s: Mapping[str, float]
+    composition: Mapping[str, float]
     memory: Mapping[str, MemoryUse]
     unfit: Mapping[str, str]
 

@@ -94,6 +94,7 @@ def plan(
         cluster=cluster,
         rates=own_rates(model, final, runs),
         compute_s={device: sum(map(model.compute[device].micro_batch_s, m.sizes)) for device, m in sizes.items()},
+        composition={d: model.compute[d].composition(max(m.sizes, default=1)) for d, m in sizes.items()},
         memory={device: model.memory_use(device, max(m.sizes, default=0)) for device, m in sizes.items()},
         unfit={fit.device.id: fit.say() for fit in fits if not fit.sizes},
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +82,21 @@ def test_the_paragraph_tells_shares_step_memory_reason_and_who_is_idle() -> None
     assert "Memory is tightest on n0/cpu:" in text
     assert f"Why: {made.plan.reason}." in text
     assert "Idle: n0/cpu:3 has 1 MiB and needs" in text
+
+
+def test_what_the_sum_of_blocks_leaves_out_is_kept() -> None:
+    machines = cluster(1)
+    measured = profile(MODEL, machines, [linear(1.0)])
+    assert dict(plan(MODEL, machines, measured, global_batch_size=4).composition) == pytest.approx({"n0/cpu:0": 1.0})
+    (device,) = measured.devices.values()
+    whole = tuple(
+        replace(s, forward_s=0.8 * s.micro_batch_size / 3, backward_s=1.6 * s.micro_batch_size / 3)
+        for s in device.blocks["head"]
+    )
+    faster = replace(measured, devices={"n0/cpu:0": replace(device, blocks={**device.blocks, "*": whole})})
+    planned = plan(MODEL, machines, faster, global_batch_size=4)
+    assert dict(planned.composition) == pytest.approx({"n0/cpu:0": 0.8})
+    assert planned.simulation.step_s == pytest.approx(0.8 * 4)
 
 
 def test_one_device_has_no_alternative() -> None:
