@@ -24,7 +24,7 @@ from heterodyne.processes.guardian import guarded, kill_marked
 from heterodyne.processes.mark import marked_environment, new_mark
 from heterodyne.processes.port import reserve_port
 from heterodyne.processes.signals import StopRequest, stop_requests
-from heterodyne.processes.status import GAVE_UP_ON_A_PEER, describe_exit, shell_status
+from heterodyne.processes.status import GAVE_UP_ON_A_PEER, TOLD, describe_exit, shell_status
 
 __all__ = ["WorkerSpec", "launch_workers", "to_standard_error"]
 
@@ -190,19 +190,25 @@ def _wait(
     remaining = [worker for worker in workers if worker.returncode is None]
     _signal(remaining, signal.SIGTERM)
     _wait_for(remaining, grace_s, lambda: False)
-    say(_report(culprit, status, len(remaining)))
+    if not (culprit.rank == 0 and status == TOLD):  # its message is what the user should read, and stands there already
+        say(_report(culprit, status, len(remaining)))
     return shell_status(status)
 
 
 def _culprit(workers: Sequence[_Worker]) -> _Worker:
-    """The worker that failed of itself; if all that failed blame another, wait a moment for the other's own end."""
+    """The worker that failed of itself; if all that failed blame another, wait a moment for the other's own end.
+
+    An error that is told (a mistake in a file, say) is often every rank's: then rank 0, which has the terminal, gets the same moment.
+    """
     until = time.monotonic() + _CULPRIT_S
     while True:
         failed = [worker for worker in workers if worker.returncode]
         own_fault = [worker for worker in failed if worker.returncode != GAVE_UP_ON_A_PEER]
-        if own_fault:  # one that was killed comes first: those that miss it fail a moment later
-            return min(own_fault, key=lambda worker: (worker.returncode or 0) > 0)
-        if time.monotonic() > until or len(failed) == len(workers):
+        told = bool(own_fault) and all(worker.returncode == TOLD for worker in own_fault)
+        if own_fault and not (told and workers[0].returncode is None and time.monotonic() < until):
+            # One that was killed comes first: those that miss it fail a moment later.
+            return min(own_fault, key=lambda worker: ((worker.returncode or 0) > 0, worker.rank))
+        if not own_fault and (time.monotonic() > until or len(failed) == len(workers)):
             return failed[0]
         time.sleep(_POLL_S)
 

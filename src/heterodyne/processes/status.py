@@ -6,10 +6,13 @@ import signal
 
 from heterodyne.errors import HeterodyneError, WorkerError
 
-__all__ = ["GAVE_UP_ON_A_PEER", "describe_exit", "shell_status", "worker_exit_status"]
+__all__ = ["GAVE_UP_ON_A_PEER", "TOLD", "describe_exit", "shell_status", "worker_exit_status"]
 
 GAVE_UP_ON_A_PEER = 71
 """Exit status of a worker that is well itself and ends because another one died or hangs (EX_OSERR of sysexits.h)."""
+
+TOLD = 2
+"""Exit status of a worker that ends with an error that it has told in a message for people."""
 
 
 def shell_status(returncode: int) -> int:
@@ -33,4 +36,4 @@ def worker_exit_status(error: BaseException, rank: int) -> int:
         return shell_status(-signal.SIGINT)
     if isinstance(error, WorkerError) and error.rank is not None and error.rank != rank:
         return GAVE_UP_ON_A_PEER
-    return 2 if isinstance(error, HeterodyneError) else 1
+    return TOLD if isinstance(error, HeterodyneError) else 1

@@ -224,7 +224,8 @@ class Trainer:
         batches = self._data.validation_batches(self._job.training.validation_samples)
         if not batches:
             return
-        sums, counts = zip(*(self._worker.evaluate_sum(batch) for batch in batches), strict=True)
+        with self._phase("validating"):
+            sums, counts = zip(*(self._worker.evaluate_sum(batch) for batch in batches), strict=True)
         loss = math.fsum(sums) / math.fsum(counts)
         self._validation = Validation(step=self._done, validation_loss=loss, time_s=time.time())
         for sink in sinks:
