@@ -113,7 +113,7 @@ def export(model: nn.Module, example: Example) -> Traced:
 
 def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: int, strict: bool) -> ExportedProgram:
     dims = tuple({0: Dim.DYNAMIC} if follows else {} for follows in example.follows)
-    with torch.enable_grad(), _quiet():
+    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), _quiet():  # annotations are kept as node meta
         return torch.export.export(wrapped, (example.fake(mode, size),), dynamic_shapes=(dims,), strict=strict)
 
 

@@ -5,7 +5,8 @@ formulas of `torch.utils.flop_counter`; moving data counts nothing; every other 
 writes (or reads, if it reduces), which is right in order of magnitude and small beside the contractions.
 
 The backward of a contraction has one contraction of the same size for each operand that needs a gradient. Fused
-attention computes its scores once more on the way back: five products in place of two.
+attention computes its scores once more on the way back: five products for two, where four would do; with a mask that learns it
+is not fused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from heterodyne.capture.arguments import operator_name
+from heterodyne.capture.arguments import argument, operator_name
 from heterodyne.capture.sizes import size_of
 from heterodyne.errors import CaptureError
 from heterodyne.graph import Size
@@ -49,14 +50,16 @@ def flops(node: fx.Node, differentiable: Callable[[fx.Node], bool]) -> tuple[Siz
     rule = _CONTRACTIONS.get(name)
     if rule is not None:
         forward, operands = rule(node)
-        needed = sum(differentiable(operand) for operand in operands)
+        needed = sum(map(differentiable, operands)) if differentiable(node) else 0
         if name in _ATTENTION:
-            return forward, forward * 2.5 if needed else ZERO
+            mask = argument(node, "attn_mask")
+            fused = not (isinstance(mask, fx.Node) and differentiable(mask))
+            return forward, _halves(forward, 5 if fused else 4) if needed else ZERO
         return forward, forward * needed
     if name in _MOVES:
         return ZERO, ZERO
-    read = max((_numel(n.meta["val"]) for n in node.all_input_nodes if _is_tensor(n)), key=_at_one, default=ZERO)
-    work = max(read, written, key=_at_one)
+    read = max((_numel(n.meta["val"]) for n in node.all_input_nodes if _is_tensor(n)), key=_at_two, default=ZERO)
+    work = max(read, written, key=_at_two)
     gradients = any(differentiable(n) for n in node.all_input_nodes) and differentiable(node)
     return work, work if gradients else ZERO
 
@@ -123,7 +126,7 @@ def _einsum(node: fx.Node) -> Counted:
     terms, _, result = equation.partition("->")
     indices = terms.split(",")
     if "." in equation or len(operands) == 1:
-        return max((_numel(n.meta["val"]) for n in operands), key=_at_one), operands
+        return max((_numel(n.meta["val"]) for n in operands), key=_at_two), operands
     sizes = {
         i: size_of(s)
         for term, n in zip(indices, operands, strict=True)
@@ -195,6 +198,11 @@ def _written(node: fx.Node) -> Size:
     return Size.total(_numel(v) for v in values if isinstance(v, Tensor))
 
 
-def _at_one(size: Size) -> float:
+def _halves(size: Size, count: int) -> Size:
+    """That many halves, in whole numbers: a contraction is an even number of operations."""
+    return Size(tuple(int(c) * count // 2 for c in size.coefficients))
+
+
+def _at_two(size: Size) -> float:
     """Sizes are compared at a batch of 2: 1 would hide what grows with the square."""
     return size(2)

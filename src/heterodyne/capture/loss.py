@@ -195,6 +195,8 @@ class _Walk:
         (source, *others) = [n for n in node.all_input_nodes if tensors_of(n)]
         if not any(self._follows(n) for n in (source, *others)):
             return self._combined(node, [source]) if not others else None
+        if any(_degree(t) > 1 for t in tensors_of(source)):
+            raise self._coupled(source)
         if mean and not _proportional(_numel(source)):
             return None
         kind = _SAMPLES if mean else _SUM
@@ -248,17 +250,22 @@ class _Walk:
     # ---- what must not be -----------------------------------------------------------------------------------------
 
     def refuse_coupling(self, observed: dict[fx.Node, Observed]) -> None:
-        """Raise CaptureError if an op before the loss lets the samples of a batch see each other."""
+        """Raise CaptureError if an op lets the samples of a batch see each other: one that is not part of the loss's own average
+        and gives each pair of samples something, or all samples one thing."""
         for node in self._traced.ops:
-            if node in self._passed or node not in self._from_batch or "batch_norm" in operator_name(node):
+            if node not in self._from_batch or "batch_norm" in operator_name(node):
                 continue
             tensors = [t for t, flows in zip(tensors_of(node), observed[node].differentiable, strict=True) if flows]
             reads_samples = any(self._follows(n) for n in node.all_input_nodes if n in self._from_batch)
-            if any(_degree(t) > 1 or (reads_samples and _degree(t) == 0) for t in tensors):
-                raise CaptureError(
-                    f"{self._place(node)}{node.target} makes the samples of a batch depend on each other, and the devices each see only "
-                    "their own samples. Average over the samples only in the loss; BatchNorm is the one exception that is known."
-                )
+            mixed = reads_samples and node not in self._passed and any(_degree(t) == 0 for t in tensors)
+            if mixed or any(_degree(t) > 1 for t in tensors):
+                raise self._coupled(node)
+
+    def _coupled(self, node: fx.Node) -> CaptureError:
+        return CaptureError(
+            f"{self._place(node)}{node.target} makes the samples of a batch depend on each other, and the devices each see only "
+            "their own samples. Average over the samples only in the loss; BatchNorm is the one exception that is known."
+        )
 
     def _follows(self, node: fx.Node) -> bool:
         """Whether a node's shape grows with the batch."""
