@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heterodyne.graph.ir import Block, Input, Loss, ModelGraph, Op, Parameter, TensorSpec
-from heterodyne.graph.size import ZERO, Size
+from heterodyne.capture import trace
+from heterodyne.graph.ir import ModelGraph
 
-NAMES = ("gpt", "llama", "gpt2", "bert", "resnet", "mixed")
+NAMES = ("gpt", "sum", "llama", "gpt2", "bert", "resnet", "mixed")
+MIXING = ("resnet", "mixed")  # those with BatchNorm
+
+
+SHIFTING = ("llama", "gpt2")  # predict each label from the tokens before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,76 +29,37 @@ class Case:
     batch: dict[str, Tensor]
 
     def count(self, part: Mapping[str, Tensor]) -> float:
-        """What a mean over tokens counts."""
+        """What the loss divides by, counted by hand."""
         labels = part["labels"]
-        shifted = labels[:, 1:] if type(self.module).__name__ in SHIFTING else labels
-        return float((shifted != -100).sum())
+        return float(((labels[:, 1:] if self.graph.name in SHIFTING else labels) != -100).sum())
 
 
-SHIFTING = ("TinyGPT", "LlamaForCausalLM", "GPT2LMHeadModel")
+def build(graph: ModelGraph, samples: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Case:
+    """The case of that graph with a global batch of that many samples; the same in every process."""
+    module, batch = _make(graph.name, samples, seed)
+    module = module.train().to(dtype)
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    return Case(module=module, graph=graph, batch=batch)
 
 
-def build(name: str, samples: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Case:
-    """The case of that name with a global batch of that many samples; the same in every process."""
+def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(seed)
-    module, batch, facts = {
+    return {
         "gpt": _gpt,
         "llama": _llama,
         "gpt2": _gpt2,
         "bert": _bert,
         "resnet": _resnet,
         "mixed": _mixed,
+        "sum": _sum,
     }[name](samples)
-    module = module.train().to(dtype)
-    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    return Case(module=module, graph=graph_of(module, batch, **facts), batch=batch)
 
 
-def graph_of(
-    module: nn.Module,
-    batch: Mapping[str, Tensor],
-    *,
-    loss: Loss,
-    batch_statistics: tuple[str, ...] = (),
-    random: tuple[str, ...] = (),
-) -> ModelGraph:
-    """As capture would have it, but with one op a parameter, in the order of the modules."""
-    named = list(module.named_parameters(remove_duplicate=False))
-    parameters = []
-    for name, p in module.named_parameters():
-        aliases = tuple(other for other, q in named if q is p and other != name)
-        dtype = str(p.dtype).removeprefix("torch.")
-        parameters.append(
-            Parameter(name=name, shape=tuple(p.shape), dtype=dtype, trainable=p.requires_grad, aliases=aliases)
-        )
-    ops = tuple(_op(f"op{i}", (p.name,)) for i, p in enumerate(parameters))
-    return ModelGraph(
-        name=type(module).__name__,
-        inputs=tuple(
-            Input(
-                name=name,
-                spec=TensorSpec(
-                    shape=(Size.per_sample(1), *map(Size.of, t.shape[1:])), dtype=str(t.dtype).removeprefix("torch.")
-                ),
-                batch_dim=0,
-            )
-            for name, t in batch.items()
-        ),
-        parameters=tuple(parameters),
-        buffers=(),
-        ops=ops,
-        blocks=(Block(index=0, name="all", kind="all", start=0, stop=len(ops)),),
-        loss=loss,
-        batch_statistics=batch_statistics,
-        random=random,
-    )
-
-
-def _op(name: str, parameters: tuple[str, ...]) -> Op:
-    return Op(
-        name=name, target="aten.linear.default", inputs=(), parameters=parameters, outputs=(), module="", source="",
-        flops_forward=ZERO, flops_backward=ZERO, bytes_read=ZERO, bytes_written=ZERO, bytes_saved=ZERO,
-    )  # fmt: skip
+@functools.cache
+def captured(name: str) -> ModelGraph:
+    """What `capture` says of a case; its size does not matter. Slow once, so jobs on workers are given it."""
+    module, batch = _make(name, 4, 0)
+    return trace(module.train(), batch, name=name).graph
 
 
 class TinyGPT(nn.Module):
@@ -117,7 +82,19 @@ class TinyGPT(nn.Module):
         query, key, value = self.qkv(self.norm(hidden)).unsqueeze(1).chunk(3, -1)
         hidden = hidden + self.scale * self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0])
         logits = self.head(hidden)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none").mean()
+
+
+class Summed(nn.Module):
+    """A loss that is a sum over the samples, returned first of a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, points: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.layers(points).squeeze(-1)
+        return F.mse_loss(found, targets, reduction="sum"), found
 
 
 class Mixed(nn.Module):
@@ -135,12 +112,12 @@ class Mixed(nn.Module):
         return {"loss": F.cross_entropy(F.dropout(self.head(hidden), 0.1, self.training), labels)}
 
 
-def _gpt(samples: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, object]]:
+def _gpt(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     ids = torch.randint(0, 23, (samples, 8))
-    return TinyGPT(), {"input_ids": ids, "labels": ids}, {"loss": Loss(reduction="mean")}
+    return TinyGPT(), {"input_ids": ids, "labels": ids}
 
 
-def _llama(samples: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, object]]:
+def _llama(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -148,19 +125,20 @@ def _llama(samples: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, object
         num_key_value_heads=2, max_position_embeddings=16,
     )  # fmt: skip
     ids = torch.randint(0, 29, (samples, 8))
-    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, {"loss": Loss(reduction="mean")}
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
-def _gpt2(samples: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, object]]:
+def _gpt2(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=29, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    config = GPT2Config(
+        vocab_size=29, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
+    )
     ids = torch.randint(0, 29, (samples, 8))
-    facts = {"loss": Loss(reduction="mean"), "random": ("dropout",)}
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}, facts
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
 
 
-def _bert(samples: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, object]]:
+def _bert(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -173,36 +151,26 @@ def _bert(samples: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, object]
     labels[-1, 0] = 3
     mask = torch.ones(samples, 8, dtype=torch.long)
     mask[1::2, 6:] = 0
-    facts = {"loss": Loss(reduction="mean", count="tokens"), "random": ("dropout",)}
-    return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask, "labels": labels}, facts
+    return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def _resnet(samples: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, object]]:
+def _resnet(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
         embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=5, num_channels=3
     )
     batch = {"pixel_values": torch.randn(samples, 3, 16, 16), "labels": torch.randint(0, 5, (samples,))}
-    return (
-        ResNetForImageClassification(config),
-        batch,
-        {"loss": Loss(reduction="mean"), "batch_statistics": ("batch_norm",)},
-    )
+    return ResNetForImageClassification(config), batch
 
 
-def _mixed(samples: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, object]]:
+def _mixed(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     labels = torch.randint(0, 5, (samples, 4, 4))
     labels = labels.masked_fill(torch.rand(samples, 4, 4) < 0.4, -100)
     labels[0] = -100
     labels[-1, 0, 0] = 1
-    facts = {
-        "loss": Loss(reduction="mean", count="tokens"),
-        "batch_statistics": ("batch_norm",),
-        "random": ("dropout",),
-    }
-    return Mixed(), {"pixels": torch.randn(samples, 3, 4, 4) + 5.0, "labels": labels}, facts
+    return Mixed(), {"pixels": torch.randn(samples, 3, 4, 4) + 5.0, "labels": labels}
 
 
-def without_dropout(graph: ModelGraph) -> ModelGraph:
-    return dataclasses.replace(graph, random=())
+def _sum(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return Summed(), {"points": torch.randn(samples, 4), "targets": torch.randn(samples)}

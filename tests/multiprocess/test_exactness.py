@@ -7,8 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.verify import compare, one_device_gradients
-from multiprocess.models import NAMES, build
+from multiprocess.models import MIXING, NAMES, build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.work import Shares, copied, worker_of
 
@@ -17,11 +18,11 @@ SEED, STEP = 5, 3
 
 
 def errors_of(
-    world: World, name: str, shares: Shares, bucket_bytes: int, dtype: torch.dtype
+    world: World, graph: ModelGraph, shares: Shares, bucket_bytes: int, dtype: torch.dtype
 ) -> list[tuple[str, float]]:
     """One step under the plan against one device, as each active rank sees it: the largest errors."""
     samples = sum(sum(sizes) for sizes in shares if sizes is not None)
-    case = build(name, samples, dtype=dtype)
+    case = build(graph, samples, dtype=dtype)
     worker = worker_of(world, case, shares, bucket_bytes=bucket_bytes, seed=SEED)
     buffers = {n: b.clone() for n, b in case.module.named_buffers()}
     loss, gradients = worker.gradients(case.batch, STEP)
@@ -71,26 +72,26 @@ quick = settings(
 )
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("resnet", "mixed")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in MIXING])
 @quick
 @given(shares=plans(), bucket_bytes=st.sampled_from([1, 3000, 2**22]))
 def test_loss_and_gradients_are_those_of_one_device(pool: Pool, name: str, shares: Shares, bucket_bytes: int) -> None:
-    for errors in pool.run(len(shares), errors_of, name, shares, bucket_bytes, torch.float32):
+    for errors in pool.run(len(shares), errors_of, captured(name), shares, bucket_bytes, torch.float32):
         assert all(error <= BAR for _, error in errors), errors
 
 
-@pytest.mark.parametrize("name", ["resnet", "mixed"])
+@pytest.mark.parametrize("name", MIXING)
 @quick
 @given(shares=plans_of_equal_counts(), bucket_bytes=st.sampled_from([1, 3000, 2**22]))
 def test_batch_norm_sees_the_micro_batch_of_all_ranks(pool: Pool, name: str, shares: Shares, bucket_bytes: int) -> None:
-    for errors in pool.run(len(shares), errors_of, name, shares, bucket_bytes, torch.float32):
+    for errors in pool.run(len(shares), errors_of, captured(name), shares, bucket_bytes, torch.float32):
         assert all(error <= BAR for _, error in errors), errors
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_in_double_precision_only_rounding_is_left(pool: Pool, name: str) -> None:
     shares = ((3, 2), (1, 1), (), None, (2, 4))
-    for errors in pool.run(5, errors_of, name, shares, 2000, torch.float64):
+    for errors in pool.run(5, errors_of, captured(name), shares, 2000, torch.float64):
         (_, of_loss), *of_gradients = errors
         assert of_loss <= 1e-7  # Transformers computes losses in single precision
         assert all(error <= 1e-12 for _, error in of_gradients), errors

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from heterodyne.errors import DataError
+from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.runtime.optimizer import learning_rate, make_optimizer
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.verify import compare, one_device_gradients
-from multiprocess.models import NAMES, build
+from multiprocess.models import MIXING, NAMES, build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.work import Shares, cluster_of, plan_of, worker_of
 
@@ -35,21 +36,25 @@ def stored(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-def train(world: World, name: str, shares: Shares, section: OptimizerSection, clip: float) -> tuple[list[float], Any]:
+def train(
+    world: World, graph: ModelGraph, shares: Shares, section: OptimizerSection, clip: float
+) -> tuple[list[float], Any]:
     """Losses and what is stored in the end, on every rank."""
-    case = build(name, samples_of(shares))
+    case = build(graph, samples_of(shares))
     worker = worker_of(world, case, shares, optimizer=section, clip=clip)
     losses = [worker.step(case.batch).loss for _ in range(STEPS)]
     worker.state_dict()  # ranks without samples are given what the others have
     return losses, stored(case.module)
 
 
-def train_on_one_device(name: str, shares: Shares, section: OptimizerSection, clip: float) -> tuple[list[float], Any]:
+def train_on_one_device(
+    graph: ModelGraph, shares: Shares, section: OptimizerSection, clip: float
+) -> tuple[list[float], Any]:
     """The same by hand: PyTorch's optimizer on the gradients of one device."""
-    case = build(name, samples_of(shares))
+    case = build(graph, samples_of(shares))
     cluster = cluster_of(len(shares))
     # Of the plan only the micro-steps matter here: what is one batch to BatchNorm is part of the mathematics.
-    placement = Placement.of(plan_of(case.graph, cluster, shares), cluster)
+    placement = Placement.of(plan_of(graph, cluster, shares), cluster)
     parameters = dict(case.module.named_parameters())
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     optimizer = make_optimizer(section, trained)
@@ -80,9 +85,9 @@ def train_on_one_device(name: str, shares: Shares, section: OptimizerSection, cl
 @pytest.mark.parametrize(("section", "clip"), [(ADAMW, 0.5), (SGD, 0.0)], ids=["adamw, clipped", "sgd"])
 @pytest.mark.parametrize("name", NAMES)
 def test_training_ends_where_one_device_ends(pool: Pool, name: str, section: OptimizerSection, clip: float) -> None:
-    shares = SHARES if name in ("resnet", "mixed") else WITH_EMPTY
-    expected_losses, expected = train_on_one_device(name, shares, section, clip)
-    results = pool.run(len(shares), train, name, shares, section, clip)
+    shares = SHARES if name in MIXING else WITH_EMPTY
+    expected_losses, expected = train_on_one_device(captured(name), shares, section, clip)
+    results = pool.run(len(shares), train, captured(name), shares, section, clip)
     for losses, found in results:
         assert losses == pytest.approx(expected_losses, rel=1e-5)
         # Parameters and running statistics, each relative to its own norm.
@@ -92,8 +97,8 @@ def test_training_ends_where_one_device_ends(pool: Pool, name: str, section: Opt
 
 @pytest.mark.parametrize("name", ["gpt2", "mixed"])
 def test_two_runs_are_equal_bit_for_bit_and_so_are_all_ranks(pool: Pool, name: str) -> None:
-    first = pool.run(3, train, name, SHARES, ADAMW, 0.5)
-    second = pool.run(3, train, name, SHARES, ADAMW, 0.5)
+    first = pool.run(3, train, captured(name), SHARES, ADAMW, 0.5)
+    second = pool.run(3, train, captured(name), SHARES, ADAMW, 0.5)
     for losses, found in [*first, *second]:
         assert losses == first[0][0]
         for key, value in first[0][1].items():
@@ -101,14 +106,14 @@ def test_two_runs_are_equal_bit_for_bit_and_so_are_all_ranks(pool: Pool, name: s
             assert torch.equal(found[key], value), key
 
 
-def go_on(world: World, name: str, before: Shares, after: Shares) -> tuple[list[float], list[float]]:
+def go_on(world: World, graph: ModelGraph, before: Shares, after: Shares) -> tuple[list[float], list[float]]:
     """Losses undisturbed, and losses of a second model that takes over the state in the middle."""
-    case = build(name, samples_of(before))
+    case = build(graph, samples_of(before))
     worker = worker_of(world, case, before, clip=1.0)
     worker.step(case.batch)
     state = copy.deepcopy(worker.state_dict())
     losses = [worker.step(case.batch).loss for _ in range(2)]
-    other = build(name, samples_of(after), seed=1)
+    other = build(graph, samples_of(after), seed=1)
     resumed = worker_of(world, other, after, clip=1.0)
     resumed.load_state_dict(state)
     return losses, [resumed.step(case.batch).loss for _ in range(2)]
@@ -116,18 +121,18 @@ def go_on(world: World, name: str, before: Shares, after: Shares) -> tuple[list[
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_going_on_from_a_state_changes_no_bit(pool: Pool, name: str) -> None:
-    for undisturbed, resumed in pool.run(3, go_on, name, SHARES, SHARES):
+    for undisturbed, resumed in pool.run(3, go_on, captured(name), SHARES, SHARES):
         assert resumed == undisturbed
 
 
 @pytest.mark.parametrize("after", [((2, 2, 1), (6,), ()), (None, (5, 5), (1,)), ((11,), None, None)])
 def test_going_on_under_another_plan_changes_only_the_rounding(pool: Pool, after: Shares) -> None:
-    for undisturbed, resumed in pool.run(3, go_on, "gpt2", SHARES, after):
+    for undisturbed, resumed in pool.run(3, go_on, captured("gpt2"), SHARES, after):
         assert resumed == pytest.approx(undisturbed, rel=1e-5)
 
 
-def count_nothing(world: World) -> str:
-    case = build("bert", 6)
+def count_nothing(world: World, graph: ModelGraph) -> str:
+    case = build(graph, 6)
     worker = worker_of(world, case, ((4,), (2,), (), None))
     case.batch["labels"].fill_(-100)
     try:
@@ -138,34 +143,35 @@ def count_nothing(world: World) -> str:
 
 
 def test_a_batch_in_which_nothing_counts_is_refused_on_every_rank(pool: Pool) -> None:
-    for told in pool.run(4, count_nothing):
+    for told in pool.run(4, count_nothing, captured("bert")):
         assert "no sample of the global batch has a label" in told
 
 
-def evaluate_sizes(world: World, name: str, sizes: tuple[int, ...]) -> list[float]:
-    case = build(name, samples_of(WITH_EMPTY))
+def evaluate_sizes(world: World, graph: ModelGraph, sizes: tuple[int, ...]) -> list[float]:
+    case = build(graph, samples_of(WITH_EMPTY))
     worker = worker_of(world, case, WITH_EMPTY)
-    return [worker.evaluate(build(name, size).batch) for size in sizes]
+    return [worker.evaluate(build(graph, size).batch) for size in sizes]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_evaluation_is_that_of_one_device_for_a_batch_of_any_size(pool: Pool, name: str) -> None:
     sizes = (1, 2, 7, 25)
-    module = build(name, samples_of(WITH_EMPTY)).module.eval()
-    expected = [module(**build(name, size).batch).loss.item() for size in sizes]
-    for losses in pool.run(4, evaluate_sizes, name, sizes):
+    graph = captured(name)
+    module = build(graph, samples_of(WITH_EMPTY)).module.eval()
+    expected = [module(**build(graph, size).batch).loss.item() for size in sizes]
+    for losses in pool.run(4, evaluate_sizes, graph, sizes):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def start_unlike(world: World) -> dict[str, Tensor]:
+def start_unlike(world: World, graph: ModelGraph) -> dict[str, Tensor]:
     with torch.device("meta" if world.rank == 1 else "cpu"):
-        case = build("gpt", 4, seed=world.rank)
+        case = build(graph, 4, seed=world.rank)
     worker_of(world, case, ((2,), (1,), (1,)))
     assert case.module.head.weight is case.module.tokens.weight
     return stored(case.module)
 
 
 def test_every_rank_begins_with_the_weights_of_rank_0(pool: Pool) -> None:
-    expected = stored(build("gpt", 4, seed=0).module)
-    for found in pool.run(3, start_unlike):
+    expected = stored(build(captured("gpt"), 4, seed=0).module)
+    for found in pool.run(3, start_unlike, captured("gpt")):
         assert all(torch.equal(found[key], value) for key, value in expected.items())

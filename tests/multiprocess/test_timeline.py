@@ -6,18 +6,19 @@ from itertools import pairwise
 
 import torch
 
+from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.communicator import Communicator
 from heterodyne.runtime.recorder import Recorder
 from heterodyne.timeline import Timeline
-from multiprocess.models import build
+from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.work import cluster_of, worker_of
 
 SHARES = ((2, 2), (1,), (), None)
 
 
-def record(world: World, steps: int, keep: int) -> tuple[list[str], Timeline | None]:
-    case = build("gpt", 5)
+def record(world: World, graph: ModelGraph, steps: int, keep: int) -> tuple[list[str], Timeline | None]:
+    case = build(graph, 5)
     recorder = Recorder(rank=world.rank, device=torch.device("cpu"), keep_steps=keep)
     worker = worker_of(world, case, SHARES, clip=1.0, bucket_bytes=2000, recorder=recorder)
     for _ in range(steps):
@@ -29,7 +30,7 @@ def record(world: World, steps: int, keep: int) -> tuple[list[str], Timeline | N
 
 
 def test_the_timeline_holds_each_action_of_each_rank_once_a_step(pool: Pool) -> None:
-    (_, timeline), *others = results = pool.run(4, record, 3, 2)
+    (_, timeline), *others = results = pool.run(4, record, captured("gpt"), 3, 2)
     assert timeline is not None
     assert [other for _, other in others] == [None] * 3
     assert timeline.devices == ("here/cpu:0", "here/cpu:1", "here/cpu:2", "here/cpu:3")
@@ -45,7 +46,7 @@ def test_the_timeline_holds_each_action_of_each_rank_once_a_step(pool: Pool) -> 
 
 
 def test_the_update_begins_when_the_last_bucket_is_there(pool: Pool) -> None:
-    (_, timeline), *_ = pool.run(4, record, 1, 1)
+    (_, timeline), *_ = pool.run(4, record, captured("gpt"), 1, 1)
     assert timeline is not None
     for rank in range(3):
         own = [event for event in timeline.events if event.rank == rank]
@@ -55,7 +56,7 @@ def test_the_update_begins_when_the_last_bucket_is_there(pool: Pool) -> None:
 
 
 def test_a_collective_starts_at_one_moment_on_all_its_ranks(pool: Pool) -> None:
-    (_, timeline), *_ = pool.run(4, record, 1, 1)
+    (_, timeline), *_ = pool.run(4, record, captured("gpt"), 1, 1)
     assert timeline is not None
     starts: dict[str, list[float]] = {}
     for event in timeline.events:
