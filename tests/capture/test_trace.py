@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from capture.tiny_models import GPT, TOKENS, text_batch
+from capture.tiny_models import GPT, TOKENS, VOCABULARY, text_batch
 from heterodyne.capture import capture, trace
 from heterodyne.errors import CaptureError
 from heterodyne.graph import ModelGraph, Op
@@ -312,6 +313,42 @@ print(graph.parameter_count, len(graph.kinds), resource.getrusage(resource.RUSAG
     assert parameters == 70_553_706_496
     assert kinds == 3
     assert kibibytes < 4 * 2**20
+
+
+def test_what_only_the_strict_trace_understands_is_captured_too() -> None:
+    class Numpy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.from_numpy(np.abs(x.numpy()))
+            for layer in self.layers:
+                x = layer(x)
+            return x.mean()
+
+    graph = capture(Numpy(), (torch.zeros(2, 4),))
+    assert [b.name for b in graph.blocks] == ["stem", "layers.0", "layers.1", "layers.2", "head"]
+    assert [p.name for p in graph.parameters][:2] == ["layers.0.weight", "layers.0.bias"]
+
+
+def test_random_inputs_are_valid_indices() -> None:
+    captured = trace(GPT(), text_batch())
+    first, last = captured.graph.blocks[0], captured.graph.blocks[-1]
+    _, (ids,) = captured.block(first).instantiate(8, torch.device("cpu"))
+    assert isinstance(ids, Tensor)
+    assert 0 <= ids.min() < ids.max() < VOCABULARY
+    assert ids.max() > TOKENS, "bounded by the table of tokens, not that of positions"
+    _, inputs = captured.block(last).instantiate(8, torch.device("cpu"))
+    (labels,) = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point()]
+    assert 0 <= labels.min() < labels.max() < VOCABULARY
+
+
+def test_a_block_in_another_precision() -> None:
+    captured = trace(GPT(), text_batch())
+    for block in captured.graph.kinds.values():
+        module, inputs = captured.block(block).instantiate(2, torch.device("cpu"), dtype=torch.bfloat16)
+        assert {o.dtype for o in module(*inputs)} == {torch.bfloat16}
 
 
 def test_an_unused_input_is_no_obstacle() -> None:

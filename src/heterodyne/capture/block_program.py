@@ -68,9 +68,9 @@ class BlockProgram:
         """The block on a device, with random weights, and random inputs that are valid for it.
 
         Weights keep activations at their size (a variance of 1 / fan-in); indices are below what they index, other integers
-        and booleans are 1. Inputs that carry gradients require them. ``dtype`` replaces float32.
+        and booleans are 1. On the meta device there are no values. Inputs that carry gradients require them. ``dtype`` replaces float32.
         """
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
         make = _Maker(device, dtype, generator)
         root = nn.Module()
         for node in self._sources:
@@ -213,7 +213,7 @@ class _Maker:
 
     device: torch.device
     dtype: torch.dtype | None
-    generator: torch.Generator
+    generator: torch.Generator | None
 
     def weight(self, like: Tensor) -> Tensor:
         shape = tuple(int(size) for size in like.shape)

@@ -93,7 +93,7 @@ def export(model: nn.Module, example: Example) -> Traced:
     first: tuple[Exception, str | None] | None = None
     sizes = trace_sizes(example, model)
     for size, strict in ((sizes[0], False), (sizes[0], True), *((size, False) for size in sizes[1:])):
-        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
         copy = skeleton(model, mode)
         shapes: list[ShapeEnv] = []  # where torch.export notes what the trace assumed of the sizes
         wrapped = _LossOnly(copy, example.names if example.keywords else None, shapes.append)
