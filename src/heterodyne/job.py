@@ -19,8 +19,15 @@ from heterodyne.errors import JobError
 from heterodyne.units import parse_bytes
 
 __all__ = [
-    "CheckpointSection", "DataSection", "Job", "MetricsSection", "ModelSection", "OptimizerSection", "ParallelismSection", "TrainingSection",
-]  # fmt: skip
+    "CheckpointSection",
+    "DataSection",
+    "Job",
+    "MetricsSection",
+    "ModelSection",
+    "OptimizerSection",
+    "ParallelismSection",
+    "TrainingSection",
+]
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Positive = Annotated[int, Field(ge=1)]

@@ -20,7 +20,7 @@ def measure_job(job: Job, base: Path, *, cluster_file: Path | None, out: Path | 
         model = capture_job(session, job, base, open_data(session, job, base))
         profile = measure_everywhere(session, model.captured, model.whole, settings_of(job), fresh=fresh)
         if session.rank == 0:
-            show(*profile_rows(profile, model.captured.graph))
+            show(*profile_rows(profile, model.captured.graph.name))
             if out is not None:
                 profile.save(out)
                 session.say(f"wrote {out}")

@@ -48,12 +48,14 @@ class DeviceProfile:
         step_overhead_s: seconds of a step that belong to no action (reading the batch, bookkeeping).
         overlap: how much slower compute gets while a collective is in flight, as seconds of compute lost per second of
             collective: 0 where it hides completely, 1 where nothing is gained by overlapping.
+        context_bytes: what the process occupied of this device's memory before there was a model, 0 where it was not seen.
     """
 
     blocks: Mapping[str, tuple[BlockSample, ...]]
     optimizer_s_per_byte: float
     step_overhead_s: float = 0.0
     overlap: float = 0.0
+    context_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +74,13 @@ class Profile:
     """All measurements of one model on one cluster.
 
     ``key`` changes when model, devices, torch or dtype change (see `heterodyne.measure`); a profile under another key is not used.
+    ``kinds`` says for people what each kind of block is: ``layers.0 (x4)``.
     """
 
     key: str
     devices: Mapping[str, DeviceProfile]
     links: tuple[LinkSample, ...] = field(default=())
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write JSON, by way of a neighbouring file, so that a reader never sees half of it."""
@@ -108,4 +112,5 @@ class Profile:
             LinkSample(**{**link, "devices": tuple(link["devices"])})
             for link in fields["links"]  # type: ignore[attr-defined]
         )
-        return cls(key=str(fields["key"]), devices=devices, links=links)
+        kinds = {str(kind): str(name) for kind, name in fields["kinds"].items()}  # type: ignore[attr-defined]
+        return cls(key=str(fields["key"]), devices=devices, links=links, kinds=kinds)

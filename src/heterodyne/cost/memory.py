@@ -28,8 +28,8 @@ class MemoryAssumptions:
     """What no measurement of blocks tells.
 
     Args:
-        context_bytes: what the framework occupies before there is a model, for each backend. A CPU worker with torch 2.13, gloo
-            and transformers 5, after an export, occupies 357 MiB; 512 are counted.
+        context_bytes: what the framework occupies before there is a model, for each backend, where that was not measured. A CPU
+            worker with torch 2.13, gloo and transformers 5, after an export, occupies 357 MiB; 512 are counted.
         other_context_bytes: the same for a backend that is not listed: a CUDA context with cuBLAS workspace and NCCL buffers stays
             under 1 GiB.
         fragmentation: the part of the tensors' bytes that the allocator loses to rounding and gaps. PyTorch's caching
@@ -108,6 +108,12 @@ class DeviceMemory:
         sizes = sorted({size for curve in curves.values() for size in curve.sizes})
         return Curve.envelope((size, sum(curves[block.kind](size) for block in self.graph.blocks)) for size in sizes)
 
+    @property
+    def _context(self) -> int:
+        """As measured, or else as assumed."""
+        measured = 0 if self.profile is None else self.profile.context_bytes
+        return measured or self.assumptions.context(self.device.backend)
+
     def activations(self, size: int) -> int:
         """Bytes that one micro-batch of that many samples keeps from its forward to its backward."""
         if size == 0:
@@ -165,5 +171,5 @@ class DeviceMemory:
             workspace=self.workspace(size),
             update=max((max(p.bytes, 4 * p.numel) for p in trainable), default=0),
             lost=round(self.assumptions.fragmentation * tensors),
-            context=self.assumptions.context(self.device.backend),
+            context=self._context,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
@@ -204,6 +205,12 @@ class ModelGraph:
         """The parameters that a block reads, in the order of `parameters`. A tied one appears in each block that reads it."""
         read = {name for op in self.ops_of(block) for name in op.parameters}
         return tuple(p for p in self.parameters if p.name in read)
+
+    @property
+    def kind_names(self) -> dict[str, str]:
+        """For each kind the name of its first block, and how many blocks there are of it: ``layers.0 (x4)``."""
+        count = Counter(block.kind for block in self.blocks)
+        return {kind: f"{b.name} (x{count[kind]})" if count[kind] > 1 else b.name for kind, b in self.kinds.items()}
 
     @cached_property
     def kinds(self) -> dict[str, Block]:

@@ -56,6 +56,11 @@ def worker_memory(own: HostMemory, siblings: Sequence[HostMemory]) -> int:
     return round_down(min(shares))
 
 
+def host_context_bytes() -> int:
+    """What this process occupies now: interpreter, libraries, and what capturing left behind."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def round_down(size: int) -> int:
     """The seven leading binary digits: what a kernel update or a driver takes now and then does not change them."""
     unit = 1 << max(0, size.bit_length() - 7)

@@ -16,6 +16,7 @@ from heterodyne.measure.block_run import BlockProgram, Precision
 from heterodyne.measure.cache import Cache, profile_key
 from heterodyne.measure.clock import Clock
 from heterodyne.measure.confirm import changes
+from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.kernels import WHOLE, Workbench, measure_blocks, measure_optimizer
 from heterodyne.measure.links import MESSAGE_BYTES, measure_all_reduce, measure_overlap, measure_sends
 from heterodyne.measure.peers import Channel, Peers
@@ -182,6 +183,7 @@ class _Session:
         return found
 
     def _measured(self, key: str) -> Profile:
+        context = host_context_bytes() if self._request.device.type == "cpu" else 0
         blocks = self._blocks()
         trainable = [p.shape for p in self._request.graph.parameters if p.trainable]
         own = self._request.cluster.devices[self._peers.rank]
@@ -193,9 +195,9 @@ class _Session:
             most_bytes=min(_OPTIMIZER_BYTES, own.memory_bytes // 32),
         )
         links, overlap = self._links()
-        mine = DeviceProfile(blocks=blocks, optimizer_s_per_byte=optimizer, overlap=overlap)
+        mine = DeviceProfile(blocks=blocks, optimizer_s_per_byte=optimizer, overlap=overlap, context_bytes=context)
         devices = dict(zip(self._ids, self._peers.all_gather_object(mine), strict=True))
-        return Profile(key=key, devices=devices, links=links)
+        return Profile(key=key, devices=devices, links=links, kinds=self._request.graph.kind_names)
 
     def _blocks(self) -> dict[str, tuple[BlockSample, ...]]:
         """The blocks of this rank. If a rank fails, all of them fail, with its words: none is left waiting."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from heterodyne.cluster.profile import Profile
-from heterodyne.graph.ir import ModelGraph
 from heterodyne.report.rows import Column, Rows
 from heterodyne.report.words import percent, seconds
 from heterodyne.units import format_bandwidth, format_bytes
@@ -13,23 +12,19 @@ __all__ = ["profile_rows"]
 _WHOLE = "*"
 
 
-def profile_rows(profile: Profile, graph: ModelGraph) -> tuple[Rows, ...]:
+def profile_rows(profile: Profile, model: str) -> tuple[Rows, ...]:
     """One table of the blocks, one of the links."""
-    return _block_rows(profile, graph), _link_rows(profile)
+    return _block_rows(profile, model), _link_rows(profile)
 
 
-def _block_rows(profile: Profile, graph: ModelGraph) -> Rows:
-    count = {kind: sum(block.kind == kind for block in graph.blocks) for kind in graph.kinds}
-    names = {
-        kind: f"{block.name}{f' (x{count[kind]})' if count[kind] > 1 else ''}" for kind, block in graph.kinds.items()
-    }
+def _block_rows(profile: Profile, model: str) -> Rows:
     rows = []
     for device, measured in profile.devices.items():
         for kind, samples in measured.blocks.items():
             rows += [
                 (
                     device,
-                    "the whole model" if kind == _WHOLE else names.get(kind, kind),
+                    "the whole model" if kind == _WHOLE else profile.kinds.get(kind, kind),
                     str(sample.micro_batch_size),
                     seconds(sample.forward_s),
                     seconds(sample.backward_s),
@@ -39,7 +34,7 @@ def _block_rows(profile: Profile, graph: ModelGraph) -> Rows:
                 for sample in samples
             ]
     return Rows(
-        title=f"{graph.name}: forward and backward of each distinct block",
+        title=f"{model}: forward and backward of each distinct block",
         columns=(
             Column(title="device"),
             Column(title="block"),

@@ -356,7 +356,7 @@ def curve_charts(run: Run) -> list[LineChart]:
             samples = device.blocks.get(kind, ())
             sizes |= {s.micro_batch_size for s in samples}
             series += _curves(name, samples, index % SERIES)
-        title = "The whole model" if kind == _MODEL else kind
+        title = "The whole model" if kind == _MODEL else run.profile.kinds.get(kind, kind)
         charts.append(
             line_chart(
                 title,

@@ -13,40 +13,28 @@ float64, so that nothing cancels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from heterodyne.runtime.communicator import Channel
+from heterodyne.runtime.interception import Interception
 
 __all__ = ["GlobalBatchNorm"]
 
 
-class GlobalBatchNorm(TorchFunctionMode):
+class GlobalBatchNorm(Interception):
     """While active, batch norm in training takes its statistics over all ranks of ``channel``.
 
     Every rank of the channel must make the same calls in the same order, forward and backward.
     """
 
     def __init__(self, channel: Channel) -> None:
-        super().__init__()
+        super().__init__({F.batch_norm: self._batch_norm})
         self._channel = channel
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is F.batch_norm:
-            return self._batch_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
     def _batch_norm(
         self,

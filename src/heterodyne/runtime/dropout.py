@@ -14,18 +14,16 @@ but not independent of the plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.interception import Interception
 
 __all__ = ["Draws", "SampleDropout", "splitmix64"]
 
@@ -52,7 +50,7 @@ class Draws:
     calls: dict[int, int] = field(default_factory=dict)
 
 
-class SampleDropout(TorchFunctionMode):
+class SampleDropout(Interception):
     """While active (`forward`, `backward`), dropout is a function of the samples.
 
     Recomputation (`torch.utils.checkpoint`) meets the masks of its forward: a call is known again by the state of torch's
@@ -60,21 +58,21 @@ class SampleDropout(TorchFunctionMode):
     """
 
     def __init__(self, *, seed: int, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(
+            {
+                F.dropout: self._dropout,
+                torch.dropout: self._torch_dropout,
+                F.dropout1d: self._dropout_of_channels,
+                F.dropout2d: self._dropout_of_channels,
+                F.dropout3d: self._dropout_of_channels,
+                F.alpha_dropout: self._alpha_dropout,
+                F.scaled_dot_product_attention: self._attention,
+            }
+        )
         self._seed = seed
         self._device = device
         self._draws = Draws(step=0, samples=torch.zeros(0, dtype=torch.int64))
         self._positions: dict[int, Tensor] = {}
-        self._handlers: dict[Callable[..., Any], Callable[..., Any]] = {
-            F.dropout: self._dropout,
-            torch.dropout: self._torch_dropout,
-            F.dropout1d: self._dropout_of_channels,
-            F.dropout2d: self._dropout_of_channels,
-            F.dropout3d: self._dropout_of_channels,
-            F.alpha_dropout: self._alpha_dropout,
-            F.scaled_dot_product_attention: self._attention,
-            F.multi_head_attention_forward: self._multi_head_attention,
-        }
 
     def draws(self, step: int, samples: Sequence[int]) -> Draws:
         """For the micro-batch of these samples (places in the global batch) of that step."""
@@ -96,16 +94,6 @@ class SampleDropout(TorchFunctionMode):
         self._draws = draws
         with self:
             yield
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        handler = self._handlers.get(func)
-        return (handler or func)(*args, **(kwargs or {}))
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0:
@@ -158,19 +146,6 @@ class SampleDropout(TorchFunctionMode):
         weights = scores.softmax(-1) if attn_mask is None else _masked_softmax(scores, attn_mask)
         kept = self._kept(weights.shape, dropout_p).to(weights.dtype)
         return _scaled(weights, kept, dropout_p, False).to(value.dtype) @ value
-
-    def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
-        """Run its Python code with this mode still active, which a function mode otherwise is not inside what it handles."""
-        code = F.multi_head_attention_forward
-        body = FunctionType(
-            code.__code__,
-            {**code.__globals__, "has_torch_function": lambda _: False},
-            code.__name__,
-            code.__defaults__,
-            code.__closure__,
-        )
-        with self:
-            return body(*args, **kwargs)
 
     def _kept(self, shape: torch.Size, p: float) -> Tensor:
         """Which elements stay: bool of that shape, True with probability 1 - p."""

@@ -68,7 +68,8 @@ class Forward:
         if weight == 0 and self._batch_norm is None:
             return
         with self._modes(draws, "backward"):
-            loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+            # Not loss.backward, inside which a function mode is not active: see `interception`.
+            torch.autograd.backward(loss, torch.full_like(loss, weight))
 
     @contextmanager
     def _modes(self, draws: Draws | None, part: Literal["forward", "backward"]) -> Iterator[None]:

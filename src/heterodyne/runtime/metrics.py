@@ -19,18 +19,14 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-import torch
-
 from heterodyne.errors import HeterodyneError
 
-__all__ = ["MetricsFile", "StepRecord", "TensorBoard", "Validation", "peak_memory_bytes"]
+__all__ = ["MetricsFile", "StepRecord", "TensorBoard", "Validation"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,14 +121,6 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has used: of the device's memory, or, on a CPU, of the host's (the highest resident size)."""
-    if device.type != "cpu":
-        return int(torch.accelerator.max_memory_allocated(device))
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else resident * 1024
 
 
 def _length_until(path: Path, done: int) -> int:

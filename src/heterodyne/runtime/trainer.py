@@ -25,7 +25,8 @@ from heterodyne.runtime.agreement import Agreement
 from heterodyne.runtime.checkpoint import Checkpoint, Checkpoints
 from heterodyne.runtime.data import GlobalBatch, TextData
 from heterodyne.runtime.export import export_model
-from heterodyne.runtime.metrics import MetricsFile, StepRecord, TensorBoard, Validation, peak_memory_bytes
+from heterodyne.runtime.metrics import MetricsFile, StepRecord, TensorBoard, Validation
+from heterodyne.runtime.peak_memory import forget_peak_memory, peak_memory_bytes
 from heterodyne.runtime.progress import Reporter
 from heterodyne.runtime.random_state import restore_random_state
 from heterodyne.runtime.run_directory import RunDirectory
@@ -148,6 +149,7 @@ class Trainer:
     def train(self) -> Outcome:
         """Do the steps that are left. Raises CheckpointError, DataError or WorkerError; what was written before stays readable."""
         started = time.perf_counter()
+        forget_peak_memory(self._worker.device)
         sinks = self._open_sinks()
         try:
             with stop_requests() as stop:

@@ -178,6 +178,8 @@ def _result(stage: _Stage, program: Program, costs: StepCosts, steps: int) -> Si
     for rank, step, task in stage.overheads:
         if step == steps - 1:
             busy[rank] += end[task] - start[task]
+    # A rank that runs ahead into the next step shows its own pace only after many of them.
+    step_s = max([step_s, *busy])
     return Simulation(
         step_s=step_s,
         busy_s=tuple(busy),

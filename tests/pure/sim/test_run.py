@@ -115,7 +115,12 @@ def test_a_faster_link_never_makes_a_step_longer(made: StepCosts, by: float) -> 
 
 
 @given(costs())
-def test_the_period_is_steady(made: StepCosts) -> None:
+def test_the_period_is_steady_once_every_rank_waits_for_all(made: StepCosts) -> None:
+    # The last bucket is complete when the backward is over, so no rank runs ahead of the others into the next step.
+    waits = tuple(r if r is None or not r.ready else replace(r, ready=(*r.ready[:-1], 1.0)) for r in made.ranks)
+    made = replace(made, ranks=waits)
+    if not made.reduce_s:
+        return
     lowered = program(made)
     assert simulate(lowered, made, steps=5).step_s == pytest.approx(simulate(lowered, made).step_s, abs=1e-9)
 

@@ -1,0 +1,86 @@
+"""Run every benchmark and write RESULTS.md: the misses first, then tables with their spread, and the pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from results import ROOT
+
+from heterodyne.report.pictures import RatioBar, ratio_picture
+
+HERE = Path(__file__).resolve().parent
+BENCHMARKS = ("uneven_data_parallel", "convergence", "capture_large", "kill_and_resume")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="each in its quick form; RESULTS.md is not touched")
+    parser.add_argument("names", nargs="*", help=f"which ones; default all: {', '.join(BENCHMARKS)}")
+    options = parser.parse_args()
+    kept = HERE / "results"
+    kept.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.names or BENCHMARKS:
+            out = Path(folder) / f"{name}.json" if options.quick else kept / f"{name}.json"
+            quick = ["--quick"] if options.quick else []
+            print(f"== {name}", flush=True)
+            subprocess.run([sys.executable, str(HERE / f"{name}.py"), "--json", str(out), *quick], check=False)
+    if not options.quick:
+        found = [json.loads(path.read_text()) for name in BENCHMARKS if (path := kept / f"{name}.json").exists()]
+        (HERE / "RESULTS.md").write_text(page(found), encoding="utf-8")
+        pictures(found)
+    return 0
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """RESULTS.md."""
+    bars = [(run["name"], name, bar) for run in found for name, bar in run["bars"].items()]
+    bars.sort(key=lambda entry: entry[2]["ok"])
+    text = [
+        "# Results",
+        "",
+        "Written by `make bench`. Ratios are measured side by side in one run; spread: quartiles of the rounds.",
+        "",
+    ]
+    text += ["| | benchmark | bar | wanted | measured |", "|---|---|---|---|---|"]
+    text += [
+        f"| {'ok' if b['ok'] else '**miss**'} | {run} | {name} | {b['bar']} | {b['value']:.4g} |"
+        for run, name, b in bars
+    ]
+    for run in found:
+        text += ["", f"## {run['name']}", "", f"`{run['command']}` at {run['commit']} on {run['machine']}", ""]
+        text += ["| what | figures |", "|---|---|"]
+        for row in run["rows"]:
+            figures = "; ".join(f"{key} {shown(value)}" for key, value in row.items() if key != "what")
+            text.append(f"| {row['what']} | {figures} |")
+        if (ROOT / "docs" / "pictures" / f"{run['name']}.png").exists():
+            text += ["", f"![{run['name']}](../docs/pictures/{run['name']}.png)"]
+    return "\n".join(text) + "\n"
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['median']:.4g} [{value['q1']:.4g} .. {value['q3']:.4g}], n={value['n']}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def pictures(found: list[dict[str, Any]]) -> None:
+    for run in found:
+        ratios = [(row["what"], row["step_ratio"]) for row in run["rows"] if "step_ratio" in row]
+        if ratios:
+            bars = [RatioBar(name=what, value=r["median"], low=r["q1"], high=r["q3"]) for what, r in ratios]
+            ratio_picture(
+                bars,
+                ROOT / "docs" / "pictures" / f"{run['name']}.png",
+                title="Step time over that of the planned shares",
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

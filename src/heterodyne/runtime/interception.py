@@ -1,0 +1,64 @@
+"""A function mode that replaces some functions of torch while it is active, and leaves the user's modules as they are.
+
+PyTorch takes a function mode off while it handles a call. For most functions that is right; for those that are Python code and
+call what must be replaced, `Interception` runs the same code with the mode still on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Interception"]
+
+Function = Callable[..., Any]
+
+# The backward is among them for the parts of a model that are computed again in it.
+_SEEN_THROUGH: Final = (torch.autograd.backward, F.multi_head_attention_forward)
+_CHECKS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class Interception(TorchFunctionMode):
+    """While active, each function of ``handlers`` is replaced; inside a handler the mode is off."""
+
+    def __init__(self, handlers: Mapping[Function, Function]) -> None:
+        super().__init__()
+        seen_through = {function: partial(self._inside, _unchecked(function)) for function in _SEEN_THROUGH}
+        self._handlers: dict[Function, Function] = {**seen_through, **handlers}
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._handlers.get(func, func)(*args, **(kwargs or {}))
+
+    def _inside(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return function(*args, **kwargs)
+
+
+def _unchecked(function: Function) -> Function:
+    """The same Python code, without its question whether something overrides it: that has been answered."""
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **dict.fromkeys(_CHECKS, _never)},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _never(*_: object) -> bool:
+    return False
