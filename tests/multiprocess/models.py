@@ -114,7 +114,7 @@ class Mixed(nn.Module):
 
 def _gpt(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     ids = torch.randint(0, 23, (samples, 8))
-    return TinyGPT(), {"input_ids": ids, "labels": ids}
+    return TinyGPT(), {"input_ids": ids, "labels": ids.clone()}
 
 
 def _llama(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -125,7 +125,7 @@ def _llama(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
         num_key_value_heads=2, max_position_embeddings=16,
     )  # fmt: skip
     ids = torch.randint(0, 29, (samples, 8))
-    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
 
 def _gpt2(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -135,7 +135,7 @@ def _gpt2(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
         vocab_size=29, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
     )
     ids = torch.randint(0, 29, (samples, 8))
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}
 
 
 def _bert(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -167,7 +167,9 @@ class Communicator:
         everyone = range(world_size)
         self._control_group = self._group(everyone, "gloo")
         self.control = Channel(everyone, self._control_group, staged=True)
-        self._devices = self.all_gather_object((device.type, socket.gethostname(), device.index))
+        # A tensor knows which one of its type "cuda" stands for.
+        which = str(torch.empty(0, device=device).device)
+        self._devices = self.all_gather_object((device.type, socket.gethostname(), which))
 
     def channel(self, ranks: Sequence[int]) -> Channel | None:
         """A channel between those ranks; None if this rank is not one of them."""

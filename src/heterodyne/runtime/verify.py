@@ -30,7 +30,8 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        return max([self.loss, *(error for _, error in self.gradients)])
+        """Of loss and gradients; not a number if any of them is not."""
+        return max([self.loss, *(error for _, error in self.gradients)], key=_rank)
 
 
 def one_device_gradients(

@@ -1,0 +1,29 @@
+"""How a batch of any size is spread for evaluation."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.runtime.evaluation import evaluation_spans
+from heterodyne.runtime.placement import Place, Placement
+
+sizes = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=6).filter(lambda s: any(s))
+
+
+@given(sizes=sizes, batch=st.integers(0, 100))
+def test_every_sample_is_taken_once_in_parts_that_fit_and_shares_that_are_the_plans(
+    sizes: list[list[int]], batch: int
+) -> None:
+    places = tuple(
+        Place(rank=rank, device=str(rank), active=True, micro_batches=MicroBatches(tuple(own)))
+        for rank, own in enumerate(sizes)
+    )
+    spans = evaluation_spans(Placement(places=places), batch)
+    taken = [sample for own in spans for first, size in own for sample in range(first, first + size)]
+    assert taken == list(range(batch))
+    planned = sum(map(sum, sizes))
+    for own, parts in zip(sizes, spans, strict=True):
+        assert all(size <= max(own) for _, size in parts)
+        assert abs(sum(size for _, size in parts) - batch * sum(own) / planned) <= 1

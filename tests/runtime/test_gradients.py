@@ -1,0 +1,152 @@
+"""Buckets: launched in order, while the backward goes on, with the gradients that autograd would have left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterodyne.plan.buckets import Bucket
+from heterodyne.runtime.communicator import Channel, Pending
+from heterodyne.runtime.gradients import GradientBuckets
+from heterodyne.runtime.recorder import Recorder
+
+CPU = torch.device("cpu")
+
+
+class Doubling(Channel):
+    """Stands for two ranks with the same gradients; notes what is launched, and what autograd was doing then."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__((0, 1), None, staged=False)
+        self.log = log
+
+    def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Pending:
+        self.log.append(f"reduce {tensor.numel()}")
+        return Pending(lambda: tensor.mul_(2))
+
+
+class Chain(nn.Module):
+    """Three layers, of 6, 4 and 2 elements, and one that nothing uses."""
+
+    def __init__(self, log: list[str] | None = None) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 3, bias=False)
+        self.b = nn.Linear(3, 2, bias=False)
+        self.c = nn.Linear(2, 1, bias=False)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.log = [] if log is None else log
+
+    def forward(self, values: Tensor) -> Tensor:
+        for name in "abc":
+            values = getattr(self, name)(values)
+            values.register_hook(lambda _, name=name: self.log.append(f"backward {name}"))
+        return values.sum()
+
+
+def buckets_of(names: list[tuple[str, ...]]) -> list[Bucket]:
+    return [Bucket(index=i, parameters=own, bytes=0, ready_block=0) for i, own in enumerate(names)]
+
+
+def gradients_of(model: nn.Module, names: list[tuple[str, ...]], channel: Channel | None) -> GradientBuckets:
+    recorder = Recorder(rank=0, device=CPU, on=False)
+    return GradientBuckets(dict(model.named_parameters()), buckets_of(names), channel, recorder)
+
+
+ORDER = [("c.weight",), ("b.weight",), ("a.weight",), ("unused",)]
+
+
+def step(model: Chain, gradients: GradientBuckets, batches: list[Tensor]) -> None:
+    gradients.begin()
+    for index, batch in enumerate(batches):
+        if index == len(batches) - 1:
+            gradients.arm()
+        model(batch).backward()
+    for index in range(len(ORDER)):
+        gradients.launch(index)
+    gradients.wait()
+
+
+def test_buckets_leave_during_the_last_backward_in_their_order() -> None:
+    log: list[str] = []
+    model = Chain(log)
+    gradients = gradients_of(model, ORDER, Doubling(log))
+    batches = [torch.randn(4, 2), torch.randn(2, 2)]
+    step(model, gradients, batches)
+    backward = ["backward c", "backward b", "backward a"]
+    assert log[:3] == backward
+    assert [entry for entry in log[3:] if entry in backward] == backward
+    reduced = [entry for entry in log if entry.startswith("reduce")]
+    assert reduced == ["reduce 2", "reduce 6", "reduce 6", "reduce 5", "reduce 4"]  # the last: who has which gradient
+    # The first leaves before the gradient of the first layer is known.
+    assert log.index("reduce 2") < len(log) - 1 - log[::-1].index("backward a")
+
+
+def test_a_bucket_waits_for_those_before_it() -> None:
+    log: list[str] = []
+    model = Chain(log)
+    gradients = gradients_of(model, [("a.weight",), ("c.weight",), ("b.weight",)], Doubling(log))
+    gradients.begin()
+    gradients.arm()
+    model(torch.randn(4, 2)).backward()
+    gradients.launch(2)
+    assert log[-3:] == ["reduce 6", "reduce 2", "reduce 6"]
+    assert log[:3] == ["backward c", "backward b", "backward a"]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_gradients_are_those_of_autograd(alone: bool) -> None:
+    torch.manual_seed(0)
+    model = Chain()
+    batches = [torch.randn(4, 2), torch.randn(2, 2), torch.randn(1, 2)]
+    sum(model(batch) for batch in batches).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = None
+    gradients = gradients_of(model, ORDER, None if alone else Doubling([]))
+    for _ in range(2):  # nothing of a step is left for the next
+        step(model, gradients, batches)
+        for name, p in model.named_parameters():
+            if name == "unused":
+                assert p.grad is None  # as on one device: the optimizer leaves it alone
+            else:
+                torch.testing.assert_close(p.grad, expected[name] * (1 if alone else 2))
+
+
+def test_a_rank_without_samples_sends_zeros() -> None:
+    model = Chain()
+    gradients = gradients_of(model, ORDER, Doubling([]))
+    step(model, gradients, [torch.randn(4, 2)])
+    step(model, gradients, [])
+    assert all(not p.grad.any() for name, p in model.named_parameters() if name != "unused")
+
+
+def test_a_gradient_that_comes_after_its_bucket_left_is_an_error() -> None:
+    model = Chain()
+    gradients = gradients_of(model, ORDER, Doubling([]))
+    gradients.begin()
+    gradients.arm()
+    model(torch.randn(4, 2)).backward()
+    with pytest.raises(RuntimeError, match=r"'c\.weight' came after its bucket was reduced"):
+        model(torch.randn(4, 2)).backward()
+
+
+def test_closing_takes_the_hooks_away() -> None:
+    log: list[str] = []
+    model = Chain(log)
+    gradients = gradients_of(model, ORDER, Doubling(log))
+    gradients.begin()
+    gradients.arm()
+    gradients.close()
+    model(torch.randn(4, 2)).backward()
+    assert not [entry for entry in log if entry.startswith("reduce")]
+
+
+def test_views_follow_the_strides_of_channels_last_parameters() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)).to(memory_format=torch.channels_last)
+    gradients = gradients_of(model, [("0.weight",)], Doubling([]))
+    gradients.begin()
+    gradients.arm()
+    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    (weight,) = model.parameters()
+    assert weight.grad.stride() == weight.stride()

@@ -1,0 +1,97 @@
+"""The rate of each step, and an optimizer's state under names."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from heterodyne.errors import CheckpointError
+from heterodyne.job import OptimizerSection
+from heterodyne.runtime.optimizer import (
+    initialise_state,
+    learning_rate,
+    load_state_by_name,
+    make_optimizer,
+    state_by_name,
+)
+
+SECTIONS = [OptimizerSection(name="adamw"), OptimizerSection(name="sgd"), OptimizerSection(name="sgd", momentum=0.0)]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_warm_up_is_a_straight_line_that_ends_at_the_rate() -> None:
+    section = OptimizerSection(lr=0.4, warmup_steps=4)
+    assert [learning_rate(section, step, 100) for step in range(5)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+
+
+def test_the_cosine_goes_from_the_rate_to_its_least() -> None:
+    section = OptimizerSection(lr=1.0, warmup_steps=10, min_lr_ratio=0.2)
+    rates = [learning_rate(section, step, 111) for step in range(10, 111)]
+    assert rates[0] == 1.0
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[50] == pytest.approx(0.6)  # half-way
+    assert rates == sorted(rates, reverse=True)
+    assert rates[25] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert learning_rate(section, 500, 111) == pytest.approx(0.2)
+
+
+def test_a_constant_rate_stays_after_the_warm_up() -> None:
+    section = OptimizerSection(lr=0.3, warmup_steps=2, schedule="constant")
+    assert {learning_rate(section, step, 10) for step in range(2, 30)} == {0.3}
+
+
+def test_a_job_shorter_than_its_warm_up_has_a_rate_at_every_step() -> None:
+    section = OptimizerSection(lr=1.0, warmup_steps=10)
+    assert all(0 < learning_rate(section, step, 3) <= 1.0 for step in range(12))
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.name} {s.momentum}")
+def test_state_goes_by_name_into_another_optimizer(section: OptimizerSection) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = make_optimizer(section, dict(model.named_parameters()))
+    train(model, optimizer, 3)
+    other = copy.deepcopy(model)
+    # In another order: names decide.
+    parameters = dict(reversed(list(other.named_parameters())))
+    taken_over = make_optimizer(section, parameters)
+    load_state_by_name(taken_over, parameters, state_by_name(optimizer, dict(model.named_parameters())))
+    train(model, optimizer, 2)
+    train(other, taken_over, 2)
+    assert torch.equal(model.weight, other.weight)
+    assert torch.equal(model.bias, other.bias)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    parameters = dict(nn.Linear(4, 2).named_parameters())
+    with pytest.raises(CheckpointError, match="body"):
+        load_state_by_name(make_optimizer(SECTIONS[0], parameters), parameters, {"body": {}})
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.name} {s.momentum}")
+def test_making_state_changes_neither_parameters_nor_what_is_there(section: OptimizerSection) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = make_optimizer(section, dict(model.named_parameters()))
+    train(model, optimizer, 2)
+    model.extra = nn.Parameter(torch.randn(3))
+    optimizer.add_param_group({"params": [model.extra]})
+    before = copy.deepcopy(model.state_dict())
+    kept = copy.deepcopy(state_by_name(optimizer, {"weight": model.weight}))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    initialise_state(optimizer)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    assert all(p.grad is None for p in model.parameters())
+    for key, value in kept["weight"].items() if kept else ():
+        assert value is None or torch.equal(optimizer.state[model.weight][key], value)
+    assert bool(optimizer.state[model.extra]) == bool(section.name == "adamw" or section.momentum)

@@ -1,0 +1,164 @@
+"""One worker alone: a plain loop of PyTorch, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from heterodyne.errors import DataError, PlanError, WorkerError
+from heterodyne.job import OptimizerSection
+from heterodyne.runtime.optimizer import learning_rate
+from heterodyne.runtime.slices import as_source
+from heterodyne.runtime.worker import Worker
+from multiprocess.models import Case, build, captured
+from multiprocess.pool import World
+from multiprocess.work import worker_of
+
+ALONE = World(rank=0, world_size=1)
+SECTION = OptimizerSection(lr=1e-2, warmup_steps=2)
+
+
+def plain_loop(case: Case, sizes: tuple[int, ...], steps: int, clip: float) -> list[float]:
+    """What a user would write: gradient accumulation, each part weighted by its number of labels."""
+    optimizer = torch.optim.AdamW(
+        [p for p in case.module.parameters() if p.requires_grad],
+        lr=SECTION.lr, betas=SECTION.betas, eps=SECTION.eps, weight_decay=SECTION.weight_decay, fused=True,
+    )  # fmt: skip
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        total, first = 0.0, 0
+        for size in sizes:
+            part = {name: tensor[first : first + size] for name, tensor in case.batch.items()}
+            output = case.module(**part)
+            loss = output if isinstance(output, torch.Tensor) else output.loss
+            weight = size / sum(sizes)
+            (loss * weight).backward()
+            total += loss.item() * weight
+            first += size
+        nn.utils.clip_grad_norm_(case.module.parameters(), clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(SECTION, step, 10)
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "resnet"])
+@pytest.mark.parametrize("sizes", [(5,), (2, 2, 1)], ids=str)
+def test_a_world_of_one_is_a_plain_loop_bit_for_bit(name: str, sizes: tuple[int, ...]) -> None:
+    case = build(captured(name), 5)
+    other = copy.deepcopy(case)
+    worker = worker_of(ALONE, case, (sizes,), optimizer=SECTION, clip=0.5)
+    losses = [worker.step(case.batch).loss for _ in range(3)]
+    assert losses == plain_loop(other, sizes, 3, 0.5)
+    for (key, found), expected in zip(
+        case.module.state_dict().items(), other.module.state_dict().values(), strict=True
+    ):
+        assert torch.equal(found, expected), key
+
+
+def test_recomputation_changes_nothing_under_dropout() -> None:
+    losses = []
+    for recompute in (False, True):
+        case = build(captured("gpt2"), 4)
+        if recompute:
+            _recompute(case.module)
+        worker = worker_of(ALONE, case, ((2, 2),), clip=1.0)
+        losses.append([worker.step(case.batch).loss for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def _recompute(module: nn.Module) -> None:
+    """Under its newer name where Transformers has it."""
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    enable()
+
+
+def test_the_result_says_what_was_done() -> None:
+    case = build(captured("llama"), 4)
+    case.batch["labels"][:, 4:] = -100
+    worker = worker_of(ALONE, case, ((3, 1),), optimizer=SECTION, clip=0.1)
+    result = worker.step(case.batch, step=1)
+    assert (result.step, result.samples, result.count) == (1, 4, 4 * 3)
+    assert result.lr == learning_rate(SECTION, 1, 10)
+    assert result.grad_norm is not None
+    assert result.grad_norm > 0.1
+    assert worker.steps_done == 2
+
+
+def test_bfloat16_stays_near_single_precision_and_keeps_gradients_in_it() -> None:
+    losses = []
+    for precision in ("fp32", "bf16"):
+        case = build(captured("llama"), 4)
+        worker = worker_of(ALONE, case, ((2, 2),), precision=precision)
+        losses.append(worker.step(case.batch).loss)
+        assert {p.grad.dtype for p in case.module.parameters()} == {torch.float32}
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_an_optimizer_of_the_users_keeps_its_rate() -> None:
+    case = build(captured("gpt"), 4)
+    worker = worker_of(ALONE, case, ((4,),), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.25))
+    before = case.module.out.bias.detach().clone()
+    result = worker.step(case.batch)
+    assert result.lr == 0.25
+    torch.testing.assert_close(case.module.out.bias, before - 0.25 * case.module.out.bias.grad)
+
+
+def test_evaluation_leaves_the_modes_of_the_parts_as_they_were() -> None:
+    case = build(captured("gpt2"), 4)
+    case.module.transformer.h[0].eval()
+    worker = worker_of(ALONE, case, ((4,),))
+    first, second = worker.evaluate(case.batch), worker.evaluate(case.batch)
+    assert first == second  # no dropout
+    assert case.module.training
+    assert not case.module.transformer.h[0].training
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda batch: {k: v[:3] for k, v in batch.items()}, "has 3 samples, the plan was made for 4"),
+        (lambda batch: {"input_ids": batch["input_ids"]}, "the model was captured with input_ids, labels"),
+        (lambda batch: batch | {"labels": batch["labels"][:2]}, "do not agree on its size"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_told(change: object, told: str) -> None:
+    case = build(captured("gpt"), 4)
+    worker = worker_of(ALONE, case, ((4,),))
+    with pytest.raises(DataError, match=told):
+        worker.step(change(case.batch))
+
+
+def test_a_sequence_of_tensors_is_a_batch_in_the_order_of_the_inputs() -> None:
+    case = build(captured("gpt"), 4)
+    source = as_source(list(case.batch.values()), case.graph)
+    assert source.size == 4
+    assert torch.equal(source.samples(1, 2)["labels"], case.batch["labels"][1:3])
+
+
+def test_a_model_that_changed_since_its_capture_is_told() -> None:
+    case = build(captured("gpt"), 4)
+    case.module.scale.requires_grad_()
+    with pytest.raises(PlanError, match="the capture lacks scale"):
+        worker_of(ALONE, case, ((4,),))
+
+
+def test_rank_0_must_have_the_weights() -> None:
+    with torch.device("meta"):
+        case = build(captured("gpt"), 4)
+    with pytest.raises(WorkerError, match="without weights"):
+        worker_of(ALONE, case, ((4,),))
+
+
+def test_closing_leaves_the_model_as_plain_as_it_was() -> None:
+    case = build(captured("gpt"), 4)
+    worker: Worker = worker_of(ALONE, case, ((4,),))
+    worker.step(case.batch)
+    worker.close()
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in case.module.parameters())
