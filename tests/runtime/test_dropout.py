@@ -16,7 +16,9 @@ from heterodyne.runtime.dropout import SampleDropout, splitmix64
 CPU = torch.device("cpu")
 
 
-def masks(samples: list[int], width: int = 500, *, p: float = 0.3, seed: int = 1, step: int = 2, call: int = 0) -> Tensor:
+def masks(
+    samples: list[int], width: int = 500, *, p: float = 0.3, seed: int = 1, step: int = 2, call: int = 0
+) -> Tensor:
     """The mask that call number ``call`` draws for these samples: 1 kept, 0 dropped.  # [samples, width]"""
     mode = SampleDropout(seed=seed, device=CPU)
     with mode.forward(mode.draws(step, samples)):
@@ -119,9 +121,7 @@ def test_attention_is_that_of_torch_but_for_the_mask(mask: str, grouped: bool) -
     expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, scale=0.3, **more)
     mode = SampleDropout(seed=0, device=CPU)
     with mode.forward(mode.draws(0, [0, 1])):
-        found = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=0.25, enable_gqa=grouped, scale=0.3, **more
-        )
+        found = F.scaled_dot_product_attention(query, key, value, dropout_p=0.25, enable_gqa=grouped, scale=0.3, **more)
         same = F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, scale=0.3, **more)
     kept = found != 0
     torch.testing.assert_close(found[kept], expected[kept] / 0.75)
@@ -188,7 +188,10 @@ def test_other_random_ops_repeat_and_differ_between_micro_batches() -> None:
 
 def test_a_tensor_that_does_not_begin_with_the_samples_is_refused() -> None:
     mode = SampleDropout(seed=0, device=CPU)
-    with mode.forward(mode.draws(0, [0, 1, 2])), pytest.raises(HeterodyneError, match="its first dim must be the samples"):
+    with (
+        mode.forward(mode.draws(0, [0, 1, 2])),
+        pytest.raises(HeterodyneError, match="its first dim must be the samples"),
+    ):
         F.dropout(torch.ones(4, 3))
 
 
