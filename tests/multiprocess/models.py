@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from heterodyne.capture import trace
 from heterodyne.graph.ir import ModelGraph
 
-NAMES = ("gpt", "sum", "llama", "gpt2", "bert", "resnet", "mixed")
+NAMES = ("gpt", "sum", "weighted", "llama", "gpt2", "bert", "resnet", "mixed")
 MIXING = ("resnet", "mixed")  # those with BatchNorm
 
 
@@ -28,9 +28,11 @@ class Case:
     graph: ModelGraph
     batch: dict[str, Tensor]
 
-    def count(self, part: Mapping[str, Tensor]) -> float:
+    def count(self, part: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> float:
         """What the loss divides by, counted by hand."""
         labels = part["labels"]
+        if self.graph.name == "weighted":
+            return float(buffers["weights"][labels].double().sum())
         return float(((labels[:, 1:] if self.graph.name in SHIFTING else labels) != -100).sum())
 
 
@@ -52,6 +54,7 @@ def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tens
         "resnet": _resnet,
         "mixed": _mixed,
         "sum": _sum,
+        "weighted": _weighted,
     }[name](samples)
 
 
@@ -95,6 +98,20 @@ class Summed(nn.Module):
     def forward(self, points: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         found = self.layers(points).squeeze(-1)
         return F.mse_loss(found, targets, reduction="sum"), found
+
+
+class Weighted(nn.Module):
+    """Classes that count more or less than others."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.register_buffer("weights", torch.tensor([0.1, 1.0, 4.0]))
+
+    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(points), labels, self.weights)
 
 
 class Mixed(nn.Module):
@@ -174,3 +191,7 @@ def _mixed(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def _sum(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     return Summed(), {"points": torch.randn(samples, 4), "targets": torch.randn(samples)}
+
+
+def _weighted(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return Weighted(), {"points": torch.randn(samples, 4), "labels": torch.randint(0, 3, (samples,))}

@@ -32,10 +32,11 @@ def evaluate(
 ) -> tuple[float, float]:
     """``(loss sum, count)`` of the whole batch, on every rank. Collective over ``control``."""
     total, count = 0.0, 0.0
+    buffers = dict(module.named_buffers())
     with _eval_mode(module), torch.no_grad():
         for first, size in evaluation_spans(placement, source.size)[rank]:
             inputs = source.samples(first, size)
-            (own,) = counts(graph.loss, [inputs], [size], loss_count)
+            (own,) = counts(graph.loss, [inputs], [size], loss_count, buffers)
             if own:
                 total += own * forward.loss(inputs).item()
                 count += own

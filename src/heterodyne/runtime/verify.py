@@ -58,7 +58,8 @@ def one_device_gradients(
         parameter.grad = None
     forward = Forward(module, graph, device=device, precision=precision, seed=seed)
     inputs = [union(source, spans, graph) for spans in pieces]
-    own = counts(graph.loss, inputs, [sum(size for _, size in spans) for spans in pieces], loss_count)
+    sizes = [sum(size for _, size in spans) for spans in pieces]
+    own = counts(graph.loss, inputs, sizes, loss_count, dict(module.named_buffers()))
     total = 1.0 if graph.loss.reduction == "sum" else sum(own)
     if total <= 0:
         raise DataError("no sample of the batch has a label that the loss counts, so its mean does not exist")

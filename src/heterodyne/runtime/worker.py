@@ -78,7 +78,8 @@ class Worker:
         graph: what `capture` says of it.
         plan, program, cluster: who does what; the program is the plan's, lowered. Ranks are places in the cluster.
         communicator: of this rank, on its device. It stays the caller's to close.
-        loss_count: what the loss counts in a slice of the batch; only called where the graph says that it counts tokens.
+        loss_count: what the loss counts in a slice of the batch, given the model's buffers; only called where the graph says
+            that it counts tokens.
         optimizer: a section of a job, or a function that makes an optimizer from parameters (its rate then stays its own).
         total_steps: that the schedule of the learning rate stretches over.
         seed: of the dropout masks.
@@ -121,6 +122,7 @@ class Worker:
         self._alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
         materialise(module, communicator.device)
         equalise(module, communicator, source=0)
+        self._buffers = dict(module.named_buffers())
         self._parameters = trainable_parameters(module, graph)
         self.optimizer = (
             make_optimizer(optimizer, self._parameters)
@@ -271,7 +273,8 @@ class Worker:
         loss = self.graph.loss
         ahead = loss.reduction == "mean" and loss.count == "tokens"
         slices = [source.samples(*span) for span in spans] if ahead else None
-        own = counts(loss, slices or [], [size for _, size in spans], self._loss_count)
+        sizes = [size for _, size in spans]
+        own = counts(loss, slices or [], sizes, self._loss_count, self._buffers)
         return Step(
             number=number,
             source=source,
