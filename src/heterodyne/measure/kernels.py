@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +73,17 @@ class Workbench:
         """Laps: forward, the gap between (not counted), backward."""
         return sample(run, self.stopwatch, self.sampling, budget_s=budget_s)
 
+    def meet(self, run: BlockRun | None) -> None:
+        """Meet the other ranks, computing until the last one comes: the slow ones are timed beside busy neighbours too."""
+        if run is None:
+            self.barrier()
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="barrier") as thread:
+            waiting = thread.submit(self.barrier)
+            while not waiting.done():
+                run()
+            waiting.result()
+
 
 def measure_blocks(
     programs: Mapping[str, BlockProgram],
@@ -96,26 +108,28 @@ def measure_blocks(
     sizes = sorted(set(micro_batch_sizes))
     measured: dict[str, list[BlockSample]] = {kind: [] for kind in programs}
     reasons: dict[str, str] = {}
-    sections = [(size, kind) for size in sizes for kind in programs]
+    sections = [(size, kind) for size in sizes for kind in programs if kind != WHOLE or size == whole_size(sizes)]
     deadline = bench.now() + budget_s
     for index, (size, kind) in enumerate(sections):
         bench.progress(f"{kind} x {size}", index, len(sections))
-        bench.barrier()
-        if kind in reasons:
-            continue
+        bench.meet(None)
+        run: BlockRun | None = None
         left_s = deadline - bench.now()
-        reason = _reason_to_skip(kind, size, measured[kind], bench, left_s, memory_bytes, needs)
-        if reason is None:
+        skipped = kind in reasons
+        reason = None if skipped else _reason_to_skip(kind, size, measured[kind], bench, left_s, memory_bytes, needs)
+        if reason is None and not skipped:
             share = size / sum(s for s, _ in sections[index:])
             try:
-                measured[kind].append(_measure_one(programs[kind], size, bench, left_s * share))
+                run = bench.run_of(programs[kind], size)
+                measured[kind].append(_measure_one(run, size, bench, left_s * share))
             except (RuntimeError, MemoryError, MeasureError) as error:
                 # Kept until the end: the other ranks wait at the next barrier.
-                reason = _failure(error)
+                reason, run = _failure(error), None
             if reason is not None and bench.device.type != "cpu":
                 torch.accelerator.empty_cache()
         if reason is not None:
             reasons[kind] = f"{reason} at size {size}"
+        bench.meet(run)
     bench.progress("blocks", len(sections), len(sections))
     return {kind: result for kind, result in _completed(measured, sizes, reasons, bench) if result}
 
@@ -186,8 +200,12 @@ def extrapolate(samples: Sequence[BlockSample], size: int) -> BlockSample:
     )
 
 
-def _measure_one(program: BlockProgram, size: int, bench: Workbench, budget_s: float) -> BlockSample:
-    run = bench.run_of(program, size)
+def whole_size(sizes: Sequence[int]) -> int:
+    """At which of the sizes the whole model is measured: one tells how far it is from the sum of its blocks."""
+    return sorted(sizes)[len(sizes) // 2]
+
+
+def _measure_one(run: BlockRun, size: int, bench: Workbench, budget_s: float) -> BlockSample:
     kept, peak = run.memory()
     timing = bench.time(run, budget_s=budget_s)
     forward, _, backward = timing.laps
@@ -238,7 +256,8 @@ def _completed(
             bench.say(f"the whole model was not measured in one piece: {reasons[kind]}")
         elif not samples:
             raise MeasureError(f"block kind {kind} cannot be measured on {bench.device}: {reasons[kind]}")
-        missing = [size for size in sizes if samples and size > samples[-1].micro_batch_size]
+        wanted = [whole_size(sizes)] if kind == WHOLE else sizes
+        missing = [size for size in wanted if samples and size > samples[-1].micro_batch_size]
         if missing:
             name = "the whole model" if kind == WHOLE else f"block kind {kind}"
             bench.say(

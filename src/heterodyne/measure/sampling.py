@@ -17,6 +17,7 @@ from heterodyne.measure.clock import Clock, Mark
 
 __all__ = ["Sampling", "Timing", "sample", "summarise"]
 
+_FEWEST = 3
 _RUNS = 1000  # at most so many are started before the clock is read
 
 Work = Callable[[], tuple[Mark, ...]]
@@ -27,7 +28,7 @@ class Sampling:
     """How much is enough.
 
     Args:
-        warm_up: runs that are not counted (caches, allocators, kernels that are compiled when first met).
+        warm_up: runs that are not counted (caches, allocators, kernels that are compiled when first met), fewer if they are long.
         sample_s: a sample repeats the work until it spans this long.
         samples: at least so many,
         section_s: and until they span this long together. Since all devices measure side by side, this is also what keeps them
@@ -35,6 +36,7 @@ class Sampling:
         steady: a section whose spread is larger goes on for a while,
         patience: until it has lasted so many times as long; a disturbance that ends is then outvoted.
         most_samples: never more than so many.
+        long_s: once this has been spent, three samples will do, and one run of warm-up: long work averages over disturbances by itself.
     """
 
     warm_up: int = 2
@@ -44,10 +46,13 @@ class Sampling:
     steady: float = 0.1
     patience: float = 4.0
     most_samples: int = 60
+    long_s: float = 2.0
 
     def is_enough(self, taken: list[tuple[float, ...]], section_s: float) -> bool:
         """Whether these samples, which took ``section_s``, will do."""
         if len(taken) >= self.most_samples:
+            return True
+        if len(taken) >= _FEWEST and section_s >= self.long_s:
             return True
         if len(taken) < self.samples or section_s < self.section_s:
             return False
@@ -78,6 +83,8 @@ def sample(work: Work, clock: Clock, sampling: Sampling, *, budget_s: float = fl
     for _ in range(sampling.warm_up):
         run_s = sum(_laps([work()], clock))
         spent += run_s
+        if spent >= sampling.long_s / 4:
+            break
     taken: list[tuple[float, ...]] = []
     section_s = 0.0
     while not taken or (spent < budget_s and not sampling.is_enough(taken, section_s)):

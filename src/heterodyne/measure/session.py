@@ -24,7 +24,7 @@ from heterodyne.measure.sampling import Sampling
 
 __all__ = ["Request", "measure"]
 
-_BUDGET = {"blocks": 0.7, "optimizer": 0.05, "all-reduce": 0.15, "transfers": 0.1}
+_BUDGET = {"blocks": 0.65, "optimizer": 0.05, "all-reduce": 0.15, "transfers": 0.15}
 _OPTIMIZER_BYTES = 256 * 2**20
 _OVERLAP_S = 0.05  # the collective under which computation is timed: long enough to matter, short enough to repeat
 
