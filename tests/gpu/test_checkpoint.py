@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from heterodyne.runtime.checkpoint import Checkpoints
-from heterodyne.runtime.metrics import peak_memory_bytes
-from heterodyne.runtime.random_state import restore_random_state
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.random_state import restore_random_state
+from heterodyne.runtime.records.metrics import peak_memory_bytes
 
 pytestmark = [
     pytest.mark.gpu,

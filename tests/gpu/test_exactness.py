@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
-from heterodyne.runtime.dropout import SampleDropout
-from heterodyne.runtime.recorder import Recorder
-from heterodyne.runtime.verify import compare, one_device_gradients
+from heterodyne.runtime.exact.dropout import SampleDropout
+from heterodyne.runtime.exact.verify import compare, one_device_gradients
+from heterodyne.runtime.records.recorder import Recorder
 from multiprocess.models import NAMES, build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.work import Shares, copied, worker_of

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heterodyne.capture import Captured, loss_of, trace
 from heterodyne.cluster import BlockSample
 from heterodyne.errors import MeasureError
+from heterodyne.frontend import Captured, loss_of, trace
 from heterodyne.graph.ir import Block
 from heterodyne.measure import Sampling, WholeModel
 from heterodyne.measure.kernels import Workbench, measure_blocks

@@ -12,7 +12,7 @@ import torch
 from heterodyne.cluster import Cluster, Device, Profile
 from heterodyne.errors import MeasureError
 from heterodyne.measure import Cache, measure
-from heterodyne.runtime.communicator import Communicator
+from heterodyne.runtime.meeting.communicator import Communicator
 from measure.fake_device import FakeClock, FakeProgram
 from measure.fake_model import graph_of, request_of
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.distributed import init_distributed
-from heterodyne.runtime.environment import WorkerEnvironment
-from heterodyne.runtime.judge import WatchLimits
+from heterodyne.runtime.meeting.distributed import init_distributed
+from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.judge import WatchLimits
 
 QUICK = WatchLimits(interval_s=0.1, silence_s=2.0, phase_silence_s=2.0, stuck_s=2.0, phase_s=60.0)
 ACTIONS = 6

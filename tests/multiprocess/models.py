@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heterodyne.capture import trace
+from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 
 NAMES = ("gpt", "sum", "weighted", "llama", "gpt2", "bert", "resnet", "mixed")

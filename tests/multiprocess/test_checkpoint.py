@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from heterodyne.errors import CheckpointError, HeterodyneError
-from heterodyne.runtime.agreement import Agreement
-from heterodyne.runtime.checkpoint import Checkpoints
-from heterodyne.runtime.random_state import restore_random_state
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.random_state import restore_random_state
+from heterodyne.runtime.meeting.agreement import Agreement
 from multiprocess.pool import Pool, RemoteError, World
 
 IDENTITY = {"job": {"seed": 0}}

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.verify import compare, one_device_gradients
+from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from multiprocess.models import MIXING, NAMES, build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.work import Shares, copied, worker_of

@@ -17,7 +17,7 @@ from heterodyne.measure import Cache, discover_cluster, measure
 from heterodyne.measure.kernels import Workbench
 from heterodyne.measure.links import measure_all_reduce, measure_overlap, measure_sends
 from heterodyne.measure.sampling import Sampling
-from heterodyne.runtime.communicator import Communicator
+from heterodyne.runtime.meeting.communicator import Communicator
 from measure.fake_model import request_of
 from multiprocess.pool import Pool, World
 

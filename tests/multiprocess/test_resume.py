@@ -20,12 +20,12 @@ from heterodyne.graph import Block, Loss, ModelGraph, Op, Parameter, Size, Tenso
 from heterodyne.job import Job
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.lower import lower
-from heterodyne.runtime.agreement import Agreement
-from heterodyne.runtime.communicator import Communicator
-from heterodyne.runtime.data import GlobalBatch, open_text
-from heterodyne.runtime.export import WEIGHTS
-from heterodyne.runtime.progress import SilentReporter
-from heterodyne.runtime.run_directory import RunDirectory
+from heterodyne.runtime.checkpoint.export import WEIGHTS
+from heterodyne.runtime.data.text import GlobalBatch, open_text
+from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.records.progress import SilentReporter
+from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.trainer import Outcome, Trainer
 from heterodyne.runtime.worker import StepResult, Worker
 from multiprocess.pool import Pool, RemoteError, World

@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.communicator import Communicator
-from heterodyne.runtime.recorder import Recorder
+from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.timeline import Timeline
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World

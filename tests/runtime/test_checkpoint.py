@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from heterodyne.errors import CheckpointError
-from heterodyne.runtime.checkpoint import Checkpoints
-from heterodyne.runtime.random_state import random_state, restore_random_state
-from heterodyne.runtime.state_tree import graft, strip
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state
+from heterodyne.runtime.checkpoint.state_tree import graft, strip
 
 IDENTITY = {"job": {"training": {"seed": 0, "steps": 5}}, "data": {"tokens": "abc"}}
 PLAN = '{"version": 1}\n'

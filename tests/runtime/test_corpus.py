@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.corpus import fingerprint, text_sources
+from heterodyne.runtime.data.corpus import fingerprint, text_sources
 
 
 def write(root: Path, files: dict[str, bytes]) -> None:

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.data import TextData, open_text, require_vocabulary
-from heterodyne.runtime.order import shuffled
-from heterodyne.runtime.tokens import TokenFile
+from heterodyne.runtime.data.order import shuffled
+from heterodyne.runtime.data.text import TextData, open_text, require_vocabulary
+from heterodyne.runtime.data.tokens import TokenFile
 
 fractions = st.one_of(st.just(0.0), st.floats(0.01, 0.9))
 

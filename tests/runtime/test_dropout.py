@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from heterodyne.errors import HeterodyneError
-from heterodyne.runtime.dropout import SampleDropout, splitmix64
+from heterodyne.runtime.exact.dropout import SampleDropout, splitmix64
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from heterodyne.errors import WorkerError
-from heterodyne.runtime.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.environment import WorkerEnvironment
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from heterodyne.errors import CheckpointError
-from heterodyne.runtime.export import WEIGHTS, export_model
+from heterodyne.runtime.checkpoint.export import WEIGHTS, export_model
 
 
 class Tied(nn.Module):

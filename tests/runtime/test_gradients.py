@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.plan.buckets import Bucket
-from heterodyne.runtime.communicator import Channel, Pending
 from heterodyne.runtime.gradients import GradientBuckets
-from heterodyne.runtime.recorder import Recorder
+from heterodyne.runtime.meeting.communicator import Channel, Pending
+from heterodyne.runtime.records.recorder import Recorder
 
 CPU = torch.device("cpu")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from heterodyne.runtime.judge import Beat, Judge, Kind, Verdict, WatchLimits
-from heterodyne.runtime.members import Member
+from heterodyne.runtime.meeting.judge import Beat, Judge, Kind, Verdict, WatchLimits
+from heterodyne.runtime.meeting.members import Member
 
 LIMITS = WatchLimits(interval_s=1.0, silence_s=10.0, phase_silence_s=20.0, stuck_s=20.0, phase_s=100.0)
 MEMBERS = [Member(rank=rank, host=f"node{rank}", pid=100 + rank, machine=f"m{rank}") for rank in range(3)]

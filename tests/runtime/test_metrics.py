@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from heterodyne.errors import HeterodyneError
-from heterodyne.runtime.metrics import MetricsFile, StepRecord, TensorBoard, Validation
-from heterodyne.runtime.peak_memory import forget_peak_memory, peak_memory_bytes
-from heterodyne.runtime.progress import BarReporter, LineReporter, reporter_for
+from heterodyne.runtime.records.metrics import MetricsFile, StepRecord, TensorBoard, Validation
+from heterodyne.runtime.records.peak_memory import peak_memory_bytes
+from heterodyne.runtime.records.progress import BarReporter, LineReporter, reporter_for
 
 
 def record(step: int) -> StepRecord:

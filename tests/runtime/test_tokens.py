@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.corpus import Source, text_sources
-from heterodyne.runtime.tokens import HEADER_BYTES, open_tokens, read_tokens
+from heterodyne.runtime.data.corpus import Source, text_sources
+from heterodyne.runtime.data.tokens import HEADER_BYTES, open_tokens, read_tokens
 
 TEXT = {"a": b"first file", "b": "zweite Dätei".encode()}
 

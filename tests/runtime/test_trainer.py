@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from heterodyne.errors import CheckpointError
 from heterodyne.job import Job
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
-from heterodyne.runtime.agreement import Agreement
-from heterodyne.runtime.data import GlobalBatch, TextData, open_text
-from heterodyne.runtime.export import WEIGHTS
-from heterodyne.runtime.metrics import StepRecord
-from heterodyne.runtime.progress import Reporter
-from heterodyne.runtime.run_directory import RunDirectory
+from heterodyne.runtime.checkpoint.export import WEIGHTS
+from heterodyne.runtime.data.text import GlobalBatch, TextData, open_text
+from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.records.metrics import StepRecord
+from heterodyne.runtime.records.progress import Reporter
+from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.trainer import Outcome, Trainer
 
 PLAN = Plan(

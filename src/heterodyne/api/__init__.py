@@ -14,7 +14,7 @@ from heterodyne.api.session import Session, open_session
 from heterodyne.api.train import train_job
 from heterodyne.api.verify import verify_job
 from heterodyne.api.workers import on_every_device
-from heterodyne.capture import capture
+from heterodyne.frontend import capture
 
 __all__ = [
     "Distributed",

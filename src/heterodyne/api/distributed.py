@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, prepare
 from heterodyne.api.session import Session, open_session
-from heterodyne.capture import Captured, loss_of
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError
+from heterodyne.frontend import Captured, loss_of
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.plan import Plan
-from heterodyne.runtime.recorder import Recorder
+from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.worker import OptimizerFactory, StepResult, Worker
 from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline

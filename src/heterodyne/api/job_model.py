@@ -11,13 +11,13 @@ from torch import nn
 
 from heterodyne.api.preparation import Settings, capture_everywhere
 from heterodyne.api.session import Session
-from heterodyne.capture import Captured, loss_of
+from heterodyne.frontend import Captured, loss_of
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.measure.cache import default_folder
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.models import build
-from heterodyne.runtime.data import TextData, open_text, require_vocabulary
+from heterodyne.runtime.data.text import TextData, open_text, require_vocabulary
 
 __all__ = ["JobModel", "capture_job", "open_data", "settings_of"]
 

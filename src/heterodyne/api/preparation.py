@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from heterodyne.api.session import Session
-from heterodyne.capture import Captured, trace
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CaptureError, HeterodyneError
+from heterodyne.frontend import Captured, trace
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.cache import Cache, default_folder
 from heterodyne.measure.kernels import WHOLE

@@ -17,11 +17,11 @@ from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
-from heterodyne.runtime.agreement import Agreement
-from heterodyne.runtime.communicator import Communicator
-from heterodyne.runtime.distributed import init_distributed
-from heterodyne.runtime.environment import WorkerEnvironment
-from heterodyne.runtime.watchdog import Watchdog
+from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.meeting.distributed import init_distributed
+from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.watchdog import Watchdog
 from heterodyne.units import format_seconds
 
 __all__ = ["Session", "open_session"]

@@ -28,10 +28,10 @@ from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
 from heterodyne.report.run import load_run
 from heterodyne.report.tables import prediction_rows, summary_rows
-from heterodyne.runtime.data import TextData
-from heterodyne.runtime.progress import Reporter, SilentReporter, reporter_for
-from heterodyne.runtime.recorder import Recorder
-from heterodyne.runtime.run_directory import RunDirectory
+from heterodyne.runtime.data.text import TextData
+from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
+from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.trainer import Outcome, Trainer
 from heterodyne.runtime.worker import Worker
 

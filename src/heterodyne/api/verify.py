@@ -13,7 +13,7 @@ from heterodyne.job import Job
 from heterodyne.models import build
 from heterodyne.plan.plan import Plan
 from heterodyne.report.tables import verify_rows
-from heterodyne.runtime.verify import compare, one_device_gradients
+from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.worker import Worker
 
 __all__ = ["BAR", "verify_job"]

@@ -11,7 +11,7 @@ import torch
 from heterodyne.cluster.file import load_cluster
 from heterodyne.errors import ClusterError
 from heterodyne.processes import WorkerSpec, launch_workers
-from heterodyne.runtime.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.environment import WorkerEnvironment
 
 __all__ = ["on_every_device"]
 

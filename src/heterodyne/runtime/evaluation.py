@@ -10,11 +10,11 @@ from torch import nn
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.runtime.communicator import Channel
+from heterodyne.runtime.exact.weighting import LossCount, counts
 from heterodyne.runtime.forward import Forward
+from heterodyne.runtime.meeting.communicator import Channel
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import BatchSource
-from heterodyne.runtime.weighting import LossCount, counts
 
 __all__ = ["evaluate", "evaluation_spans"]
 

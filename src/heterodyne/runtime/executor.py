@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.plan.program import Action
-from heterodyne.runtime.communicator import Channel, Pending
-from heterodyne.runtime.dropout import Draws
+from heterodyne.runtime.exact.dropout import Draws
+from heterodyne.runtime.exact.weighting import Weights
 from heterodyne.runtime.forward import Forward
 from heterodyne.runtime.gradients import GradientBuckets
-from heterodyne.runtime.recorder import Recorder
+from heterodyne.runtime.meeting.communicator import Channel, Pending
+from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
-from heterodyne.runtime.weighting import Weights
 
 __all__ = ["Executor", "Step", "Watch"]
 

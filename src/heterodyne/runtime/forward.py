@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.batch_norm import GlobalBatchNorm
-from heterodyne.runtime.communicator import Channel
-from heterodyne.runtime.dropout import Draws, SampleDropout
+from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
+from heterodyne.runtime.exact.dropout import Draws, SampleDropout
+from heterodyne.runtime.meeting.communicator import Channel
 
 __all__ = ["Forward", "Precision"]
 

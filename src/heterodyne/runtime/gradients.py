@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from heterodyne.plan.buckets import Bucket
-from heterodyne.runtime.communicator import Channel, Pending
-from heterodyne.runtime.recorder import Recorder
+from heterodyne.runtime.meeting.communicator import Channel, Pending
+from heterodyne.runtime.records.recorder import Recorder
 
 __all__ = ["GradientBuckets"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import WorkerError
-from heterodyne.runtime.communicator import Communicator
+from heterodyne.runtime.meeting.communicator import Communicator
 
 __all__ = ["equalise", "materialise", "stored_tensors"]
 

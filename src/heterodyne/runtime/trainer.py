@@ -21,15 +21,15 @@ from torch import nn
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.signals import StopRequest, stop_requests
-from heterodyne.runtime.agreement import Agreement
-from heterodyne.runtime.checkpoint import Checkpoint, Checkpoints
-from heterodyne.runtime.data import GlobalBatch, TextData
-from heterodyne.runtime.export import export_model
-from heterodyne.runtime.metrics import MetricsFile, StepRecord, TensorBoard, Validation
-from heterodyne.runtime.peak_memory import forget_peak_memory, peak_memory_bytes
-from heterodyne.runtime.progress import Reporter
-from heterodyne.runtime.random_state import restore_random_state
-from heterodyne.runtime.run_directory import RunDirectory
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
+from heterodyne.runtime.checkpoint.export import export_model
+from heterodyne.runtime.checkpoint.random_state import restore_random_state
+from heterodyne.runtime.data.text import GlobalBatch, TextData
+from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.records.metrics import MetricsFile, StepRecord, TensorBoard, Validation
+from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
+from heterodyne.runtime.records.progress import Reporter
+from heterodyne.runtime.records.run_directory import RunDirectory
 
 __all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker"]
 

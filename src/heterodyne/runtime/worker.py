@@ -17,12 +17,13 @@ from heterodyne.job import OptimizerSection
 from heterodyne.plan.buckets import gradient_buckets
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
-from heterodyne.runtime.communicator import Communicator
 from heterodyne.runtime.evaluation import evaluate
+from heterodyne.runtime.exact.weighting import LossCount, Weights, counts
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.forward import Forward
 from heterodyne.runtime.gradients import GradientBuckets
 from heterodyne.runtime.materialise import equalise, materialise, stored_tensors
+from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.optimizer import (
     initialise_state,
     learning_rate,
@@ -31,9 +32,8 @@ from heterodyne.runtime.optimizer import (
     state_by_name,
 )
 from heterodyne.runtime.placement import Place, Placement
-from heterodyne.runtime.recorder import Recorder
+from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import GlobalBatchLike, as_source
-from heterodyne.runtime.weighting import LossCount, Weights, counts
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker", "trainable_parameters"]
 

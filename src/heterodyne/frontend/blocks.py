@@ -1,0 +1,170 @@
+"""The graph cut into blocks: contiguous runs of ops, one for each repeated layer, and what stands around them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from heterodyne.frontend.arguments import operator_name
+from heterodyne.frontend.describe import differentiable, producer_of
+from heterodyne.frontend.export import Traced, region_of, tensors_of
+from heterodyne.frontend.repetition import layer_lists
+from heterodyne.frontend.replay import Observed
+from heterodyne.frontend.sizes import size_of, spec_of
+from heterodyne.graph import Block
+
+__all__ = ["find_blocks"]
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """Ops ``[start, stop)`` of one layer; ``layer`` is "" between layers. ``family`` numbers the list of the layer."""
+
+    layer: str
+    family: int
+    start: int
+    stop: int
+
+
+def find_blocks(traced: Traced, observed: dict[fx.Node, Observed]) -> tuple[Block, ...]:
+    """Blocks in order, covering all ops, with unique names; those of one kind are interchangeable."""
+    runs = _merge_strays(_runs(traced), traced)
+    names = _names(runs, traced)
+    return tuple(
+        Block(index=index, name=name, kind=_kind(traced, observed, run.start, run.stop), start=run.start, stop=run.stop)
+        for index, (run, name) in enumerate(zip(runs, names, strict=True))
+    )
+
+
+def _runs(traced: Traced) -> list[_Run]:
+    """Maximal runs of ops of one layer, and of ops of none."""
+    families = layer_lists(traced.model)
+    family_of = {name: number for number, names in enumerate(families) for name in names}
+    runs: list[_Run] = []
+    for position, node in enumerate(traced.ops):
+        layer = _layer(traced.module_of(node), family_of)
+        if runs and runs[-1].layer == layer:
+            runs[-1].stop = position + 1
+        else:
+            runs.append(_Run(layer=layer, family=family_of.get(layer, -1), start=position, stop=position + 1))
+    return runs
+
+
+def _layer(path: str, layers: dict[str, int]) -> str:
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:end])
+        if prefix in layers:
+            return prefix
+    return ""
+
+
+def _merge_strays(runs: list[_Run], traced: Traced) -> list[_Run]:
+    """Ops between two layers go with the layer before them, unless they hold parameters; one layer's runs become one."""
+    merged: list[_Run] = []
+    for position, run in enumerate(runs):
+        last = merged[-1] if merged else None
+        between = 0 < position < len(runs) - 1 and not run.layer
+        if (
+            last is not None
+            and last.layer
+            and (last.layer == run.layer or (between and not _reads_parameters(traced, run)))
+        ):
+            last.stop = run.stop
+        else:
+            merged.append(run)
+    return merged
+
+
+def _reads_parameters(traced: Traced, run: _Run) -> bool:
+    return any(
+        _parameter(traced, source) for node in traced.ops[run.start : run.stop] for source in node.all_input_nodes
+    )
+
+
+def _parameter(traced: Traced, node: fx.Node) -> bool:
+    role = traced.roles.get(node)
+    return role is not None and role.kind == "parameter"
+
+
+def _names(runs: list[_Run], traced: Traced) -> list[str]:
+    plain = []
+    for position, run in enumerate(runs):
+        looks_up = any(operator_name(node) == "embedding" for node in traced.ops[run.start : run.stop])
+        if run.layer:
+            plain.append(run.layer)
+        elif position == 0:
+            plain.append("embedding" if looks_up else "stem" if len(runs) > 1 else "model")
+        elif position == len(runs) - 1:
+            plain.append("head")
+        else:
+            plain.append("embedding" if looks_up else "between")
+    count: Counter[str] = Counter()
+    names = []
+    for name in plain:
+        count[name] += 1
+        names.append(name if count[name] == 1 else f"{name}#{count[name]}")
+    return names
+
+
+def _kind(traced: Traced, observed: dict[fx.Node, Observed], start: int, stop: int) -> str:
+    """A hash of what the ops do, not of what they are called: operators, constants, shapes, and which of them feeds which.
+
+    What comes from outside the block counts by its shape, dtype and whether gradients flow back to it.
+    """
+    inside = {node: position for position, node in enumerate(traced.ops[start:stop])}
+    outside: dict[fx.Node, int] = {}
+    content: list[Any] = []
+
+    def stand_for(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value in inside:
+                return ["op", inside[value]]
+            producer = producer_of(value)
+            if producer in inside:
+                return ["output", inside[producer], value.args[1]]
+            if not tensors_of(value):
+                return ["size", _number(value.meta.get("val"))]
+            first = value not in outside
+            number = outside.setdefault(value, len(outside))
+            return ["outside", number, *(_outside(traced, observed, value) if first else ())]
+        if isinstance(value, list | tuple):
+            return [stand_for(v) for v in value]
+        if isinstance(value, torch.device):
+            return "device"
+        return _number(value)
+
+    for node in inside:
+        leaves = any(user not in inside and producer_of(user) not in inside for user in _final_users(node))
+        content.append(
+            [str(node.target), stand_for(node.args), {k: stand_for(v) for k, v in sorted(node.kwargs.items())},
+             [spec_of(t) for t in tensors_of(node)], region_of(node), leaves]
+        )  # fmt: skip
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _outside(traced: Traced, observed: dict[fx.Node, Observed], node: fx.Node) -> list[Any]:
+    role = traced.roles.get(node)
+    kind = role.kind if role else "value"
+    return [kind, differentiable(traced, observed, node), *(spec_of(tensor) for tensor in tensors_of(node))]
+
+
+def _final_users(node: fx.Node) -> list[fx.Node]:
+    """Who reads a node's tensors, through the choice of one of several outputs."""
+    users = []
+    for user in node.users:
+        users += _final_users(user) if producer_of(user) is not user else [user]
+    return users
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return size_of(value)
+    if isinstance(value, Tensor):
+        return spec_of(value)
+    return value

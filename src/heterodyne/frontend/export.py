@@ -1,0 +1,259 @@
+"""From a model to one flat graph of operators, through torch.export.
+
+The trace runs on stand-ins without data, with a batch of unknown size. What torch.export adds around the operators
+(assertions, sub-graphs for torch.no_grad and autocast) is taken away or laid flat, so that each node is an op of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend.example import Example, trace_sizes
+from heterodyne.frontend.faults import explain, line_that_fixed_a_size, refuse_unknown_sizes
+from heterodyne.frontend.output import loss_of
+from heterodyne.frontend.skeleton import skeleton
+
+__all__ = ["Region", "Role", "Traced", "export", "is_op", "region_of"]
+
+_REGION = "heterodyne_region"
+_PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What encloses an op: whether gradients flow, and the autocast (device type, dtype, enabled, cache) if there is one."""
+
+    grad: bool = True
+    autocast: tuple[str, torch.dtype, bool, bool | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a placeholder stands for. ``name`` is canonical: of tied parameters the first name."""
+
+    kind: Literal["parameter", "buffer", "constant", "input"]
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """The flat graph. ``model`` is the skeleton that was traced, ``aliases`` the names tied to a canonical one."""
+
+    model: nn.Module
+    graph: fx.Graph
+    root: nn.Module
+    roles: dict[fx.Node, Role]
+    constants: dict[str, Tensor]
+    aliases: dict[str, tuple[str, ...]]
+    loss: fx.Node
+    ops: tuple[fx.Node, ...]
+
+    def module_of(self, node: fx.Node) -> str:
+        """The path of the module that called the op, "" for the model itself."""
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        return _path(str(stack[-1][0])) if stack else ""
+
+
+class _LossOnly(nn.Module):
+    """The model, with its loss alone as output: the other outputs may be of types that cannot be exported."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str] | None, note: Callable[[ShapeEnv], None]) -> None:
+        super().__init__()
+        self.model = model
+        self._names = names
+        self._note = note
+
+    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling():
+            sizes: list[Any] = [size for tensor in batch for size in tensor.shape if not isinstance(size, int)]
+            for size in sizes:
+                self._note(size.node.shape_env)
+        if self._names is None:
+            return loss_of(self.model(*batch))
+        return loss_of(self.model(**dict(zip(self._names, batch, strict=True))))
+
+
+def export(model: nn.Module, example: Example) -> Traced:
+    """Trace the model's loss. Raises CaptureError with the line of the model that cannot be traced."""
+    first: tuple[Exception, str | None] | None = None
+    sizes = trace_sizes(example, model)
+    for size, strict in ((sizes[0], False), (sizes[0], True), *((size, False) for size in sizes[1:])):
+        mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
+        copy = skeleton(model, mode)
+        shapes: list[ShapeEnv] = []  # where torch.export notes what the trace assumed of the sizes
+        wrapped = _LossOnly(copy, example.names if example.keywords else None, shapes.append)
+        wrapped.training = model.training
+        try:
+            program = _export(wrapped, example, mode, size, strict)
+        except CaptureError:
+            raise
+        except Exception as error:  # noqa: BLE001  # torch.export lets through whatever the model raised; explained below
+            first = first or (error, line_that_fixed_a_size(shapes))
+        else:
+            return _flatten(program, copy, example)
+    assert first is not None
+    cause, line = first
+    raise explain(cause, model, line) from cause
+
+
+def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: int, strict: bool) -> ExportedProgram:
+    dims = tuple({0: Dim.DYNAMIC} if follows else {} for follows in example.follows)
+    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), _quiet():  # annotations are kept as node meta
+        return torch.export.export(wrapped, (example.fake(mode, size),), dynamic_shapes=(dims,), strict=strict)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what torch.export logs, warns and prints: what matters of it goes into the CaptureError."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Traced:
+    root = program.graph_module
+    graph = root.graph
+    canonical, aliases = _tied(model)
+    roles = dict(zip(graph.find_nodes(op="placeholder"), _roles(program, example, canonical), strict=True))
+    while _inline_one(graph, root):
+        pass
+    _drop_bookkeeping(graph)
+    refuse_unknown_sizes(graph)
+    (results,) = graph.output_node().args
+    if not isinstance(results, tuple) or not isinstance(results[0], fx.Node):
+        raise CaptureError("the loss does not depend on the inputs; there is nothing to train")
+    return Traced(
+        model=model,
+        graph=graph,
+        root=root,
+        roles=roles,
+        constants={name.removeprefix(_PREFIX): value for name, value in program.constants.items()},
+        aliases=aliases,
+        loss=results[0],
+        ops=tuple(node for node in graph.nodes if is_op(node)),
+    )
+
+
+def _roles(program: ExportedProgram, example: Example, canonical: dict[str, str]) -> list[Role]:
+    roles: list[Role] = []
+    inputs = iter(example.names)
+    for spec in program.graph_signature.input_specs:
+        name = (spec.target or "").removeprefix(_PREFIX)
+        if spec.kind is InputKind.PARAMETER:
+            roles.append(Role("parameter", canonical[name]))
+        elif spec.kind is InputKind.BUFFER:
+            roles.append(Role("buffer", canonical[name]))
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            roles.append(Role("constant", name))
+        elif spec.kind is InputKind.USER_INPUT:
+            roles.append(Role("input", next(inputs)))
+        else:
+            raise CaptureError(
+                f"the model holds {name!r}, a {spec.kind.name.lower()}, which is not a tensor; keep it out of forward"
+            )
+    return roles
+
+
+def _tied(model: nn.Module) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """From each name of a parameter or buffer to its canonical name, and from that to the others."""
+    canonical: dict[str, str] = {}
+    names: dict[int, list[str]] = {}
+    everything = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in everything:
+        tied = names.setdefault(id(tensor), [])
+        tied.append(name)
+        canonical[name] = tied[0]
+    return canonical, {tied[0]: tuple(tied[1:]) for tied in names.values()}
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether a node computes tensors: not the arithmetic of sizes, nor taking one tensor out of several."""
+    return node.op == "call_function" and node.target is not operator.getitem and bool(tensors_of(node))
+
+
+def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
+    """The tensors that a node returns, without data."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return (value,)
+    return tuple(v for v in value if isinstance(v, Tensor)) if isinstance(value, tuple | list) else ()
+
+
+def region_of(node: fx.Node) -> Region:
+    """What encloses the node."""
+    region: Region = node.meta.get(_REGION, Region())
+    return region
+
+
+def _path(path: str) -> str:
+    """``model.layers.3@1`` (the second call of that layer) to ``layers.3``."""
+    return ".".join(part.partition("@")[0] for part in path.split("."))[len(_PREFIX) :]
+
+
+def _inline_one(graph: fx.Graph, root: nn.Module) -> bool:
+    """Lay the first sub-graph of torch.no_grad or autocast flat; False if there is none left."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
+        enabled, body, *operands = node.args
+        _inline(graph, root, node, body, operands, Region(bool(enabled), region_of(node).autocast))
+        return True
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_autocast):
+        device, dtype, enabled, cache, body, *operands = node.args
+        _inline(graph, root, node, body, operands, Region(region_of(node).grad, (device, dtype, enabled, cache)))
+        return True
+    return False
+
+
+def _inline(graph: fx.Graph, root: nn.Module, node: fx.Node, body: Any, operands: list[Any], region: Region) -> None:
+    inner: fx.GraphModule = root.get_submodule(body.target)  # type: ignore[assignment]  # torch.export puts graphs there
+    values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with graph.inserting_before(node):
+        for source in inner.graph.nodes:
+            if source.op in ("placeholder", "output"):
+                continue
+            copied = graph.node_copy(source, lambda n: values[n])
+            copied.meta = {**source.meta, _REGION: region}
+            if source.op == "get_attr":
+                copied.target = f"{body.target}.{source.target}"
+            values[source] = copied
+    (results,) = inner.graph.output_node().args
+    for user in list(node.users):
+        assert user.target is operator.getitem, "a sub-graph returns a tuple"
+        result: Any = results[user.args[1]]  # type: ignore[index]  # a tuple, by the line above
+        user.replace_all_uses_with(values[result])
+        graph.erase_node(user)
+    graph.erase_node(node)
+    if not body.users:
+        graph.erase_node(body)
+
+
+def _drop_bookkeeping(graph: fx.Graph) -> None:
+    """Erase assertions, and the sizes that only they read."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op not in ("call_function", "get_attr"):
+            continue
+        if node.op == "get_attr" or not tensors_of(node):
+            graph.erase_node(node)

@@ -1,0 +1,132 @@
+"""Why a model could not be traced, in words, with the line of the model."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import heterodyne
+from heterodyne.errors import CaptureError
+from heterodyne.frontend.sizes import size_of
+
+__all__ = ["explain", "line_of", "line_that_fixed_a_size", "refuse_unknown_sizes"]
+
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(heterodyne.__file__).parent))
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+_DATA_DEPENDENT = (
+    "it needs the value of a tensor, and a trace has none: an `if` or `while` on a tensor, .item(), .tolist(), int() or float() of one. "
+    "Use torch.where for the choice, keep numbers as tensors, or compute them when the model is built."
+)
+_NUMPY = "it leaves PyTorch for numpy. Use the torch function of the same purpose."
+_BATCH = (
+    "it holds for one batch size alone. Take sizes from x.shape inside forward, never from a number that was fixed before, "
+    "and do not compare the batch size with anything."
+)
+
+
+def explain(error: BaseException, model: nn.Module, line: str | None = None) -> CaptureError:
+    """What went wrong, where (``line``, if the error itself does not tell), and what to change."""
+    text = _first_lines(str(error)) or type(error).__name__
+    where = _user_line(error) or line
+    reason = _reason(error)
+    place = f"{where}\n" if where else ""
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured.\n{place}{reason}\n(torch.export: {type(error).__name__}: {text})"
+    )
+
+
+def line_that_fixed_a_size(shapes: Sequence[ShapeEnv]) -> str | None:
+    """The line that compared a size with a number, and so made the trace hold for that number alone."""
+    for guard in (guard for shape in shapes for guard in shape.guards):
+        place = guard.sloc.framework_loc
+        if (
+            isinstance(guard.expr, sympy.Eq)
+            and isinstance(place, traceback.FrameSummary)
+            and not _is_foreign(place.filename)
+        ):
+            return f"{place.filename}:{place.lineno}: {place.line}"
+    return None
+
+
+def refuse_unknown_sizes(graph: fx.Graph) -> None:
+    """Raise CaptureError if a number or a size in the graph is read out of a tensor, or is not a polynomial in the batch."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.aten.item.default:
+            raise CaptureError(f"The model cannot be captured.\n{line_of(node, full=True)}\n{_DATA_DEPENDENT}")
+        for size in _symbolic_sizes(node):
+            try:
+                size_of(size)
+            except CaptureError as error:
+                raise CaptureError(f"The model cannot be captured.\n{line_of(node, full=True)}\n{error}") from error
+
+
+def line_of(node: fx.Node, *, full: bool = False) -> str:
+    """``file.py:12``, the deepest line that is the model's own; ``full``: with the path and the text. "" if it is not known."""
+    named = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [(filename, int(number)) for filename, number in named if not _is_foreign(filename)]
+    if not own:
+        return ""
+    filename, number = own[-1]
+    if full:
+        return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
+    return f"{Path(filename).name}:{number}"
+
+
+def _symbolic_sizes(node: fx.Node) -> Iterator[int | torch.SymInt]:
+    value = node.meta.get("val")
+    for tensor in value if isinstance(value, tuple | list) else [value]:
+        if isinstance(tensor, Tensor):
+            yield from (size for size in tensor.shape if not isinstance(size, int))
+
+
+def _is_foreign(filename: str) -> bool:
+    """Whether a file belongs to torch or to Heterodyne rather than to a model."""
+    return filename.startswith(_FOREIGN) or filename.startswith("<")
+
+
+def _reason(error: BaseException) -> str:
+    kind, text = type(error).__name__, str(error)
+    if (
+        "DataDependent" in kind
+        or "GuardOnDataDependent" in text
+        or "data-dependent" in text
+        or "DynamicOutputShape" in kind
+    ):
+        return _DATA_DEPENDENT
+    if "numpy" in text.lower():
+        return _NUMPY
+    if isinstance(error, AssertionError | ValueError) and _raised_by_model(error):
+        return "the model raised this itself, on a made-up batch of another size than the example. A model must take any number of samples."
+    if "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in kind:
+        return _BATCH
+    return "the model fails when it runs on tensors without data, or does something that torch.export does not know."
+
+
+def _user_line(error: BaseException) -> str:
+    """The deepest line that is the model's own, with its text."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
+    if frames:
+        return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+    return ""
+
+
+def _raised_by_model(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and not _is_foreign(frames[-1].filename)
+
+
+def _first_lines(text: str, count: int = 3, width: int = 400) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:count])[:width]

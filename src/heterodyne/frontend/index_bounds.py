@@ -1,0 +1,62 @@
+"""How large an integer input may be: below the size of what it indexes, found by following the graph to where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from heterodyne.frontend.arguments import argument, operator_name
+from heterodyne.frontend.sizes import size_of
+from heterodyne.graph import Size
+
+__all__ = ["index_bounds"]
+
+_PASSES_ON = frozenset({
+    "alias", "broadcast_to", "cat", "chunk", "clone", "contiguous", "detach", "expand", "flatten", "getitem",
+    "lift_fresh_copy", "masked_fill", "narrow", "pad", "permute", "repeat", "reshape", "roll", "select", "slice",
+    "split", "squeeze", "stack", "t", "to", "transpose", "unbind", "unflatten", "unsqueeze", "view", "where",
+    "_to_copy",
+})  # fmt: skip
+_LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
+
+
+def index_bounds(node: fx.Node, within: Collection[fx.Node]) -> tuple[Size, ...]:
+    """The sizes that bound a node's values, from its uses ``within`` some ops; none if nothing indexes by it."""
+    bounds: list[Size] = []
+    seen = {node}
+    waiting = [node]
+    while waiting:
+        value = waiting.pop()
+        for user in value.users:
+            if user in seen:
+                continue
+            if user in within:
+                bound = _bound(user, value)
+                if bound is not None:
+                    bounds.append(bound)
+            if operator_name(user) in _PASSES_ON or "getitem" in operator_name(user):
+                seen.add(user)
+                waiting.append(user)
+    return tuple(bounds)
+
+
+def _bound(user: fx.Node, value: fx.Node) -> Size | None:
+    name = operator_name(user)
+    if name == "embedding" and argument(user, "indices") is value:
+        return _size(argument(user, "weight"), 0)
+    if name in _LABELLED and argument(user, "target") is value:
+        logits = argument(user, "self")
+        return _size(logits, min(1, logits.meta["val"].dim() - 1))
+    if name in ("gather", "scatter", "scatter_add", "index_select", "index_add") and argument(user, "index") is value:
+        return _size(argument(user, "self"), argument(user, "dim"))
+    if name in ("index", "index_put", "index_put_", "_unsafe_index"):
+        places = [i for i, index in enumerate(argument(user, "indices")) if index is value]
+        return _size(argument(user, "self"), places[0]) if places else None
+    if name == "one_hot" and argument(user, "num_classes") > 0:
+        return Size.of(argument(user, "num_classes"))
+    return None
+
+
+def _size(node: fx.Node, dim: int) -> Size:
+    return size_of(node.meta["val"].shape[dim])

@@ -1,0 +1,107 @@
+"""Capture, as a recipe: trace, watch what the ops keep, tell how the loss is averaged, find the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx, nn
+
+from heterodyne.frontend.block_program import BlockProgram, extract
+from heterodyne.frontend.blocks import find_blocks
+from heterodyne.frontend.counting import LossCounter
+from heterodyne.frontend.describe import batch_statistics, describe, random_ops
+from heterodyne.frontend.example import Batch, Example, read_example
+from heterodyne.frontend.export import Traced, export
+from heterodyne.frontend.loss import read_loss
+from heterodyne.frontend.replay import Observed, observe
+from heterodyne.frontend.sizes import spec_of
+from heterodyne.graph import Block, Input, ModelGraph, Parameter
+
+__all__ = ["Captured", "capture", "trace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A model's graph, with what it takes to run parts of it."""
+
+    graph: ModelGraph
+    _traced: Traced = field(repr=False)
+    _observed: dict[fx.Node, Observed] = field(repr=False)
+    _counter: LossCounter = field(repr=False)
+    _buffers: Mapping[str, Tensor] = field(repr=False)
+
+    def loss_count(self, batch: Batch, buffers: Mapping[str, Tensor] | None = None) -> float:
+        """What the loss of a batch is divided by; the number of samples, if the loss is a sum.
+
+        The gradient of a global batch is the sum over its parts of ``loss_count(part) / loss_count(whole)`` times theirs.
+
+        Args:
+            batch: tensors on any one device, by the names or in the order of the example.
+            buffers: buffers by name, for a loss that divides by class weights in a model that was captured on the meta device.
+        """
+        return self._counter(batch, buffers)
+
+    def block(self, block: Block) -> BlockProgram:
+        """The ops of a block as something that runs by itself, with random weights and inputs."""
+        return extract(self._traced, self._observed, block, self._buffers)
+
+
+def capture(model: nn.Module, example_batch: Batch) -> ModelGraph:
+    """What a model is. See `trace`."""
+    return trace(model, example_batch).graph
+
+
+def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) -> Captured:
+    """Capture a model with its loss. The model is left as it was, and nothing is computed.
+
+    Args:
+        model: any module that returns its loss (see `loss_of`), on any device, the meta device included.
+        example_batch: the tensors that it is called with, by keyword or in order; their values do not matter.
+        name: what to call it; None: its class.
+
+    Raises CaptureError, with the line of the model and what to change.
+    """
+    example = read_example(model, example_batch)
+    traced = export(model, example)
+    observed = observe(traced)
+    found = read_loss(traced, observed)
+    buffers = dict(model.named_buffers())
+    graph = ModelGraph(
+        name=name or type(model).__name__,
+        inputs=_inputs(traced, example),
+        parameters=tuple(
+            _parameter(n, p, traced, trainable=p.requires_grad) for n, p in traced.model.named_parameters()
+        ),
+        buffers=tuple(_parameter(n, b, traced, trainable=False) for n, b in traced.model.named_buffers()),
+        ops=describe(traced, observed),
+        blocks=find_blocks(traced, observed),
+        loss=found.loss,
+        batch_statistics=batch_statistics(traced),
+        random=random_ops(traced),
+    )
+    return Captured(
+        graph=graph,
+        _traced=traced,
+        _observed=observed,
+        _counter=LossCounter(traced, example, found.count, buffers),
+        _buffers=buffers,
+    )
+
+
+def _inputs(traced: Traced, example: Example) -> tuple[Input, ...]:
+    nodes = {role.name: node for node, role in traced.roles.items() if role.kind == "input"}
+    return tuple(
+        Input(name=name, spec=spec_of(nodes[name].meta["val"]), batch_dim=0 if follows else None)
+        for name, follows in zip(example.names, example.follows, strict=True)
+    )
+
+
+def _parameter(name: str, tensor: Tensor, traced: Traced, *, trainable: bool) -> Parameter:
+    return Parameter(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        trainable=trainable,
+        aliases=traced.aliases[name],
+    )

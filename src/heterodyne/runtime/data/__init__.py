@@ -1,0 +1,1 @@
+"""Text as training data, in an order that no plan changes."""

@@ -1,0 +1,158 @@
+"""Token files: all the text as one array of bytes, written once, then memory-mapped.
+
+    4096 bytes   magic, then a line of JSON (version, dtype, count, hash of the source list, hash of the tokens), zero padded
+    count bytes  the tokens
+
+A token is a byte: the vocabulary is 0 to 255. Files are joined by one byte 0, which text does not contain. A file is
+written under a name of its own and renamed when it is whole, so that processes which build at the same time do not
+disturb each other and a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterodyne.errors import DataError
+from heterodyne.runtime.data.corpus import Source, fingerprint
+
+__all__ = ["VOCABULARY", "TokenFile", "open_tokens", "read_tokens"]
+
+VOCABULARY = 256
+SEPARATOR = b"\0"
+MAGIC = b"HETERODYNE TOKENS\n"
+VERSION = 1
+HEADER_BYTES = 4096
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile:
+    """An open token file.
+
+    Args:
+        path: where it is.
+        tokens: memory-mapped, read only.  # uint8 [count]
+        digest: a hash of the tokens, the same wherever the text was read from.
+    """
+
+    path: Path
+    tokens: NDArray[np.uint8]
+    digest: str
+
+
+def open_tokens(sources: Sequence[Source], cache: Path, *, say: Callable[[str], None]) -> TokenFile:
+    """The tokens of these files, from the cache if it has them whole, else read anew; ``say`` is told why.
+
+    Raises DataError if a source cannot be read or the cache cannot be written.
+    """
+    wanted = fingerprint(sources)
+    path = cache / f"tokens-{wanted[:16]}.bin"
+    if path.exists():
+        try:
+            return read_tokens(path, wanted)
+        except DataError as error:
+            say(f"{error}; reading the text again")
+    else:
+        say(f"reading {len(sources)} files of text into {path}")
+    _build(path, sources, wanted)
+    return read_tokens(path, wanted)
+
+
+def read_tokens(path: Path, source_hash: str | None = None) -> TokenFile:
+    """Open a token file and check all of it against its header. Raises DataError for any disagreement."""
+    try:
+        with path.open("rb") as file:
+            header = _read_header(file, path)
+            tokens_hash = _hash(file)
+    except OSError as error:
+        raise DataError(f"the token file {path} cannot be read ({error.strerror})") from error
+    has, needs = path.stat().st_size, HEADER_BYTES + header["count"]
+    if has != needs:
+        raise DataError(f"the token file {path} has {has} bytes, its header says {needs}")
+    if tokens_hash != header["tokens"]:
+        raise DataError(f"the token file {path} is corrupt: its content is not what was written")
+    if source_hash is not None and source_hash != header["sources"]:
+        raise DataError(f"the token file {path} was made of other text")
+    mapped = np.memmap(path, dtype=np.uint8, mode="r", offset=HEADER_BYTES, shape=(header["count"],))
+    return TokenFile(path=path, tokens=mapped, digest=tokens_hash)
+
+
+def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+    raw = file.read(HEADER_BYTES)
+    not_ours = DataError(
+        f"{path} is not a token file of version {VERSION}, or is cut short ({len(raw)} bytes of header)"
+    )
+    if len(raw) != HEADER_BYTES or not raw.startswith(MAGIC):
+        raise not_ours
+    try:
+        header = json.loads(raw[len(MAGIC) :].rstrip(b"\0"))
+        good = header["version"] == VERSION and header["dtype"] == "uint8" and header["count"] > 0
+        known = isinstance(header["sources"], str) and isinstance(header["tokens"], str)
+    except (ValueError, KeyError, TypeError) as error:
+        raise not_ours from error
+    if not (good and known):
+        raise not_ours
+    return dict(header)
+
+
+def _build(path: Path, sources: Sequence[Source], source_hash: str) -> None:
+    partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("w+b") as file:
+                _write(file, sources, source_hash)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the token file {path} cannot be written ({error.strerror}); "
+            "free some space or set data.cache to a directory that can be written"
+        ) from error
+
+
+def _write(file: BinaryIO, sources: Sequence[Source], source_hash: str) -> None:
+    file.write(bytes(HEADER_BYTES))
+    for number, source in enumerate(sources):
+        if number:
+            file.write(SEPARATOR)
+        _copy(source.path, file)
+    count = file.tell() - HEADER_BYTES
+    file.seek(HEADER_BYTES)
+    tokens_hash = _hash(file)
+    header = {"version": VERSION, "dtype": "uint8", "count": count, "sources": source_hash, "tokens": tokens_hash}
+    file.seek(0)
+    file.write(MAGIC + json.dumps(header).encode())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _copy(source: Path, into: BinaryIO) -> None:
+    try:
+        file = source.open("rb")
+    except OSError as error:
+        raise DataError(
+            f"data.text: {source} cannot be read ({error.strerror}); grant access or leave it out"
+        ) from error
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            into.write(chunk)
+
+
+def _hash(file: BinaryIO) -> str:
+    """Of everything from here to the end."""
+    digest = hashlib.blake2b(digest_size=32)
+    while chunk := file.read(CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What makes unequal parts add up to the mathematics of one device."""

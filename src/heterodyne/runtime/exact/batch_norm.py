@@ -1,0 +1,126 @@
+"""BatchNorm over the whole micro-batch of all ranks: count-weighted statistics, forward and backward.
+
+The j-th micro-batches of all ranks together are what one device would see as one batch. `GlobalBatchNorm` is a function mode:
+while it is active, ``torch.nn.functional.batch_norm`` in training uses the statistics of all of them. The user's modules stay
+as they are. With x of channel c over all N values of all ranks:
+
+    mean = sum x / N      var = sum (x - mean)^2 / N      y = (x - mean) / sqrt(var + eps) * weight + bias
+    dx = weight / sqrt(var + eps) * (dy - sum dy / N - xhat * sum (dy xhat) / N)
+
+(Ioffe & Szegedy, "Batch Normalization", 2015, section 3.) Each rank sends its count, mean and centred sum of squares in
+float64, so that nothing cancels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
+
+from heterodyne.runtime.exact.interception import Interception
+from heterodyne.runtime.meeting.communicator import Channel
+
+__all__ = ["GlobalBatchNorm"]
+
+
+class GlobalBatchNorm(Interception):
+    """While active, batch norm in training takes its statistics over all ranks of ``channel``.
+
+    Every rank of the channel must make the same calls in the same order, forward and backward.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__({F.batch_norm: self._batch_norm})
+        self._channel = channel
+
+    def _batch_norm(
+        self,
+        input: Tensor,  # [N, C, ...]
+        running_mean: Tensor | None,  # [C]
+        running_var: Tensor | None,  # [C]
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        count, mean, var = _global_statistics(input.detach(), self._channel)
+        if count < 2:
+            raise ValueError(
+                f"batch norm needs more than one value per channel in training, over all workers; got {tuple(input.shape)}"
+            )
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        normalised: Tensor = _Normalise.apply(input, weight, bias, mean, var, eps, count, self._channel)  # type: ignore[no-untyped-call]
+        return normalised
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+        count: float,
+        channel: Channel,
+    ) -> Tensor:
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        mean, var = mean.to(dtype), var.to(dtype)
+        # The kernel of inference: it normalises with statistics that are given.
+        output = F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(var + eps))  # type: ignore[arg-type]  # None is allowed
+        ctx.count, ctx.channel, ctx.bias = count, channel, bias is not None  # type: ignore[attr-defined]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse = ctx.saved_tensors
+        dims = [0, *range(2, input.dim())]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        upstream_wide = upstream.to(mean.dtype)
+        normalised = (input.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
+        of_bias = upstream_wide.sum(dims)
+        of_weight = (upstream_wide * normalised).sum(dims)
+        sums = torch.stack([of_bias, of_weight]).double()
+        ctx.channel.all_reduce(sums).wait()
+        per_value = (sums / ctx.count).to(mean.dtype)
+        scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+        of_input = upstream_wide - per_value[0].view(shape)
+        of_input = of_input.addcmul_(normalised, per_value[1].view(shape), value=-1).mul_(scale.view(shape))
+        return (
+            of_input.to(input.dtype),
+            # Of this rank's own samples: they are summed over the ranks with all other gradients.
+            None if weight is None else of_weight.to(weight.dtype),
+            of_bias.to(mean.dtype if weight is None else weight.dtype) if ctx.bias else None,
+            *([None] * 5),
+        )
+
+
+def _global_statistics(input: Tensor, channel: Channel) -> tuple[float, Tensor, Tensor]:
+    """Count of values a channel, mean [C] and biased variance [C] (float64) over all ranks.
+
+    With own count n_r, mean m_r, variance v_r: sum n_r v_r + n_r m_r^2 - N m^2 = N var, in float64.
+    """
+    channels = input.shape[1]
+    count = input.numel() // channels
+    dims = [0, *range(2, input.dim())]
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    var, mean = torch.var_mean(wide, dim=dims, correction=0)
+    var, mean = var.double(), mean.double()
+    sent = torch.cat([mean * count, (var + mean * mean) * count, mean.new_full((1,), float(count))])
+    channel.all_reduce(sent).wait()
+    total = sent[-1].item()
+    mean = sent[:channels] / total
+    var = (sent[channels:-1] / total - mean * mean).clamp_(min=0.0)
+    return total, mean, var

@@ -1,0 +1,128 @@
+"""The frame around a worker's life: meet, watch, connect, and leave in good order or say who is at fault."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.judge import WatchLimits
+from heterodyne.runtime.meeting.members import Member
+from heterodyne.runtime.meeting.rendezvous import meet, open_store
+from heterodyne.runtime.meeting.watchdog import Watchdog
+
+__all__ = ["Session", "init_distributed"]
+
+_COLLECTIVE_TIMEOUT = timedelta(hours=24)  # the watchdog is the one who gives up, and knows on whom
+_DESTROY_S = 5.0
+_FAREWELL_S = 30.0
+_NETWORK_WORDS = ("gloo", "nccl", "connection", "socket", "timed out", "timeout", "broken pipe", "c10d")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a worker has while it is connected: who it is, who the others are, the store, the watchdog."""
+
+    environment: WorkerEnvironment
+    members: tuple[Member, ...]
+    store: Store
+    watchdog: Watchdog
+
+
+@contextmanager
+def init_distributed(
+    environment: WorkerEnvironment,
+    *,
+    backend: str,
+    device_id: torch.device | None = None,
+    timeout_s: float = 300.0,
+    limits: WatchLimits | None = None,
+    before_exit: Callable[[], None] | None = None,
+) -> Iterator[Session]:
+    """Connect this worker with the others while the block runs, under a watchdog.
+
+    The default process group of torch is up inside. If the block fails because a peer is gone, the error that leaves it
+    is a WorkerError about that peer; the rest leaves as it is.
+
+    Args:
+        backend: as torch names it: ``gloo``, ``nccl``, ``cpu:gloo,cuda:nccl``.
+        device_id: binds NCCL to this rank's device.
+        timeout_s: how long to wait for ranks that have not come.
+        before_exit: called before the watchdog ends a process whose main thread is stuck, to close files.
+
+    Raises:
+        WorkerError: a rank came twice or never, or a peer died or hangs.
+    """
+    keeps_store = not environment.store_is_hosted
+    store = open_store(environment, timeout_s=timeout_s)
+    members = meet(store, environment, timeout_s=timeout_s)
+    with Watchdog(
+        store,
+        rank=environment.rank,
+        members=members,
+        limits=limits,
+        store_keeper=0 if keeps_store else None,
+        before_exit=before_exit,
+    ) as watchdog:
+        try:
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("process_group", store),
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=_COLLECTIVE_TIMEOUT,
+                device_id=device_id,
+            )
+            yield Session(environment=environment, members=members, store=store, watchdog=watchdog)
+        except RuntimeError as error:
+            _destroy_in_bounded_time()
+            if _is_of_the_network(error) and (culprit := watchdog.blame()) is not None:
+                raise culprit from error
+            raise
+        except BaseException:
+            _destroy_in_bounded_time()
+            raise
+    dist.destroy_process_group()
+    if environment.world_size > 1:
+        _farewell(store, environment, members, keeps_store=keeps_store)
+
+
+def _is_of_the_network(error: RuntimeError) -> bool:
+    """Collectives fail with subclasses of RuntimeError or, in gloo, with a plain one that only its text tells apart."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return any(word in text for word in _NETWORK_WORDS)
+
+
+def _destroy_in_bounded_time() -> None:
+    """Close the connections, so that the peers notice; a collective that still runs must not keep us from leaving."""
+    if dist.is_initialized():
+        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        thread.start()
+        thread.join(_DESTROY_S)
+
+
+def _farewell(store: Store, environment: WorkerEnvironment, members: tuple[Member, ...], *, keeps_store: bool) -> None:
+    """Rank 0 takes the store with it, so it leaves last."""
+    store.set(f"farewell/{environment.rank}", "")
+    if environment.rank != 0 or not keeps_store:
+        return
+    missing = [member for member in members if member.rank != 0]
+    until = time.monotonic() + _FAREWELL_S
+    while missing and time.monotonic() < until:
+        missing = [
+            member
+            for member in missing
+            if not store.check([f"farewell/{member.rank}"])
+            and (member.machine != members[0].machine or member.process_status() is not None)
+        ]
+        time.sleep(0.02)

@@ -1,0 +1,178 @@
+"""Who is at fault when workers wait for each other: pure reasoning over what each said of itself and when.
+
+Time is counted as the judge lives through it: a round that comes late (this worker was throttled or stopped itself)
+counts for a few intervals at most, so a judge that was asleep does not take its own sleep for the silence of others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from heterodyne.runtime.meeting.members import Member
+
+__all__ = ["Beat", "Judge", "Verdict", "WatchLimits"]
+
+Kind = Literal["work", "wait", "phase", "left"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchLimits:
+    """When a worker counts as lost.
+
+    Args:
+        interval_s: between two signs of life.
+        silence_s: without a sign of life, while it works.
+        phase_silence_s: the same during an announced phase (set-up), where other threads may starve for long.
+        stuck_s: without progress while others wait for it, though it gives signs of life.
+        stuck_factor: as many times the longest action seen of that worker, if that is more than `stuck_s`.
+        phase_s: the longest that a phase may take unless it says otherwise; also for the very first action.
+    """
+
+    interval_s: float = 1.0
+    silence_s: float = 15.0
+    phase_silence_s: float = 25.0
+    stuck_s: float = 20.0
+    stuck_factor: float = 20.0
+    phase_s: float = 600.0
+
+    @property
+    def longest_round_s(self) -> float:
+        """What a late round of the judge counts for at most."""
+        return 4 * self.interval_s
+
+    @property
+    def longest_silence_s(self) -> float:
+        return max(self.silence_s, self.phase_silence_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """What a worker says of itself, once an interval.
+
+    Args:
+        number: grows by one with each beat.
+        count: how many actions it has begun.
+        kind: it computes (`work`), waits for others (`wait`), is in a long announced `phase`, or has `left` in peace.
+        state: the action or the phase, for people.
+        age_s: how long it has been in that state.
+        limit_s: how long it may be.
+    """
+
+    number: int
+    count: int
+    kind: Kind
+    state: str
+    age_s: float
+    limit_s: float
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Beat:
+        return cls(**json.loads(text))
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Who is at fault (None: nobody in particular), what happened in words, and whether it was only an interruption."""
+
+    rank: int | None
+    host: str | None
+    text: str
+    interrupted: bool = False
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Verdict:
+        return cls(**json.loads(text))
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Judge:
+    """Keeps what was last heard of each worker and since when it is silent."""
+
+    def __init__(self, *, rank: int, members: Sequence[Member], limits: WatchLimits, now: float) -> None:
+        self._rank = rank
+        self._members = members
+        self._limits = limits
+        self._now = now
+        self._beats: dict[int, Beat] = {}
+        self._silence_s = dict.fromkeys(range(len(members)), 0.0)
+
+    def observe(self, now: float, beats: Mapping[int, Beat]) -> None:
+        """Take in the newest beat of each worker (those of before may be repeated) at local time `now`."""
+        passed = min(now - self._now, self._limits.longest_round_s)
+        self._now = now
+        for member in self._members:
+            beat, known = beats.get(member.rank), self._beats.get(member.rank)
+            if beat is not None and (known is None or beat.number != known.number):
+                self._beats[member.rank] = beat
+                self._silence_s[member.rank] = 0.0
+            else:
+                self._silence_s[member.rank] += passed
+
+    def verdict(self) -> Verdict | None:
+        """The first fault found, silence before hanging before deadlock; None if all is well."""
+        return self._silent() or self._stuck() or self._deadlocked()
+
+    def gone(self, rank: int) -> Verdict:
+        """The verdict on a worker whose process does not exist any more."""
+        return self._blame(rank, f"died{self._last_seen(rank)}")
+
+    def _silent(self) -> Verdict | None:
+        for rank, silence_s in self._silence_s.items():
+            beat = self._beats.get(rank)
+            if rank == self._rank or (beat is not None and beat.kind == "left"):
+                continue
+            early = beat is None or beat.kind == "phase"
+            if silence_s > (self._limits.phase_silence_s if early else self._limits.silence_s):
+                return self._blame(
+                    rank,
+                    f"has given no sign of life for {silence_s:.0f} s: it was killed or stopped, or its host or the "
+                    f"network is gone{self._last_seen(rank)}",
+                )
+        return None
+
+    def _stuck(self) -> Verdict | None:
+        """A worker that works longer than it may, while at least one other waits."""
+        waiting = {rank for rank, beat in self._beats.items() if beat.kind == "wait"}
+        for rank, beat in self._beats.items():
+            age_s = beat.age_s + self._silence_s[rank]
+            if beat.kind in {"work", "phase"} and age_s > beat.limit_s and waiting - {rank}:
+                return self._blame(
+                    rank,
+                    f"hangs in {beat.state}: no progress for {age_s:.0f} s (it may take {beat.limit_s:.0f} s) while "
+                    f"{_ranks(sorted(waiting - {rank}))} for it",
+                )
+        return None
+
+    def _deadlocked(self) -> Verdict | None:
+        """All who are still there wait, longer than they may."""
+        present = {rank: beat for rank, beat in self._beats.items() if beat.kind != "left"}
+        if len(self._beats) < len(self._members) or not present:
+            return None
+        if not all(b.kind == "wait" and b.age_s + self._silence_s[r] > b.limit_s for r, b in present.items()):
+            return None
+        states = "; ".join(f"rank {rank} in {beat.state}" for rank, beat in present.items())
+        left = sorted(set(self._beats) - set(present))
+        behind = left[0] if left else min(present, key=lambda rank: present[rank].count)
+        what = "left while the others wait for it" if left else "is furthest behind, and all wait for each other"
+        return self._blame(behind, f"{what} ({states}): the network is cut, or the workers do not do the same things")
+
+    def _blame(self, rank: int, happened: str) -> Verdict:
+        member = self._members[rank]
+        return Verdict(rank=rank, host=member.host, text=f"{member} {happened}")
+
+    def _last_seen(self, rank: int) -> str:
+        beat = self._beats.get(rank)
+        return "" if beat is None else f"; last seen in {beat.state}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {names} waits" if len(ranks) == 1 else f"ranks {names} wait"

@@ -1,0 +1,136 @@
+"""The workers meet: each claims its rank in a store, and all wait until nobody is missing.
+
+The store is torch's own, kept by rank 0 (or by the launcher, which torchrun does). A rank that two workers claim, and a
+rank that nobody claims, are told with names instead of a hanging start.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs do not declare it
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from heterodyne.errors import WorkerError
+from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.judge import Verdict
+from heterodyne.runtime.meeting.members import Member
+
+__all__ = ["meet", "open_store"]
+
+_POLL_S = 0.1
+_STORE_TIMEOUT_S = 30.0  # of one request
+_CONFLICT = "conflict"
+_LINGER_S = 2.0  # how long the worker that keeps the store stays after a failed start, to let the others read why
+
+
+def open_store(environment: WorkerEnvironment, *, timeout_s: float) -> Store:
+    """A connection to the store at the master address; rank 0 opens the store, unless the launcher keeps it.
+
+    Raises:
+        WorkerError: there is no store within the time, or rank 0 cannot open it.
+    """
+    address, port = environment.master_address, environment.master_port
+    keeps_it = environment.rank == 0 and not environment.store_is_hosted
+    until = time.monotonic() + timeout_s
+    if keeps_it and _answers(address, port):
+        # Either a second rank 0, which `meet` will name, or a program that is not ours.
+        keeps_it = False
+    while not keeps_it and not _answers(address, port):
+        if time.monotonic() > until:
+            raise WorkerError(
+                f"rank {environment.rank} on {socket.gethostname()} found nobody at MASTER_ADDR:MASTER_PORT "
+                f"{address}:{port} for {timeout_s:.0f} s: rank 0 never came, or the address or a firewall is wrong",
+                rank=0,
+            )
+        time.sleep(_POLL_S)
+    try:
+        store = _connect(environment, keeps_it=keeps_it, timeout_s=timeout_s)
+    except RuntimeError as error:
+        raise WorkerError(
+            f"rank {environment.rank} on {socket.gethostname()} cannot use {address}:{port} as the meeting point: "
+            f"{str(error).splitlines()[0]}; is another program at that port? Set another MASTER_PORT",
+            rank=environment.rank,
+        ) from error
+    return PrefixStore(f"heterodyne/{environment.attempt}", store)
+
+
+def _connect(environment: WorkerEnvironment, *, keeps_it: bool, timeout_s: float) -> TCPStore:
+    """Raises RuntimeError."""
+    address, port = environment.master_address, environment.master_port
+    timeout = timedelta(seconds=max(1.0, min(timeout_s, _STORE_TIMEOUT_S)))
+    try:
+        return TCPStore(
+            address, port, environment.world_size, is_master=keeps_it, timeout=timeout, wait_for_workers=False
+        )
+    except RuntimeError:
+        if keeps_it and _answers(address, port):  # another rank 0 was faster by a moment
+            return _connect(environment, keeps_it=False, timeout_s=timeout_s)
+        raise
+
+
+def meet(store: Store, environment: WorkerEnvironment, *, timeout_s: float) -> tuple[Member, ...]:
+    """Claim this worker's rank and wait for the others. Returns all workers in order of rank.
+
+    Raises:
+        WorkerError: the rank is claimed already, or ranks are missing when the time is over; every worker that waits
+            raises it.
+    """
+    me = Member.myself(environment.rank)
+    holder = Member.load(store.compare_set(f"rank/{me.rank}", "", me.dump()))
+    if holder != me:
+        text = f"rank {me.rank} is claimed twice: by {holder} and by {me}; give each worker its own RANK"
+        store.compare_set(_CONFLICT, "", Verdict(rank=me.rank, host=me.host, text=text).dump())
+        raise WorkerError(text, rank=me.rank, host=me.host)
+    try:
+        return _wait_for_all(store, environment, timeout_s)
+    except WorkerError:
+        if me.rank == 0 and not environment.store_is_hosted:
+            time.sleep(_LINGER_S)
+        raise
+
+
+def _wait_for_all(store: Store, environment: WorkerEnvironment, timeout_s: float) -> tuple[Member, ...]:
+    """Raises WorkerError."""
+    missing = list(range(environment.world_size))
+    until = time.monotonic() + timeout_s
+    try:
+        while True:
+            if store.check([_CONFLICT]):
+                verdict = Verdict.load(store.get(_CONFLICT))
+                raise WorkerError(verdict.text, rank=verdict.rank, host=verdict.host)
+            missing = [rank for rank in missing if not store.check([f"rank/{rank}"])]
+            if not missing:
+                return tuple(Member.load(store.get(f"rank/{rank}")) for rank in range(environment.world_size))
+            if time.monotonic() > until:
+                store.compare_set(_CONFLICT, "", _never_came(missing, environment.world_size, timeout_s).dump())
+            time.sleep(_POLL_S)
+    except WorkerError:
+        raise
+    except (RuntimeError, ValueError) as error:  # what torch raises for a connection that is gone
+        raise WorkerError(
+            f"rank 0 at {environment.master_address}:{environment.master_port} went away while the workers were "
+            f"still meeting: {str(error).splitlines()[0]}",
+            rank=0,
+        ) from error
+
+
+def _never_came(missing: Sequence[int], world_size: int, timeout_s: float) -> Verdict:
+    ranks = ", ".join(map(str, missing))
+    text = (
+        f"{'rank' if len(missing) == 1 else 'ranks'} {ranks} of {world_size} never came within {timeout_s:.0f} s: "
+        "start one worker for each rank, and see the logs of those that are missing"
+    )
+    return Verdict(rank=missing[0], host=None, text=text)
+
+
+def _answers(address: str, port: int) -> bool:
+    """Whether anybody listens there. Asked apart from torch, whose client fills the terminal while it waits."""
+    try:
+        with socket.create_connection((address, port), timeout=5.0):
+            return True
+    except OSError:
+        return False

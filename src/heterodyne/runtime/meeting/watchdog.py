@@ -1,0 +1,308 @@
+"""In every worker two threads that notice when another worker has died or hangs, and end this one with its name.
+
+Without them a worker would wait in a collective for half an hour and end with a message about a socket. One thread (the
+pulse) writes a sign of life to the store and reads those of the others; the other one (the judge) never touches the
+network, so it also notices a store that does not answer. It works the same under any launcher.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import NoReturn, Self
+
+from torch.distributed.distributed_c10d import Store
+
+from heterodyne.errors import WorkerError
+from heterodyne.processes import GAVE_UP_ON_A_PEER
+from heterodyne.runtime.meeting.judge import Beat, Judge, Kind, Verdict, WatchLimits
+from heterodyne.runtime.meeting.members import Member
+
+__all__ = ["Watchdog", "end_process"]
+
+_VERDICT = "verdict"
+_PUBLISH_S = 2.0  # how long a worker that gives up stays to let the others read why: rank 0 keeps the store
+_HANDLE_S = 5.0  # how long the main thread may take to end by itself once it asked who is at fault
+_INTERRUPTED = 130
+
+
+def end_process(status: int, before: Callable[[], None] | None = None) -> NoReturn:
+    """End this process now, whatever its main thread is stuck in; `before` and flushing get a second at most each."""
+    for action in (before, _flush):
+        if action is not None:
+            thread = threading.Thread(target=_quietly, args=(action,), daemon=True)
+            thread.start()
+            thread.join(1.0)
+    os._exit(status)
+
+
+class Watchdog:
+    """Watches the other workers while the ``with`` block runs, and tells them of this one.
+
+    The main thread says what it is doing: `progress` before each action that computes, `waiting` before it waits for
+    others, `phase` around what takes long on purpose. Each is a few assignments.
+
+    A worker counts as lost when its process is gone, when it gives no sign of life, or when it makes no progress while
+    others wait for it (`WatchLimits`). Then every worker prints one line that names it and ends with status
+    `GAVE_UP_ON_A_PEER`, even if its main thread is stuck in a collective. If the main thread gets an error because a peer
+    is gone, it asks `blame` for the peer instead.
+
+    Leaving the block by an exception tells the others that this worker failed and why.
+
+    Args:
+        store: the one where the workers met; a connection of our own is made from it.
+        members: all workers, in order of rank.
+        store_keeper: the rank that keeps the store, None if the launcher does.
+        before_exit: called before the process is ended from here, to close files; it has a second.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        members: Sequence[Member],
+        limits: WatchLimits | None = None,
+        store_keeper: int | None = 0,
+        before_exit: Callable[[], None] | None = None,
+    ) -> None:
+        self._limits = limits or WatchLimits()
+        self._rank = rank
+        self._members = tuple(members)
+        self._store_keeper = store_keeper
+        self._before_exit = before_exit
+        self._pulse_store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not declare it
+        self._pulse_store.set_timeout(timedelta(seconds=self._limits.silence_s))
+
+        self._doing: tuple[Kind, str, float, float] = ("phase", "starting", time.monotonic(), self._limits.phase_s)
+        self._count = 0
+        self._longest_s = {"work": 0.0, "wait": 0.0}
+
+        self._beats: dict[int, Beat] = {}
+        self._rounds = 0
+        self._left = threading.Event()
+        self._verdict: Verdict | None = None
+        self._published = threading.Event()
+        self._decided = threading.Event()
+        self._news = threading.Event()  # the pulse has something to say before its time
+        self._asked = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run_pulse, name="heterodyne-pulse", daemon=True),
+            threading.Thread(target=self._run_judge, name="heterodyne-judge", daemon=True),
+        ]
+
+    def __enter__(self) -> Self:
+        if len(self._members) > 1:
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self._decide(self._own_failure(error))
+            self._asked.set()
+            if len(self._members) > 1:
+                self._published.wait(_PUBLISH_S)
+                time.sleep(min(_PUBLISH_S, 2 * self._limits.interval_s) if self._rank == self._store_keeper else 0.0)
+        self._left.set()
+        self._news.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(2.0)
+
+    # What the main thread says
+
+    def progress(self, state: str) -> None:
+        """The main thread begins an action that computes."""
+        self._turn("work", state)
+
+    def waiting(self, state: str) -> None:
+        """The main thread begins to wait for other workers, in a collective for example."""
+        self._turn("wait", state)
+
+    @contextmanager
+    def phase(self, state: str, limit_s: float | None = None) -> Iterator[None]:
+        """Something that takes long on purpose: capturing, measuring, writing a checkpoint."""
+        self._doing = ("phase", state, time.monotonic(), self._limits.phase_s if limit_s is None else limit_s)
+        try:
+            yield
+        finally:
+            # Not an action: what follows until the next word of the main thread has no measure yet.
+            self._doing = ("phase", f"after {state}", time.monotonic(), self._limits.phase_s)
+
+    def blame(self) -> WorkerError | None:
+        """Who is at fault, for a main thread that got an error from a collective; None if everybody seems well.
+
+        It waits until that is clear: the time of silence after which a worker counts as lost, at most.
+        """
+        self._asked.set()
+        if len(self._members) == 1:
+            return None
+        rounds = self._rounds
+        until = time.monotonic() + self._limits.longest_silence_s + 5 * self._limits.interval_s
+        while not self._decided.wait(self._limits.interval_s) and time.monotonic() < until:
+            left = [member for member in self._members if self._has_left(member.rank)]
+            if left and self._rounds > rounds + 1:  # nobody has said anything worse since
+                self._decide(self._blame(left[0], "left while others still need it"))
+        if self._decided.is_set():
+            self._published.wait(_PUBLISH_S)  # another worker may have judged first
+        verdict = self._verdict
+        return None if verdict is None else WorkerError(verdict.text, rank=verdict.rank, host=verdict.host)
+
+    def _turn(self, kind: Kind, state: str) -> None:
+        now = time.monotonic()
+        before, _, since, _ = self._doing
+        if before in self._longest_s and now - since > self._longest_s[before]:
+            self._longest_s[before] = now - since
+        self._count += 1
+        self._doing = (kind, state, now, self._limit_s(kind))
+
+    def _limit_s(self, kind: Kind) -> float:
+        """How long an action of that kind may take: nothing is known before the first one has ended."""
+        longest_s = self._longest_s["work"] if kind == "work" else max(self._longest_s.values())
+        if self._longest_s[kind] == 0:
+            return self._limits.phase_s
+        return max(self._limits.stuck_s, self._limits.stuck_factor * longest_s)
+
+    # The pulse
+
+    def _run_pulse(self) -> None:
+        try:
+            while True:
+                self._round()
+                if self._left.is_set() or self._published.is_set():
+                    break
+                self._news.wait(self._limits.interval_s)
+                self._news.clear()
+            if self._verdict is None:
+                self._pulse_store.set(f"beat/{self._rank}", self._beat(left=True).dump())
+        except (RuntimeError, ValueError) as error:  # what torch raises for a connection that is gone
+            if not self._left.is_set():
+                self._decide(self._store_is_gone(f"cannot be reached any more ({str(error).splitlines()[0][:120]})"))
+            self._published.set()  # as far as that goes without a store
+
+    def _round(self) -> None:
+        store = self._pulse_store
+        store.set(f"beat/{self._rank}", self._beat().dump())
+        if self._verdict is not None:  # the first verdict of all workers counts, so that all say the same
+            self._verdict = Verdict.load(store.compare_set(_VERDICT, "", self._verdict.dump()))
+            self._published.set()
+        elif store.check([_VERDICT]):
+            self._decide(Verdict.load(store.get(_VERDICT)))
+            self._published.set()
+        known = [rank for rank in range(len(self._members)) if rank in self._beats or store.check([f"beat/{rank}"])]
+        beats = [Beat.load(text) for text in store.multi_get([f"beat/{rank}" for rank in known])]
+        self._beats = dict(zip(known, beats, strict=True))
+        self._rounds += 1
+
+    def _beat(self, *, left: bool = False) -> Beat:
+        kind, state, since, limit_s = self._doing
+        return Beat(
+            number=self._rounds,
+            count=self._count,
+            kind="left" if left else kind,
+            state=state,
+            age_s=time.monotonic() - since,
+            limit_s=limit_s,
+        )
+
+    # The judge
+
+    def _run_judge(self) -> None:
+        judge = Judge(rank=self._rank, members=self._members, limits=self._limits, now=time.monotonic())
+        rounds, stalled_s, last = -1, 0.0, time.monotonic()
+        while not self._left.wait(self._limits.interval_s / 2):
+            now = time.monotonic()
+            stalled_s = 0.0 if self._rounds != rounds else stalled_s + min(now - last, self._limits.longest_round_s)
+            rounds, last = self._rounds, now
+            if stalled_s == 0:
+                judge.observe(now, self._beats)
+            if stalled_s > self._limits.silence_s:
+                self._decide(self._store_is_gone(f"has not answered for {stalled_s:.0f} s"))
+            elif (verdict := self._gone(judge) or judge.verdict()) is not None:
+                self._decide(verdict)
+            if self._verdict is not None:
+                self._give_up(self._verdict)
+                return
+
+    def _gone(self, judge: Judge) -> Verdict | None:
+        """Of the workers on this machine the operating system knows at once."""
+        mine = self._members[self._rank].machine
+        for member in self._members:
+            if member.machine != mine or member.rank == self._rank or self._has_left(member.rank):
+                continue
+            if member.process_status() is None and not self._said_farewell(member.rank):
+                return judge.gone(member.rank)
+        return None
+
+    def _said_farewell(self, rank: int) -> bool:
+        """A worker that is gone may have left in peace, or said why it failed, since the last round: look again."""
+        before = self._rounds
+        until = time.monotonic() + self._limits.longest_round_s
+        while self._rounds < before + 2 and time.monotonic() < until and self._verdict is None:
+            if self._left.wait(self._limits.interval_s / 10):
+                return True
+        return self._verdict is not None or self._has_left(rank)
+
+    def _has_left(self, rank: int) -> bool:
+        beat = self._beats.get(rank)
+        return beat is not None and beat.kind == "left"
+
+    def _give_up(self, verdict: Verdict) -> None:
+        """End this process, unless its main thread is doing so by itself."""
+        self._published.wait(_PUBLISH_S)
+        # A moment for the main thread, which may be about to fail of the same cause; and, where the store is kept, for
+        # the others to read the verdict from here.
+        if self._left.wait(_PUBLISH_S) or (self._asked.is_set() and self._left.wait(_HANDLE_S)):
+            return
+        me = self._members[self._rank]
+        os.write(2, f"heterodyne: rank {me.rank} on {me.host} stops: {verdict.text}\n".encode())
+        if verdict.rank == self._rank:
+            with suppress(OSError, ValueError):  # standard error may be closed or not a file
+                faulthandler.dump_traceback(all_threads=True)
+            end_process(1, self._before_exit)
+        end_process(_INTERRUPTED if verdict.interrupted else GAVE_UP_ON_A_PEER, self._before_exit)
+
+    # Verdicts
+
+    def _decide(self, verdict: Verdict) -> None:
+        if self._verdict is None:
+            self._verdict = verdict
+            self._decided.set()
+            self._news.set()
+
+    def _own_failure(self, error: BaseException) -> Verdict:
+        me = self._members[self._rank]
+        if isinstance(error, KeyboardInterrupt):
+            return Verdict(rank=me.rank, host=me.host, text=f"{me} was interrupted", interrupted=True)
+        first = (str(error).strip().splitlines() or [""])[0]
+        return self._blame(me, f"failed: {type(error).__name__}: {first}")
+
+    def _store_is_gone(self, how: str) -> Verdict:
+        if self._store_keeper is None:
+            return Verdict(rank=None, host=None, text=f"the launcher keeps the store, and {how}")
+        keeper = self._members[self._store_keeper]
+        return self._blame(keeper, f"keeps the store, and {how}")
+
+    def _blame(self, member: Member, happened: str) -> Verdict:
+        return Verdict(rank=member.rank, host=member.host, text=f"{member} {happened}")
+
+
+def _quietly(action: Callable[[], None]) -> None:
+    # The process ends either way, and must not end with the wrong status because a file could not be closed.
+    with suppress(Exception):
+        action()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

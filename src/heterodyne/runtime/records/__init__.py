@@ -1,0 +1,1 @@
+"""What is noted of a run: metrics, timeline, progress, and where they are kept."""

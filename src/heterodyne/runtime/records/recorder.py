@@ -1,0 +1,176 @@
+"""What each worker did and when, as one measured Timeline.
+
+A rank notes moments: on the host the time, on a device an event in its stream, so that nothing waits while it is measured;
+at the end of a step the moments become seconds. `timeline` gathers the latest steps of all ranks. A collective starts when the
+last of its ranks comes to it, as in the simulator. Clocks are those of the hosts; where one differs from rank 0's by more
+than the exchange of a message can explain, the difference is taken out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from heterodyne.plan.program import Action, ActionKind
+from heterodyne.runtime.meeting.communicator import Communicator, Pending
+from heterodyne.timeline import Event, Lane, Timeline
+
+__all__ = ["Recorder", "clock_offsets_s", "joined"]
+
+Moment: TypeAlias = float | torch.Event
+EXCHANGES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    lane: Lane
+    action: Action
+    start: Moment
+    end: Moment | Pending
+
+
+class Recorder:
+    """Keeps the events of the latest steps of one rank; costs nothing while ``on`` is False.
+
+    Args:
+        rank, device: of this worker.
+        on: whether steps are recorded; may be changed between steps.
+        keep_steps: older steps are forgotten.
+
+    On an accelerator a recorded step ends with a synchronisation of the device; one that is not recorded does not.
+    """
+
+    def __init__(self, *, rank: int, device: torch.device, on: bool = True, keep_steps: int = 8) -> None:
+        self.on = on
+        self._rank = rank
+        self._device = device
+        self._steps: deque[list[Event]] = deque(maxlen=keep_steps)
+        self._marks: list[_Mark] = []
+        self._origin: torch.Event | None = None
+        self._origin_s = 0.0
+        # Clocks of processes on one host agree, and none of them jumps: the wall clock once, then the monotonic one.
+        self._wall_s = time.time() - time.perf_counter()
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._marks = []
+        if self.on and self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+            self._origin = torch.Event(self._device, enable_timing=True)
+            self._origin.record()
+            self._origin_s = time.perf_counter()
+
+    def now(self) -> Moment:
+        """This moment in the order of the device's work."""
+        if not self.on or self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def compute(self, action: Action) -> Iterator[None]:
+        """What happens inside is that action, on the lane ``compute``."""
+        if not self.on:
+            yield
+            return
+        start = self.now()
+        yield
+        self._marks.append(_Mark("compute", action, start, self.now()))
+
+    def collective(self, kind: ActionKind, index: int, started: Moment, pending: Pending) -> None:
+        """A collective that was started, on the lane ``comm``."""
+        if self.on:
+            self._marks.append(_Mark("comm", Action(0, kind, index), started, pending))
+
+    def end(self, step: int) -> None:
+        """End a step, whose collectives are over."""
+        if not self.on:
+            return
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        self._steps.append([self._event(mark, step) for mark in self._marks])
+
+    def events(self) -> tuple[Event, ...]:
+        """Of the latest steps, in seconds since the epoch of this host's clock."""
+        return tuple(event for step in self._steps for event in step)
+
+    def timeline(self, communicator: Communicator, devices: Sequence[str]) -> Timeline | None:
+        """The latest steps of all ranks, on rank 0; None on the others. Collective. ``devices``: the device id of each rank."""
+        offsets = clock_offsets_s(communicator)
+        gathered = communicator.all_gather_object(self.events())
+        if communicator.rank != 0:
+            return None
+        events = [
+            replace(event, start_s=event.start_s - offset, end_s=event.end_s - offset)
+            for offset, own in zip(offsets, gathered, strict=True)
+            for event in own
+        ]
+        origin = min((event.start_s for event in events), default=0.0)
+        shifted = (replace(e, start_s=e.start_s - origin, end_s=e.end_s - origin) for e in joined(events))
+        return Timeline.of("measured", devices, shifted)
+
+    def _event(self, mark: _Mark, step: int) -> Event:
+        start = self._seconds(mark.start)
+        end = mark.end.ended if isinstance(mark.end, Pending) else mark.end
+        return Event(
+            rank=self._rank,
+            lane=mark.lane,
+            kind=mark.action.kind,
+            name=str(mark.action),
+            step=step,
+            start_s=start,
+            end_s=max(start, start if end is None else self._seconds(end)),
+        )
+
+    def _seconds(self, moment: Moment) -> float:
+        if isinstance(moment, torch.Event):
+            assert self._origin is not None
+            return self._wall_s + self._origin_s + self._origin.elapsed_time(moment) / 1e3
+        return self._wall_s + moment
+
+
+def joined(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The same events, with collectives starting when the last of their ranks comes to them."""
+    events = tuple(events)
+    last: dict[tuple[int, str], float] = {}
+    for event in events:
+        if event.lane == "comm":
+            key = (event.step, event.name)
+            last[key] = max(last.get(key, event.start_s), event.start_s)
+    return tuple(
+        replace(event, start_s=min(event.end_s, last[event.step, event.name])) if event.lane == "comm" else event
+        for event in events
+    )
+
+
+def clock_offsets_s(communicator: Communicator) -> tuple[float, ...]:
+    """For each rank its clock minus that of rank 0, as rank 0 sees it (zeros elsewhere). Collective.
+
+    Of several exchanges the quickest counts: the other clock is read halfway (Cristian, "Probabilistic clock synchronization",
+    1989). A difference within half the exchange is taken for none, as between processes of one host.
+    """
+    offsets = [0.0] * communicator.world_size
+    for other in range(1, communicator.world_size):
+        best_s = float("inf")
+        for _ in range(EXCHANGES):
+            clock = torch.zeros(1, dtype=torch.float64)
+            if communicator.rank == 0:
+                sent_s = time.time()
+                communicator.send(clock, other)
+                communicator.receive(clock, other)
+                back_s = time.time()
+                if back_s - sent_s < best_s:
+                    best_s = back_s - sent_s
+                    difference = clock.item() - (sent_s + back_s) / 2
+                    offsets[other] = difference if abs(difference) > best_s / 2 else 0.0
+            elif communicator.rank == other:
+                communicator.receive(clock, 0)
+                communicator.send(clock.fill_(time.time()), 0)
+    return tuple(offsets)

@@ -1,0 +1,169 @@
+"""Models and batches that cannot be captured: the line is shown, and what to change."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend import capture, loss_of
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class Chooses(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # a choice by value
+            y = y * 2
+        return y.mean()
+
+
+class ReadsANumber(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * x.max().item()).mean()  # a number
+
+
+class CountsByValue(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        wanted = int(x.sum())  # a size
+        return self.linear(x)[:wanted].mean()
+
+
+class Selects(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y[x > 0].mean()  # a selection
+
+
+class LeavesTorch(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).detach().cpu().numpy()  # numpy
+        return torch.from_numpy(y.cumsum(0).astype("float32")).mean().tolist()
+
+
+class FixesTheBatch(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.linear.bias.sum() * 0
+        for sample in range(x.shape[0]):  # a loop over samples
+            total = total + self.linear(x[sample]).mean()
+        return total / x.shape[0]
+
+
+class RefusesTheBatch(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] != 4:
+            raise ValueError("only four samples")  # its own check
+        return self.linear(x).mean()
+
+
+class Pairs(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.linear(x).chunk(2, dim=0)  # halves
+        return (a - b).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "remedy"),
+    [
+        (Chooses, "if y.sum() > 0:  # a choice by value", "torch.where"),
+        (ReadsANumber, "# a number", "keep numbers as tensors"),
+        (CountsByValue, "# a size", "keep numbers as tensors"),
+        (Selects, "# a selection", "a mask in place of selecting"),
+        (LeavesTorch, "# numpy", "numpy"),
+        (FixesTheBatch, "# a loop over samples", "x.shape"),
+        (RefusesTheBatch, "# its own check", "any number of samples"),
+        (Pairs, "# halves", "further dimension"),
+    ],
+)
+def test_the_line_and_the_remedy_are_shown(
+    model: type[nn.Module], line: str, remedy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(model(), (torch.zeros(4, 4),))
+    message = str(caught.value)
+    assert "test_faults.py:" in message
+    assert line in message
+    assert remedy in message
+    printed = capfd.readouterr()
+    assert printed.out + printed.err == "", "torch.export's own reports are kept back"
+
+
+class Returns(Model):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (lambda y: {"logits": y}, "a dict with the keys logits, which holds no loss"),
+        (lambda y: None, "the model returned None"),
+        (lambda y: (), "a tuple, which holds no loss"),
+        (lambda y: y, "not one floating point number"),
+        (lambda y: y.argmax(), "torch.int64"),
+        (lambda y: y.mean().item, "holds no loss"),
+    ],
+)
+def test_what_is_no_loss_is_said(what: Any, said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture(Returns(what), (torch.zeros(4, 4),))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda y: y.mean(),
+        lambda y: {"loss": y.mean(), "logits": y},
+        lambda y: (y.mean(), y),
+        lambda y: [y.mean()],
+    ],
+)
+def test_every_way_to_return_a_loss(what: Any) -> None:
+    assert capture(Returns(what), (torch.zeros(4, 4),)).loss.count == "samples"
+    assert loss_of(what(torch.ones(2, 2))).item() == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ((), "is empty"),
+        ((torch.zeros(3, 4), 0.5), "'scale' is 0.5, a float; every input of a batch is a tensor"),
+        ((torch.zeros(3, 4), None), "'scale' is None"),
+        ((torch.zeros(3, 4), torch.zeros(5, 4)), r"no common batch dimension: x \[3, 4\], scale \[5, 4\]"),
+        ((torch.zeros(()), torch.zeros(())), "no common batch dimension"),
+        ((torch.zeros(0, 4),), "no samples"),
+    ],
+)
+def test_batches_that_are_none(batch: tuple[Any, ...], said: str) -> None:
+    class Scaled(Model):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return (self.linear(x) * scale).mean()
+
+    with pytest.raises(CaptureError, match=said):
+        capture(Scaled(), batch)
+
+
+def test_a_model_that_cannot_be_copied_says_why() -> None:
+    class Locked(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).mean()
+
+    with pytest.raises(CaptureError, match="lock"):
+        capture(Locked(), (torch.zeros(2, 4),))
