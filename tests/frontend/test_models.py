@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from capture.conftest import captured_case
-from capture.tiny_models import build
+from frontend.conftest import captured_case
+from frontend.tiny_models import build
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from capture.tiny_models import GPT, TOKENS, VOCABULARY, text_batch
+from frontend.tiny_models import GPT, TOKENS, VOCABULARY, text_batch
 from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError
@@ -237,7 +237,7 @@ def test_views_cost_no_traffic_and_copies_do() -> None:
 
 FINGERPRINT = """
 import torch
-from capture.tiny_models import GPT, text_batch
+from frontend.tiny_models import GPT, text_batch
 from heterodyne.frontend import capture
 with torch.device("meta"):
     model = GPT()
