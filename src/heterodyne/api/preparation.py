@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from heterodyne.api.planning import plan_and_try, plan_once
 from heterodyne.api.session import Session
 from heterodyne.cluster.profile import Profile
-from heterodyne.errors import CaptureError, HeterodyneError
+from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend import Captured, trace
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.cache import Cache, default_folder
 from heterodyne.measure.kernels import WHOLE
 from heterodyne.measure.session import Request, measure
 from heterodyne.measure.whole_model import WholeModel
+from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
@@ -124,42 +126,57 @@ def prepare(
     profile: Profile | None = None,
     budget_s: float = 60.0,
 ) -> Prepared:
-    """Measure, plan and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its prediction can be checked.
+    """Measure, plan, try and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its prediction can be
+    checked. With a ``profile`` nothing is measured and nothing tried.
+
+    A plan that does not fit is refused before anything is measured.
 
     Raises PlanError, InfeasibleError or MeasureError, on every rank alike.
     """
-    if profile is None:
+    if given is not None:
+        _require_fitting(given, captured, session, settings)
+
+    def search(known: Profile) -> Planned:
+        return search_plan(
+            captured.graph,
+            session.cluster,
+            known,
+            global_batch_size=settings.global_batch_size,
+            micro_batch_sizes=settings.parallelism.micro_batch_sizes,
+            optimizer=settings.optimizer.name,
+            momentum=settings.optimizer.momentum,
+            precision="bf16" if settings.precision == "bf16" else "fp32",
+            bucket_bytes=settings.parallelism.bucket_size,
+            clip=settings.clip,
+            strategy=settings.parallelism.strategy,
+            given=given,
+        )
+
+    if profile is not None:
+        plan, planned = plan_once(session, search, profile)
+    elif given is not None:
         profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
-    planned: list[Planned] = []
-
-    def search() -> str:
-        planned.append(
-            search_plan(
-                captured.graph,
-                session.cluster,
-                profile,
-                global_batch_size=settings.global_batch_size,
-                micro_batch_sizes=settings.parallelism.micro_batch_sizes,
-                optimizer=settings.optimizer.name,
-                momentum=settings.optimizer.momentum,
-                precision="bf16" if settings.precision == "bf16" else "fp32",
-                bucket_bytes=settings.parallelism.bucket_size,
-                clip=settings.clip,
-                strategy=settings.parallelism.strategy,
-                given=given,
-            )
-        )
-        return planned[0].plan.dump()
-
-    plan = Plan.parse(session.agreement.first(search))
-    if plan.global_batch_size != settings.global_batch_size:
-        raise HeterodyneError(
-            f"the plan is for {plan.global_batch_size} samples a step, the job for {settings.global_batch_size}: plan again"
-        )
+        plan, planned, profile = plan_and_try(session, search, profile, whole, trials=1)
+    else:
+        profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
+        plan, planned, profile = plan_and_try(session, search, profile, whole)
     return Prepared(
         captured=captured,
         profile=profile,
         plan=plan,
         program=lower(plan, captured.graph, session.cluster, clip=settings.clip),
-        planned=planned[0] if planned else None,
+        planned=planned,
     )
+
+
+def _require_fitting(given: Plan, captured: Captured, session: Session, settings: Settings) -> None:
+    """Raises PlanError if the plan is of another model, cluster or job, or breaks a rule."""
+    require_valid(given, captured.graph, session.cluster)
+    for what, there, here in (
+        ("samples a step", given.global_batch_size, settings.global_batch_size),
+        ("precision", given.precision, settings.precision),
+    ):
+        if there != here:
+            raise PlanError(
+                f"the plan was made for another job ({what}: {there}, the job has {here}): plan again for this job"
+            )

@@ -48,6 +48,7 @@ class DeviceProfile:
         step_overhead_s: seconds of a step that belong to no action (reading the batch, bookkeeping).
         overlap: how much slower compute gets while a collective is in flight, as seconds of compute lost per second of
             collective: 0 where it hides completely, 1 where nothing is gained by overlapping.
+        calibration: seconds of a whole share in a trial over what the samples say of it; 1 where nothing was tried.
         context_bytes: what the process occupied of this device's memory before there was a model, 0 where it was not seen.
     """
 
@@ -55,6 +56,7 @@ class DeviceProfile:
     optimizer_s_per_byte: float
     step_overhead_s: float = 0.0
     overlap: float = 0.0
+    calibration: float = 1.0
     context_bytes: int = 0
 
 

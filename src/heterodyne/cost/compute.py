@@ -28,7 +28,7 @@ class Direction:
 
     Args:
         kinds: seconds of one block of each kind.
-        total: seconds of the model; the sum over its blocks, scaled to the model in one piece where that was measured.
+        total: seconds of the model; the sum over its blocks, scaled to the model in one piece and to a trial, where there was one.
         composition: the ratio of whole to sum at each size at which both are known; empty if the whole was not measured.
     """
 
@@ -93,7 +93,7 @@ def _direction(graph: ModelGraph, profile: DeviceProfile, field: str) -> Directi
         tuple((size, value / parts[size]) for size, value in whole.points if parts[size] > _NO_TIME) if whole else ()
     )
     # Scaling may bend a curve downwards between two sizes; fitting once more keeps it from falling.
-    total = Curve.fit((size, parts[size] * _ratio(composition, size)) for size in sizes)
+    total = Curve.fit((size, parts[size] * _ratio(composition, size) * profile.calibration) for size in sizes)
     return Direction(kinds=kinds, total=total, composition=composition)
 
 

@@ -33,6 +33,12 @@ class WholeModel:
     def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Raises MeasureError if the example has not the inputs of the graph. The same for any ``seed``: the data is real."""
         del seed
+        tensors = self.inputs_of(batch, device)
+        keywords = tuple(i.name for i in self.inputs) if isinstance(self.example, Mapping) else None
+        return _LossOf(self.build(device), keywords, self.loss), tensors
+
+    def inputs_of(self, batch: int, device: torch.device) -> tuple[Tensor, ...]:
+        """The inputs of that many samples. Raises MeasureError if the example has not the inputs of the graph."""
         names = tuple(i.name for i in self.inputs)
         given = tuple(self.example) if isinstance(self.example, Mapping) else names[: len(self.example)]
         if set(given) != set(names) or len(self.example) != len(names):
@@ -40,11 +46,9 @@ class WholeModel:
                 f"the example has {len(self.example)} tensors ({', '.join(given)}), the model the inputs {', '.join(names)}"
             )
         values = [self.example[n] for n in names] if isinstance(self.example, Mapping) else list(self.example)
-        tensors = tuple(
+        return tuple(
             _resized(value, i.batch_dim, batch).to(device) for i, value in zip(self.inputs, values, strict=True)
         )
-        keywords = names if isinstance(self.example, Mapping) else None
-        return _LossOf(self.build(device), keywords, self.loss), tensors
 
 
 class _LossOf(nn.Module):

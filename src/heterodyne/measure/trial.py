@@ -1,0 +1,63 @@
+"""A trial: each device does its share of a plan once, all at the same time, before the plan is believed.
+
+Curves of single blocks and of single micro-batches carry noise, and devices that compute for seconds meet what short sections
+do not: allocators that give pages back, caches that neighbours fill, clocks that go down. A trial measures just what balance
+depends on: the seconds of a whole share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from heterodyne.measure.kernels import Workbench
+from heterodyne.measure.whole_model import WholeModel
+
+__all__ = ["try_share"]
+
+_LEAST_S = 2.0
+_MOST_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class _Built:
+    """The same weights at every size: one model is in memory, however many sizes a share has."""
+
+    whole: WholeModel
+    module: nn.Module
+
+    def instantiate(
+        self, batch: int, device: torch.device, *, seed: int = 0
+    ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        del seed
+        return self.module, self.whole.inputs_of(batch, device)
+
+
+def try_share(whole: WholeModel, micro_batches: Sequence[int], bench: Workbench) -> float:
+    """Seconds of forward and backward of these micro-batches, one after the other: the median of a few times; 0 for none.
+
+    Collective: the ranks begin together, and who is done first goes on computing until the last is done.
+    """
+    if not micro_batches:
+        bench.meet(None)
+        bench.meet(None)
+        return 0.0
+    module, _ = whole.instantiate(micro_batches[0], bench.device)
+    built = _Built(whole, module)
+    runs = {size: bench.run_of(built, size) for size in sorted(set(micro_batches))}
+    for run in runs.values():
+        run()
+    bench.meet(None)
+    clock = bench.stopwatch
+    seconds: list[float] = []
+    while len(seconds) < _MOST_SAMPLES and (len(seconds) < 2 or sum(seconds) < _LEAST_S):
+        start = clock.mark()
+        for size in micro_batches:
+            runs[size]()
+        seconds.append(clock.seconds(start, clock.mark()))
+    bench.meet(runs[micro_batches[-1]])
+    return median(seconds)
