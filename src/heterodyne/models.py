@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from heterodyne.errors import JobError
 from heterodyne.job import ModelSection
 
 __all__ = ["build"]
+
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(importlib.__file__).parent), str(Path(__file__).parent))
 
 
 def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] = "cpu", seed: int = 0) -> nn.Module:
@@ -91,7 +94,10 @@ def _from_factory(factory: str, arguments: Mapping[str, Any], base: Path) -> nn.
         ]
         raise JobError(f"model.factory: {place} has no function {name!r}; it has: {', '.join(known) or 'none'}")
     _check_arguments(factory, function, arguments)
-    model = function(**arguments)
+    try:
+        model = function(**arguments)
+    except Exception as error:  # whatever the user's own code raises, it is told as that
+        raise JobError(f"model.factory: {factory} failed with {_told(error)}") from error
     if not isinstance(model, nn.Module):
         raise JobError(f"model.factory: {factory} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -106,9 +112,9 @@ def _load_module(name: str) -> ModuleType:
             raise JobError(
                 f"model.factory: there is no module {name!r}; install it, or name a file: path/to/file.py:function"
             ) from error
-        raise JobError(f"model.factory: {name} cannot be imported: {error}") from error
-    except ImportError as error:
-        raise JobError(f"model.factory: {name} cannot be imported: {error}") from error
+        raise JobError(f"model.factory: {name} cannot be imported: {_told(error)}") from error
+    except Exception as error:  # whatever the user's own code raises, it is told as that
+        raise JobError(f"model.factory: {name} cannot be imported: {_told(error)}") from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -123,10 +129,19 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
+    except Exception as error:  # whatever the user's own code raises, it is told as that
         del sys.modules[name]
-        raise JobError(f"model.factory: {path} cannot be imported: {error}") from error
+        raise JobError(f"model.factory: {path} cannot be imported: {_told(error)}") from error
     return module
+
+
+def _told(error: Exception) -> str:
+    """The error as Python names it, and the deepest line of the user's own code that led to it."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    own = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_FOREIGN))
+    ]
+    return f"{text}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else text
 
 
 def _check_arguments(factory: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

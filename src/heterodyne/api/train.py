@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,11 +29,12 @@ from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
 from heterodyne.report.run import load_run
 from heterodyne.report.tables import prediction_rows, summary_rows
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from heterodyne.runtime.data.text import TextData
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.run_directory import RunDirectory
-from heterodyne.runtime.trainer import Outcome, Trainer
+from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
 from heterodyne.runtime.worker import Worker
 
 __all__ = ["train_job"]
@@ -42,9 +44,10 @@ _INTERRUPTED = 130
 
 
 def train_job(
-    job_file: Path,
-    overrides: Sequence[str],
+    job: Job,
+    base: Path,
     *,
+    name: str,
     cluster_file: Path | None,
     plan_file: Path | None,
     run_dir: Path | None,
@@ -52,24 +55,30 @@ def train_job(
 ) -> int:
     """Train a job on the devices of the session. Returns 0, or 130 if it was stopped on request.
 
-    With ``resume`` the run goes on from its newest whole checkpoint; a plan that it was made under is kept if the cluster is the same.
+    ``name`` is that of the run directory where none is given. With ``resume`` the run goes on from its newest whole checkpoint;
+    the plan that it was made under is kept if the cluster is the same.
     """
-    job = Job.load(job_file, tuple(overrides))
-    base = job_file.parent
     with open_session(cluster_file) as session:
-        run = _run_directory(session, job_file.stem, run_dir, resume=resume)
-        session.say(f"run directory {run.path}")
-        data = open_data(session, job, base)
-        source = capture_job(session, job, base, data)
-        graph = source.captured.graph
-        given, profile = _kept(session, run, graph, plan_file, resume=resume)
-        prepared = prepare(session, source.captured, source.whole, settings_of(job), given=given, profile=profile)
-        if prepared.planned is not None:
-            _describe(run, job, session, prepared)
-        outcome = _train(session, run, job, base, data, prepared, resume=resume)
-        if session.rank == 0:
-            _summarise(run, graph, outcome)
-        return _INTERRUPTED if outcome.interrupted else 0
+        run = _run_directory(session, name, run_dir, resume=resume)
+        with _gone_if_unused(session, run):
+            session.say(f"run directory {run.path}")
+            data = open_data(session, job, base)
+            found = _checkpoint(session, run, job, data) if resume else None
+            if found is not None and _is_complete(session, run, job, found):
+                session.say(f"all {found.step} steps are done and {run.path} is complete: there is nothing left to do")
+                return 0
+            source = capture_job(session, job, base, data)
+            graph = source.captured.graph
+            given, profile = _kept(session, run, graph, plan_file, resume=resume)
+            prepared = prepare(session, source.captured, source.whole, settings_of(job), given=given, profile=profile)
+            if prepared.planned is not None:
+                show_planned(prepared.planned)
+            if profile is None:  # else it stands there as it was, with the reasons of that time
+                session.agreement.first_only(lambda: _write_down(run, job, session, prepared))
+            outcome = _train(session, run, job, base, data, prepared, found)
+            if session.rank == 0:
+                _summarise(run, graph, outcome)
+            return _INTERRUPTED if outcome.interrupted else 0
 
 
 def _run_directory(session: Session, name: str, given: Path | None, *, resume: bool) -> RunDirectory:
@@ -81,6 +90,35 @@ def _run_directory(session: Session, name: str, given: Path | None, *, resume: b
     return session.agreement.first(choose)
 
 
+@contextmanager
+def _gone_if_unused(session: Session, run: RunDirectory) -> Iterator[None]:
+    """Leave no empty directory behind where a mistake in the job ended the run before it began."""
+    try:
+        yield
+    except HeterodyneError:
+        if session.rank == 0:
+            with suppress(OSError):  # it is not empty: the run had begun
+                run.path.rmdir()
+        raise
+
+
+def _checkpoint(session: Session, run: RunDirectory, job: Job, data: TextData) -> Checkpoint | None:
+    """The newest whole one, looked at before anything of the run is touched. Raises CheckpointError if it is of another job."""
+    with session.phase("reading a checkpoint"):
+        found = Checkpoints(run.checkpoints, agreement=session.agreement, say=session.say).latest()
+    if found is None:
+        session.say("there is no checkpoint yet: the run starts from its beginning")
+    else:
+        found.require(identity_of(job, data))
+    return found
+
+
+def _is_complete(session: Session, run: RunDirectory, job: Job, found: Checkpoint) -> bool:
+    return session.agreement.first(
+        lambda: found.step >= job.training.steps and run.model.is_dir() and run.summary.is_file()
+    )
+
+
 def _kept(
     session: Session, run: RunDirectory, graph: ModelGraph, plan_file: Path | None, *, resume: bool
 ) -> tuple[Plan | None, Profile | None]:
@@ -90,37 +128,49 @@ def _kept(
     if not resume:
         return None, None
 
-    def read() -> tuple[Plan | None, Profile | None]:
+    def read() -> tuple[Plan | None, Profile | None, str]:
         try:
             plan, profile = Plan.load(run.plan), Profile.load(run.profile)
         except HeterodyneError:
-            return None, None  # stopped before it had planned
-        same = (plan.model, plan.cluster) == (graph.fingerprint, session.cluster.fingerprint)
-        return (plan, profile) if same else (None, None)
+            return None, None, "the run so far has no plan yet"
+        if plan.model != graph.fingerprint:
+            return None, None, "the model has been changed since the run was planned"
+        if plan.cluster != session.cluster.fingerprint:
+            return None, None, "the cluster is not the one of the run so far"
+        return plan, profile, "going on under the plan of the run so far"
 
-    plan, profile = session.agreement.first(read)
-    if plan is None:
-        session.say("the cluster is not the one of the run so far: measuring and planning again")
+    plan, profile, told = session.agreement.first(read)
+    session.say(told if plan is not None else f"{told}: measuring and planning anew")
     return plan, profile
 
 
-def _describe(run: RunDirectory, job: Job, session: Session, prepared: Prepared) -> None:
-    """Print the plan, and write down everything that is known before the first step. On rank 0."""
+def _write_down(run: RunDirectory, job: Job, session: Session, prepared: Prepared) -> None:
+    """Everything that is known before the first step. On rank 0. Raises HeterodyneError if it cannot be written."""
     planned = prepared.planned
-    assert planned is not None
-    show_planned(planned)
-    run.job.write_text(
-        yaml.safe_dump(job.model_dump(mode="json", exclude_none=True), sort_keys=False), encoding="utf-8"
-    )
-    run.cluster.write_text(cluster_to_json(session.cluster), encoding="utf-8")
-    prepared.plan.save(run.plan)
-    prepared.profile.save(run.profile)
-    run.candidates.write_text(json.dumps(candidate_lines(planned), indent=1) + "\n", encoding="utf-8")
-    planned.simulation.timeline([device.id for device in session.cluster.devices]).save(run.timeline("simulated"))
+    assert planned is not None, "rank 0 is the one that searched"
+    try:
+        run.job.write_text(
+            yaml.safe_dump(job.model_dump(mode="json", exclude_none=True), sort_keys=False), encoding="utf-8"
+        )
+        run.cluster.write_text(cluster_to_json(session.cluster), encoding="utf-8")
+        run.candidates.write_text(json.dumps(candidate_lines(planned), indent=1) + "\n", encoding="utf-8")
+        planned.simulation.timeline([device.id for device in session.cluster.devices]).save(run.timeline("simulated"))
+        prepared.plan.save(run.plan)
+        prepared.profile.save(run.profile)  # last: a run that has it has the others
+    except OSError as error:
+        raise HeterodyneError(
+            f"{error.filename or run.path} cannot be written ({error.strerror}); make room or make the run directory writable"
+        ) from error
 
 
 def _train(
-    session: Session, run: RunDirectory, job: Job, base: Path, data: TextData, prepared: Prepared, *, resume: bool
+    session: Session,
+    run: RunDirectory,
+    job: Job,
+    base: Path,
+    data: TextData,
+    prepared: Prepared,
+    found: Checkpoint | None,
 ) -> Outcome:
     first = session.rank == 0
     captured, plan = prepared.captured, prepared.plan
@@ -157,8 +207,8 @@ def _train(
         ideal_samples_per_s=ideal,
         phase=session.phase,
     )
-    if resume:
-        trainer.resume()
+    if found is not None:
+        trainer.resume(found)
     outcome = trainer.train()
     trainer.export()
     with session.phase("gathering the timeline"):

@@ -14,7 +14,7 @@ import typer
 
 import heterodyne
 from heterodyne.cli import devices, emulate, measure, plan, report, train, verify
-from heterodyne.cli.failure import tell
+from heterodyne.cli.failure import of_the_system, tell
 from heterodyne.errors import HeterodyneError
 
 __all__ = ["main"]
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 2
     except HeterodyneError as error:
         return tell(error)
+    except OSError as error:
+        return tell(of_the_system(error))
     return 0
 
 

@@ -22,9 +22,12 @@ def command(
     overrides: SetOption = None,
 ) -> int:
     """Time each distinct block of the model on each device, and the links between the devices."""
+    wanted = Job.load(
+        job, tuple(overrides or ())
+    )  # before torch is loaded and workers are started: a mistake in it is told at once
     from heterodyne.api import measure_job, on_every_device
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
-    return measure_job(Job.load(job, tuple(overrides or ())), job.parent, cluster_file=cluster, out=out, fresh=fresh)
+    return measure_job(wanted, job.parent, cluster_file=cluster, out=out, fresh=fresh)

@@ -22,11 +22,12 @@ def command(
     overrides: SetOption = None,
 ) -> int:
     """Measure (or read a profile), weigh the plans, print the choice with its reasons, and write it."""
+    wanted = Job.load(
+        job, tuple(overrides or ())
+    )  # before torch is loaded and workers are started: a mistake in it is told at once
     from heterodyne.api import on_every_device, plan_job
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
-    return plan_job(
-        Job.load(job, tuple(overrides or ())), job.parent, cluster_file=cluster, profile_file=profile, out=out
-    )
+    return plan_job(wanted, job.parent, cluster_file=cluster, profile_file=profile, out=out)

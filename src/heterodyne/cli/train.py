@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption
+from heterodyne.job import Job
 
 __all__ = ["command"]
 
@@ -24,9 +25,14 @@ def command(
     overrides: SetOption = None,
 ) -> int:
     """Build, capture, measure, plan, train, and leave a report."""
+    wanted = Job.load(
+        job, tuple(overrides or ())
+    )  # before torch is loaded and workers are started: a mistake in it is told at once
     from heterodyne.api import on_every_device, train_job
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
-    return train_job(job, tuple(overrides or ()), cluster_file=cluster, plan_file=plan, run_dir=run_dir, resume=resume)
+    return train_job(
+        wanted, job.parent, name=job.stem, cluster_file=cluster, plan_file=plan, run_dir=run_dir, resume=resume
+    )

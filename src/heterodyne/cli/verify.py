@@ -18,9 +18,12 @@ def command(
     overrides: SetOption = None,
 ) -> int:
     """Run one step under the plan and one on a single device; compare the loss and every gradient (exit 1 above 1e-5)."""
+    wanted = Job.load(
+        job, tuple(overrides or ())
+    )  # before torch is loaded and workers are started: a mistake in it is told at once
     from heterodyne.api import on_every_device, verify_job
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
-    return verify_job(Job.load(job, tuple(overrides or ())), job.parent, cluster_file=cluster, plan_file=plan)
+    return verify_job(wanted, job.parent, cluster_file=cluster, plan_file=plan)

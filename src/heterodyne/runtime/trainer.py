@@ -31,7 +31,12 @@ from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memo
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_directory import RunDirectory
 
-__all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker"]
+__all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker", "identity_of"]
+
+
+def identity_of(job: Job, data: TextData) -> dict[str, Any]:
+    """What a run must agree in to continue another one: what decides its losses."""
+    return {"job": job.decisive, "data": data.identity}
 
 
 class StepResult(Protocol):
@@ -126,19 +131,19 @@ class Trainer:
         self._checkpoints = Checkpoints(
             run.checkpoints, keep=job.checkpoint.keep, agreement=agreement, say=self._say_first
         )
-        self._identity = {"job": job.decisive, "data": data.identity}
+        self._identity = identity_of(job, data)
         self._done = 0
         self._saved: int | None = None
         self._validation: Validation | None = None
         self._last: StepRecord | None = None
 
-    def resume(self) -> int:
-        """Continue from the newest whole checkpoint; steps that are done. Without any checkpoint the run starts anew.
+    def resume(self, found: Checkpoint | None = None) -> int:
+        """Continue from a checkpoint, None: the newest whole one; steps that are done. Without any the run starts anew.
 
         Raises CheckpointError if the checkpoint is of another job or of other data.
         """
         with self._phase("reading a checkpoint"):
-            found = self._checkpoints.latest()
+            found = found or self._checkpoints.latest()
             if found is None:
                 self._say_first("there is no checkpoint yet: the run starts from its beginning")
                 return 0

@@ -64,6 +64,16 @@ class Checkpoint:
         """The text of the plan that it was written under."""
         return (self.path / PLAN).read_text(encoding="utf-8")
 
+    def require(self, identity: Mapping[str, Any]) -> None:
+        """Raises CheckpointError, with the fields that differ, if it is of a run of another identity."""
+        other = differences(self.manifest.identity, identity)
+        if other:
+            raise CheckpointError(
+                f"{self.path} belongs to another job:\n  - "
+                + "\n  - ".join(other)
+                + "\nresume with the job that wrote it, or start anew in another run directory"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
@@ -144,19 +154,15 @@ class Checkpoints:
             raise
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, every byte of it checked; those that are not are told. None without any."""
+        """The newest checkpoint that is whole, every byte of it checked; those that are not are told. None without any.
+
+        Raises CheckpointError if there are some and none is whole: to begin anew in silence would overwrite what is left of the run.
+        """
         return self._ranks.first(self._latest)
 
     def load(self, checkpoint: Checkpoint, *, identity: Mapping[str, Any]) -> Restored:
         """Read a checkpoint that `latest` or `at` found. Raises CheckpointError if it is of a run of another identity."""
-        there = checkpoint.manifest
-        other = differences(there.identity, identity)
-        if other:
-            raise CheckpointError(
-                f"{checkpoint.path} belongs to another job:\n  - "
-                + "\n  - ".join(other)
-                + "\nresume with the job that wrote it, or start anew in another run directory"
-            )
+        checkpoint.require(identity)
         entries: dict[str, Any] = {}
         with self._explained(f"{checkpoint.path} cannot be read", "resume from an earlier one by moving it away"):
             reader = FileSystemReader(checkpoint.path)
@@ -182,11 +188,22 @@ class Checkpoints:
         return self._ranks.first(lambda: _inspect(path))
 
     def _latest(self) -> Checkpoint | None:
+        damaged: list[str] = []
         for path in self._whole():
             try:
-                return _inspect(path)
+                found = _inspect(path)
             except CheckpointError as error:
-                self._say(f"passing over {path.name}: {error}")
+                damaged.append(f"{path.name}: {error}")
+                continue
+            for told in damaged:
+                self._say(f"passing over {told}")
+            return found
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} is whole:\n  - "
+                + "\n  - ".join(damaged)
+                + "\nmove that directory away to begin this run anew, or start in another run directory"
+            )
         return None
 
     def _whole(self) -> list[Path]:
