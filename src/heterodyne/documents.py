@@ -44,6 +44,10 @@ def read_yaml(path: Path, error: type[FileError]) -> tuple[Any, dict[Location, i
         lines: dict[Location, int] = {}
         _number(node, (), lines, path, error)
         return loader.construct_document(node), lines
+    except ValueError as failure:  # a value that looks like a date and is none
+        raise error(f"not YAML: {failure}", path=str(path)) from failure
+    except RecursionError as failure:
+        raise error("an alias (*) refers to what it stands in", path=str(path)) from failure
     except yaml.YAMLError as failure:
         mark = getattr(failure, "problem_mark", None)
         problem = getattr(failure, "problem", None) or str(failure)
@@ -57,17 +61,29 @@ def validate(
     error: type[FileError],
     path: str | None = None,
     lines: Mapping[Location, int] | None = None,
+    overrides: Mapping[Location, str] | None = None,
 ) -> Document:
-    """``content`` as a ``document``. Raises ``error`` with the line of the first fault and the text of all of them."""
+    """``content`` as a ``document``. Raises ``error`` with the line of the first fault and the text of all of them.
+
+    ``overrides``: for each place that was not filled from the file, what filled it, in words; a fault there is told with them.
+    """
     try:
         return document.model_validate(content)
     except ValidationError as failure:
-        faults = sorted(
-            ((_line(e["loc"], lines or {}), _say(e, document)) for e in failure.errors()), key=lambda f: f[0] or 0
-        )
+        faults: list[tuple[int | None, str]] = []
+        elsewhere: list[str] = []
+        for fault in failure.errors():
+            text, by = _say(fault, document), _override(fault["loc"], overrides or {}, lines or {})
+            if by is None:
+                faults.append((_line(fault["loc"], lines or {}), text))
+            else:
+                elsewhere.append(f"{by}: {text}")
+        faults.sort(key=lambda f: f[0] or 0)
+        if not faults:
+            raise error("\n  ".join(elsewhere)) from failure
         first, message = faults[0]
         rest = [f"line {line}: {text}" if line else text for line, text in faults[1:]]
-        raise error("\n  ".join([message, *rest]), path=path, line=first) from failure
+        raise error("\n  ".join([message, *rest, *elsewhere]), path=path, line=first) from failure
 
 
 def _number(node: yaml.Node, at: Location, lines: dict[Location, int], path: Path, error: type[FileError]) -> None:
@@ -95,6 +111,13 @@ def _line(at: Sequence[str | int], lines: Mapping[Location, int]) -> int | None:
     while place not in lines and place:
         place = place[:-1]
     return lines.get(place)
+
+
+def _override(at: Location, overrides: Mapping[Location, str], lines: Mapping[Location, int]) -> str | None:
+    """What filled the place, something around it, or all that there is in it, if it was not the file."""
+    around = (place for place in overrides if at[: len(place)] == place)
+    inside = (place for place in overrides if place[: len(at)] == at and at not in lines)
+    return next((overrides[place] for place in (*around, *inside)), None)
 
 
 def _say(fault: Any, document: type[BaseModel]) -> str:

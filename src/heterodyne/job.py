@@ -151,9 +151,8 @@ class Job(Section):
             raise JobError(
                 "a job is a mapping with the sections " + ", ".join(cls.model_fields), path=str(path), line=1
             )
-        for override in overrides:
-            _override(content, override)
-        return validate(cls, content, error=JobError, path=str(path), lines=lines)
+        given = {_override(content, override): f"--set {override}" for override in overrides}
+        return validate(cls, content, error=JobError, path=str(path), lines=lines, overrides=given)
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -168,14 +167,15 @@ class Job(Section):
         return hashlib.sha256(yaml.safe_dump(self.decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _override(content: dict[str, Any], override: str) -> None:
+def _override(content: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Put the value into its place; the place."""
     key, equals, text = override.partition("=")
     section, *path = key.split(".")
     if not equals or not path:
         raise JobError(f"--set {override}: write section.field=value, for example --set training.steps=50")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise JobError(f"--set {override}: {text!r} is not a YAML value") from error
     place: Any = content
     for part in (section, *path[:-1]):
@@ -185,3 +185,4 @@ def _override(content: dict[str, Any], override: str) -> None:
         if not isinstance(place, dict):
             raise JobError(f"--set {override}: {part!r} is not a section")
     place[path[-1]] = value
+    return (section, *path)

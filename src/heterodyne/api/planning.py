@@ -6,14 +6,11 @@ planned. Profiles are calibrated by that and the search is repeated, until predi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from heterodyne.api.session import Session
 from heterodyne.cluster.profile import Profile
-from heterodyne.measure.kernels import Workbench
-from heterodyne.measure.trial import try_share
-from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.plan import Plan
 from heterodyne.search.planned import Planned
 
@@ -23,6 +20,8 @@ _MOST_TRIALS = 3
 _GOOD_ENOUGH = 0.03  # a balance that is off by less cannot be told from noise
 
 Search = Callable[[Profile], Planned]
+Attempt = Callable[[Sequence[int]], float]
+"""Seconds that this rank needs for micro-batches of these sizes, while the others do theirs. Collective."""
 
 
 def plan_once(session: Session, search: Search, profile: Profile) -> tuple[Plan, Planned | None]:
@@ -37,13 +36,13 @@ def plan_once(session: Session, search: Search, profile: Profile) -> tuple[Plan,
 
 
 def plan_and_try(
-    session: Session, search: Search, profile: Profile, whole: WholeModel, *, trials: int = _MOST_TRIALS
+    session: Session, search: Search, profile: Profile, attempt: Attempt, *, trials: int = _MOST_TRIALS
 ) -> tuple[Plan, Planned | None, Profile]:
     """The plan that stood its trial, and the profile as calibrated by it. Collective; one device has nothing to balance."""
     plan, planned = plan_once(session, search, profile)
     for _ in range(trials if session.world_size > 1 else 0):
         with session.announced("trying the shares"):
-            profile, gap = _calibrated(session, whole, plan, planned, profile)
+            profile, gap = _calibrated(session, attempt, plan, planned, profile)
         plan, planned = plan_once(session, search, profile)
         if gap < _GOOD_ENOUGH:
             break
@@ -51,13 +50,12 @@ def plan_and_try(
 
 
 def _calibrated(
-    session: Session, whole: WholeModel, plan: Plan, planned: Planned | None, profile: Profile
+    session: Session, attempt: Attempt, plan: Plan, planned: Planned | None, profile: Profile
 ) -> tuple[Profile, float]:
     """The profile, calibrated by what each device needed for its share; and by how much the worst prediction was off."""
     mine = session.cluster.devices[session.rank].id
     shares = {pipeline.stages[0].devices[0]: pipeline.micro_batches.sizes for pipeline in plan.pipelines}
-    bench = Workbench(device=session.device, precision=plan.precision, barrier=session.communicator.barrier)
-    seconds = session.communicator.all_gather_object(try_share(whole, shares.get(mine, ()), bench))
+    seconds = session.communicator.all_gather_object(attempt(shares.get(mine, ())))
     expected = session.communicator.broadcast_object({} if planned is None else dict(planned.compute_s), 0)
     devices = dict(profile.devices)
     gap = 0.0

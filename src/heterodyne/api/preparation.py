@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend import Captured, trace
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.cache import Cache, default_folder
-from heterodyne.measure.kernels import WHOLE
+from heterodyne.measure.kernels import WHOLE, Workbench
 from heterodyne.measure.session import Request, measure
+from heterodyne.measure.trial import try_share
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
@@ -99,11 +100,11 @@ def measure_everywhere(
             cache=Cache(folder=default_folder(os.environ)),
             refresh=fresh,
             say=session.say,
-            progress=_progress(session),
+            progress=_progress(session, graph.kind_names),
         )
 
 
-def _progress(session: Session) -> Callable[[str, int, int], None]:
+def _progress(session: Session, names: Mapping[str, str]) -> Callable[[str, int, int], None]:
     """Tells every few seconds how far measuring has come on this rank."""
     told_s = time.monotonic()
 
@@ -111,7 +112,9 @@ def _progress(session: Session) -> Callable[[str, int, int], None]:
         nonlocal told_s
         if time.monotonic() - told_s > _TELL_EVERY_S:
             told_s = time.monotonic()
-            session.say(f"  {what}: {done} of {total}")
+            kind, _, size = what.partition(" x ")
+            name = "the whole model" if kind == WHOLE else names.get(kind, kind)  # not the fingerprint of a block
+            session.say(f"  {name}{f' with {size} samples' if size else ''}: {done} of {total}")
 
     return tell
 
@@ -152,14 +155,23 @@ def prepare(
             given=given,
         )
 
+    bench = Workbench(
+        device=session.device,
+        precision="bf16" if settings.precision == "bf16" else "fp32",
+        barrier=session.communicator.barrier,
+    )
+
+    def attempt(sizes: Sequence[int]) -> float:
+        return try_share(whole, sizes, bench)
+
     if profile is not None:
         plan, planned = plan_once(session, search, profile)
     elif given is not None:
         profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
-        plan, planned, profile = plan_and_try(session, search, profile, whole, trials=1)
+        plan, planned, profile = plan_and_try(session, search, profile, attempt, trials=1)
     else:
         profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
-        plan, planned, profile = plan_and_try(session, search, profile, whole)
+        plan, planned, profile = plan_and_try(session, search, profile, attempt)
     return Prepared(
         captured=captured,
         profile=profile,

@@ -45,7 +45,9 @@ def candidates_of(planned: Planned) -> tuple[Candidate, ...]:
 def show_planned(planned: Planned) -> None:
     """The devices, the chosen plan, the alternatives, and why."""
     show(
-        device_rows(planned.cluster), share_rows(planned.plan, planned.cluster), candidate_rows(candidates_of(planned))
+        device_rows(planned.cluster),
+        share_rows(planned.plan.model_copy(update={"reason": ""}), planned.cluster),  # the paragraph below says why
+        candidate_rows(candidates_of(planned)),
     )
     sys.stdout.write(paragraph(planned) + "\n\n")
     sys.stdout.flush()

@@ -8,7 +8,10 @@ __all__ = ["command"]
 
 
 def command(cluster: ClusterOption = None) -> None:
-    """Print the devices of this machine, or of a cluster file, as a table."""
+    """Show which devices are here.
+
+    As a table: those of this machine, or those of a cluster file.
+    """
     from heterodyne.api.printing import show
     from heterodyne.report.tables import device_rows
 

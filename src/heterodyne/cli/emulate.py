@@ -14,7 +14,7 @@ __all__ = ["command"]
 
 
 def command(
-    run: Annotated[list[str], typer.Argument(metavar="-- CMD [ARGS]...", help="What each worker runs, after '--'.")],
+    run: Annotated[list[str], typer.Argument(metavar="CMD", help="What each worker runs; write -- before it.")],
     speeds: Annotated[
         str, typer.Option("--speeds", metavar="A,B,...", help="One number a worker: its share of a core, at most 1.")
     ],
@@ -28,7 +28,11 @@ def command(
         str, typer.Option(help="auto, cgroup (a CPU quota) or signals (SIGSTOP and SIGCONT).")
     ] = "auto",
 ) -> int:
-    """Run a command once for each speed, slowed down from outside, with the environment that torchrun gives."""
+    """Run a command on unequal workers.
+
+    It is run once for each speed, slowed down from outside, with the environment that torchrun gives; so any program that runs
+    under torchrun can be run. Rank 0 has the terminal.
+    """
     if mechanism not in ("auto", "cgroup", "signals"):
         raise UnitError(f"--mechanism {mechanism}: write auto, cgroup or signals")
     chosen: Mechanism = mechanism  # type: ignore[assignment]  # the test above narrows it

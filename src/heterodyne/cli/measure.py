@@ -21,7 +21,10 @@ def command(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure even if the cache has it.")] = False,
     overrides: SetOption = None,
 ) -> int:
-    """Time each distinct block of the model on each device, and the links between the devices."""
+    """Time the model on each device.
+
+    Each distinct block of it, forward and backward, at several micro-batch sizes, and the links between the devices.
+    """
     wanted = Job.load(
         job, tuple(overrides or ())
     )  # before torch is loaded and workers are started: a mistake in it is told at once

@@ -21,7 +21,10 @@ def command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
     overrides: SetOption = None,
 ) -> int:
-    """Measure (or read a profile), weigh the plans, print the choice with its reasons, and write it."""
+    """Choose who does how much, and say why.
+
+    Measure (or read a profile), weigh the plans, print the choice with its reasons, and write it.
+    """
     wanted = Job.load(
         job, tuple(overrides or ())
     )  # before torch is loaded and workers are started: a mistake in it is told at once

@@ -18,7 +18,10 @@ def command(
         typer.Option("--reference", metavar="RUN", help="A one-device run of the same job, drawn beside it."),
     ] = None,
 ) -> None:
-    """Write report.html (self-contained) and trace.json (for Perfetto) of a run."""
+    """Write the page of a run.
+
+    report.html (self-contained) and trace.json (for Perfetto). A run that was cut short is shown as far as it got.
+    """
     from heterodyne.report.html import write_report
 
     page = write_report(run, out, reference_metrics=reference)

@@ -24,7 +24,11 @@ def command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir where it stopped.")] = False,
     overrides: SetOption = None,
 ) -> int:
-    """Build, capture, measure, plan, train, and leave a report."""
+    """Train, and leave a report.
+
+    Build, capture, measure, plan and train; on one machine a worker a device is started. Ctrl-C ends the step and writes a
+    checkpoint; with --resume the run goes on from its newest one, bit for bit as if never stopped.
+    """
     wanted = Job.load(
         job, tuple(overrides or ())
     )  # before torch is loaded and workers are started: a mistake in it is told at once

@@ -17,7 +17,11 @@ def command(
     plan: PlanOption = None,
     overrides: SetOption = None,
 ) -> int:
-    """Run one step under the plan and one on a single device; compare the loss and every gradient (exit 1 above 1e-5)."""
+    """Compare a step with one device.
+
+    Run one step under the plan and one on a single device, with the same weights and the same batch, in fp32; compare the loss
+    and every gradient. The exit status is 1 if any differs by more than 1e-5, relatively.
+    """
     wanted = Job.load(
         job, tuple(overrides or ())
     )  # before torch is loaded and workers are started: a mistake in it is told at once
