@@ -33,7 +33,7 @@ def main() -> int:
     options = arguments(__doc__)
     results = Results("kill_and_resume")
     kills = 4 if options.quick else 20
-    steps = 150 if options.quick else 600
+    steps = 300 if options.quick else 1500
     draw = random.Random(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -52,7 +52,7 @@ def main() -> int:
                 start_new_session=True,
             )  # fmt: skip
             try:
-                _, said = process.communicate(timeout=None if killed == kills else draw.uniform(1.0, 14.0))
+                _, said = process.communicate(timeout=None if killed == kills else draw.uniform(2.0, 25.0))
             except subprocess.TimeoutExpired:
                 os.kill(process.pid, signal.SIGKILL)
                 process.communicate()

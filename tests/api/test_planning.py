@@ -1,0 +1,99 @@
+"""A plan is tried: where the measured curves were wrong, the shares become those of a planner that knew the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterodyne.api.planning import plan_and_try, plan_once
+from heterodyne.cluster import Profile
+from heterodyne.plan import Plan
+from heterodyne.search import Planned, plan
+from pure.build import cluster, graph, linear, profile
+
+MODEL = graph(4)
+BATCH = 64
+
+
+class Machines:
+    """Devices of known speed, in the place of a session; rank 0's view of them."""
+
+    def __init__(self, seconds_per_sample: Sequence[float]) -> None:
+        self.cluster = cluster(len(seconds_per_sample))
+        self.rank, self.world_size = 0, len(seconds_per_sample)
+        self.agreement = SimpleNamespace(first=lambda do: do())
+        self.communicator = SimpleNamespace(
+            all_gather_object=lambda _: self._all(), broadcast_object=lambda value, _: value
+        )
+        self.trials = 0
+        self.searches = 0
+        self._seconds = seconds_per_sample
+        self._plan: Plan | None = None
+
+    def search(self, known: Profile) -> Planned:
+        self.searches += 1
+        found = plan(MODEL, self.cluster, known, global_batch_size=BATCH)
+        self._plan = found.plan
+        return found
+
+    def attempt(self, sizes: Sequence[int]) -> float:
+        self.trials += 1
+        return sum(sizes) * self._seconds[0]
+
+    def _all(self) -> list[float]:
+        assert self._plan is not None
+        shares = {p.stages[0].devices[0]: p.micro_batches.samples for p in self._plan.pipelines}
+        return [shares.get(d.id, 0) * s for d, s in zip(self.cluster.devices, self._seconds, strict=True)]
+
+    @contextmanager
+    def announced(self, words: str) -> Iterator[None]:
+        yield
+
+
+def profile_of(machines: Machines, curves: Sequence[Callable[[int], float]]) -> Profile:
+    return profile(MODEL, machines.cluster, curves, reduce=lambda _: 1e-9)
+
+
+def shares(found: Plan) -> list[int]:
+    return [p.micro_batches.samples for p in found.pipelines]
+
+
+@given(
+    st.lists(st.floats(0.05, 0.5), min_size=2, max_size=4),
+    st.lists(st.floats(0.8, 1.25), min_size=4, max_size=4),
+)
+def test_after_the_trials_the_prediction_is_the_truth(truth: list[float], wrong: list[float]) -> None:
+    machines: Any = Machines(truth)
+    believed = [linear(s * w) for s, w in zip(truth, wrong, strict=False)]
+    found, planned, calibrated = plan_and_try(
+        machines, machines.search, profile_of(machines, believed), machines.attempt
+    )
+    assert planned is not None
+    for device, seconds in planned.compute_s.items():
+        own = dict(zip((d.id for d in machines.cluster.devices), truth, strict=True))[device]
+        samples = {p.stages[0].devices[0]: p.micro_batches.samples for p in found.pipelines}[device]
+        assert seconds == pytest.approx(samples * own, rel=0.03)
+    known = plan(MODEL, machines.cluster, profile_of(machines, [linear(s) for s in truth]), global_batch_size=BATCH)
+    assert max(s * t for s, t in zip(shares(found), truth, strict=False)) <= 1.05 * known.simulation.step_s
+    assert set(calibrated.devices) == {d.id for d in machines.cluster.devices}
+
+
+def test_a_true_profile_is_tried_once_and_stays() -> None:
+    machines: Any = Machines([0.1, 0.2, 0.2, 0.35])
+    true = profile_of(machines, [linear(s) for s in (0.1, 0.2, 0.2, 0.35)])
+    found, _, calibrated = plan_and_try(machines, machines.search, true, machines.attempt)
+    assert machines.trials == 1
+    assert found.pipelines == plan_once(machines, machines.search, true)[0].pipelines
+    assert all(d.calibration == pytest.approx(1.0) for d in calibrated.devices.values())
+
+
+def test_one_device_has_nothing_to_balance() -> None:
+    machines: Any = Machines([0.1])
+    plan_and_try(machines, machines.search, profile_of(machines, [linear(0.2)]), machines.attempt)
+    assert (machines.trials, machines.searches) == (0, 1)
