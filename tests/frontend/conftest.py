@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from frontend.tiny_models import CASES, build
 
+from frontend.tiny_models import CASES, build
 from heterodyne.frontend import Captured, trace
 
 

@@ -106,6 +106,7 @@ KNOWN: dict[str, tuple[LossFunction, Loss]] = {
     ),
     "a mean and a penalty on weights": (lambda n, z, y, m: (z**2).mean() + 0.1 * n.linear.weight.pow(2).sum(), SAMPLES),
     "learned weight of a term": (lambda n, z, y, m: (z**2).mean() * torch.exp(-n.scale) + n.scale, SAMPLES),
+    "softmax and running sums within a sample": (lambda n, z, y, m: (z.softmax(-1) + z.cumsum(1)).mean(), SAMPLES),
     "stacked terms": (lambda n, z, y, m: torch.stack([(z**2).mean(), z.abs().mean()]).mean(), SAMPLES),
     "in double precision": (lambda n, z, y, m: (z.double() ** 2).mean().float(), SAMPLES),
 }
@@ -148,6 +149,24 @@ UNKNOWN: dict[str, tuple[LossFunction, str]] = {
     "a greatest loss": (lambda n, z, y, m: (z**2).mean((1, 2)).max(), "cannot be told"),
     "a quotient of sums": (lambda n, z, y, m: z.sum() / m.sum().sqrt(), "cannot be told"),
     "a mean inside": (lambda n, z, y, m: (z - z.mean(0)).pow(2).mean(), "samples of a batch depend on each other"),
+    "a mean inside that has no gradient": (
+        lambda n, z, y, m: (z - z.detach().mean(0)).pow(2).mean(),
+        "samples of a batch depend on each other",
+    ),
+    "inputs normalised over the batch": (
+        lambda n, z, y, m: (z[..., 0] * (m - m.mean()) / m.std()).pow(2).mean(),
+        "samples of a batch depend on each other",
+    ),
+    "softmax over the samples": (lambda n, z, y, m: z.softmax(0).pow(2).mean(), "depend on each other"),
+    "a running sum over the samples": (lambda n, z, y, m: z.cumsum(-3).pow(2).mean(), "depend on each other"),
+    "each sample mixed with another": (lambda n, z, y, m: (z + z.flip(0)).pow(2).mean(), "depend on each other"),
+    "each sample mixed with the next": (lambda n, z, y, m: (z + z.roll(1, 0)).pow(2).mean(), "depend on each other"),
+    "all elements moved by one": (lambda n, z, y, m: (z + z.roll(1)).pow(2).mean(), "depend on each other"),
+    "differences of neighbours": (lambda n, z, y, m: (z[1:] - z[:-1]).pow(2).sum(), "depend on each other"),
+    "attention over the samples": (
+        lambda n, z, y, m: F.scaled_dot_product_attention(*[z.transpose(0, 1)] * 3).pow(2).mean(),
+        "samples of a batch depend on each other",
+    ),
     "samples against samples": (
         lambda n, z, y, m: (z.flatten(1) @ z.flatten(1).T).softmax(-1).mean(),
         "samples of a batch depend on each other",

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from frontend.conftest import captured_case
-from frontend.tiny_models import build
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from frontend.conftest import captured_case
+from frontend.tiny_models import build
 from heterodyne.frontend import BlockProgram, Captured, capture, loss_of
 from heterodyne.graph import ModelGraph
 

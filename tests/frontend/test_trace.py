@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from frontend.tiny_models import GPT, TOKENS, VOCABULARY, text_batch
 from torch import Tensor, nn
 
+from frontend.tiny_models import GPT, TOKENS, VOCABULARY, text_batch
 from heterodyne.errors import CaptureError
 from heterodyne.frontend import capture, trace
 from heterodyne.graph import ModelGraph, Op

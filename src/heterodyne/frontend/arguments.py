@@ -1,13 +1,14 @@
-"""Operators and their arguments, by name."""
+"""Operators, their arguments by name, and what leads to what."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
 
-__all__ = ["argument", "mutates", "operator_name"]
+__all__ = ["argument", "leading_to", "mutates", "operator_name"]
 
 
 def operator_name(node: fx.Node) -> str:
@@ -34,3 +35,21 @@ def mutates(node: fx.Node) -> list[fx.Node]:
         return []
     changed = [d.name for d in node.target._schema.arguments if d.alias_info is not None and d.alias_info.is_write]
     return [value for value in (argument(node, name) for name in changed) if isinstance(value, fx.Node)]
+
+
+def leading_to(targets: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes that results need, in order; with what changes a tensor in place on the way."""
+    needed = set(targets)
+    if not needed:
+        return []
+    order = list(next(iter(needed)).graph.nodes)
+    while True:
+        found = set(needed)
+        for node in reversed(order):
+            if node in found:
+                found.update(node.all_input_nodes)
+            elif node.op == "call_function" and found.intersection(mutates(node)):
+                found.update((node, *node.all_input_nodes))
+        if found == needed:
+            return [node for node in order if node in needed]
+        needed = found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from heterodyne.errors import CaptureError
-from heterodyne.frontend.arguments import mutates
+from heterodyne.frontend.arguments import leading_to
 from heterodyne.frontend.example import Batch, Example
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.loss import Count
@@ -25,7 +25,7 @@ class LossCounter:
         self._example = example
         self._count = count
         self._buffers = dict(buffers)
-        self._nodes = _leading_to([n for n in (count.node, count.weight) if n is not None]) if count else []
+        self._nodes = leading_to([n for n in (count.node, count.weight) if n is not None]) if count else []
         self._graphs: dict[torch.device, fx.GraphModule] = {}
 
     def __call__(self, batch: Batch, buffers: Mapping[str, Tensor] | None = None) -> float:
@@ -86,20 +86,3 @@ def _total(graph: fx.Graph, count: Count, copies: Mapping[fx.Node, fx.Node]) -> 
     labels = graph.call_function(torch.where, (kept, entries, 0))
     weights = graph.call_function(torch.take, (copies[count.weight], labels))
     return graph.call_function(torch.sum, (graph.call_function(torch.mul, (weights, kept)),))
-
-
-def _leading_to(targets: list[fx.Node]) -> list[fx.Node]:
-    """The nodes that a result needs, in order; with what changes a tensor in place on the way."""
-    graph = targets[0].graph
-    order = list(graph.nodes)
-    needed = set(targets)
-    while True:
-        found = set(needed)
-        for node in order:
-            if node in found:
-                found.update(node.all_input_nodes)
-            elif found.intersection(mutates(node)) and node.op == "call_function":
-                found.add(node)
-        if found == needed:
-            return [node for node in order if node in needed]
-        needed = found

@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from heterodyne.errors import CaptureError
+from heterodyne.frontend.changes import refuse_changes, refuse_new_buffers
 from heterodyne.frontend.example import Example, trace_sizes
 from heterodyne.frontend.faults import explain, line_that_fixed_a_size, refuse_unknown_sizes
 from heterodyne.frontend.output import loss_of
@@ -83,9 +84,11 @@ class _LossOnly(nn.Module):
             sizes: list[Any] = [size for tensor in batch for size in tensor.shape if not isinstance(size, int)]
             for size in sizes:
                 self._note(size.node.shape_env)
-        if self._names is None:
-            return loss_of(self.model(*batch))
-        return loss_of(self.model(**dict(zip(self._names, batch, strict=True))))
+        before = dict(self.model.named_buffers())
+        output = self.model(*batch) if self._names is None else self.model(**dict(zip(self._names, batch, strict=True)))
+        if not torch.compiler.is_dynamo_compiling():
+            refuse_new_buffers(before, dict(self.model.named_buffers()))
+        return loss_of(output)
 
 
 def export(model: nn.Module, example: Example) -> Traced:
@@ -143,6 +146,7 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
         pass
     _drop_bookkeeping(graph)
     refuse_unknown_sizes(graph)
+    refuse_changes(graph, {node: role.name for node, role in roles.items() if role.kind != "input"}, model)
     (results,) = graph.output_node().args
     if not isinstance(results, tuple) or not isinstance(results[0], fx.Node):
         raise CaptureError("the loss does not depend on the inputs; there is nothing to train")

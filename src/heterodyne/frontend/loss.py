@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
+from heterodyne.frontend.coupling import coupled, refuse_coupling
 from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.faults import line_of
-from heterodyne.frontend.replay import Observed
-from heterodyne.frontend.sizes import size_of
-from heterodyne.graph import Loss, Size
+from heterodyne.frontend.sizes import degree, proportional, size_of, spec_of
+from heterodyne.graph import Loss
 
 __all__ = ["Count", "Reduction", "read_loss"]
 
@@ -65,13 +65,13 @@ _SAME = frozenset({
 _LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
 
 
-def read_loss(traced: Traced, observed: dict[fx.Node, Observed]) -> Reduction:
+def read_loss(traced: Traced) -> Reduction:
     """The averaging of the traced loss. Raises CaptureError with the line of the op that defies it."""
     walk = _Walk(traced)
     found = walk.reduction(traced.loss)
     if found.kind == "constant":
         raise CaptureError("the loss does not depend on the batch; there is nothing to train on")
-    walk.refuse_coupling(observed)
+    refuse_coupling(traced, walk.from_batch, walk.passed)
     return found
 
 
@@ -80,16 +80,16 @@ class _Walk:
 
     def __init__(self, traced: Traced) -> None:
         self._traced = traced
-        self._passed: set[fx.Node] = set()
-        self._from_batch = _descendants(traced, "input", follows_batch=True)
+        self.passed: set[fx.Node] = set()
+        self.from_batch = _descendants(traced, "input", follows_batch=True)
         self._from_parameters = _descendants(traced, "parameter", follows_batch=False)
         self._structures: dict[fx.Node, Any] = {}
 
     def reduction(self, node: fx.Node) -> Reduction:
         """How a node whose shape does not follow the batch depends on the samples."""
-        if node not in self._from_batch:
+        if node not in self.from_batch:
             return _CONSTANT
-        self._passed.add(node)
+        self.passed.add(node)
         rule: Callable[[fx.Node], Reduction | None] | None = getattr(self, f"_{operator_name(node)}", None)
         found = rule(node) if rule is not None else self._general(node)
         if found is None:
@@ -126,7 +126,7 @@ class _Walk:
         found = self._combined(node, [n for n in node.all_input_nodes if tensors_of(n)])
         for factor in (n.meta.get("val") for n in node.all_input_nodes if not tensors_of(n)):
             if isinstance(factor, torch.SymInt):  # the number of samples, or a multiple of it
-                found = _SUM if found == _SAMPLES and _proportional(size_of(factor)) else None
+                found = _SUM if found == _SAMPLES and proportional(size_of(factor)) else None
         return found
 
     _mul_ = _mul
@@ -136,7 +136,7 @@ class _Walk:
     def _add(self, node: fx.Node) -> Reduction | None:
         operands = [n for n in node.all_input_nodes if tensors_of(n)]
         found = self._combined(node, operands)
-        constants = [n for n in operands if n not in self._from_batch]
+        constants = [n for n in operands if n not in self.from_batch]
         if found is not None and found.kind == "sum" and (constants or _has_number(node)):
             raise CaptureError(
                 f"{self._place(node)}the loss is a sum over the samples plus a term that does not depend on them; parts of a batch would "
@@ -161,8 +161,8 @@ class _Walk:
             return top
         size = denominator.meta.get("val")
         if isinstance(size, torch.SymInt):
-            return _SAMPLES if top.kind == "sum" and _proportional(size_of(size)) else None
-        if isinstance(size, int) or denominator not in self._from_batch:
+            return _SAMPLES if top.kind == "sum" and proportional(size_of(size)) else None
+        if isinstance(size, int) or denominator not in self.from_batch:
             return top
         if top.kind != "sum":
             raise CaptureError(
@@ -176,7 +176,7 @@ class _Walk:
     def _count_of(self, node: fx.Node) -> fx.Node:
         """The count itself, without the guard against zero around it (a part of a batch may well have none)."""
         while operator_name(node) in ("clamp", "clamp_min", "maximum", "max", "to", "_to_copy") or _adds_little(node):
-            inner = [n for n in node.all_input_nodes if n in self._from_batch]
+            inner = [n for n in node.all_input_nodes if n in self.from_batch]
             if len(inner) != 1 or self._follows(inner[0]):
                 break
             node = inner[0]
@@ -195,9 +195,9 @@ class _Walk:
         (source, *others) = [n for n in node.all_input_nodes if tensors_of(n)]
         if not any(self._follows(n) for n in (source, *others)):
             return self._combined(node, [source]) if not others else None
-        if any(_degree(t) > 1 for t in tensors_of(source)):
-            raise self._coupled(source)
-        if mean and not _proportional(_numel(source)):
+        if any(degree(t) > 1 for t in tensors_of(source)):
+            raise coupled(source)
+        if mean and not proportional(spec_of(source.meta["val"]).numel):
             return None
         kind = _SAMPLES if mean else _SUM
         for denominator in self._batch_wide(source):
@@ -216,10 +216,10 @@ class _Walk:
         """What an element-wise quotient is divided by, if it is one number for the whole batch."""
         if operator_name(node) not in ("mul", "div", "neg", "to", "view", "reshape", "_to_copy", "mul_", "div_"):
             return []
-        numbers = [n for n in node.all_input_nodes if tensors_of(n) and n in self._from_batch and not self._follows(n)]
+        numbers = [n for n in node.all_input_nodes if tensors_of(n) and n in self.from_batch and not self._follows(n)]
         if numbers and (operator_name(node) not in ("div", "div_") or node.args[0] in numbers):
             raise self._unknown(node)
-        self._passed.add(node)
+        self.passed.add(node)
         inner = [n for n in node.all_input_nodes if self._follows(n)]
         return numbers + [found for n in inner for found in self._batch_wide(n)]
 
@@ -247,29 +247,11 @@ class _Walk:
         parts = (self._structure(count.node), count.ignore, count.weight and self._structure(count.weight))
         return Reduction(kind="count", count=count, counts=parts)
 
-    # ---- what must not be -----------------------------------------------------------------------------------------
-
-    def refuse_coupling(self, observed: dict[fx.Node, Observed]) -> None:
-        """Raise CaptureError if an op lets the samples of a batch see each other: one that is not part of the loss's own average
-        and gives each pair of samples something, or all samples one thing."""
-        for node in self._traced.ops:
-            if node not in self._from_batch or "batch_norm" in operator_name(node):
-                continue
-            tensors = [t for t, flows in zip(tensors_of(node), observed[node].differentiable, strict=True) if flows]
-            reads_samples = any(self._follows(n) for n in node.all_input_nodes if n in self._from_batch)
-            mixed = reads_samples and node not in self._passed and any(_degree(t) == 0 for t in tensors)
-            if mixed or any(_degree(t) > 1 for t in tensors):
-                raise self._coupled(node)
-
-    def _coupled(self, node: fx.Node) -> CaptureError:
-        return CaptureError(
-            f"{self._place(node)}{node.target} makes the samples of a batch depend on each other, and the devices each see only "
-            "their own samples. Average over the samples only in the loss; BatchNorm is the one exception that is known."
-        )
+    # ---- what nodes are ---------------------------------------------------------------------------------------------
 
     def _follows(self, node: fx.Node) -> bool:
         """Whether a node's shape grows with the batch."""
-        return any(_degree(t) > 0 for t in tensors_of(node))
+        return any(degree(t) > 0 for t in tensors_of(node))
 
     def _structure(self, node: fx.Node) -> Any:
         """The same for nodes that compute the same from the same inputs."""
@@ -303,7 +285,7 @@ def _descendants(traced: Traced, kind: str, *, follows_batch: bool) -> set[fx.No
     found = {
         node
         for node, role in traced.roles.items()
-        if role.kind == kind and (not follows_batch or any(_degree(t) > 0 for t in tensors_of(node)))
+        if role.kind == kind and (not follows_batch or any(degree(t) > 0 for t in tensors_of(node)))
     }
     for node in traced.graph.nodes:
         # The size of a tensor is known without its values.
@@ -311,22 +293,6 @@ def _descendants(traced: Traced, kind: str, *, follows_batch: bool) -> set[fx.No
             found.add(node)
             found.update(changed for changed in mutates(node))
     return found
-
-
-def _numel(node: fx.Node) -> Size:
-    product = Size.of(1)
-    for tensor in tensors_of(node):
-        for size in tensor.shape:
-            product = product * size_of(size)
-    return product
-
-
-def _degree(tensor: Tensor) -> int:
-    return sum(max(0, len(size_of(size).coefficients) - 1) for size in tensor.shape)
-
-
-def _proportional(size: Size) -> bool:
-    return len(size.coefficients) == 2 and size.coefficients[0] == 0
 
 
 def _has_number(node: fx.Node) -> bool:

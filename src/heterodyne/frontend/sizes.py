@@ -12,7 +12,7 @@ from torch import Tensor
 from heterodyne.errors import CaptureError
 from heterodyne.graph import Size, TensorSpec
 
-__all__ = ["fit", "size_of", "spec_of"]
+__all__ = ["degree", "fit", "proportional", "size_of", "spec_of"]
 
 
 def size_of(value: int | torch.SymInt) -> Size:
@@ -26,6 +26,16 @@ def size_of(value: int | torch.SymInt) -> Size:
 def spec_of(tensor: Tensor) -> TensorSpec:
     """Shape and dtype of a traced tensor."""
     return TensorSpec(shape=tuple(size_of(s) for s in tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+def degree(tensor: Tensor) -> int:
+    """With which power of the batch the number of its elements grows."""
+    return sum(max(0, len(size_of(size).coefficients) - 1) for size in tensor.shape)
+
+
+def proportional(size: Size) -> bool:
+    """Whether it is the batch times a number."""
+    return len(size.coefficients) == 2 and size.coefficients[0] == 0
 
 
 def fit(values: dict[int, int]) -> Size:

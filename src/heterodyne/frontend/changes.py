@@ -1,0 +1,64 @@
+"""What a forward changes for the next one, which copies of a model on several devices would each change in their own way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, fx, nn
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend.arguments import argument, mutates, operator_name
+from heterodyne.frontend.faults import line_of
+
+__all__ = ["refuse_changes", "refuse_new_buffers"]
+
+_WHY = (
+    "which the model keeps for the next forward. Each device sees only its own samples, in micro-batches of its own, so the copies would "
+    "drift apart. Change it outside of forward, once a step; BatchNorm is the one exception that is known."
+)
+
+
+def refuse_changes(graph: fx.Graph, kept: Mapping[fx.Node, str], model: nn.Module) -> None:
+    """Raise CaptureError, with the line, if forward changes a tensor that the model keeps (``kept``: its placeholders, by name).
+
+    A device sees its own samples, in a number of micro-batches of its own, so the copies would drift apart. BatchNorm may: its
+    statistics are taken over all devices, and every one of them takes the same number.
+    """
+    for node in graph.nodes:
+        for changed in (*mutates(node), *_statistics(node)):
+            name = kept.get(_base(changed))
+            if name is not None and not _of_batch_norm(model, name):
+                place = f"{line}\n" if (line := line_of(node, full=True)) else ""
+                raise CaptureError(f"{place}forward changes {name!r}, {_WHY}")
+
+
+def refuse_new_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Raise CaptureError if forward put other tensors in the place of buffers, which a trace does not show."""
+    for name, tensor in after.items():
+        if name in before and before[name] is not tensor:
+            raise CaptureError(f"forward changes {name!r} (it sets another tensor in its place), {_WHY}")
+
+
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """Running statistics of instance norm, which its schema does not declare as changed."""
+    if operator_name(node) != "instance_norm" or not argument(node, "use_input_stats"):
+        return []
+    return [n for n in (argument(node, "running_mean"), argument(node, "running_var")) if isinstance(n, fx.Node)]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a view is a view of."""
+    while node.op == "call_function" and _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    first = schema.arguments[0] if schema is not None and schema.arguments else None
+    return first is not None and first.alias_info is not None and bool(node.all_input_nodes)
+
+
+def _of_batch_norm(model: nn.Module, name: str) -> bool:
+    owners = dict(model.named_modules())
+    return isinstance(owners.get(name.rpartition(".")[0]), nn.modules.batchnorm._BatchNorm)

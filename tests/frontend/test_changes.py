@@ -1,0 +1,93 @@
+"""A forward that changes what the model keeps cannot be the same on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend import capture
+
+
+class Model(nn.Module):
+    steps: Tensor
+    running: Tensor
+
+    def __init__(self, change: Callable[[Model, Tensor], object]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.slow = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("running", torch.zeros(3, 4))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.change(self, y.detach())  # it changes
+        return (y * self.running[0] + y @ self.slow).pow(2).mean()
+
+
+def reassigned(model: Model, y: Tensor) -> None:
+    model.steps = model.steps + 1
+
+
+CHANGES: dict[str, tuple[str, Callable[[Model, Tensor], object]]] = {
+    "a counter": ("steps", lambda model, y: model.steps.add_(1)),
+    "a running mean": ("running", lambda model, y: model.running.mul_(0.9).add_(0.1 * y.mean(0))),
+    "a part of a buffer": ("running", lambda model, y: model.running[0].copy_(y.mean(0))),
+    "a slow copy of the weights": ("slow", lambda model, y: model.slow.lerp_(model.linear.weight.detach(), 0.1)),
+    "a buffer that is set anew": ("steps", reassigned),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_forward_changes_is_refused_with_its_line(name: str) -> None:
+    changed, change = CHANGES[name]
+    with pytest.raises(CaptureError, match=f"forward changes '{changed}'") as caught:
+        capture(Model(change), {"x": torch.zeros(2, 4)})
+    assert "test_changes.py:" in str(caught.value) or change is reassigned, "a trace does not show where"
+
+
+@pytest.mark.parametrize(
+    ("module", "refused"),
+    [
+        (nn.BatchNorm1d(4), False),
+        (nn.BatchNorm1d(4).eval(), False),
+        (nn.InstanceNorm1d(4), False),
+        (nn.InstanceNorm1d(4, track_running_stats=True), True),
+        (nn.InstanceNorm1d(4, track_running_stats=True).eval(), False),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5)), True),
+    ],
+)
+def test_running_statistics_are_known_for_batch_norm_alone(module: nn.Module, refused: bool) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+            self.norm = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x)).pow(2).mean()
+
+    if refused:
+        with pytest.raises(CaptureError, match="forward changes 'norm"):
+            capture(Normed(), {"x": torch.zeros(2, 4, 5)})
+    else:
+        capture(Normed(), {"x": torch.zeros(2, 4, 5)})
+
+
+def test_tensors_that_are_made_in_forward_may_change() -> None:
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.zeros_like(x)
+            y[:, 1:] = self.linear(x)[:, 1:]
+            return y.pow(2).mean()
+
+    capture(Fills(), {"x": torch.zeros(2, 4)})
