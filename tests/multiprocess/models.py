@@ -115,7 +115,7 @@ class Weighted(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Dropout, BatchNorm over unequal counts and ignored labels, all at once."""
+    """Dropout, noise, stochastic depth, BatchNorm over unequal counts and ignored labels, all at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,6 +126,7 @@ class Mixed(nn.Module):
 
     def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
         hidden = self.dropout(F.gelu(self.norm(self.convolution(pixels))))
+        hidden = hidden + 0.1 * torch.randn_like(hidden) * torch.rand(len(hidden), 1, 1, 1).add(0.8).floor()
         return {"loss": F.cross_entropy(F.dropout(self.head(hidden), 0.1, self.training), labels)}
 
 

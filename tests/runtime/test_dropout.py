@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from heterodyne.errors import HeterodyneError
-from heterodyne.runtime.exact.dropout import SampleDropout, splitmix64
+from heterodyne.errors import CaptureError, HeterodyneError
+from heterodyne.frontend import capture
+from heterodyne.runtime.exact.dropout import SampleDropout, require_samples_own_draws, splitmix64
 
 CPU = torch.device("cpu")
 
@@ -175,15 +177,101 @@ def test_the_random_state_of_the_caller_is_left_alone() -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_other_random_ops_repeat_and_differ_between_micro_batches() -> None:
-    def noise(step: int, samples: list[int]) -> Tensor:
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: torch.rand(x.shape[0], 5),
+    "rand of a size": lambda x: torch.rand((x.shape[0], 5), dtype=torch.float64),
+    "randn": lambda x: torch.randn(x.shape),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "bernoulli": lambda x: torch.bernoulli(x.abs()),
+    "bernoulli_": lambda x: x.new_empty(x.shape[0], 1).bernoulli_(0.4),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 3),
+    "normal_": lambda x: torch.empty_like(x).normal_(2.0, 3.0),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "a distribution": lambda x: torch.distributions.Normal(x, 1.0, validate_args=False).rsample(),
+    "dropout of torch": lambda x: torch.dropout(x, 0.5, True),
+    "alpha dropout of torch": lambda x: torch.alpha_dropout(x, 0.5, True),
+    "feature dropout of torch": lambda x: torch.feature_dropout(x, 0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_noise_belongs_to_the_samples_too(name: str) -> None:
+    values = torch.linspace(-1, 1, 8 * 400).view(8, 400)
+
+    def noise(samples: list[int], step: int = 0) -> Tensor:
         mode = SampleDropout(seed=0, device=CPU)
         with mode.forward(mode.draws(step, samples)):
-            return torch.rand(3)
+            return DRAWS[name](values[samples])
 
-    assert torch.equal(noise(1, [4, 5]), noise(1, [4, 5]))
-    assert not torch.equal(noise(1, [4, 5]), noise(1, [6, 7]))
-    assert not torch.equal(noise(1, [4, 5]), noise(2, [4, 5]))
+    whole = noise(list(range(8)))
+    assert torch.equal(whole, torch.cat([noise([0, 1, 2]), noise([3, 4, 5, 6, 7])]))
+    assert not torch.equal(whole, noise(list(range(8)), step=1))
+
+
+@pytest.mark.parametrize(
+    ("draw", "mean", "deviation", "low", "high"),
+    [
+        (torch.rand_like, 0.5, 12**-0.5, 0.0, 1.0),
+        (torch.randn_like, 0.0, 1.0, -6.0, 6.0),
+        (lambda x: x.clone().uniform_(-1, 3), 1.0, 4 * 12**-0.5, -1.0, 3.0),
+        (lambda x: x.clone().normal_(2.0, 3.0), 2.0, 3.0, -16.0, 20.0),
+        (lambda x: x.clone().exponential_(2.0), 0.5, 0.5, 0.0, 10.0),
+        (lambda x: x.clone().bernoulli_(0.3), 0.3, 0.21**0.5, 0.0, 1.0),
+        (lambda x: torch.bernoulli(torch.full_like(x, 0.3)), 0.3, 0.21**0.5, 0.0, 1.0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_noise_has_its_distribution(
+    draw: Callable[[Tensor], Tensor], mean: float, deviation: float, low: float, high: float, dtype: torch.dtype
+) -> None:
+    mode = SampleDropout(seed=0, device=CPU)
+    with mode.forward(mode.draws(0, range(10))):
+        drawn = draw(torch.zeros(10, 20000, dtype=dtype))
+    assert drawn.dtype == dtype
+    wide = drawn.double()
+    assert wide.mean().item() == pytest.approx(mean, abs=5 * deviation / math.sqrt(wide.numel()) + 0.004)
+    assert wide.std().item() == pytest.approx(deviation, rel=0.02)
+    assert low <= wide.min().item()
+    assert wide.max().item() <= high
+
+
+def test_random_numbers_below_one_stay_below_it_in_few_digits() -> None:
+    mode = SampleDropout(seed=0, device=CPU)
+    with mode.forward(mode.draws(0, range(4))):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            assert torch.rand(4, 200000, dtype=dtype).max().item() < 1
+
+
+class Draws(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.draw(x)).mean()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_covered_is_known_from_the_graph(name: str) -> None:
+    graph = capture(Draws(lambda x: DRAWS[name](x).mean(1, keepdim=True)), {"x": torch.zeros(3, 4)})
+    assert graph.random
+    require_samples_own_draws(graph)
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (nn.RReLU(), r"aten\.rrelu\S* draws random numbers that cannot be made"),
+        (lambda x: x[torch.randperm(x.shape[0])], r"aten\.randperm\S* draws random numbers that cannot be made"),
+        (lambda x: nn.functional.dropout(torch.ones(4)), "whose first dim is not the samples"),
+    ],
+)
+def test_other_random_ops_are_refused(draw: Callable[[Tensor], Tensor], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        require_samples_own_draws(capture(Draws(draw), {"x": torch.zeros(3, 4)}))
 
 
 def test_a_tensor_that_does_not_begin_with_the_samples_is_refused() -> None:

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from heterodyne.errors import CaptureError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
-from heterodyne.runtime.exact.dropout import Draws, SampleDropout
+from heterodyne.runtime.exact.dropout import Draws, SampleDropout, require_samples_own_draws
 from heterodyne.runtime.meeting.communicator import Channel
 
 __all__ = ["Forward", "Precision"]
@@ -28,7 +27,7 @@ class Forward:
         graph: says whether the model draws random numbers or mixes samples; only then is anything intercepted.
         statistics: joins the ranks that have samples; None: this rank alone.
 
-    Raises CaptureError if a random op does not have the samples in its first dim.
+    Raises CaptureError if a random op's draws cannot be made to belong to the samples.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Forward:
         self._dropout = SampleDropout(seed=seed, device=device) if graph.random else None
         several = statistics is not None and len(statistics.ranks) > 1
         self._batch_norm = GlobalBatchNorm(statistics) if statistics and several and graph.batch_statistics else None
-        _require_samples_first(graph)
+        require_samples_own_draws(graph)
 
     def draws(self, step: int, samples: Sequence[int]) -> Draws | None:
         """The masks for the samples with these places in the global batch."""
@@ -95,16 +94,3 @@ def _loss(output: Any) -> Tensor:
         loss = output if isinstance(output, Tensor) else output[0]
     assert isinstance(loss, Tensor)
     return loss
-
-
-def _require_samples_first(graph: ModelGraph) -> None:
-    ops = {op.name: op for op in graph.ops}
-    for name in graph.random:
-        op = ops.get(name)
-        if op is None or not op.outputs or not op.outputs[0].shape:
-            continue
-        if op.outputs[0].shape[0].is_constant:
-            raise CaptureError(
-                f"{op.source or op.module or op.name}: {op.target} draws random numbers for a tensor whose first dim is not the samples, "
-                "so its draws would depend on the plan. Move the batch to dim 0, or set the dropout to 0"
-            )

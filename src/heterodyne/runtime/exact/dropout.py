@@ -6,15 +6,14 @@ CUDA alike, and after a resume; which makes dropout as exact as everything else.
 Chris Wellons (hash-prospector), fed with two 32-bit keys a row.
 
 It covers `dropout`, `dropout1d` to `dropout3d`, `alpha_dropout`, `scaled_dot_product_attention` (computed in its mathematical
-form) and `nn.MultiheadAttention`. Dim 0 of what is dropped out must be the samples, or k rows a sample, sample by sample, as
-[B*T, C] is. Other random ops draw from torch's own generator, which is seeded per (seed, step, first sample): reproducible,
-but not independent of the plan.
+form), `nn.MultiheadAttention`, and the noise of `exact.noise`. Dim 0 of what is dropped out must be the samples, or k rows a
+sample, sample by sample, as [B*T, C] is. A model with other random ops is refused (`require_samples_own_draws`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heterodyne.errors import HeterodyneError
+from heterodyne.errors import CaptureError, HeterodyneError
+from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.exact.interception import Interception
+from heterodyne.runtime.exact.noise import COVERED, noise_handlers
 
-__all__ = ["Draws", "SampleDropout", "splitmix64"]
+__all__ = ["Draws", "SampleDropout", "require_samples_own_draws", "splitmix64"]
 
 _MASK = 2**64 - 1
 
@@ -61,12 +62,15 @@ class SampleDropout(Interception):
         super().__init__(
             {
                 F.dropout: self._dropout,
-                torch.dropout: self._torch_dropout,
+                torch.dropout: _by_torch_names(self._dropout),
+                torch.feature_dropout: _by_torch_names(self._dropout_of_channels),
+                torch.alpha_dropout: _by_torch_names(self._alpha_dropout),
                 F.dropout1d: self._dropout_of_channels,
                 F.dropout2d: self._dropout_of_channels,
                 F.dropout3d: self._dropout_of_channels,
                 F.alpha_dropout: self._alpha_dropout,
                 F.scaled_dot_product_attention: self._attention,
+                **noise_handlers(self._bits),
             }
         )
         self._seed = seed
@@ -99,9 +103,6 @@ class SampleDropout(Interception):
         if not training or p == 0.0:
             return input
         return _scaled(input, self._kept(input.shape, p).to(input.dtype), p, inplace)
-
-    def _torch_dropout(self, input: Tensor, p: float, train: bool) -> Tensor:
-        return self._dropout(input, p, train)
 
     def _dropout_of_channels(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -149,18 +150,20 @@ class SampleDropout(Interception):
 
     def _kept(self, shape: torch.Size, p: float) -> Tensor:
         """Which elements stay: bool of that shape, True with probability 1 - p."""
+        bits = self._bits(shape)
+        # As signed 32-bit numbers, hashes lie evenly in [-2^31, 2^31); the lowest p of them are dropped.
+        threshold = round(p * 2**32) - 2**31
+        return bits >= threshold if threshold < 2**31 else torch.zeros_like(bits, dtype=torch.bool)
+
+    def _bits(self, shape: torch.Size) -> Tensor:
+        """A hash for each element of a tensor that begins with the samples: int32 of that shape."""
         samples = len(self._draws.samples)
         if samples == 0 or not shape or shape[0] % samples:
             raise HeterodyneError(
-                f"dropout of a tensor of shape {list(shape)} in a micro-batch of {samples} samples: its first dim must be the samples "
-                "(or a multiple of them, sample by sample), so that each sample keeps its masks under any plan. Move the batch to dim 0"
+                f"random numbers for a tensor of shape {list(shape)} in a micro-batch of {samples} samples: its first dim must be the "
+                "samples (or a multiple, sample by sample), so that each sample keeps its draws under any plan. Move the batch to dim 0"
             )
-        # As signed 32-bit numbers, hashes lie evenly in [-2^31, 2^31); the lowest p of them are dropped.
-        threshold = round(p * 2**32) - 2**31
-        if threshold >= 2**31:
-            return torch.zeros(shape, dtype=torch.bool, device=self._device)
-        elements = math.prod(shape) // samples
-        return (self._hashes(self._call_number(), elements) >= threshold).view(shape)
+        return self._hashes(self._call_number(), math.prod(shape) // samples).view(shape)
 
     def _call_number(self) -> int:
         drawn = int(torch.randint(2**63 - 1, ()).item())
@@ -177,6 +180,33 @@ class SampleDropout(Interception):
         mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D).add_(second)
         mixed.bitwise_xor_((mixed >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
         return mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF))
+
+
+def require_samples_own_draws(graph: ModelGraph) -> None:
+    """Raises CaptureError, with the line, for an op whose random numbers would depend on the plan."""
+    ops = {op.name: op for op in graph.ops}
+    for name in graph.random:
+        op = ops[name]
+        where = op.source or op.module or op.name
+        if op.target.split(".")[1].rstrip("_") not in COVERED:
+            raise CaptureError(
+                f"{where}: {op.target} draws random numbers that cannot be made to belong to the samples, and would depend on the plan. "
+                "Draw with torch.rand, randn, bernoulli or dropout, or switch it off"
+            )
+        if not op.outputs[0].shape or op.outputs[0].shape[0].is_constant:
+            raise CaptureError(
+                f"{where}: {op.target} draws random numbers for a tensor whose first dim is not the samples, so they would depend on the "
+                "plan. Move the batch to dim 0, or set the dropout to 0"
+            )
+
+
+def _by_torch_names(handler: Callable[..., Tensor]) -> Callable[[Tensor, float, bool], Tensor]:
+    """For the functions of torch itself, which call the flag ``train``."""
+
+    def named(input: Tensor, p: float, train: bool) -> Tensor:
+        return handler(input, p, train)
+
+    return named
 
 
 def _scaled(input: Tensor, kept: Tensor, p: float, inplace: bool) -> Tensor:

@@ -15,12 +15,12 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Interception"]
+__all__ = ["Function", "Interception"]
 
 Function = Callable[..., Any]
 
 # The backward is among them for the parts of a model that are computed again in it.
-_SEEN_THROUGH: Final = (torch.autograd.backward, F.multi_head_attention_forward)
+_SEEN_THROUGH: Final = (torch.autograd.backward, F.multi_head_attention_forward, F.gumbel_softmax)
 _CHECKS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
