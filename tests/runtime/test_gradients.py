@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from heterodyne.errors import CaptureError
 from heterodyne.plan.buckets import Bucket
 from heterodyne.runtime.gradients import GradientBuckets
 from heterodyne.runtime.meeting.communicator import Channel, Pending
@@ -127,8 +130,28 @@ def test_a_gradient_that_comes_after_its_bucket_left_is_an_error() -> None:
     gradients.begin()
     gradients.arm()
     model(torch.randn(4, 2)).backward()
-    with pytest.raises(RuntimeError, match=r"'c\.weight' came after its bucket was reduced"):
+    with pytest.raises(CaptureError, match=r"'c\.weight' came after its bucket was reduced"):
         model(torch.randn(4, 2)).backward()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_parameter_that_is_used_in_some_steps_only_is_an_error(alone: bool) -> None:
+    """Its gradient would be thrown away, as that of one which the loss never reaches."""
+    model = Chain()
+    gradients = gradients_of(model, ORDER, None if alone else Doubling([]))
+    step(model, gradients, [torch.randn(4, 2)])
+    gradients.begin()
+    gradients.arm()
+    with pytest.raises(CaptureError, match="'unused' got a gradient, which it had not in the first step"):
+        (model(torch.randn(4, 2)) + model.unused.sum()).backward()
+
+
+@pytest.mark.parametrize("register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
+def test_hooks_on_gradients_would_see_parts_of_the_batch(register: Callable[..., object]) -> None:
+    model = Chain()
+    register(model.b.weight, lambda gradient: None)
+    with pytest.raises(CaptureError, match=r"'b\.weight' has a hook on its gradient"):
+        gradients_of(model, ORDER, None)
 
 
 def test_closing_takes_the_hooks_away() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from heterodyne.errors import CaptureError
 from heterodyne.plan.buckets import Bucket
 from heterodyne.runtime.meeting.communicator import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
@@ -56,6 +57,8 @@ class GradientBuckets:
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
     has a gradient for keeps ``grad=None``, as on one device, so that the optimizer leaves it alone.
+
+    Raises CaptureError for a parameter with hooks of the user's, and in a backward that goes another way than those before.
     """
 
     def __init__(
@@ -123,6 +126,8 @@ class GradientBuckets:
 
     def _allocate(self, index: int, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> _Flat:
         own = [parameters[name] for name in bucket.parameters]
+        for name, parameter in zip(bucket.parameters, own, strict=True):
+            _require_no_hooks(name, parameter)
         if self._channel is None:
             alone = [_Entry(name, p, None, index) for name, p in zip(bucket.parameters, own, strict=True)]
             return _Flat(None, alone)
@@ -138,6 +143,11 @@ class GradientBuckets:
             if entry.view is not None and parameter.grad is not None and parameter.grad is not entry.view:
                 entry.view.copy_(parameter.grad)
                 parameter.grad = entry.view
+            if self._untouched and entry.name in self._untouched:
+                raise CaptureError(
+                    f"{entry.name!r} got a gradient, which it had not in the first step: the model goes another way from step to step, "
+                    "by chance, by a counter or by a choice in Python. Let it do the same in each step"
+                )
             entry.filled = True
             if self._armed:
                 self._mark_ready(entry)
@@ -147,7 +157,7 @@ class GradientBuckets:
     def _mark_ready(self, entry: _Entry) -> None:
         bucket = self._buckets[entry.bucket]
         if entry.ready or bucket.pending is not None:
-            raise RuntimeError(
+            raise CaptureError(
                 f"the gradient of {entry.name!r} came after its bucket was reduced. Does the model use it in a part that "
                 "depends on the data, or in two parts with reentrant checkpointing? Use torch.utils.checkpoint with use_reentrant=False"
             )
@@ -177,6 +187,15 @@ class GradientBuckets:
 def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
+
+
+def _require_no_hooks(name: str, parameter: nn.Parameter) -> None:
+    """A hook sees the gradient of one micro-batch of one device, and only if it is linear does that come to the same."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise CaptureError(
+            f"{name!r} has a hook on its gradient, which would see the gradients of parts of the batch in place of the whole. Remove it: "
+            "gradients are clipped by clip_grad_norm, and what shall not be trained can be a buffer, or be masked in forward"
+        )
 
 
 def _view(buffer: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
