@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heterodyne.errors import CaptureError
+from heterodyne.errors import CaptureError, DataError
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph import Loss
 
@@ -175,6 +175,18 @@ UNKNOWN: dict[str, tuple[LossFunction, str]] = {
         lambda n, z, y, m: (z[: z.shape[0] // 2] - z[z.shape[0] // 2 :][: z.shape[0] // 2]).pow(2).mean(),
         "the batch is cut into parts",
     ),
+    "a guard that is more than one": (
+        lambda n, z, y, m: (z[..., 0] * m).sum() / m.sum().clamp(min=8),
+        "cannot be told how the loss is averaged: aten.clamp",
+    ),
+    "a count that is bounded": (
+        lambda n, z, y, m: (z[..., 0] * m).sum() / m.sum().clamp(min=1, max=20),
+        "cannot be told how the loss is averaged: aten.clamp",
+    ),
+    "a count and much more": (
+        lambda n, z, y, m: (z[..., 0] * m).sum() / (m.sum() + 1e-3),
+        "plus a term that does not depend on them",
+    ),
     "a mean over a batch-wide count": (lambda n, z, y, m: (z[..., 0] / m.sum()).mean(), "over the whole batch"),
     "a sum and a penalty": (lambda n, z, y, m: (z**2).sum() + n.scale**2, "does not depend on them"),
     "only the weights": (lambda n, z, y, m: n.linear.weight.pow(2).sum(), "does not depend on the"),
@@ -188,6 +200,22 @@ def test_what_no_weights_can_serve_is_refused(name: str) -> None:
         capture_net(loss)
     if name != "only the weights":
         assert "test_loss.py:" in str(caught.value), "the line of the model is shown"
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("sum over a guarded mask", 0.9), ("sum over a mask and a bit", 1e-4), ("sum over a mask", 0)]
+)
+def test_a_count_that_its_guard_would_change_is_refused(name: str, weight: float) -> None:
+    _, captured = capture_net(KNOWN[name][0])
+    batch = batch_of(2)
+    batch["mask"].zero_()
+    assert captured.loss_count(batch) == 0
+    batch["mask"][0, 0] = weight
+    if weight:
+        with pytest.raises(DataError, match="guards its division"):
+            captured.loss_count(batch)
+    batch["mask"][0, 0] = 1.0
+    assert captured.loss_count(batch) == 1
 
 
 def test_class_weights_of_a_model_without_values_are_asked_for() -> None:

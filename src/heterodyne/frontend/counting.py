@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from heterodyne.errors import CaptureError
+from heterodyne.errors import CaptureError, DataError
 from heterodyne.frontend.arguments import leading_to
 from heterodyne.frontend.example import Batch, Example
 from heterodyne.frontend.export import Traced
@@ -39,7 +39,14 @@ class LossCounter:
         known = {**self._traced.constants, **self._buffers, **(buffers or {})}
         values = [self._value(node, inputs, known, device) for node in self._nodes if node.op == "placeholder"]
         with torch.no_grad():
-            return float(self._graphs[device](*values))
+            count = float(self._graphs[device](*values))
+        if 0 < count < self._count.least:
+            raise DataError(
+                f"a part of the batch counts {count:g}, and the loss guards its division so that it divides by another number below "
+                f"{self._count.least:g}: the parts would not add up to the whole. Let the weights of a sample add up to more, or leave the "
+                "guard out (a part that counts nothing is left out anyway)"
+            )
+        return count
 
     def _value(
         self, node: fx.Node, inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], device: torch.device

@@ -31,11 +31,12 @@ __all__ = ["Count", "Reduction", "read_loss"]
 @dataclass(frozen=True, kw_only=True)
 class Count:
     """What a mean divides by: the sum of ``node``; with ``ignore``, the number of its entries that are not that;
-    with ``weight``, the sum of these class weights over them."""
+    with ``weight``, the sum of these class weights over them. ``least``: below it (but for 0) a guard against zero changes it."""
 
     node: fx.Node
     ignore: int | None = None
     weight: fx.Node | None = None
+    least: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ _SAME = frozenset({
     "view", "_to_copy", "type_as", "detach", "lift_fresh_copy", "permute", "transpose", "t", "movedim", "select",
     "slice", "cat", "stack", "unbind", "getitem", "diagonal", "narrow", "split", "chunk", "view_as", "expand_as",
 })  # fmt: skip
+_NEGLIGIBLE = 1e-5  # a relative error that exactness may have
 _LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
 
 
@@ -169,18 +171,20 @@ class _Walk:
                 f"{self._place(node)}the loss is divided by something that depends on the batch after it was averaged. Divide a sum once."
             )
         count = self._count_of(denominator)
-        if self._follows(count) or self.reduction(count).kind != "sum":
+        if self._follows(count.node) or self.reduction(count.node).kind != "sum":
             return None
-        return self._counted(node, Count(node=count))
+        return self._counted(node, count)
 
-    def _count_of(self, node: fx.Node) -> fx.Node:
+    def _count_of(self, node: fx.Node) -> Count:
         """The count itself, without the guard against zero around it (a part of a batch may well have none)."""
-        while operator_name(node) in ("clamp", "clamp_min", "maximum", "max", "to", "_to_copy") or _adds_little(node):
+        least = 0.0
+        while (guarded := _guards_below(node)) is not None:
             inner = [n for n in node.all_input_nodes if n in self.from_batch]
             if len(inner) != 1 or self._follows(inner[0]):
                 break
-            node = inner[0]
-        return node
+            (node,) = inner
+            least = max(least, guarded)
+        return Count(node=node, least=least)
 
     # ---- what reduces ---------------------------------------------------------------------------------------------
 
@@ -299,9 +303,18 @@ def _has_number(node: fx.Node) -> bool:
     return any(isinstance(value, int | float) and value != 0 for value in node.args[:2])
 
 
-def _adds_little(node: fx.Node) -> bool:
-    """``count + 1e-8``, the usual guard against a division by zero."""
-    return operator_name(node) == "add" and isinstance(node.args[1], float) and 0 < node.args[1] <= 1e-3
+def _guards_below(node: fx.Node) -> float | None:
+    """Below which value a guard against division by zero changes what it guards; None for what is none."""
+    name = operator_name(node)
+    if name in ("to", "_to_copy"):
+        return 0.0
+    if name in ("maximum", "max"):
+        return 1.0  # what it is compared with is a tensor: taken for the 1 that it is meant to be
+    if name in ("clamp", "clamp_min"):
+        least = argument(node, "min")
+        return float(least) if isinstance(least, int | float) and least <= 1 and argument(node, "max") is None else None
+    little = node.args[1] if name == "add" else None
+    return little / _NEGLIGIBLE if isinstance(little, float) and 0 < little <= _NEGLIGIBLE else None
 
 
 def _say(found: Reduction) -> str:
