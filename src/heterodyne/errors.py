@@ -38,7 +38,12 @@ __all__ = [
 
 
 class HeterodyneError(Exception):
-    """The root: whatever goes wrong on purpose can be caught by this one name."""
+    """The root: whatever goes wrong on purpose can be caught by this one name.
+
+    ``shared`` is true of an error that is raised on every rank alike, so that telling it once is enough.
+    """
+
+    shared: bool = False
 
 
 class UnitError(HeterodyneError, ValueError):

@@ -14,10 +14,9 @@ from heterodyne.job import Job
 __all__ = ["plan_job"]
 
 
-def plan_job(job: Job, base: Path, *, cluster_file: Path | None, profile_file: Path | None, out: Path) -> int:
+def plan_job(job: Job, base: Path, *, cluster_file: Path | None, profile: Profile | None, out: Path) -> int:
     """Plan the job on the devices of the session, print the choice with its reasons, and write it to ``out``."""
     with open_session(cluster_file) as session:
-        profile = None if profile_file is None else session.together(lambda: Profile.load(profile_file))
         model = capture_job(session, job, base, open_data(session, job, base))
         prepared = prepare(session, model.captured, model.whole, settings_of(job), profile=profile)
         if prepared.planned is not None:

@@ -16,10 +16,10 @@ from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend import Captured, trace
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.cache import Cache, default_folder
-from heterodyne.measure.kernels import WHOLE, Workbench
 from heterodyne.measure.session import Request, measure
 from heterodyne.measure.trial import try_share
 from heterodyne.measure.whole_model import WholeModel
+from heterodyne.measure.workbench import WHOLE, Workbench
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
@@ -100,21 +100,19 @@ def measure_everywhere(
             cache=Cache(folder=default_folder(os.environ)),
             refresh=fresh,
             say=session.say,
-            progress=_progress(session, graph.kind_names),
+            progress=_progress(session),
         )
 
 
-def _progress(session: Session, names: Mapping[str, str]) -> Callable[[str, int, int], None]:
+def _progress(session: Session) -> Callable[[str, int, int], None]:
     """Tells every few seconds how far measuring has come on this rank."""
     told_s = time.monotonic()
 
-    def tell(what: str, done: int, total: int) -> None:
+    def tell(what: str, number: int, total: int) -> None:
         nonlocal told_s
         if time.monotonic() - told_s > _TELL_EVERY_S:
             told_s = time.monotonic()
-            kind, _, size = what.partition(" x ")
-            name = "the whole model" if kind == WHOLE else names.get(kind, kind)  # not the fingerprint of a block
-            session.say(f"  {name}{f' with {size} samples' if size else ''}: {done} of {total}")
+            session.say(f"  {what}: {number} of {total}")
 
     return tell
 
@@ -158,7 +156,8 @@ def prepare(
     bench = Workbench(
         device=session.device,
         precision="bf16" if settings.precision == "bf16" else "fp32",
-        barrier=session.communicator.barrier,
+        gather=session.communicator.all_gather_object,
+        devices=[d.id for d in session.cluster.devices],
     )
 
     def attempt(sizes: Sequence[int]) -> float:

@@ -49,7 +49,7 @@ def train_job(
     *,
     name: str,
     cluster_file: Path | None,
-    plan_file: Path | None,
+    given: Plan | None,
     run_dir: Path | None,
     resume: bool,
 ) -> int:
@@ -69,7 +69,9 @@ def train_job(
                 return 0
             source = capture_job(session, job, base, data)
             graph = source.captured.graph
-            given, profile = _kept(session, run, graph, plan_file, resume=resume)
+            profile = None
+            if given is None and resume:
+                given, profile = _kept(session, run, graph)
             prepared = prepare(session, source.captured, source.whole, settings_of(job), given=given, profile=profile)
             if prepared.planned is not None:
                 show_planned(prepared.planned)
@@ -119,14 +121,8 @@ def _is_complete(session: Session, run: RunDirectory, job: Job, found: Checkpoin
     )
 
 
-def _kept(
-    session: Session, run: RunDirectory, graph: ModelGraph, plan_file: Path | None, *, resume: bool
-) -> tuple[Plan | None, Profile | None]:
-    """The plan to obey, if there is one, and with a resumed run on the same cluster what was measured for it."""
-    if plan_file is not None:
-        return session.together(lambda: Plan.load(plan_file)), None
-    if not resume:
-        return None, None
+def _kept(session: Session, run: RunDirectory, graph: ModelGraph) -> tuple[Plan | None, Profile | None]:
+    """The plan of the run so far and what was measured for it, if it is for this model and this cluster."""
 
     def read() -> tuple[Plan | None, Profile | None, str]:
         try:

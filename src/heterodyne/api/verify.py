@@ -21,7 +21,7 @@ __all__ = ["BAR", "verify_job"]
 BAR = 1e-5
 
 
-def verify_job(job: Job, base: Path, *, cluster_file: Path | None, plan_file: Path | None) -> int:
+def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan | None) -> int:
     """One step under the plan and one on a single device, same weights, same batch, in fp32; 1 if they differ by more than BAR."""
     if job.training.precision != "fp32":
         job = job.model_copy(update={"training": job.training.model_copy(update={"precision": "fp32"})})
@@ -29,7 +29,6 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, plan_file: Pa
         data = open_data(session, job, base)
         source = capture_job(session, job, base, data)
         captured = source.captured
-        given = None if plan_file is None else session.together(lambda: Plan.load(plan_file))
         if given is not None:
             given = given.model_copy(update={"precision": "fp32"})
         prepared = prepare(session, captured, source.whole, settings_of(job), given=given)

@@ -5,21 +5,29 @@ from __future__ import annotations
 import os
 import sys
 
-from heterodyne.errors import HeterodyneError
+from heterodyne.errors import FileError, HeterodyneError
 from heterodyne.processes import worker_exit_status
 
 __all__ = ["of_the_system", "tell"]
 
 
 def tell(error: HeterodyneError) -> int:
-    """Print the message; the exit status, by which a launcher tells cause from consequence.
+    """Print the message, unless another worker does; the exit status, by which a launcher tells cause from consequence.
 
-    Each worker prints, rank 0 on the terminal and the others into their logs: which of them is read depends on who fails.
+    What every rank knows is told by rank 0, a mistake in a file by the first worker of each machine, the rest by whom it concerns.
     """
-    sys.stderr.write(f"error: {error}\n")
-    sys.stderr.flush()
-    rank = os.environ.get("RANK", "0")
-    return worker_exit_status(error, int(rank) if rank.isdigit() else 0)
+    rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
+    told_by_another = rank > 0 if error.shared else local_rank > 0 and isinstance(error, FileError)
+    if not told_by_another:
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+    return worker_exit_status(error, rank)
+
+
+def _number(variable: str) -> int:
+    """Read from the environment, because the error may be one of reading it properly."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else 0
 
 
 def of_the_system(error: OSError) -> HeterodyneError:

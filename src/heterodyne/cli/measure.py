@@ -25,9 +25,8 @@ def command(
 
     Each distinct block of it, forward and backward, at several micro-batch sizes, and the links between the devices.
     """
-    wanted = Job.load(
-        job, tuple(overrides or ())
-    )  # before torch is loaded and workers are started: a mistake in it is told at once
+    # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
+    wanted = Job.load(job, tuple(overrides or ()))
     from heterodyne.api import measure_job, on_every_device
 
     launched = on_every_device(context.obj, cluster)

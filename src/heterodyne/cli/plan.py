@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, ProfileOption, SetOption
+from heterodyne.cluster.profile import Profile
 from heterodyne.job import Job
 
 __all__ = ["command"]
@@ -25,12 +26,12 @@ def command(
 
     Measure (or read a profile), weigh the plans, print the choice with its reasons, and write it.
     """
-    wanted = Job.load(
-        job, tuple(overrides or ())
-    )  # before torch is loaded and workers are started: a mistake in it is told at once
+    # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
+    wanted = Job.load(job, tuple(overrides or ()))
+    measured = None if profile is None else Profile.load(profile)
     from heterodyne.api import on_every_device, plan_job
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
-    return plan_job(wanted, job.parent, cluster_file=cluster, profile_file=profile, out=out)
+    return plan_job(wanted, job.parent, cluster_file=cluster, profile=measured, out=out)

@@ -9,6 +9,7 @@ import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption
 from heterodyne.job import Job
+from heterodyne.plan.plan import Plan
 
 __all__ = ["command"]
 
@@ -29,14 +30,14 @@ def command(
     Build, capture, measure, plan and train; on one machine a worker a device is started. Ctrl-C ends the step and writes a
     checkpoint; with --resume the run goes on from its newest one, bit for bit as if never stopped.
     """
-    wanted = Job.load(
-        job, tuple(overrides or ())
-    )  # before torch is loaded and workers are started: a mistake in it is told at once
+    # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
+    wanted = Job.load(job, tuple(overrides or ()))
+    given = None if plan is None else Plan.load(plan)
     from heterodyne.api import on_every_device, train_job
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
     return train_job(
-        wanted, job.parent, name=job.stem, cluster_file=cluster, plan_file=plan, run_dir=run_dir, resume=resume
+        wanted, job.parent, name=job.stem, cluster_file=cluster, given=given, run_dir=run_dir, resume=resume
     )

@@ -16,7 +16,7 @@ from heterodyne.errors import MeasureError
 
 __all__ = ["BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +96,7 @@ class Profile:
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MeasureError(
-                f"{path}: not a profile of version {PROFILE_VERSION} ({error}); it will be measured again"
-            ) from error
+            raise MeasureError(f"{path}: not a profile of version {PROFILE_VERSION} ({error})") from error
 
     @classmethod
     def from_dict(cls, content: Mapping[str, object]) -> Profile:

@@ -65,7 +65,10 @@ class Cache:
         path = self.path(key)
         if not path.exists():
             return None
-        profile = Profile.load(path)
+        try:
+            profile = Profile.load(path)
+        except MeasureError as error:
+            raise MeasureError(f"{error}; it will be measured again") from error
         if profile.key != key:
             raise MeasureError(f"{path}: holds the profile {profile.key}; it will be measured again")
         return profile

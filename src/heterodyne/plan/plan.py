@@ -143,7 +143,10 @@ class Plan(_Part):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            wrong = [f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors()]
+            wrong = [
+                f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg'].removeprefix('Value error, ')}"
+                for e in error.errors()
+            ]
             raise PlanError("; ".join(wrong), path=path) from error
 
     def save(self, path: Path) -> None:
@@ -154,6 +157,8 @@ class Plan(_Part):
         """Raises PlanError if the file is not there or not a plan."""
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot be read: {error}", path=str(path)) from error
+        except OSError as error:
+            raise PlanError(f"cannot be read: {error.strerror}", path=str(path)) from error
+        except UnicodeDecodeError as error:
+            raise PlanError("cannot be read: it is not UTF-8 text", path=str(path)) from error
         return cls.parse(text, path=str(path))

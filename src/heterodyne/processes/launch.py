@@ -30,6 +30,9 @@ __all__ = ["WorkerSpec", "launch_workers", "to_standard_error"]
 
 _POLL_S = 0.05
 _CULPRIT_S = 1.0  # how long the failure of a worker that blames another may wait for that other one's own end
+_TOLD_S = (
+    10.0  # how long rank 0 may take to tell an error that others have told: it ends last, because it keeps the store
+)
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -112,10 +115,10 @@ def launch_workers(
             for rank, spec in enumerate(specs):
                 environment = _environment(rank, len(specs), port, mark, spec)
                 workers.append(_start(rank, spec, environment, directory))
-            status = _wait(workers, stop, say, grace_s=grace_s, interrupt_grace_s=interrupt_grace_s)
+            status, told = _wait(workers, stop, say, grace_s=grace_s, interrupt_grace_s=interrupt_grace_s)
         finally:
             _kill(workers, mark)
-        if logs is None and status == 0:
+        if logs is None and not told:
             shutil.rmtree(directory, ignore_errors=True)
         return status
 
@@ -175,37 +178,39 @@ def _wait(
     *,
     grace_s: float,
     interrupt_grace_s: float,
-) -> int:
+) -> tuple[int, bool]:
+    """The exit status of the whole, and whether people were told of a log."""
     while True:
         if stop.number is not None:
-            return _pass_on(workers, stop, say, grace_s=interrupt_grace_s)
+            return _pass_on(workers, stop, say, grace_s=interrupt_grace_s), False
         codes = [worker.returncode for worker in workers]
         if any(codes):
             break
         if all(code == 0 for code in codes):
-            return 0
+            return 0, False
         time.sleep(_POLL_S)
     culprit = _culprit(workers)
     status = culprit.returncode or 0
     remaining = [worker for worker in workers if worker.returncode is None]
     _signal(remaining, signal.SIGTERM)
     _wait_for(remaining, grace_s, lambda: False)
-    if not (culprit.rank == 0 and status == TOLD):  # its message is what the user should read, and stands there already
+    told = culprit.rank == 0 and status == TOLD  # its message is what the user should read, and stands there already
+    if not told:
         say(_report(culprit, status, len(remaining)))
-    return shell_status(status)
+    return shell_status(status), not told
 
 
 def _culprit(workers: Sequence[_Worker]) -> _Worker:
     """The worker that failed of itself; if all that failed blame another, wait a moment for the other's own end.
 
-    An error that is told (a mistake in a file, say) is often every rank's: then rank 0, which has the terminal, gets the same moment.
+    An error that is told (a mistake in a file, say) is often every rank's: then rank 0, which has the terminal, gets time to tell it.
     """
-    until = time.monotonic() + _CULPRIT_S
+    until, until_told = time.monotonic() + _CULPRIT_S, time.monotonic() + _TOLD_S
     while True:
         failed = [worker for worker in workers if worker.returncode]
         own_fault = [worker for worker in failed if worker.returncode != GAVE_UP_ON_A_PEER]
         told = bool(own_fault) and all(worker.returncode == TOLD for worker in own_fault)
-        if own_fault and not (told and workers[0].returncode is None and time.monotonic() < until):
+        if own_fault and not (told and workers[0].returncode is None and time.monotonic() < until_told):
             # One that was killed comes first: those that miss it fail a moment later.
             return min(own_fault, key=lambda worker: ((worker.returncode or 0) > 0, worker.rank))
         if not own_fault and (time.monotonic() > until or len(failed) == len(workers)):

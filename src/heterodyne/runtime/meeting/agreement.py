@@ -97,5 +97,6 @@ def _attempt(do: Callable[[], T]) -> T | _Failed:
 
 def _value(box: Any) -> Any:
     if isinstance(box, _Failed):
+        box.error.shared = True
         raise box.error
     return box
