@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from heterodyne.measure.kernels import Workbench
 from heterodyne.measure.sampling import Sampling
+from heterodyne.measure.workbench import Workbench
 
 
 class FakeClock:
@@ -35,6 +36,19 @@ class FakeClock:
     def run(self, seconds: float) -> None:
         self.time += seconds * self.factor * self._noise(self.runs)
         self.runs += 1
+
+
+class CpuClock:
+    """The CPU time of this process: real work on a real machine, but what others do there does not count."""
+
+    def mark(self) -> float:
+        return time.process_time()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def wait(self) -> None:
+        return
 
 
 class _Timed(torch.autograd.Function):
@@ -87,3 +101,12 @@ def bench_of(clock: FakeClock, **changes: object) -> Workbench:
         **changes,
     }
     return Workbench(**values)  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    """Return when something has come about in another thread; the limit only keeps a broken test from hanging."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("what was waited for never came about")
+        time.sleep(0.001)

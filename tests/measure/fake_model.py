@@ -28,7 +28,7 @@ def graph_of(kinds: tuple[str, ...], name: str = "Fake") -> ModelGraph:
         parameters=tuple(Parameter(name=f"w{i}", shape=(64, 64), dtype="float32", trainable=True) for i in range(len(kinds))),
         buffers=(),
         ops=ops,
-        blocks=tuple(Block(index=i, name=f"b{i}", kind=kind, start=i, stop=i + 1) for i, kind in enumerate(kinds)),
+        blocks=tuple(Block(index=i, name=f"{kind}s.{i}", kind=kind, start=i, stop=i + 1) for i, kind in enumerate(kinds)),
         loss=Loss(reduction="mean"),
     )  # fmt: skip
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import nn
 
-from heterodyne.cluster.profile import BlockSample
+from heterodyne.cluster.profile import BlockSample, DeviceProfile
+from heterodyne.cost.compute import compute_of
 from heterodyne.errors import MeasureError
-from heterodyne.measure.kernels import Workbench, extrapolate, measure_blocks, measure_optimizer
+from heterodyne.measure.kernels import extrapolate, measure_blocks, whole_size
+from heterodyne.measure.optimizer_step import measure_optimizer
 from heterodyne.measure.sampling import Sampling
-from measure.fake_device import FakeClock, FakeProgram, bench_of
+from heterodyne.measure.workbench import Workbench
+from measure.fake_device import CpuClock, FakeClock, FakeProgram, bench_of, until
+from measure.fake_model import graph_of
 
 CPU = torch.device("cpu")
 
@@ -30,7 +35,7 @@ def test_every_kind_at_every_size_with_its_own_time() -> None:
 
 
 def test_more_layers_take_more_time() -> None:
-    """On this machine's real clock: the ratio of layers is 16, and bounds this wide leave room for a busy machine."""
+    """Real work, by CPU time: the ratio of layers is 16, and bounds this wide leave room for caches that others use too."""
 
     class Layers:
         def __init__(self, count: int) -> None:
@@ -40,21 +45,111 @@ def test_more_layers_take_more_time() -> None:
             module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(self.count)))
             return module, [torch.randn(batch, 64, 256).requires_grad_()]
 
-    bench = Workbench(device=CPU, sampling=Sampling(sample_s=0.02, section_s=0.1))
+    bench = Workbench(device=CPU, clock=CpuClock(), sampling=Sampling(sample_s=0.02, section_s=0.1))
     profile = measure_blocks({"short": Layers(2), "long": Layers(32)}, [4], bench)
     (short,), (long,) = profile["short"], profile["long"]
     assert 4 < long.forward_s / short.forward_s < 64
     assert 4 < long.backward_s / short.backward_s < 64
 
 
-@pytest.mark.parametrize("budget_s", [1e9, 20.0, 0.0])
-def test_all_ranks_meet_as_often_whatever_each_leaves_out(budget_s: float) -> None:
-    met = []
+def test_the_whole_model_is_measured_at_one_size_and_that_one_gives_the_composition() -> None:
+    """A whole of 1.2 times the sum of its three blocks at one size is taken for one of 1.2 times at every size."""
     clock = FakeClock()
-    bench = bench_of(clock, barrier=lambda: met.append(clock.time))
-    programs = {"a": FakeProgram(clock, 0.0, 0.5, most=4), "*": FakeProgram(clock, 0.0, 2.0)}
-    measure_blocks(programs, [1, 2, 4, 8], bench, budget_s=budget_s)
-    assert len(met) == 2 * 4
+    layer = FakeProgram(clock, 0.0, 0.002)
+    programs = {"layer": layer, "head": FakeProgram(clock, 0.0, 0.004), "*": FakeProgram(clock, 0.0, 1.2 * 0.008)}
+    blocks = measure_blocks(programs, [1, 2, 4, 8], bench_of(clock), counts={"layer": 2, "head": 1})
+    assert [s.micro_batch_size for s in blocks["*"]] == [whole_size([1, 2, 4, 8])] == [4]
+    compute = compute_of(
+        graph_of(("layer", "head", "layer")), "d", DeviceProfile(blocks=blocks, optimizer_s_per_byte=0.0)
+    )
+    for size in (1, 2, 3, 4, 8, 16):
+        assert compute.composition(size) == pytest.approx(1.2)
+    assert compute.forward.composition == ((4, pytest.approx(1.2)),)
+
+
+@pytest.mark.parametrize("budget_s", [1e9, 20.0, 0.0])
+@pytest.mark.parametrize("most", [1, 4, 10**9])
+def test_all_ranks_meet_as_often_whatever_each_leaves_out(budget_s: float, most: int) -> None:
+    """Once before and once after each of the sections: four sizes of the block, one of the whole model."""
+    met: list[str | None] = []
+    clock = FakeClock()
+
+    def gather(word: str | None) -> list[str | None]:
+        met.append(word)
+        return [word]
+
+    programs = {"a": FakeProgram(clock, 0.0, 0.5, most=most), "*": FakeProgram(clock, 0.0, 2.0, most=most)}
+    measure_blocks(programs, [1, 2, 4, 8], bench_of(clock, gather=gather), budget_s=budget_s)
+    assert met == [None] * (1 + 5)
+
+
+def test_a_block_that_fails_is_told_at_the_next_meeting_and_ends_the_measurement_of_all() -> None:
+    """Here the words of this rank; what the others do with them: `test_the_failure_of_another_rank`."""
+    met: list[str | None] = []
+    clock = FakeClock()
+
+    def gather(word: str | None) -> list[str | None]:
+        met.append(word)
+        return [None, word]
+
+    class Fails(FakeProgram):
+        def instantiate(
+            self, batch: int, device: torch.device, *, seed: int = 0
+        ) -> tuple[nn.Module, list[torch.Tensor]]:
+            if batch > 1:
+                raise ValueError("expected 3 dimensions\nand more")
+            return super().instantiate(batch, device, seed=seed)
+
+    programs = {"a": FakeProgram(clock, 0.1, 0.1), "b": Fails(clock, 0.1, 0.1)}
+    bench = bench_of(clock, gather=gather, devices=("box/cpu:0", "box/cpu:1"), names={"b": "layers.0 (x4)"})
+    with pytest.raises(
+        MeasureError, match=r"^box/cpu:1: layers.0 \(x4\) at 2 samples failed: ValueError: expected 3 dimensions$"
+    ):
+        measure_blocks(programs, [1, 2, 4], bench)
+    assert [word is None for word in met] == [True, True, True, True, False]
+
+
+def test_the_failure_of_another_rank_ends_this_one_after_the_same_section() -> None:
+    clock = FakeClock()
+    words = iter([None, None, "layers.0 failed"])
+    bench = bench_of(clock, gather=lambda word: [word, next(words)], devices=("x", "y"))
+    with pytest.raises(MeasureError, match=r"^y: layers.0 failed$"):
+        measure_blocks({"a": FakeProgram(clock, 0.1, 0.1)}, [1, 2, 4, 8], bench)
+
+
+def test_a_rank_computes_until_the_last_one_comes_also_when_it_left_the_section_out() -> None:
+    """The others need the time of 20 runs more in each section; this rank, whose memory is full at 4 samples, computes them all."""
+    clock = FakeClock()
+    computed: list[int] = []
+
+    def gather(word: str | None) -> list[str | None]:
+        if threading.current_thread() is not threading.main_thread():
+            before = clock.runs
+            until(lambda: clock.runs >= before + 20)
+            computed.append(clock.runs - before)
+        return [word]
+
+    measure_blocks({"a": FakeProgram(clock, 0.1, 0.1, most=2)}, [1, 2, 4], bench_of(clock, gather=gather))
+    assert len(computed) == 2  # at 4 samples the memory was full: nothing is left that could be computed
+    computed.clear()
+    room = {"memory_bytes": 100, "needs": lambda _kind, size: 50 * size}
+    measure_blocks({"a": FakeProgram(clock, 0.1, 0.1)}, [1, 2, 4], bench_of(clock, gather=gather), **room)  # type: ignore[arg-type]
+    assert len(computed) == 3  # 4 samples were not tried, so the run at 2 is still there
+
+
+def test_the_whole_model_is_measured_if_the_time_that_its_blocks_promise_is_left() -> None:
+    """Ten blocks of 3 s at one sample: a whole run is expected to take 30 s, and not tried with less than some of them left."""
+    said: list[str] = []
+    clock = FakeClock()
+    programs = {"layer": FakeProgram(clock, 0.0, 1.0), "*": FakeProgram(clock, 0.0, 10.0)}
+    for budget_s, there in ((60.0, False), (600.0, True)):
+        started_s = clock.time
+        blocks = measure_blocks(
+            programs, [1], bench_of(clock, say=said.append), budget_s=budget_s, counts={"layer": 10}
+        )
+        assert ("*" in blocks) == there
+        assert clock.time - started_s < budget_s
+    assert said == ["the time for measuring is used up: the whole model left out"]
 
 
 def test_what_does_not_fit_into_the_time_is_continued_and_said() -> None:
@@ -69,8 +164,7 @@ def test_what_does_not_fit_into_the_time_is_continued_and_said() -> None:
     assert continued[0].forward_s == pytest.approx(
         program.forward_s(64)
     )  # the cost is affine, and so is the continuation
-    assert len(said) == 1
-    assert "not measured at sizes [64]" in said[0]
+    assert said == ["the time for measuring is used up: a at 64 samples continued from fewer"]
     assert clock.time < 300
 
 
@@ -81,7 +175,7 @@ def test_out_of_memory_leaves_out_that_size_and_all_larger_ones() -> None:
         {"a": FakeProgram(clock, 0.1, 0.1, most=2)}, [1, 2, 4, 8], bench_of(clock, say=said.append)
     )
     assert [s.extrapolated for s in profile["a"]] == [False, False, True, True]
-    assert "out of memory at size 4" in said[0]
+    assert said == ["the device is out of memory: a at 4 and 8 samples continued from fewer"]
 
 
 def test_what_needs_more_memory_than_there_is_is_not_tried() -> None:
@@ -97,8 +191,8 @@ def test_a_whole_model_that_does_not_fit_is_left_out_and_a_block_that_does_not_i
     clock = FakeClock()
     fits, does_not = FakeProgram(clock, 0.1, 0.1), FakeProgram(clock, 0.1, 0.1, most=0)
     assert set(measure_blocks({"a": fits, "*": does_not}, [1, 2], bench_of(clock, say=said.append))) == {"a"}
-    assert "the whole model was not measured" in said[0]
-    with pytest.raises(MeasureError, match=r"block kind a cannot be measured.*out of memory"):
+    assert said == ["the device is out of memory: the whole model left out"]
+    with pytest.raises(MeasureError, match=r"a cannot be measured even at 1 sample: the device is out of memory"):
         measure_blocks({"a": does_not, "*": fits}, [1, 2], bench_of(clock))
 
 
@@ -181,7 +275,7 @@ def test_a_block_without_gradients_has_only_a_forward() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_optimizer_costs_time_in_proportion_to_the_bytes(name: str) -> None:
-    bench = Workbench(device=CPU, sampling=Sampling(sample_s=0.01, section_s=0.05))
+    bench = Workbench(device=CPU, clock=CpuClock(), sampling=Sampling(sample_s=0.01, section_s=0.05))
     few = measure_optimizer([(256, 256)] * 8, name, bench)
     many = measure_optimizer([(256, 256)] * 32, name, bench)
     assert 0.2 < many / few < 5
@@ -191,3 +285,16 @@ def test_the_optimizer_is_measured_on_a_part_of_a_large_model_and_on_nothing_of_
     bench = Workbench(device=CPU, sampling=QUICK)
     assert measure_optimizer([(1000, 1000)] * 10_000, "adamw", bench, most_bytes=8_000_000) > 0
     assert measure_optimizer([], "adamw", bench) == 0.0
+
+
+def test_an_optimizer_that_fails_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("`fused=True` is not supported here")
+
+    monkeypatch.setattr(torch.optim, "AdamW", refuse)
+    told: list[str | None] = []
+    bench = Workbench(device=CPU, sampling=QUICK, gather=lambda word: [told.append(word), word][1:])  # type: ignore[func-returns-value]
+    with pytest.raises(MeasureError, match="optimizer adamw cannot be measured: RuntimeError: `fused=True` is not"):
+        measure_optimizer([(4, 4)], "adamw", bench)
+    assert told[0] is None
+    assert told[1] is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from statistics import median, pstdev
+
 import pytest
 
 from heterodyne.errors import MeasureError
@@ -96,11 +99,51 @@ def test_a_sample_spans_its_time_and_a_section_its_own() -> None:
     assert clock.time >= 1.0
 
 
-def test_long_runs_are_not_repeated_more_than_needed() -> None:
+def test_long_runs_are_repeated_twice_if_they_agree_and_three_times_if_not() -> None:
+    """They average over disturbances by themselves, and a first long run is warm-up enough."""
     clock = FakeClock()
-    timing = sample(runs(clock, 2.0), clock, Sampling(warm_up=1, samples=3))
-    assert timing.samples == 3
-    assert clock.runs == 4
+    assert sample(runs(clock, 2.0), clock, Sampling()).samples == 2
+    assert clock.runs == 1 + 2
+    clock = FakeClock(noise=lambda run: 1.0 + 0.3 * (run % 2))
+    assert sample(runs(clock, 2.0), clock, Sampling()).samples == 3
+
+
+def test_work_that_ran_before_and_is_long_is_warm() -> None:
+    clock = FakeClock()
+    sample(runs(clock, 2.0), clock, Sampling(), run_s=2.0)
+    assert clock.runs == 2
+    clock = FakeClock()
+    few = Sampling(warm_up=2, samples=1, section_s=0.0, most_samples=1, sample_s=0.0)
+    sample(runs(clock, 0.001), clock, few, run_s=0.001)
+    assert clock.runs == 2 + 1
+
+
+@pytest.mark.parametrize("run_s", [0.001, 0.03, 0.3, 0.7, 5.0])
+def test_the_least_that_a_section_takes(run_s: float) -> None:
+    clock = FakeClock()
+    sampling = Sampling()
+    sample(runs(clock, run_s), clock, sampling, run_s=run_s, budget_s=0.0)
+    assert sampling.least_s(run_s) <= 1.001 * clock.time
+    assert clock.time <= 1.001 * (sampling.least_s(run_s) + run_s)  # a sample ends with a whole run
+
+
+def test_the_error_of_the_median_falls_with_the_root_of_the_number_of_samples() -> None:
+    """Against the definition: many medians of n samples of a normal distribution, and how far they scatter."""
+    chance = random.Random(1)
+    for n in (9, 36):
+        medians = [median(chance.gauss(1.0, 0.1) for _ in range(n)) for _ in range(2000)]
+        errors = [summarise([(chance.gauss(1.0, 0.1),) for _ in range(n)]).error for _ in range(200)]
+        assert sum(errors) / len(errors) == pytest.approx(pstdev(medians), rel=0.2)
+
+
+def test_a_steady_section_ends_early_and_an_unsteady_one_when_its_median_is_known() -> None:
+    steady, noisy = FakeClock(), FakeClock(noise=lambda run: 1.0 + 0.1 * (run % 5))
+    sampling = Sampling()
+    first = sample(runs(steady, 0.04), steady, sampling)
+    second = sample(runs(noisy, 0.04), noisy, sampling)
+    assert first.samples < second.samples
+    assert second.error <= sampling.steady
+    assert second.spread > sampling.steady
 
 
 def test_the_budget_ends_a_section_but_leaves_one_sample() -> None:

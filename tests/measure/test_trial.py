@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from heterodyne.errors import MeasureError
 from heterodyne.measure.trial import try_share
 from measure.fake_device import FakeClock, FakeProgram, bench_of
 
@@ -61,8 +62,35 @@ def test_ranks_with_and_without_a_share_meet_equally_often() -> None:
     met: dict[bool, int] = {}
     for working in (True, False):
         clock, meetings = FakeClock(), []
-        bench = bench_of(clock, barrier=lambda meetings=meetings: meetings.append(1))
+        bench = bench_of(clock, gather=lambda word, meetings=meetings: [meetings.append(1), word][1:])
         seconds = try_share(Whole(clock, 0.5), (2,) if working else (), bench)  # type: ignore[arg-type]
         met[working] = len(meetings)
         assert (seconds > 0) == working
     assert met[True] == met[False]
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_share_that_fails_on_one_rank_is_told_to_all_at_a_meeting(built: bool) -> None:
+    """Whether there is no room for the model, or something breaks while it computes."""
+    told: list[str | None] = []
+
+    def gather(word: str | None) -> list[str | None]:
+        told.append(word)
+        return [None, word]
+
+    class Breaks(Whole):
+        def inputs_of(self, batch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+            if not built:
+                raise torch.OutOfMemoryError("no more")
+            return super().inputs_of(batch, device)
+
+    def noise(run: int) -> float:
+        if run > 3:
+            raise RuntimeError("no more")
+        return 1.0
+
+    clock = FakeClock(noise=noise)
+    whole: Any = Breaks(clock, per_sample_s=0.1)
+    with pytest.raises(MeasureError, match=r"^b: its share cannot be tried: \w+Error: no more$"):
+        try_share(whole, (2, 2), bench_of(clock, gather=gather, devices=("a", "b")))
+    assert [word is None for word in told] == ([True, False] if built else [False])

@@ -14,9 +14,9 @@ from torch import nn
 from heterodyne.cluster import Cluster, Profile
 from heterodyne.errors import MeasureError
 from heterodyne.measure import Cache, discover_cluster, measure
-from heterodyne.measure.kernels import Workbench
 from heterodyne.measure.links import measure_all_reduce, measure_overlap, measure_sends
 from heterodyne.measure.sampling import Sampling
+from heterodyne.measure.workbench import Workbench
 from heterodyne.runtime.meeting.communicator import Communicator
 from measure.fake_model import request_of
 from multiprocess.pool import Pool, World
@@ -26,14 +26,14 @@ CPU = torch.device("cpu")
 
 
 class Layer:
-    """A linear layer of some width; ``broken`` on one rank: it never fits there."""
+    """A linear layer of some width; ``broken`` on one rank: there it fails with that error, if the batch is large enough."""
 
-    def __init__(self, width: int, *, broken: bool = False) -> None:
-        self.width, self.broken = width, broken
+    def __init__(self, width: int, *, broken: Exception | None = None, least: int = 1) -> None:
+        self.width, self.broken, self.least = width, broken, least
 
     def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, Sequence[object]]:
-        if self.broken:
-            raise torch.OutOfMemoryError("no more")
+        if self.broken is not None and batch >= self.least:
+            raise self.broken
         x = torch.randn(batch, self.width, device=device)
         return nn.Linear(self.width, self.width, device=device), [x.requires_grad_()]
 
@@ -42,11 +42,18 @@ def communicator_of(world: World) -> Communicator:
     return Communicator(rank=world.rank, world_size=world.world_size, device=CPU, timeout_s=30)
 
 
-def measured(world: World, folder: str | None, broken: int | None = None) -> tuple[Profile | str, list[str]]:
+def measured(
+    world: World, folder: str | None, broken: int | None = None, error: Exception | None = None, least: int = 1
+) -> tuple[Profile | str, list[str]]:
     said: list[str] = []
     with communicator_of(world) as peers:
         cluster = discover_cluster(peers, world.rank, world.world_size, "box")
-        programs = {"layer": Layer(32, broken=world.rank == broken), "*": Layer(64, broken=world.rank == 0)}
+        full = torch.OutOfMemoryError("no more")
+        own = (error or full) if world.rank == broken else None
+        programs = {
+            "layer": Layer(32, broken=own, least=least),
+            "*": Layer(64, broken=full if world.rank == 0 else None),
+        }
         request = request_of(programs, cluster=cluster, sampling=QUICK)
         try:
             profile = measure(request, peers, cache=Cache(folder=Path(folder)) if folder else None, say=said.append)
@@ -76,13 +83,30 @@ def test_what_one_rank_leaves_out_is_said_on_all_and_stops_none(pool: Pool) -> N
     assert "*" not in profile.devices["box/cpu:0"].blocks
     assert "*" in profile.devices["box/cpu:1"].blocks
     assert said == said_there
-    assert any(note.startswith("box/cpu:0: the whole model was not measured") for note in said)
+    assert said == ["box/cpu:0: the device is out of memory: the whole model left out"]
 
 
 def test_a_rank_that_cannot_measure_fails_all_with_its_words(pool: Pool) -> None:
     results = pool.run(3, measured, None, 1)
     assert all(error == results[0][0] for error, _ in results)
-    assert "box/cpu:1: block kind layer cannot be measured" in results[0][0]
+    assert results[0][0] == "box/cpu:1: layers.0 cannot be measured even at 1 sample: the device is out of memory"
+
+
+def test_a_block_that_breaks_on_one_rank_ends_all_with_one_message(pool: Pool) -> None:
+    """At the second size, when every rank has measured the first; nobody waits for the one that is gone."""
+    results = pool.run(3, measured, None, 2, RuntimeError("mat1 and mat2 cannot be multiplied"), 2)
+    message = "box/cpu:2: layers.0 at 2 samples failed: RuntimeError: mat1 and mat2 cannot be multiplied"
+    assert [error for error, _ in results] == [message] * 3
+
+
+def test_a_kept_block_that_breaks_on_one_rank_is_told_on_all(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, measured, str(tmp_path))
+    results = pool.run(2, measured, str(tmp_path), 1, RuntimeError("no kernel image"))
+    assert results[0] == results[1]
+    error, said = results[0]
+    assert error == "box/cpu:1: layers.0 at 1 sample failed: RuntimeError: no kernel image"
+    assert len(said) == 1
+    assert "box/cpu:1: layers.0 fails now (RuntimeError: no kernel image)" in said[0]
 
 
 def test_the_cache_of_rank_0_serves_all_or_is_replaced_for_all(pool: Pool, tmp_path: Path) -> None:
@@ -131,11 +155,13 @@ def links(world: World, budget_s: float) -> tuple[list[int], int, list[str]]:
 
 def test_all_sizes_in_time_and_fewer_without(pool: Pool) -> None:
     for sizes, sends, said in pool.run(3, links, 1e9):
-        assert (len(sizes), sends, said) == (4, 9, [])
+        assert (len(sizes), sends, said) == (4, 6, [])
     results = pool.run(3, links, 0.0)
     assert [(sizes, sends) for sizes, sends, _ in results] == [([], 0)] * 3
-    said = [note for _, _, notes in results for note in notes]
-    assert len(said) == len(set(said)) == 4  # the collective and three transfers, each said by one rank
+    said = results[0][2]
+    assert len(said) == 2  # the collective in one sentence, the transfers in another
+    assert "d0 and d1 from 64 KiB on, d1 and d2 from 64 KiB on, d2 and d0" in said[1]
+    assert all(notes == said for _, _, notes in results)
 
 
 def overlaps(world: World) -> list[float]:

@@ -61,19 +61,26 @@ class BlockRun:
         self._forget_input_gradients()
         return start, middle, begin, end
 
-    def memory(self) -> tuple[int, int]:
-        """Bytes kept from forward to backward, and the peak beyond weights and gradients (0 where nobody counts)."""
+    def memory(self) -> tuple[int, int, float]:
+        """Bytes kept from forward to backward, the peak beyond weights and gradients (0 where nobody counts), seconds of a run.
+
+        Afterwards the block has run, and its gradients exist.
+        """
         weights = [*self._module.parameters(), *self._module.buffers()]
         kept = bytes_kept(lambda: self._forward(self._fresh()), weights)
-        self()  # gradients exist from here on
+        marks = self()
         if self._device.type == "cpu":
-            return kept, 0
+            return kept, 0, self._seconds(marks)
         torch.accelerator.synchronize(self._device)
         torch.accelerator.reset_peak_memory_stats(self._device)
         before = torch.accelerator.memory_allocated(self._device)
-        self()
+        marks = self()
         torch.accelerator.synchronize(self._device)
-        return kept, max(0, torch.accelerator.max_memory_allocated(self._device) - before)
+        peak = max(0, torch.accelerator.max_memory_allocated(self._device) - before)
+        return kept, peak, self._seconds(marks)
+
+    def _seconds(self, marks: tuple[Mark, ...]) -> float:
+        return self._clock.seconds(marks[0], marks[-1])
 
     def _forward(self, inputs: tuple[object, ...]) -> object:
         with _autocast(self._device, self._precision):

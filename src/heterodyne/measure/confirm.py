@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 
 from heterodyne.cluster.profile import BlockSample, Profile
 from heterodyne.errors import MeasureError
-from heterodyne.measure.block_run import BlockProgram
-from heterodyne.measure.kernels import WHOLE, Workbench
+from heterodyne.measure.block_run import BlockProgram, BlockRun
 from heterodyne.measure.links import measure_all_reduce
+from heterodyne.measure.notes import told_once, words_of
 from heterodyne.measure.peers import Channel, Peers
+from heterodyne.measure.sampling import Timing
+from heterodyne.measure.workbench import WHOLE, Workbench
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["BLOCK_TOLERANCE", "LINK_TOLERANCE", "MOST_TOLERANCE", "block_to_confirm", "changes"]
@@ -54,8 +56,9 @@ def changes(
     kind, size = block_to_confirm(profile)
     found: list[str] = []
     for _ in range(_TRIES):
-        mine = _block_change(profile, programs[kind], kind, size, device_ids[peers.rank], bench)
-        found = [change for change in peers.all_gather_object(mine) if change is not None]
+        change = _block_change(profile, programs[kind], kind, size, device_ids[peers.rank], bench)
+        mine = () if change is None else (change,)
+        found = told_once(device_ids, peers.all_gather_object(mine))
         if not found:
             break
     if not found and channel is not None:
@@ -70,14 +73,25 @@ def _block_change(
     profile: Profile, program: BlockProgram, kind: str, size: int, device: str, bench: Workbench
 ) -> str | None:
     before = next(s for s in profile.devices[device].blocks[kind] if s.micro_batch_size == size)
-    bench.barrier()
-    timing = bench.time(bench.run_of(program, size))
+    run: BlockRun | None = None
+    change: str | None = None
+    bench.meet()
+    try:
+        run = bench.run_of(program, size)
+        change = _difference(before, bench.time(run), bench.name_of(kind))
+    except Exception as error:  # noqa: BLE001  # whatever it is: the others wait, and measuring anew will tell
+        run, change = None, f"{bench.name_of(kind)} fails now ({words_of(error)})"
+    bench.meet(run)
+    return change
+
+
+def _difference(before: BlockSample, timing: Timing, name: str) -> str | None:
     forward, _, backward = timing.laps
     now_s, then_s = forward + backward, _seconds(before)
     tolerance = min(MOST_TOLERANCE, max(BLOCK_TOLERANCE, before.spread, timing.spread))
     if abs(now_s - then_s) <= tolerance * then_s:
         return None
-    return f"{device} takes {format_seconds(now_s)} for a block that took {format_seconds(then_s)}"
+    return f"{name} takes {format_seconds(now_s)} and took {format_seconds(then_s)}"
 
 
 def _link_change(

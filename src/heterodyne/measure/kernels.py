@@ -1,88 +1,27 @@
 """Seconds and bytes of every kind of block at several micro-batch sizes on the device of this rank.
 
-All ranks measure at the same time, section by section, since in training they compute at the same time too and share
-memory bandwidth, caches and power. The sections are the same on every rank, what happens inside one is not.
+All ranks measure at the same time, section by section (one kind at one size). The sections are the same on every rank and
+all ranks meet after each, whatever one of them leaves out; what happens inside a section is not the same.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from heterodyne.cluster.profile import BlockSample
 from heterodyne.errors import MeasureError
-from heterodyne.measure.block_run import BlockProgram, BlockRun, Precision
-from heterodyne.measure.clock import Clock, clock_of
-from heterodyne.measure.sampling import Sampling, Timing, sample
+from heterodyne.measure.block_run import BlockProgram, BlockRun
+from heterodyne.measure.notes import words_of
+from heterodyne.measure.workbench import WHOLE, Workbench
+from heterodyne.units import format_bytes
 
-__all__ = ["WHOLE", "Workbench", "extrapolate", "measure_blocks", "measure_optimizer"]
+__all__ = ["WHOLE", "extrapolate", "measure_blocks", "whole_size"]
 
-WHOLE = "*"
-
-
-def _quiet(message: str) -> None:  # noqa: ARG001  # the default: nobody listens
-    return
-
-
-def _no_progress(what: str, done: int, total: int) -> None:  # noqa: ARG001
-    return
-
-
-def _alone() -> None:
-    return
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workbench:
-    """Where and how a rank measures.
-
-    Args:
-        device: where tensors live.
-        precision: ``bf16`` is autocast.
-        sampling: how much is enough.
-        clock: of the device; None: the right one for it.
-        now: seconds of wall time, for the budget.
-        barrier: all ranks meet here before each section.
-        say: is told what was left out and why.
-        progress: (what, done, total), for a bar.
-        seed: of weights and inputs.
-    """
-
-    device: torch.device
-    precision: Precision = "fp32"
-    sampling: Sampling = field(default_factory=Sampling)
-    clock: Clock | None = None
-    now: Callable[[], float] = time.monotonic
-    barrier: Callable[[], None] = _alone
-    say: Callable[[str], None] = _quiet
-    progress: Callable[[str, int, int], None] = _no_progress
-    seed: int = 0
-
-    @property
-    def stopwatch(self) -> Clock:
-        return self.clock or clock_of(self.device)
-
-    def run_of(self, program: BlockProgram, size: int) -> BlockRun:
-        return BlockRun(program, size, self.device, precision=self.precision, seed=self.seed, clock=self.stopwatch)
-
-    def time(self, run: BlockRun, *, budget_s: float = float("inf")) -> Timing:
-        """Laps: forward, the gap between (not counted), backward."""
-        return sample(run, self.stopwatch, self.sampling, budget_s=budget_s)
-
-    def meet(self, run: BlockRun | None) -> None:
-        """Meet the other ranks, computing until the last one comes: the slow ones are timed beside busy neighbours too."""
-        if run is None:
-            self.barrier()
-            return
-        with ThreadPoolExecutor(1, thread_name_prefix="barrier") as thread:
-            waiting = thread.submit(self.barrier)
-            while not waiting.done():
-                run()
-            waiting.result()
+_MEMORY_RUNS = (
+    2  # what looking at the memory of a block takes, in runs; a little less on a CPU, a little more elsewhere
+)
 
 
 def measure_blocks(
@@ -93,88 +32,32 @@ def measure_blocks(
     budget_s: float = 60.0,
     memory_bytes: int | None = None,
     needs: Callable[[str, int], float] | None = None,
+    counts: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[BlockSample, ...]]:
     """Samples of each kind, by rising size.
 
     Args:
-        programs: what to measure, by kind, the same kinds in the same order on every rank. ``*`` is the whole model; it is left out
-            where it does not fit.
+        programs: what to measure, by kind, the same kinds in the same order on every rank. ``*`` is the whole model, measured at
+            `whole_size` only; it is left out where it does not fit into memory or time.
         micro_batch_sizes: the same on every rank.
         budget_s: about the seconds that this may take; small sizes come first, and what is left out is continued from them.
         memory_bytes, needs: what the device has, and an estimate of what a kind needs at a size; more than there is is not tried.
+        counts: how many blocks of each kind the model has, once each if not given: the time of the whole is expected from it.
 
-    Raises MeasureError if a kind other than ``*`` cannot be measured at any size.
+    Raises MeasureError, on every rank alike, if on any of them a kind other than ``*`` cannot be measured at the smallest size,
+    or something fails that is not for lack of memory or time.
     """
     sizes = sorted(set(micro_batch_sizes))
-    measured: dict[str, list[BlockSample]] = {kind: [] for kind in programs}
-    reasons: dict[str, str] = {}
+    survey = _Survey(programs, bench, memory_bytes, needs, dict.fromkeys(programs, 1) if counts is None else counts)
     sections = [(size, kind) for size in sizes for kind in programs if kind != WHOLE or size == whole_size(sizes)]
+    work = [size * survey.blocks_in(kind) for size, kind in sections]
     deadline = bench.now() + budget_s
+    bench.meet()
     for index, (size, kind) in enumerate(sections):
-        bench.progress(f"{kind} x {size}", index, len(sections))
-        bench.meet(None)
-        run: BlockRun | None = None
-        left_s = deadline - bench.now()
-        skipped = kind in reasons
-        reason = None if skipped else _reason_to_skip(kind, size, measured[kind], bench, left_s, memory_bytes, needs)
-        if reason is None and not skipped:
-            share = size / sum(s for s, _ in sections[index:])
-            try:
-                run = bench.run_of(programs[kind], size)
-                measured[kind].append(_measure_one(run, size, bench, left_s * share))
-            except (RuntimeError, MemoryError, MeasureError) as error:
-                # Kept until the end: the other ranks wait at the next barrier.
-                reason, run = _failure(error), None
-            if reason is not None and bench.device.type != "cpu":
-                torch.accelerator.empty_cache()
-        if reason is not None:
-            reasons[kind] = f"{reason} at size {size}"
-        bench.meet(run)
-    bench.progress("blocks", len(sections), len(sections))
-    return {kind: result for kind, result in _completed(measured, sizes, reasons, bench) if result}
-
-
-def measure_optimizer(
-    shapes: Sequence[Sequence[int]],
-    name: str,
-    bench: Workbench,
-    *,
-    budget_s: float = 10.0,
-    most_bytes: int = 256 * 2**20,
-) -> float:
-    """Seconds of one step of AdamW (``adamw``) or SGD with momentum (``sgd``) per byte of fp32 parameters.
-
-    Real tensors of the given shapes, up to ``most_bytes`` of them (four times that with gradients and states): beyond the
-    caches, bytes are what counts.
-    """
-    generator = torch.Generator(bench.device).manual_seed(bench.seed)
-    parameters: list[torch.nn.Parameter] = []
-    total = 0
-    for shape in shapes:
-        bytes_here = 4 * torch.Size(shape).numel()
-        if total and total + bytes_here > most_bytes:
-            continue
-        parameter = torch.nn.Parameter(torch.zeros(tuple(shape), device=bench.device))
-        parameter.grad = torch.empty_like(parameter).normal_(generator=generator)
-        parameters.append(parameter)
-        total += bytes_here
-    if total == 0:
-        return 0.0
-    # A learning rate of almost nothing: the weights stay in the range of ordinary numbers however often this is repeated.
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(parameters, lr=1e-8, fused=True)
-        if name == "adamw"
-        else torch.optim.SGD(parameters, lr=1e-8, momentum=0.9, fused=True)
-    )
-    clock = bench.stopwatch
-
-    def step() -> tuple[object, ...]:
-        start = clock.mark()
-        optimizer.step()
-        return start, clock.mark()
-
-    bench.barrier()
-    return sample(step, clock, bench.sampling, budget_s=budget_s).seconds / total
+        bench.progress(f"{bench.name_of(kind)} at {_samples(size)}", index + 1, len(sections))
+        failure = survey.section(kind, size, deadline - bench.now(), work[index] / sum(work[index:]))
+        bench.meet(survey.run, failure=failure, cause=survey.cause)
+    return survey.completed(sizes)
 
 
 def extrapolate(samples: Sequence[BlockSample], size: int) -> BlockSample:
@@ -205,9 +88,102 @@ def whole_size(sizes: Sequence[int]) -> int:
     return sorted(sizes)[len(sizes) // 2]
 
 
+class _Survey:
+    """What one rank has measured, what it left out and why, and the work with which it keeps the others company."""
+
+    def __init__(
+        self,
+        programs: Mapping[str, BlockProgram],
+        bench: Workbench,
+        memory_bytes: int | None,
+        needs: Callable[[str, int], float] | None,
+        counts: Mapping[str, int],
+    ) -> None:
+        self.run: BlockRun | None = None
+        self.cause: Exception | None = None
+        self._programs = programs
+        self._bench = bench
+        self._memory_bytes = memory_bytes
+        self._needs = needs
+        self._counts = {kind: counts.get(kind, 1) for kind in programs if kind != WHOLE}
+        self._measured: dict[str, list[BlockSample]] = {kind: [] for kind in programs}
+        self._reasons: dict[str, str] = {}
+
+    def blocks_in(self, kind: str) -> int:
+        """How many blocks one run of that kind is."""
+        return max(1, sum(self._counts.values())) if kind == WHOLE else 1
+
+    def section(self, kind: str, size: int, left_s: float, share: float) -> str | None:
+        """Measure a kind at a size, or keep the reason why not. A text if that is the end of the measurement for all ranks.
+
+        Args:
+            left_s: seconds that are left of the budget.
+            share: the part of them that this section may take.
+        """
+        if kind in self._reasons:
+            return None
+        reason = self._too_large(kind, size) or self._too_long(kind, size, left_s)
+        if reason is None:
+            self.run = None  # and its memory with it
+            try:
+                self.run = self._bench.run_of(self._programs[kind], size)
+                self._measured[kind].append(_measure_one(self.run, size, self._bench, left_s * share))
+                return None
+            except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
+                self.run = None
+                reason = _lack(error)
+                if reason is None:
+                    self.cause = error
+                    return f"{self._bench.name_of(kind)} at {_samples(size)} failed: {words_of(error)}"
+            _free_memory(self._bench.device)
+        self._reasons[kind] = reason
+        if kind == WHOLE or self._measured[kind]:
+            return None
+        return f"{self._bench.name_of(kind)} cannot be measured even at {_samples(size)}: {reason}"
+
+    def completed(self, sizes: Sequence[int]) -> dict[str, tuple[BlockSample, ...]]:
+        """All samples, larger sizes continued from those that were measured; what was left out is said, once for each reason."""
+        left_out: dict[str, list[str]] = {}
+        result: dict[str, tuple[BlockSample, ...]] = {}
+        for kind, samples in self._measured.items():
+            missing = [] if kind == WHOLE else [size for size in sizes if size > samples[-1].micro_batch_size]
+            if samples:
+                result[kind] = (*samples, *(extrapolate(samples, size) for size in missing))
+            if kind in self._reasons:
+                name = self._bench.name_of(kind)
+                what = f"{name} at {_samples(*missing)} continued from fewer" if missing else f"{name} left out"
+                left_out.setdefault(self._reasons[kind], []).append(what)
+        for reason, items in left_out.items():
+            self._bench.say(f"{reason}: {'; '.join(items)}")
+        return result
+
+    def _too_large(self, kind: str, size: int) -> str | None:
+        if self._memory_bytes is None or self._needs is None:
+            return None
+        needed = self._needs(kind, size)
+        if needed <= self._memory_bytes:
+            return None
+        return f"the device has {format_bytes(self._memory_bytes)} of memory and not the {format_bytes(needed)} that it takes"
+
+    def _too_long(self, kind: str, size: int, left_s: float) -> str | None:
+        run_s = self._expected_s(kind, size)
+        least_s = _MEMORY_RUNS * run_s + self._bench.sampling.least_s(run_s)
+        return None if run_s == 0 or least_s <= left_s else "the time for measuring is used up"
+
+    def _expected_s(self, kind: str, size: int) -> float:
+        """Seconds of one run, from what is known: of the whole from its blocks, of a block from its smaller sizes; 0: unknown."""
+        if kind == WHOLE:
+            return sum(count * self._expected_s(part, size) for part, count in self._counts.items())
+        before = self._measured[kind]
+        if not before:
+            return 0.0
+        sample = before[-1] if before[-1].micro_batch_size == size else extrapolate(before, size)
+        return sample.forward_s + sample.backward_s
+
+
 def _measure_one(run: BlockRun, size: int, bench: Workbench, budget_s: float) -> BlockSample:
-    kept, peak = run.memory()
-    timing = bench.time(run, budget_s=budget_s)
+    kept, peak, run_s = run.memory()
+    timing = bench.time(run, budget_s=budget_s, run_s=run_s)
     forward, _, backward = timing.laps
     return BlockSample(
         micro_batch_size=size,
@@ -219,48 +195,20 @@ def _measure_one(run: BlockRun, size: int, bench: Workbench, budget_s: float) ->
     )
 
 
-def _reason_to_skip(
-    kind: str,
-    size: int,
-    before: Sequence[BlockSample],
-    bench: Workbench,
-    left_s: float,
-    memory_bytes: int | None,
-    needs: Callable[[str, int], float] | None,
-) -> str | None:
-    if memory_bytes is not None and needs is not None and needs(kind, size) > memory_bytes:
-        return f"it needs about {needs(kind, size) / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB"
-    if not before:
-        return None
-    expected = extrapolate(before, size)
-    run_s = expected.forward_s + expected.backward_s
-    runs = 2 + bench.sampling.warm_up + 1  # two for the memory, and one whole sample
-    return None if runs * run_s <= left_s else "the time for measuring is used up"
-
-
-def _failure(error: Exception) -> str:
-    """What went wrong in a section. Raises the error again if it is the block's own and not the device's."""
+def _lack(error: Exception) -> str | None:
+    """What the device lacks, if that is what the error says; None for an error of the block itself."""
     if isinstance(error, MeasureError):
         return str(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
-    if not full:
-        raise error
-    return "the device is out of memory"
+    return "the device is out of memory" if full else None
 
 
-def _completed(
-    measured: Mapping[str, Sequence[BlockSample]], sizes: Sequence[int], reasons: Mapping[str, str], bench: Workbench
-) -> Iterator[tuple[str, tuple[BlockSample, ...]]]:
-    for kind, samples in measured.items():
-        if not samples and kind == WHOLE:
-            bench.say(f"the whole model was not measured in one piece: {reasons[kind]}")
-        elif not samples:
-            raise MeasureError(f"block kind {kind} cannot be measured on {bench.device}: {reasons[kind]}")
-        wanted = [whole_size(sizes)] if kind == WHOLE else sizes
-        missing = [size for size in wanted if samples and size > samples[-1].micro_batch_size]
-        if missing:
-            name = "the whole model" if kind == WHOLE else f"block kind {kind}"
-            bench.say(
-                f"{name} was not measured at sizes {missing} but continued from the smaller ones: {reasons[kind]}"
-            )
-        yield kind, (*samples, *(extrapolate(samples, size) for size in missing))
+def _free_memory(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def _samples(*sizes: int) -> str:
+    """``1 sample``, ``2, 4 and 8 samples``."""
+    *others, last = map(str, sizes)
+    return f"{' and '.join([', '.join(others), last] if others else [last])} {'sample' if sizes == (1,) else 'samples'}"

@@ -14,9 +14,10 @@ import torch
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
 from heterodyne.measure.clock import Clock
-from heterodyne.measure.kernels import Workbench
 from heterodyne.measure.peers import Channel, Peers
 from heterodyne.measure.sampling import Sampling, Timing, summarise
+from heterodyne.measure.workbench import Workbench
+from heterodyne.units import format_bytes
 
 __all__ = ["MESSAGE_BYTES", "Repeats", "measure_all_reduce", "measure_overlap", "measure_sends"]
 
@@ -24,6 +25,7 @@ MESSAGE_BYTES = (64 * 2**10, 512 * 2**10, 4 * 2**20, 16 * 2**20)
 _WARM_UP = 3  # the first collectives of a group open its connections
 _COVER = 3  # computation lasts so many times the collective that it hides
 _MATRIX = 192
+_NO_TIME = "the time for measuring is used up"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +57,14 @@ def measure_all_reduce(
     """All-reduce among all ranks at several sizes; the same result on every rank. Nothing for one rank.
 
     A collective is over when the last rank has it, so the slowest rank's median counts. Sizes that do not fit the budget are
-    left out, the largest first, and that is said.
+    left out, the largest first, and that is said on every rank.
     """
     if peers.world_size < 2:
         return ()
     samples: list[LinkSample] = []
     deadline = bench.now() + budget_s
     for index, size in enumerate(sorted(message_bytes)):
-        bench.progress("all-reduce", index, len(message_bytes))
+        bench.progress(f"all-reduce of {format_bytes(size)}", index + 1, len(message_bytes))
         tensor = torch.zeros(size // 4, device=bench.device)
 
         def reduce(tensor: torch.Tensor = tensor) -> None:
@@ -71,9 +73,8 @@ def measure_all_reduce(
         expected_s = samples[-1].seconds * size / samples[-1].bytes if samples else 0.0
         timing = _together(peers, reduce, bench, source=0, left_s=deadline - bench.now(), expected_s=expected_s)
         if timing is None:
-            _say_once(
-                peers, 0, bench, f"all-reduce was not measured from {size} bytes on: the time for measuring is used up"
-            )
+            text = f"all-reduce was not measured from {format_bytes(size)} on"
+            bench.say(f"{text}: {_NO_TIME}")
             break
         slowest = max(peers.all_gather_object(timing), key=lambda t: t.seconds)
         samples.append(_sample("all_reduce", tuple(devices), size, slowest, 1))
@@ -92,9 +93,10 @@ def measure_sends(
     size = peers.world_size
     pairs = [(rank, (rank + 1) % size) for rank in range(size)][: 1 if size == 2 else size]
     samples: list[LinkSample] = []
+    left_out: list[str] = []
     deadline = bench.now() + budget_s
     for index, (a, b) in enumerate(pairs if size > 1 else []):
-        bench.progress("transfers", index, len(pairs))
+        bench.progress(f"transfers between {devices[a]} and {devices[b]}", index + 1, len(pairs))
         before: LinkSample | None = None
         for message in sorted(message_bytes):
             tensor = torch.zeros(message // 4)
@@ -111,12 +113,13 @@ def measure_sends(
             expected_s = 2 * before.seconds * message / before.bytes if before else 0.0
             timing = _together(peers, round_trip, bench, source=a, left_s=share_s, expected_s=expected_s)
             if timing is None:
-                text = f"transfers between {devices[a]} and {devices[b]} were not measured from {message} bytes on"
-                _say_once(peers, a, bench, f"{text}: the time for measuring is used up")
+                left_out.append(f"{devices[a]} and {devices[b]} from {format_bytes(message)} on")
                 break
             seen = peers.broadcast_object(timing, a)
             before = _sample("send", (devices[a], devices[b]), message, seen, 2)
             samples.append(before)
+    if left_out:
+        bench.say(f"transfers were not measured between {', '.join(left_out)}: {_NO_TIME}")
     return tuple(samples)
 
 
@@ -190,12 +193,6 @@ def _timed(peers: Peers, run: Callable[[], None], runs: int, clock: Clock) -> fl
     for _ in range(runs):
         run()
     return clock.seconds(start, clock.mark()) / runs
-
-
-def _say_once(peers: Peers, rank: int, bench: Workbench, text: str) -> None:
-    """All ranks know it; one says it."""
-    if peers.rank == rank:
-        bench.say(text)
 
 
 def _sample(op: str, devices: tuple[str, ...], size: int, timing: Timing, trips: int) -> LinkSample:

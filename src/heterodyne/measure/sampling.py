@@ -7,6 +7,7 @@ neither. So each *sample* repeats the work until it spans many periods, and medi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +18,7 @@ from heterodyne.measure.clock import Clock, Mark
 
 __all__ = ["Sampling", "Timing", "sample", "summarise"]
 
-_FEWEST = 3
+_FEWEST = 2  # of long work, if they agree
 _RUNS = 1000  # at most so many are started before the clock is read
 
 Work = Callable[[], tuple[Mark, ...]]
@@ -33,31 +34,41 @@ class Sampling:
         samples: at least so many,
         section_s: and until they span this long together. Since all devices measure side by side, this is also what keeps them
             busy at the same time.
-        steady: a section whose spread is larger goes on for a while,
-        patience: until it has lasted so many times as long; a disturbance that ends is then outvoted.
+        steady: the standard error of the median, over the median, with which a section may end;
+        patience: it ends in any case when it has lasted so many times as long; a disturbance that ends is then outvoted.
         most_samples: never more than so many.
-        long_s: once this has been spent, three samples will do, and one run of warm-up: long work averages over disturbances by itself.
+        long_s: once samples span this long, two will do if they agree and three if not: long work averages over disturbances by
+            itself. Work of which a run takes a quarter of it needs but one run of warm-up.
     """
 
     warm_up: int = 2
     sample_s: float = 0.04
     samples: int = 5
     section_s: float = 0.3
-    steady: float = 0.1
+    steady: float = 0.03
     patience: float = 4.0
     most_samples: int = 60
     long_s: float = 2.0
 
     def is_enough(self, taken: list[tuple[float, ...]], section_s: float) -> bool:
         """Whether these samples, which took ``section_s``, will do."""
-        if len(taken) >= self.most_samples:
+        count = len(taken)
+        if count >= self.most_samples:
             return True
-        if len(taken) >= _FEWEST and section_s >= self.long_s:
-            return True
-        if len(taken) < self.samples or section_s < self.section_s:
+        is_long = count >= _FEWEST and section_s >= self.long_s
+        if not is_long and (count < self.samples or section_s < self.section_s):
             return False
         longest_s = self.patience * max(self.section_s, self.samples * self.sample_s)
-        return section_s >= longest_s or summarise(taken).spread <= self.steady
+        return (count > _FEWEST and section_s >= longest_s) or summarise(taken).error <= self.steady
+
+    def needs_no_more_warm_up(self, run_s: float) -> bool:
+        """Whether work that took that long when it ran first is warm."""
+        return run_s >= self.long_s / 4
+
+    def least_s(self, run_s: float) -> float:
+        """Seconds of warm-up and of one sample, if a run takes ``run_s`` and the work has run before."""
+        warm_up_s = 0.0 if self.needs_no_more_warm_up(run_s) else self.warm_up * run_s
+        return warm_up_s + max(run_s, self.sample_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,19 +83,26 @@ class Timing:
     def seconds(self) -> float:
         return sum(self.laps)
 
+    @property
+    def error(self) -> float:
+        """The standard error of the median over the median: 1.25 sigma / sqrt(n), where the quartiles are 1.35 sigma apart."""
+        return 1.2533 / 1.349 * self.spread / math.sqrt(self.samples)
 
-def sample(work: Work, clock: Clock, sampling: Sampling, *, budget_s: float = float("inf")) -> Timing:
+
+def sample(
+    work: Work, clock: Clock, sampling: Sampling, *, budget_s: float = float("inf"), run_s: float = 0.0
+) -> Timing:
     """Time ``work``, which runs once and returns its marks: n + 1 marks bound n laps; what lies outside them is not counted.
 
-    Stops early when ``budget_s`` is used up, but never before there is one whole sample.
+    Stops early when ``budget_s`` is used up, but never before there is one whole sample. ``run_s``: seconds that the work took
+    when it ran before this, 0 if it did not.
     """
     spent = 0.0
-    run_s = 0.0
     for _ in range(sampling.warm_up):
+        if sampling.needs_no_more_warm_up(run_s):
+            break
         run_s = sum(_laps([work()], clock))
         spent += run_s
-        if spent >= sampling.long_s / 4:
-            break
     taken: list[tuple[float, ...]] = []
     section_s = 0.0
     while not taken or (spent < budget_s and not sampling.is_enough(taken, section_s)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,10 +18,13 @@ from heterodyne.measure.cache import Cache, profile_key
 from heterodyne.measure.clock import Clock
 from heterodyne.measure.confirm import changes
 from heterodyne.measure.host_memory import host_context_bytes
-from heterodyne.measure.kernels import WHOLE, Workbench, measure_blocks, measure_optimizer
+from heterodyne.measure.kernels import measure_blocks
 from heterodyne.measure.links import MESSAGE_BYTES, measure_all_reduce, measure_overlap, measure_sends
+from heterodyne.measure.notes import told_once
+from heterodyne.measure.optimizer_step import measure_optimizer
 from heterodyne.measure.peers import Channel, Peers
 from heterodyne.measure.sampling import Sampling
+from heterodyne.measure.workbench import WHOLE, Workbench
 
 __all__ = ["Request", "measure"]
 
@@ -88,7 +92,7 @@ def measure(
         cache: None: nothing is kept, nothing is read.
         refresh: measure even if there is a profile.
         say: told, on every rank alike, what was found or left out.
-        progress: (what, done, total), of this rank.
+        progress: (what is measured now, the how manyth of, how many), of this rank.
         clock: of the device; None: the right one for it.
         now: wall time, for the budget.
 
@@ -124,7 +128,9 @@ class _Session:
             sampling=request.sampling,
             clock=clock,
             now=now,
-            barrier=peers.barrier,
+            gather=peers.all_gather_object,
+            devices=self._ids,
+            names=request.graph.kind_names,
             say=self._notes.append,
             progress=progress or (lambda _what, _done, _total: None),
         )
@@ -200,25 +206,16 @@ class _Session:
         return Profile(key=key, devices=devices, links=links, kinds=self._request.graph.kind_names)
 
     def _blocks(self) -> dict[str, tuple[BlockSample, ...]]:
-        """The blocks of this rank. If a rank fails, all of them fail, with its words: none is left waiting."""
         own = self._request.cluster.devices[self._peers.rank]
-        blocks: dict[str, tuple[BlockSample, ...]] = {}
-        failure: str | None = None
-        try:
-            blocks = measure_blocks(
-                self._request.programs,
-                self._request.micro_batch_sizes,
-                self._bench,
-                budget_s=self._budget("blocks"),
-                memory_bytes=own.memory_bytes,
-                needs=self._request.needs,
-            )
-        except MeasureError as error:
-            failure = f"{own.id}: {error}"
-        failures = [text for text in self._peers.all_gather_object(failure) if text is not None]
-        if failures:
-            raise MeasureError("; ".join(failures))
-        return blocks
+        return measure_blocks(
+            self._request.programs,
+            self._request.micro_batch_sizes,
+            self._bench,
+            budget_s=self._budget("blocks"),
+            memory_bytes=own.memory_bytes,
+            needs=self._request.needs,
+            counts=Counter(block.kind for block in self._request.graph.blocks),
+        )
 
     def _links(self) -> tuple[tuple[LinkSample, ...], float]:
         if self._channel is None:
@@ -235,6 +232,5 @@ class _Session:
         return self._request.budget_s * _BUDGET[what]
 
     def _tell_notes(self) -> None:
-        for device, notes in zip(self._ids, self._peers.all_gather_object(self._notes), strict=True):
-            for note in notes:
-                self._say(f"{device}: {note}")
+        for note in told_once(self._ids, self._peers.all_gather_object(self._notes)):
+            self._say(note)

@@ -7,15 +7,17 @@ depends on: the seconds of a whole share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import nn
 
-from heterodyne.measure.kernels import Workbench
+from heterodyne.measure.block_run import BlockRun
+from heterodyne.measure.notes import words_of
 from heterodyne.measure.whole_model import WholeModel
+from heterodyne.measure.workbench import Workbench
 
 __all__ = ["try_share"]
 
@@ -40,17 +42,38 @@ class _Built:
 def try_share(whole: WholeModel, micro_batches: Sequence[int], bench: Workbench) -> float:
     """Seconds of forward and backward of these micro-batches, one after the other: the median of a few times, or one long time; 0 for none.
 
-    Collective: the ranks begin together, and who is done first goes on computing until the last is done.
+    Collective: the ranks begin together, and who is done first goes on computing until the last is done. Raises MeasureError, on
+    every rank alike, if it fails on any.
     """
+    runs: dict[int, BlockRun] = {}
+    failure: str | None = None
+    cause: Exception | None = None
+    seconds = 0.0
+    try:
+        runs = _runs_of(whole, micro_batches, bench)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
+        failure, cause = f"its share cannot be tried: {words_of(error)}", error
+    bench.meet(failure=failure, cause=cause)
+    try:
+        seconds = _seconds(runs, micro_batches, bench) if runs else 0.0
+    except Exception as error:  # noqa: BLE001  # as above
+        failure, cause = f"its share cannot be tried: {words_of(error)}", error
+    bench.meet(runs[micro_batches[-1]] if runs and failure is None else None, failure=failure, cause=cause)
+    return seconds
+
+
+def _runs_of(whole: WholeModel, micro_batches: Sequence[int], bench: Workbench) -> dict[int, BlockRun]:
+    """The model at each of the sizes; it has run once, so that gradients exist."""
     if not micro_batches:
-        bench.meet(None)
-        bench.meet(None)
-        return 0.0
+        return {}
     module, _ = whole.instantiate(micro_batches[0], bench.device)
     built = _Built(whole, module)
     runs = {size: bench.run_of(built, size) for size in sorted(set(micro_batches))}
-    runs[min(runs)]()  # gradients exist from here on
-    bench.meet(None)
+    runs[min(runs)]()
+    return runs
+
+
+def _seconds(runs: Mapping[int, BlockRun], micro_batches: Sequence[int], bench: Workbench) -> float:
     clock = bench.stopwatch
     seconds: list[float] = []
     while len(seconds) < _MOST_SAMPLES and (
@@ -60,5 +83,4 @@ def try_share(whole: WholeModel, micro_batches: Sequence[int], bench: Workbench)
         for size in micro_batches:
             runs[size]()
         seconds.append(clock.seconds(start, clock.mark()))
-    bench.meet(runs[micro_batches[-1]])
     return median(seconds)

@@ -1,0 +1,81 @@
+"""Seconds of one optimizer step on the device of this rank, beside those of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from heterodyne.measure.notes import words_of
+from heterodyne.measure.sampling import sample
+from heterodyne.measure.workbench import Workbench
+
+__all__ = ["measure_optimizer"]
+
+
+def measure_optimizer(
+    shapes: Sequence[Sequence[int]],
+    name: str,
+    bench: Workbench,
+    *,
+    budget_s: float = 10.0,
+    most_bytes: int = 256 * 2**20,
+) -> float:
+    """Seconds of one step of AdamW (``adamw``) or SGD with momentum (``sgd``) per byte of fp32 parameters; 0 without any.
+
+    Real tensors of the given shapes, up to ``most_bytes`` of them (four times that with gradients and states): beyond the
+    caches, bytes are what counts.
+
+    Raises MeasureError, on every rank alike, if it fails on any.
+    """
+    failure: str | None = None
+    step: Callable[[], tuple[object, ...]] | None = None
+    cause: Exception | None = None
+    seconds = 0.0
+    bench.meet()
+    bench.progress("the optimizer", 1, 1)
+    try:
+        parameters = _parameters(shapes, bench, most_bytes)
+        if parameters:
+            step = _optimizer_step(parameters, name, bench)
+            timing = sample(step, bench.stopwatch, bench.sampling, budget_s=budget_s)
+            seconds = timing.seconds / sum(4 * p.numel() for p in parameters)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
+        failure, step, cause = f"the optimizer {name} cannot be measured: {words_of(error)}", None, error
+    bench.meet(step, failure=failure, cause=cause)
+    return seconds
+
+
+def _parameters(shapes: Sequence[Sequence[int]], bench: Workbench, most_bytes: int) -> list[torch.nn.Parameter]:
+    """fp32 parameters with gradients, the first one whatever its size and then as many as ``most_bytes`` allow."""
+    generator = torch.Generator(bench.device).manual_seed(bench.seed)
+    parameters: list[torch.nn.Parameter] = []
+    total = 0
+    for shape in shapes:
+        bytes_here = 4 * torch.Size(shape).numel()
+        if bytes_here == 0 or (total and total + bytes_here > most_bytes):
+            continue
+        parameter = torch.nn.Parameter(torch.zeros(tuple(shape), device=bench.device))
+        parameter.grad = torch.empty_like(parameter).normal_(generator=generator)
+        parameters.append(parameter)
+        total += bytes_here
+    return parameters
+
+
+def _optimizer_step(
+    parameters: Sequence[torch.nn.Parameter], name: str, bench: Workbench
+) -> Callable[[], tuple[object, ...]]:
+    # A learning rate of almost nothing: the weights stay in the range of ordinary numbers however often this is repeated.
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(parameters, lr=1e-8, fused=True)
+        if name == "adamw"
+        else torch.optim.SGD(parameters, lr=1e-8, momentum=0.9, fused=True)
+    )
+    clock = bench.stopwatch
+
+    def step() -> tuple[object, ...]:
+        start = clock.mark()
+        optimizer.step()
+        return start, clock.mark()
+
+    return step
