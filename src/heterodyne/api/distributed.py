@@ -21,6 +21,7 @@ from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.slices import as_source
 from heterodyne.runtime.worker import OptimizerFactory, StepResult, Worker
 from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline
@@ -143,18 +144,17 @@ def distribute(
     Raises CaptureError, MeasureError, InfeasibleError or PlanError.
     """
     section = optimizer if isinstance(optimizer, OptimizerSection) else OptimizerSection()
-    size = global_batch_size or next(iter(example_batch.values())).shape[0]
     strategy, given = _wanted(plan)
-    settings = Settings(
-        global_batch_size=size,
-        precision=precision,
-        clip=clip_grad_norm > 0,
-        optimizer=section,
-        parallelism=ParallelismSection(strategy=strategy, micro_batch_sizes=micro_batch_sizes),
-    )
     with ExitStack() as stack:
         here = stack.enter_context(open_session()) if session is None else session
         captured = capture_everywhere(here, model, example_batch)
+        settings = Settings(
+            global_batch_size=global_batch_size or as_source(example_batch, captured.graph).size,
+            precision=precision,
+            clip=clip_grad_norm > 0,
+            optimizer=section,
+            parallelism=ParallelismSection(strategy=strategy, micro_batch_sizes=micro_batch_sizes),
+        )
         prepared = prepare(
             here,
             captured,

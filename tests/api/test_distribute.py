@@ -1,0 +1,78 @@
+"""One's own loop: what `distribute` makes of a model and an example, on the one device of this process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heterodyne as hd
+from heterodyne.errors import DataError, HeterodyneError, PlanError
+
+
+class Scaled(nn.Module):
+    """Its first input is one for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, scale: Tensor, points: Tensor, targets: Tensor) -> Tensor:
+        return (self.layers(points * scale).squeeze(-1) - targets).pow(2).mean()
+
+
+def batch_of(samples: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    points = torch.randn(samples, 4, generator=generator)
+    return {"scale": torch.tensor([2.0]), "points": points, "targets": points.sum(1)}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)  # type: ignore[arg-type]
+
+
+def test_a_loop_of_ones_own_is_that_of_plain_pytorch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    plain = copy.deepcopy(model)
+    batches = [batch_of(6) for _ in range(3)]
+    with hd.distribute(model, batches[0], optimizer=sgd, micro_batch_sizes=(1, 2, 4), measure_budget_s=1.0) as trainer:
+        assert trainer.plan.global_batch_size == 6, "the samples, not what the first input has in its first dim"
+        losses = [trainer.step(batch).loss for batch in batches]
+        kept = trainer.plan
+        assert trainer.module is model
+        assert trainer.explain()
+        assert trainer.predicted() is not None
+        assert trainer.measured() is not None
+        validation = trainer.evaluate(batch_of(5))
+    optimizer = sgd(plain.parameters())
+    for batch, loss in zip(batches, losses, strict=True):
+        optimizer.zero_grad()
+        expected = plain(**batch)
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    assert validation == pytest.approx(plain(**batch_of(5)).item(), rel=1e-5)
+
+    kept.save(tmp_path / "plan.json")
+    with hd.distribute(Scaled(), batches[0], optimizer=sgd, plan=tmp_path / "plan.json", measure_budget_s=1.0) as again:
+        assert again.plan.pipelines == kept.pipelines
+        with pytest.raises(DataError, match="has 5 samples, the plan was made for 6"):
+            again.step(batch_of(5))
+
+
+def test_a_plan_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(HeterodyneError, match="neither auto, equal, fastest nor a file"):
+        hd.distribute(Scaled(), batch_of(4), plan="quickest")
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(PlanError, match="plan version None"):
+        hd.distribute(Scaled(), batch_of(4), plan=tmp_path / "plan.json")
