@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from heterodyne.api.planning import plan_and_try, plan_once
 from heterodyne.api.session import Session
-from heterodyne.cluster.profile import Profile
+from heterodyne.cluster.profile import WHOLE, Profile
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend import Captured, trace
 from heterodyne.job import OptimizerSection, ParallelismSection
@@ -19,7 +19,7 @@ from heterodyne.measure.cache import Cache, default_folder
 from heterodyne.measure.session import Request, measure
 from heterodyne.measure.trial import try_share
 from heterodyne.measure.whole_model import WholeModel
-from heterodyne.measure.workbench import WHOLE, Workbench
+from heterodyne.measure.workbench import Workbench
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan

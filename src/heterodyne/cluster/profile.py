@@ -10,13 +10,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from heterodyne.errors import MeasureError
 
-__all__ = ["BlockSample", "DeviceProfile", "LinkSample", "Profile"]
+__all__ = ["WHOLE", "BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
 PROFILE_VERSION = 2
+WHOLE: Final = "*"  # the kind under which the whole model stands among its blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,7 @@ class DeviceProfile:
     """What one device does when all devices compute at the same time.
 
     Args:
-        blocks: samples of each kind of block, by rising micro-batch size. The kind ``*`` is the whole model in one piece,
+        blocks: samples of each kind of block, by rising micro-batch size. The kind `WHOLE` is the whole model in one piece,
             measured where it fits: it shows what the sum of the blocks leaves out.
         optimizer_s_per_byte: seconds of one optimizer step per byte of trainable parameters.
         step_overhead_s: seconds of a step that belong to no action (reading the batch, bookkeeping).

@@ -1,7 +1,7 @@
 """Seconds of forward and backward of a model on one device, for any micro-batch size.
 
 The model is the sum of its blocks; blocks of one kind were measured once. Where the model was also measured in one piece
-(the kind ``*``), the sum is scaled to it. The ratio of the two, the *composition*, says what a sum of parts leaves out
+(the kind `WHOLE`), the sum is scaled to it. The ratio of the two, the *composition*, says what a sum of parts leaves out
 (caches that stay warm, kernels that overlap, glue between the blocks) and is kept, so that it can be shown.
 """
 
@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from heterodyne.cluster.profile import DeviceProfile
+from heterodyne.cluster.profile import WHOLE, DeviceProfile
 from heterodyne.cost.curve import Curve
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import ModelGraph
 
 __all__ = ["Compute", "Direction", "compute_of"]
 
-WHOLE = "*"
 _NO_TIME = 1e-12  # seconds; no clock tells less
 
 

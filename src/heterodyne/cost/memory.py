@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from heterodyne.cluster.profile import DeviceProfile
+from heterodyne.cluster.profile import WHOLE, DeviceProfile
 from heterodyne.cluster.spec import Device
-from heterodyne.cost.compute import WHOLE
 from heterodyne.cost.curve import Curve
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import ModelGraph

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from heterodyne.cluster.profile import BlockSample, Profile
+from heterodyne.cluster.profile import WHOLE, BlockSample, Profile
 from heterodyne.errors import MeasureError
 from heterodyne.measure.block_run import BlockProgram, BlockRun
 from heterodyne.measure.links import measure_all_reduce
 from heterodyne.measure.notes import told_once, words_of
 from heterodyne.measure.peers import Channel, Peers
 from heterodyne.measure.sampling import Timing
-from heterodyne.measure.workbench import WHOLE, Workbench
+from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["BLOCK_TOLERANCE", "LINK_TOLERANCE", "MOST_TOLERANCE", "block_to_confirm", "changes"]

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from heterodyne.cluster.profile import BlockSample
+from heterodyne.cluster.profile import WHOLE, BlockSample
 from heterodyne.errors import MeasureError
 from heterodyne.measure.block_run import BlockProgram, BlockRun
 from heterodyne.measure.notes import words_of
-from heterodyne.measure.workbench import WHOLE, Workbench
+from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
 
-__all__ = ["WHOLE", "extrapolate", "measure_blocks", "whole_size"]
+__all__ = ["extrapolate", "measure_blocks", "whole_size"]
 
 _MEMORY_RUNS = (
     2  # what looking at the memory of a block takes, in runs; a little less on a CPU, a little more elsewhere

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from heterodyne.cluster.profile import BlockSample, DeviceProfile, LinkSample, Profile
+from heterodyne.cluster.profile import WHOLE, BlockSample, DeviceProfile, LinkSample, Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import ModelGraph
@@ -24,7 +24,7 @@ from heterodyne.measure.notes import told_once
 from heterodyne.measure.optimizer_step import measure_optimizer
 from heterodyne.measure.peers import Channel, Peers
 from heterodyne.measure.sampling import Sampling
-from heterodyne.measure.workbench import WHOLE, Workbench
+from heterodyne.measure.workbench import Workbench
 
 __all__ = ["Request", "measure"]
 

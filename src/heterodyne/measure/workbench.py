@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from heterodyne.cluster.profile import WHOLE
 from heterodyne.errors import MeasureError
 from heterodyne.measure.block_run import BlockProgram, BlockRun, Precision
 from heterodyne.measure.clock import Clock, clock_of
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.sampling import Sampling, Timing, sample
 
-__all__ = ["WHOLE", "Workbench"]
+__all__ = ["Workbench"]
 
-WHOLE = "*"
 _GRACE_S = 0.05  # ranks that come at about the same time are not made to wait for a run that may be long
 
 Word = str | None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from heterodyne.cluster.profile import Profile
+from heterodyne.cluster.profile import WHOLE, Profile
 from heterodyne.report.rows import Column, Rows
 from heterodyne.report.words import percent, seconds
 from heterodyne.units import format_bandwidth, format_bytes
 
 __all__ = ["profile_rows"]
-
-_WHOLE = "*"
 
 
 def profile_rows(profile: Profile, model: str) -> tuple[Rows, ...]:
@@ -24,7 +22,7 @@ def _block_rows(profile: Profile, model: str) -> Rows:
             rows += [
                 (
                     device,
-                    "the whole model" if kind == _WHOLE else profile.kinds.get(kind, kind),
+                    "the whole model" if kind == WHOLE else profile.kinds.get(kind, kind),
                     str(sample.micro_batch_size),
                     seconds(sample.forward_s),
                     seconds(sample.backward_s),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heterodyne.cluster import BlockSample, Device
+from heterodyne.cluster.profile import WHOLE
 from heterodyne.report.compare import Claim, Comparison
 from heterodyne.report.line_chart import LineChart, Series, line_chart, smoothed
 from heterodyne.report.palette import SERIES
@@ -40,7 +41,6 @@ __all__ = [
 ]
 
 _CARDS_SHOWN_ONE_BY_ONE = 12
-_MODEL = "*"
 
 
 def status(run: Run) -> dict[str, str]:
@@ -183,7 +183,7 @@ def _together(cards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _alone(run: Run, device: Device) -> str:
     """Samples per second of the whole model on this device, at the micro-batch size that is fastest there."""
     profile = run.profile.devices.get(device.id) if run.profile else None
-    samples = profile.blocks.get(_MODEL, ()) if profile else ()
+    samples = profile.blocks.get(WHOLE, ()) if profile else ()
     rates = [
         s.micro_batch_size / total for s in samples if not s.extrapolated and (total := s.forward_s + s.backward_s) > 0
     ]
@@ -349,14 +349,14 @@ def curve_charts(run: Run) -> list[LineChart]:
         return []
     kinds = dict.fromkeys(kind for device in run.profile.devices.values() for kind in device.blocks)
     charts = []
-    for kind in sorted(kinds, key=lambda k: k != _MODEL):
+    for kind in sorted(kinds, key=lambda k: k != WHOLE):
         series: list[Series] = []
         sizes: set[int] = set()
         for index, (name, device) in enumerate(run.profile.devices.items()):
             samples = device.blocks.get(kind, ())
             sizes |= {s.micro_batch_size for s in samples}
             series += _curves(name, samples, index % SERIES)
-        title = "The whole model" if kind == _MODEL else run.profile.kinds.get(kind, kind)
+        title = "The whole model" if kind == WHOLE else run.profile.kinds.get(kind, kind)
         charts.append(
             line_chart(
                 title,
