@@ -151,7 +151,9 @@ class Job(Section):
             raise JobError(
                 "a job is a mapping with the sections " + ", ".join(cls.model_fields), path=str(path), line=1
             )
-        given = {_override(content, override): f"--set {override}" for override in overrides}
+        given: dict[tuple[str | int, ...], str] = {
+            _override(content, override): f"--set {override}" for override in overrides
+        }
         return validate(cls, content, error=JobError, path=str(path), lines=lines, overrides=given)
 
     @property

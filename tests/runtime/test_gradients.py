@@ -154,6 +154,15 @@ def test_hooks_on_gradients_would_see_parts_of_the_batch(register: Callable[...,
         gradients_of(model, ORDER, None)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_sparse_gradients_are_refused_on_every_number_of_ranks(alone: bool) -> None:
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True))
+    gradients = gradients_of(model, [("0.weight",)], None if alone else Doubling([]))
+    gradients.begin()
+    with pytest.raises(CaptureError, match=r"'0\.weight' has a sparse gradient"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
 def test_closing_takes_the_hooks_away() -> None:
     log: list[str] = []
     model = Chain(log)

@@ -140,6 +140,10 @@ class GradientBuckets:
 
     def _hook(self, entry: _Entry) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise CaptureError(
+                    f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
+                )
             if entry.view is not None and parameter.grad is not None and parameter.grad is not entry.view:
                 entry.view.copy_(parameter.grad)
                 parameter.grad = entry.view

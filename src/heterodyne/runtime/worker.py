@@ -177,7 +177,8 @@ class Worker:
         )
 
     def gradients(self, batch: GlobalBatchLike, step: int = 0) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of a global batch, as `step` would use them before clipping; nothing is updated.
+        """Loss and gradients of a global batch, as `step` would use them before clipping. No weight is updated; running
+        statistics of BatchNorm are, as in every forward.
 
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
