@@ -9,7 +9,7 @@ import torch
 
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
-from heterodyne.runtime.records.metrics import peak_memory_bytes
+from heterodyne.runtime.records.peak_memory import peak_memory_bytes
 
 pytestmark = [
     pytest.mark.gpu,
