@@ -9,14 +9,15 @@ tuple that starts with it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -56,7 +57,7 @@ def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] =
     return model.train()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _random_state(seed: int) -> Iterator[None]:
     """Seed the CPU's generator, which initial weights are drawn from, and put its state back after."""
     with torch.random.fork_rng(devices=[]):
@@ -178,12 +179,13 @@ def _from_directory(path: Path, auto_class: str, device: str) -> nn.Module:
     if device == "meta":
         return _build(lambda: loader.from_config(_configuration(transformers, fields), dtype=torch.float32), auto_class)
     with torch.device("cpu"):
-        return _build(
-            lambda: loader.from_pretrained(
-                path, local_files_only=True, use_safetensors=True, dtype=torch.float32, use_cache=False
-            ),
-            auto_class,
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # every rank would draw a bar of its own
+            return _build(
+                lambda: loader.from_pretrained(
+                    path, local_files_only=True, use_safetensors=True, dtype=torch.float32, use_cache=False
+                ),
+                auto_class,
+            )
 
 
 def _transformers() -> Any:

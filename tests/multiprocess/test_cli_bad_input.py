@@ -83,6 +83,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*TRAIN, "--set", "model.arguments.widht=3"), "got an unexpected keyword argument 'widht'"),
         ((*TRAIN, "--set", "model.arguments.vocabulary=100"), "has a vocabulary of 100, text as bytes needs 256"),
         ((*TRAIN, "--cluster", "small.yaml"), "it lacks"),
+        (("plan", "job.yaml", "--out", "no/plan.json"), "--out no/plan.json: there is no directory no"),
         (("report", "nowhere"), "nowhere is not a directory"),
         (("report", "holds"), "holds is no run"),
         (("emulate", "--speeds", "2", "--", "true"), "the speed of rank 0 is 2; it must be above 0 and at most 1"),

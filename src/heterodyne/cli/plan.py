@@ -9,6 +9,7 @@ import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, ProfileOption, SetOption
 from heterodyne.cluster.profile import Profile
+from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 
 __all__ = ["command"]
@@ -29,6 +30,8 @@ def command(
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
     wanted = Job.load(job, tuple(overrides or ()))
     measured = None if profile is None else Profile.load(profile)
+    if not out.parent.is_dir():
+        raise HeterodyneError(f"--out {out}: there is no directory {out.parent}; make it, or write the plan elsewhere")
     from heterodyne.api import on_every_device, plan_job
 
     launched = on_every_device(context.obj, cluster)

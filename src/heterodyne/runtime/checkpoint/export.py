@@ -7,6 +7,8 @@ its state dict, tied ones too, so that ``load_state_dict(load_file(path))`` load
 
 from __future__ import annotations
 
+import contextlib
+import io
 import secrets
 import shutil
 from pathlib import Path
@@ -49,7 +51,8 @@ def export_model(model: nn.Module, directory: Path) -> Path:
 def _write(model: nn.Module, directory: Path) -> None:
     save_pretrained = getattr(model, "save_pretrained", None)
     if callable(save_pretrained):
-        save_pretrained(directory)
+        with contextlib.redirect_stderr(io.StringIO()):  # it draws a bar of its own across that of the run
+            save_pretrained(directory)
         return
     tensors: dict[str, Tensor] = {}
     stored: set[int] = set()
