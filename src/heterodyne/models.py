@@ -178,14 +178,13 @@ def _from_directory(path: Path, auto_class: str, device: str) -> nn.Module:
     loader = _auto_class(transformers, auto_class)
     if device == "meta":
         return _build(lambda: loader.from_config(_configuration(transformers, fields), dtype=torch.float32), auto_class)
-    with torch.device("cpu"):
-        with contextlib.redirect_stderr(io.StringIO()):  # every rank would draw a bar of its own
-            return _build(
-                lambda: loader.from_pretrained(
-                    path, local_files_only=True, use_safetensors=True, dtype=torch.float32, use_cache=False
-                ),
-                auto_class,
-            )
+    with torch.device("cpu"), contextlib.redirect_stderr(io.StringIO()):  # every rank would draw a bar of its own
+        return _build(
+            lambda: loader.from_pretrained(
+                path, local_files_only=True, use_safetensors=True, dtype=torch.float32, use_cache=False
+            ),
+            auto_class,
+        )
 
 
 def _transformers() -> Any:
