@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, prepare
+from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker, prepare
 from heterodyne.api.session import Session, open_session
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError
@@ -165,20 +165,15 @@ def distribute(
             budget_s=measure_budget_s,
         )
         recorder = Recorder(rank=here.rank, device=here.device)
-        worker = Worker(
+        worker = make_worker(
+            here,
+            prepared,
             model,
-            graph=captured.graph,
-            plan=prepared.plan,
-            program=prepared.program,
-            cluster=here.cluster,
-            communicator=here.communicator,
-            loss_count=captured.loss_count,
             optimizer=section if optimizer is None else optimizer,
             total_steps=total_steps,
             seed=seed,
             clip_grad_norm=clip_grad_norm,
             recorder=recorder,
-            watch=here.watchdog,
         )
         return Distributed(session=here, prepared=prepared, worker=worker, recorder=recorder, closing=stack.pop_all())
 

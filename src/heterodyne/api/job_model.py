@@ -1,4 +1,4 @@
-"""What a job file says of model and data, as things that capture and the runtime can take."""
+"""What a job file says of model, data and training, as things that capture and the runtime can take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from heterodyne.api.preparation import Settings, capture_everywhere
+from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker
 from heterodyne.api.session import Session
 from heterodyne.frontend import Captured, loss_of
 from heterodyne.graph.ir import ModelGraph
@@ -18,8 +18,10 @@ from heterodyne.measure.cache import default_folder
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.models import build
 from heterodyne.runtime.data.text import TextData, open_text, require_vocabulary
+from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.worker import Worker
 
-__all__ = ["JobModel", "capture_job", "open_data", "settings_of"]
+__all__ = ["JobModel", "capture_job", "job_worker", "open_data", "settings_of"]
 
 _EXAMPLE_SAMPLES = 4
 
@@ -80,6 +82,24 @@ def capture_job(session: Session, job: Job, base: Path, data: TextData) -> JobMo
     return JobModel(
         captured=captured,
         whole=WholeModel(build=whole, inputs=captured.graph.inputs, example=example, loss=loss_of),
+    )
+
+
+def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recorder: Recorder | None = None) -> Worker:
+    """The worker of this rank, with the job's model; rank 0 makes the weights, the others get them. Collective."""
+    first = session.rank == 0
+    model = session.together(
+        lambda: build(job.model, base=base, device="cpu" if first else "meta", seed=job.training.seed)
+    )
+    return make_worker(
+        session,
+        prepared,
+        model,
+        optimizer=job.optimizer,
+        total_steps=job.training.steps,
+        seed=job.training.seed,
+        clip_grad_norm=job.training.clip_grad_norm,
+        recorder=recorder,
     )
 
 

@@ -24,11 +24,13 @@ from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
+from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.worker import OptimizerFactory, Worker
 from heterodyne.search.planned import Planned
 from heterodyne.search.planner import plan as search_plan
 from heterodyne.units import format_seconds
 
-__all__ = ["Prepared", "Settings", "capture_everywhere", "measure_everywhere", "prepare"]
+__all__ = ["Prepared", "Settings", "capture_everywhere", "make_worker", "measure_everywhere", "prepare"]
 
 _TELL_EVERY_S = 5.0
 
@@ -191,3 +193,32 @@ def _require_fitting(given: Plan, captured: Captured, session: Session, settings
             raise PlanError(
                 f"the plan was made for another job ({what}: {there}, the job has {here}): plan again for this job"
             )
+
+
+def make_worker(
+    session: Session,
+    prepared: Prepared,
+    model: nn.Module,
+    *,
+    optimizer: OptimizerSection | OptimizerFactory,
+    total_steps: int,
+    seed: int,
+    clip_grad_norm: float,
+    recorder: Recorder | None = None,
+) -> Worker:
+    """The worker of this rank, obeying what was prepared. Collective; see `Worker`."""
+    return Worker(
+        model,
+        graph=prepared.captured.graph,
+        plan=prepared.plan,
+        program=prepared.program,
+        cluster=session.cluster,
+        communicator=session.communicator,
+        loss_count=prepared.captured.loss_count,
+        optimizer=optimizer,
+        total_steps=total_steps,
+        seed=seed,
+        clip_grad_norm=clip_grad_norm,
+        recorder=recorder,
+        watch=session.watchdog,
+    )

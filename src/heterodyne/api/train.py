@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from heterodyne.api.job_model import capture_job, open_data, settings_of
+from heterodyne.api.job_model import capture_job, job_worker, open_data, settings_of
 from heterodyne.api.preparation import Prepared, prepare
 from heterodyne.api.printing import candidate_lines, show, show_planned
 from heterodyne.api.session import Session, open_session
@@ -23,7 +23,6 @@ from heterodyne.cluster.written import cluster_to_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
-from heterodyne.models import build
 from heterodyne.plan.plan import Plan
 from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
@@ -35,7 +34,6 @@ from heterodyne.runtime.records.progress import Reporter, SilentReporter, report
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
-from heterodyne.runtime.worker import Worker
 
 __all__ = ["train_job"]
 
@@ -169,34 +167,16 @@ def _train(
     found: Checkpoint | None,
 ) -> Outcome:
     first = session.rank == 0
-    captured, plan = prepared.captured, prepared.plan
     with session.phase("building the model"):
-        model = session.together(
-            lambda: build(job.model, base=base, device="cpu" if first else "meta", seed=job.training.seed)
-        )
         recorder = Recorder(rank=session.rank, device=session.device)
-        worker = Worker(
-            model,
-            graph=captured.graph,
-            plan=plan,
-            program=prepared.program,
-            cluster=session.cluster,
-            communicator=session.communicator,
-            loss_count=captured.loss_count,
-            optimizer=job.optimizer,
-            total_steps=job.training.steps,
-            seed=job.training.seed,
-            clip_grad_norm=job.training.clip_grad_norm,
-            recorder=recorder,
-            watch=session.watchdog,
-        )
+        worker = job_worker(session, job, base, prepared, recorder)
     reporter: Reporter = reporter_for(sys.stderr, total=job.training.steps) if first else SilentReporter(0)
     ideal = None if prepared.planned is None else sum(prepared.planned.rates.values())
     trainer = Trainer(
         worker=worker,
         data=data,
         job=job,
-        plan=plan,
+        plan=prepared.plan,
         run=run,
         agreement=session.agreement,
         reporter=reporter,

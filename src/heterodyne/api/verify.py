@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-from heterodyne.api.job_model import capture_job, open_data, settings_of
+from heterodyne.api.job_model import capture_job, job_worker, open_data, settings_of
 from heterodyne.api.preparation import prepare
 from heterodyne.api.printing import show, show_planned
 from heterodyne.api.session import open_session
 from heterodyne.job import Job
-from heterodyne.models import build
 from heterodyne.plan.plan import Plan
 from heterodyne.report.tables import verify_rows
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.worker import Worker
 
 __all__ = ["BAR", "verify_job"]
 
@@ -35,26 +33,12 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
         if prepared.planned is not None:
             show_planned(prepared.planned)
         first = session.rank == 0
-        model = session.together(
-            lambda: build(job.model, base=base, device="cpu" if first else "meta", seed=job.training.seed)
-        )
-        alone = copy.deepcopy(model) if first else model
-        worker = Worker(
-            model,
-            graph=captured.graph,
-            plan=prepared.plan,
-            program=prepared.program,
-            cluster=session.cluster,
-            communicator=session.communicator,
-            loss_count=captured.loss_count,
-            optimizer=job.optimizer,
-            total_steps=job.training.steps,
-            seed=job.training.seed,
-            clip_grad_norm=job.training.clip_grad_norm,
-        )
+        worker = job_worker(session, job, base, prepared)
+        alone = copy.deepcopy(worker.module) if first else worker.module
         batch = data.batch(0)
-        with session.announced("verifying"):
-            loss, gradients = worker.gradients(batch)
+        session.say("one step under the plan ...")
+        loss, gradients = worker.gradients(batch)
+        with session.announced("the same on one device"):
             # An idle rank 0 has the loss and no gradients; those of the leader are as good.
             gradients = session.communicator.broadcast_object(
                 {name: gradient.cpu() for name, gradient in gradients.items()}, worker.placement.leader
@@ -62,7 +46,7 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
             status = 0
             if first:
                 reference = one_device_gradients(
-                    alone.to(session.device),
+                    alone,
                     batch,
                     graph=captured.graph,
                     placement=worker.placement,
