@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("pure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("pure")
+settings.register_profile("heterodyne", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("heterodyne")
