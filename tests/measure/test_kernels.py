@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 
@@ -135,6 +136,19 @@ def test_a_rank_computes_until_the_last_one_comes_also_when_it_left_the_section_
     room = {"memory_bytes": 100, "needs": lambda _kind, size: 50 * size}
     measure_blocks({"a": FakeProgram(clock, 0.1, 0.1)}, [1, 2, 4], bench_of(clock, gather=gather), **room)  # type: ignore[arg-type]
     assert len(computed) == 3  # 4 samples were not tried, so the run at 2 is still there
+
+
+def test_a_kind_that_is_a_small_part_of_the_model_may_be_known_less_well() -> None:
+    """Both take as long and are as noisy; one is eight blocks of nine, the other one of them, and its error counts for as little."""
+    chance = random.Random(1)
+    clock = FakeClock(noise=lambda _: chance.uniform(0.6, 1.4))
+    programs = {"often": FakeProgram(clock, 0.0, 0.1 / 3), "once": FakeProgram(clock, 0.0, 0.1 / 3)}
+    began: list[float] = []
+    sampling = Sampling(section_s=0.1, patience=1000.0, long_s=1e9)
+    bench = bench_of(clock, sampling=sampling, progress=lambda _what, _number, _total: began.append(clock.time))
+    measure_blocks(programs, [1, 2], bench, budget_s=1e9, counts={"often": 8, "once": 1})
+    _, _, often, once = began  # at two samples, when it is known what part of the model each of them is
+    assert clock.time - once < (once - often) / 2
 
 
 def test_the_whole_model_is_measured_if_the_time_that_its_blocks_promise_is_left() -> None:

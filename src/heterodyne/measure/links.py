@@ -25,6 +25,7 @@ MESSAGE_BYTES = (64 * 2**10, 512 * 2**10, 4 * 2**20, 16 * 2**20)
 _WARM_UP = 3  # the first collectives of a group open its connections
 _COVER = 3  # computation lasts so many times the collective that it hides
 _MATRIX = 192
+_GUESS = 10
 _NO_TIME = "the time for measuring is used up"
 
 
@@ -37,12 +38,12 @@ class Repeats:
 
     @classmethod
     def of(cls, run_s: float, sampling: Sampling, left_s: float) -> Repeats:
-        """Twice the samples of a sampling if a run takes ``run_s``, within ``left_s``: several machines vary more than one."""
+        """The samples of a sampling if a run takes ``run_s``, as far as ``left_s`` allows."""
         runs = max(1, min(1000, round(sampling.sample_s / run_s) if run_s > 0 else 1))
-        affordable = int(left_s / (runs * run_s)) if run_s > 0 else 2 * sampling.samples
+        affordable = int(left_s / (runs * run_s)) if run_s > 0 else sampling.samples
         if affordable < 1:
             affordable, runs = (1, 1) if left_s > run_s else (0, 0)
-        return cls(samples=min(2 * sampling.samples, affordable), runs=runs)
+        return cls(samples=min(sampling.samples, affordable), runs=runs)
 
 
 def measure_all_reduce(
@@ -129,7 +130,7 @@ def measure_overlap(
     bench: Workbench,
     *,
     message_bytes: int = 4 * 2**20,
-    rounds: int = 9,
+    rounds: int = 5,
     compute: Callable[[], object] | None = None,
 ) -> float:
     """Seconds of computation that this rank loses per second of a collective in flight, in [0, 1].
@@ -165,7 +166,9 @@ def measure_overlap(
     # The number of collectives has to be the same everywhere, so one rank's word counts for all.
     alone_s = peers.broadcast_object(median(_timed(peers, reduce, 1, clock) for _ in range(rounds)), 0)
     runs = max(1, min(1000, round(bench.sampling.sample_s / (_COVER * alone_s)))) if alone_s > 0 else 1
-    unit_s = compute_s(10, 1, beside=False) / 10
+    # As for any sample: a device that runs in bursts shows its speed over many of them.
+    some = max(1, round(bench.sampling.sample_s / max(compute_s(_GUESS, 1, beside=False) / _GUESS, 1e-6)))
+    unit_s = compute_s(some, 1, beside=False) / some
     times = max(1, min(100_000, round(_COVER * alone_s / unit_s))) if unit_s > 0 else 1
     lost = [compute_s(times, runs, beside=True) - compute_s(times, runs, beside=False) for _ in range(rounds)]
     return min(1.0, max(0.0, median(lost) / alone_s)) if alone_s > 0 else 0.0
@@ -178,10 +181,9 @@ def _together(
     if not peers.broadcast_object(expected_s * (_WARM_UP + 1) <= left_s, source):
         return None
     clock = bench.stopwatch
-    run_s = 0.0
-    for _ in range(_WARM_UP):
-        run_s = _timed(peers, run, 1, clock)
-    repeats = peers.broadcast_object(Repeats.of(run_s, bench.sampling, left_s - _WARM_UP * run_s), source)
+    warm_up_s = [_timed(peers, run, 1, clock) for _ in range(_WARM_UP)]
+    run_s = max(warm_up_s[1:])  # a device that runs in bursts may have done one of them within a burst
+    repeats = peers.broadcast_object(Repeats.of(run_s, bench.sampling, left_s - sum(warm_up_s)), source)
     if repeats.samples == 0:
         return None
     return summarise([(_timed(peers, run, repeats.runs, clock),) for _ in range(repeats.samples)])

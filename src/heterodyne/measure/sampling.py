@@ -48,7 +48,7 @@ class Sampling:
     steady: float = 0.03
     patience: float = 4.0
     most_samples: int = 60
-    long_s: float = 2.0
+    long_s: float = 1.2
 
     def is_enough(self, taken: list[tuple[float, ...]], section_s: float) -> bool:
         """Whether these samples, which took ``section_s``, will do."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -81,9 +81,17 @@ class Workbench:
     def run_of(self, program: BlockProgram, size: int) -> BlockRun:
         return BlockRun(program, size, self.device, precision=self.precision, seed=self.seed, clock=self.stopwatch)
 
-    def time(self, run: BlockRun, *, budget_s: float = float("inf"), run_s: float = 0.0) -> Timing:
-        """Laps: forward, the gap between (not counted), backward. ``run_s``: seconds of a run before this, 0 if there was none."""
-        return sample(run, self.stopwatch, self.sampling, budget_s=budget_s, run_s=run_s)
+    def time(
+        self, run: BlockRun, *, budget_s: float = float("inf"), run_s: float = 0.0, leniency: float = 1.0
+    ) -> Timing:
+        """Laps: forward, the gap between (not counted), backward.
+
+        Args:
+            run_s: seconds of a run before this, 0 if there was none.
+            leniency: how many times less steady than usual is steady enough.
+        """
+        sampling = replace(self.sampling, steady=leniency * self.sampling.steady)
+        return sample(run, self.stopwatch, sampling, budget_s=budget_s, run_s=run_s)
 
     def meet(
         self,
