@@ -114,7 +114,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     """SIGKILL for the launcher and everything below it, in one moment."""
     for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
         one.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
 
 
 def make_place(path: Path) -> Place:

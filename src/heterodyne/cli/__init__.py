@@ -1,5 +1,17 @@
 """The command line: one small file a verb."""
 
-from heterodyne.cli.app import main
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status; no exception leaves it but a defect of ours."""
+    try:
+        from heterodyne.cli.app import run  # here, so that Ctrl-C while it is loaded is no traceback
+
+        return run(arguments)
+    except KeyboardInterrupt:
+        return 130

@@ -17,11 +17,11 @@ from heterodyne.cli import devices, emulate, measure, plan, report, train, verif
 from heterodyne.cli.failure import of_the_system, tell
 from heterodyne.errors import HeterodyneError
 
-__all__ = ["main"]
+__all__ = ["run"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status; no exception leaves it but a defect of ours."""
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status; no exception leaves it but Ctrl-C and a defect of ours."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # The arguments travel along, because a verb may start itself again once for each device.

@@ -1,0 +1,126 @@
+"""The command line end to end, in real processes: trained, disturbed in every way, resumed, proved."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from heterodyne.cli import main
+from multiprocess.cli_job import Place, kill_all, make_place, worker
+
+TRAIN = ("train", "job.yaml", "--cluster", "two.yaml")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return make_place(tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Place) -> dict[tuple[int, str], float]:
+    """The losses of a run that nobody disturbed; its plan is ``undisturbed/plan.json``."""
+    status, said = place.run(*TRAIN, "--run-dir", "undisturbed")
+    assert status == 0, said
+    return place.losses("undisturbed")
+
+
+def shares(place: Place, name: str, *micro_batches: str) -> str:
+    """The plan of the undisturbed run, edited by hand to other shares."""
+    plan = json.loads((place.path / "undisturbed" / "plan.json").read_text())
+    for pipeline, share in zip(plan["pipelines"], micro_batches, strict=True):
+        pipeline["micro_batches"] = share
+    (place.path / name).write_text(json.dumps(plan))
+    return name
+
+
+def assert_nobody_is_left(place: Place) -> None:
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        assert process.info["cwd"] != str(place.path), process.info["cmdline"]
+
+
+def test_a_run_leaves_all_that_it_promises(place: Place, undisturbed: dict[tuple[int, str], float]) -> None:
+    run = place.path / "undisturbed"
+    promised = "job.yaml cluster.json profile.json candidates.json plan.json metrics.jsonl timeline-measured.jsonl summary.json"
+    assert {*promised.split(), "report.html", "trace.json", "model", "checkpoint"} <= {p.name for p in run.iterdir()}
+    assert [step for step, kind in undisturbed if kind == "loss"] == list(range(1, 401))
+    assert undisturbed[400, "validation_loss"] < 0.8 * undisturbed[1, "loss"]
+    assert "head.weight" in load_file(run / "model" / "model.safetensors")
+    assert json.loads((run / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_worker_that_is_killed_is_named_and_the_run_goes_on_under_emulation(
+    place: Place, undisturbed: dict[tuple[int, str], float]
+) -> None:
+    process = place.start(*TRAIN, "--run-dir", "killed")
+    place.wait_for_step("killed", 130, process)
+    worker(process, 1).send_signal(signal.SIGKILL)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank 1 on" in said
+    assert "was killed by SIGKILL" in said
+    assert "Traceback" not in said
+    assert_nobody_is_left(place)
+    heterodyne = (sys.executable, "-m", "heterodyne", *TRAIN, "--run-dir", "killed", "--resume")
+    status, said = place.run("emulate", "--speeds", "0.9,0.9", "--", *heterodyne)
+    assert status == 0, said
+    assert "resuming after step" in said
+    assert place.losses("killed") == undisturbed
+
+
+def test_interrupted_and_killed_as_a_whole_it_goes_on_bit_for_bit(
+    place: Place, undisturbed: dict[tuple[int, str], float]
+) -> None:
+    process = place.start(*TRAIN, "--run-dir", "stopped")
+    place.wait_for_step("stopped", 20, process)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopping after step" in said
+    assert "Traceback" not in said
+    assert main(["report", str(place.path / "stopped")]) == 0, "what there is can be read"
+
+    process = place.start(*TRAIN, "--run-dir", "stopped", "--resume")
+    place.wait_for_step("stopped", random.Random().randrange(200, 300), process)
+    kill_all(process)
+    status, said = place.run(*TRAIN, "--run-dir", "stopped", "--resume")
+    assert status == 0, said
+    assert place.losses("stopped") == undisturbed
+    assert_nobody_is_left(place)
+
+
+def test_another_job_cannot_resume_and_touches_nothing(
+    place: Place,
+    undisturbed: dict[tuple[int, str], float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def content(run: Path) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    before = content(place.path / "undisturbed")
+    monkeypatch.chdir(place.path)
+    assert main(["train", "job.yaml", "--run-dir", "undisturbed", "--resume", "--set", "training.seed=4"]) == 2
+    assert "job.training.seed: 3 there, 4 here" in capsys.readouterr().err
+    assert content(place.path / "undisturbed") == before
+
+
+def test_any_shares_are_exact_and_a_model_that_depends_on_the_rank_is_caught(
+    place: Place, undisturbed: dict[tuple[int, str], float]
+) -> None:
+    first = random.Random().randrange(9)
+    plan = shares(place, "shares.json", *(f"1x{n}" if n else "0" for n in (first, 8 - first)))
+    status, said = place.run("verify", "job.yaml", "--cluster", "two.yaml", "--plan", plan)
+    assert status == 0, said
+    assert "exact: loss and all 5 gradients are within 1e-05 of one device" in said
+    plan = shares(place, "halves.json", "1x4", "1x4")
+    drift = ("--set", "model.arguments.drift=0.01")
+    status, said = place.run("verify", "job.yaml", "--cluster", "two.yaml", "--plan", plan, *drift)
+    assert status == 1, said
+    assert "NOT exact" in said
