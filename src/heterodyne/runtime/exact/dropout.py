@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from heterodyne.errors import CaptureError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.exact.interception import Interception
-from heterodyne.runtime.exact.noise import COVERED, noise_handlers
+from heterodyne.runtime.exact.noise import COVERED, SampleNoise
 
 __all__ = ["Draws", "SampleDropout", "require_samples_own_draws", "splitmix64"]
 
@@ -70,7 +70,7 @@ class SampleDropout(Interception):
                 F.dropout3d: self._dropout_of_channels,
                 F.alpha_dropout: self._alpha_dropout,
                 F.scaled_dot_product_attention: self._attention,
-                **noise_handlers(self._bits),
+                **SampleNoise(self._bits).handlers(),
             }
         )
         self._seed = seed
