@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heterodyne.graph import Block, Loss, ModelGraph, Op, Parameter, Size, TensorSpec
+from heterodyne.frontend import Captured, trace
 from heterodyne.job import Job
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.lower import lower
@@ -60,29 +61,11 @@ class Tiny(nn.Module):
         return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def graph() -> ModelGraph:
-    """What the runtime needs to know of `Tiny`."""
-    shapes = {"embed.weight": (256, 8), "mix.weight": (8, 8), "mix.bias": (8,)}
-    nothing = Size.of(0)
-    ops = tuple(
-        Op(
-            name=name, target="aten", inputs=(), parameters=(name,), outputs=(TensorSpec(shape=(), dtype="float32"),), module="",
-            source="", flops_forward=nothing, flops_backward=nothing, bytes_read=nothing, bytes_written=nothing, bytes_saved=nothing,
-        )
-        for name in shapes
-    )  # fmt: skip
-    return ModelGraph(
-        name="Tiny",
-        inputs=(),
-        parameters=tuple(
-            Parameter(name=name, shape=shape, dtype="float32", trainable=True) for name, shape in shapes.items()
-        ),
-        buffers=(),
-        ops=ops,
-        blocks=(Block(index=0, name="all", kind="all", start=0, stop=len(ops)),),
-        loss=Loss(reduction="mean"),
-        random=("dropout",),
-    )
+@cache
+def captured() -> Captured:
+    """`Tiny` as the runtime is told of it."""
+    tokens = torch.zeros(4, LENGTH, dtype=torch.int64)
+    return trace(Tiny().train(), {"input_ids": tokens, "labels": tokens})
 
 
 def plan_for(shares: Sequence[int | None]) -> Plan:
@@ -90,14 +73,14 @@ def plan_for(shares: Sequence[int | None]) -> Plan:
     machines = cluster(len(shares))
     region = Region(layout=Layout(shares=(1,)))
     return Plan(
-        model=graph().fingerprint,
+        model=captured().graph.fingerprint,
         cluster=machines.fingerprint,
         global_batch_size=BATCH,
         bucket_bytes=200,
         pipelines=tuple(
             Pipeline(
                 micro_batches=MicroBatches.of_samples(share, 2),
-                stages=(Stage(ops=(0, 3), devices=(device.id,), regions=(region,)),),
+                stages=(Stage(ops=(0, len(captured().graph.ops)), devices=(device.id,), regions=(region,)),),
             )
             for device, share in zip(machines.devices, shares, strict=True)
             if share is not None
@@ -132,12 +115,12 @@ def train(world: World, run: Path, shares: Sequence[int | None], resume: bool, s
     with Communicator(rank=world.rank, world_size=world.world_size, device=device) as communicator:
         worker = Struck(
             Tiny(),
-            graph=graph(),
+            graph=captured().graph,
             plan=plan,
-            program=lower(plan, graph(), machines),
+            program=lower(plan, captured().graph, machines),
             cluster=machines,
             communicator=communicator,
-            loss_count=lambda inputs: float(len(inputs["input_ids"])),
+            loss_count=captured().loss_count,
             optimizer=JOB.optimizer,
             total_steps=STEPS,
             seed=JOB.training.seed,
