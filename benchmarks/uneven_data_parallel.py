@@ -30,7 +30,7 @@ CLIP = 1.0
 def main() -> int:
     options = arguments(__doc__)
     results = Results("uneven_data_parallel")
-    rounds, steps, budget_s = (2, 1, 20) if options.quick else (5, 2, 60)
+    rounds, steps, budget_s = (2, 1, 20) if options.quick else (6, 1, 60)
 
     unequal = emulated(UNEQUAL, ["planned", "equal shares", "DDP", "alone"], rounds, steps, budget_s)
     report(results, "unequal", unequal)
