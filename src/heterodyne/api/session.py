@@ -17,6 +17,7 @@ from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
+from heterodyne.runtime.exact.determinism import make_deterministic
 from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.meeting.distributed import init_distributed
@@ -101,6 +102,7 @@ def open_session(cluster_file: Path | None = None) -> Iterator[Session]:
             watchdog = stack.enter_context(init_distributed(environment, backend="gloo")).watchdog
         local_rank = 0 if environment is None else environment.local_rank
         device = _own_device(local_rank)
+        make_deterministic(device)
         communicator = stack.enter_context(
             Communicator(
                 rank=0 if environment is None else environment.rank,

@@ -189,7 +189,6 @@ class _Session:
         return found
 
     def _measured(self, key: str) -> Profile:
-        context = host_context_bytes() if self._request.device.type == "cpu" else 0
         blocks = self._blocks()
         trainable = [p.shape for p in self._request.graph.parameters if p.trainable]
         own = self._request.cluster.devices[self._peers.rank]
@@ -201,6 +200,8 @@ class _Session:
             most_bytes=min(_OPTIMIZER_BYTES, own.memory_bytes // 32),
         )
         links, overlap = self._links()
+        # At the end, for what measuring leaves behind in the heap stays with the process.
+        context = host_context_bytes() if self._request.device.type == "cpu" else 0
         mine = DeviceProfile(blocks=blocks, optimizer_s_per_byte=optimizer, overlap=overlap, context_bytes=context)
         devices = dict(zip(self._ids, self._peers.all_gather_object(mine), strict=True))
         return Profile(key=key, devices=devices, links=links, kinds=self._request.graph.kind_names)
