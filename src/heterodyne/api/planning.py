@@ -40,8 +40,8 @@ def plan_and_try(
 ) -> tuple[Plan, Planned | None, Profile]:
     """The plan that stood its trial, and the profile as calibrated by it. Collective; one device has nothing to balance."""
     plan, planned = plan_once(session, search, profile)
-    for _ in range(trials if session.world_size > 1 else 0):
-        with session.announced("trying the shares"):
+    for trial in range(trials if session.world_size > 1 else 0):
+        with session.announced(f"trying the plan, each device its share (trial {trial + 1} of at most {trials})"):
             profile, gap = _calibrated(session, attempt, plan, planned, profile)
         plan, planned = plan_once(session, search, profile)
         if gap < _GOOD_ENOUGH:
