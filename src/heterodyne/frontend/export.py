@@ -26,8 +26,8 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.changes import refuse_changes, refuse_new_buffers
 from heterodyne.frontend.example import Example, trace_sizes
 from heterodyne.frontend.faults import explain, line_that_fixed_a_size, refuse_unknown_sizes
-from heterodyne.frontend.output import loss_of
 from heterodyne.frontend.skeleton import skeleton
+from heterodyne.model_output import loss_of
 
 __all__ = ["Region", "Role", "Traced", "export", "is_op", "region_of"]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.model_output import loss_of
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
 from heterodyne.runtime.exact.dropout import Draws, SampleDropout, require_samples_own_draws
 from heterodyne.runtime.meeting.communicator import Channel
@@ -56,7 +57,7 @@ class Forward:
         """The loss of a slice, on the device, with its graph. ``draws`` None: random ops are left to torch."""
         inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
         with self._autocast(), self._modes(draws, "forward"):
-            return _loss(self._module(**inputs))
+            return loss_of(self._module(**inputs))
 
     def backward(self, loss: Tensor, weight: float, draws: Draws | None) -> None:
         """Add ``weight`` times the gradient of the loss to the gradients of the parameters.
@@ -82,15 +83,3 @@ class Forward:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")
-
-
-def _loss(output: Any) -> Tensor:
-    """Capture has checked the output already; this only finds the loss in it."""
-    if hasattr(output, "loss"):
-        loss = output.loss
-    elif isinstance(output, Mapping):
-        loss = output["loss"]
-    else:
-        loss = output if isinstance(output, Tensor) else output[0]
-    assert isinstance(loss, Tensor)
-    return loss
