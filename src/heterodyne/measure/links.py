@@ -66,7 +66,7 @@ def measure_all_reduce(
     deadline = bench.now() + budget_s
     for index, size in enumerate(sorted(message_bytes)):
         bench.progress(f"all-reduce of {format_bytes(size)}", index + 1, len(message_bytes))
-        tensor = torch.zeros(size // 4, device=bench.device)
+        (tensor,) = channel.buffers([(size // 4, torch.float32)])
 
         def reduce(tensor: torch.Tensor = tensor) -> None:
             channel.all_reduce(tensor).wait()
@@ -141,7 +141,7 @@ def measure_overlap(
     if peers.world_size < 2:
         return 0.0
     clock = bench.stopwatch
-    tensor = torch.zeros(message_bytes // 4, device=bench.device)
+    (tensor,) = channel.buffers([(message_bytes // 4, torch.float32)])
     work = _matrix_product(bench.device) if compute is None else compute
 
     def reduce() -> None:

@@ -21,8 +21,16 @@ class Pending(Protocol):
 class Channel(Protocol):
     """Collectives among some ranks, in one order."""
 
+    def buffers(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        """Flat buffers of so many elements, zero at first, which `all_reduce` sums in the cheapest way."""
+        ...
+
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start the sum of a tensor over the ranks, in place."""
+        ...
+
+    def close(self) -> None:
+        """Give its buffers back."""
         ...
 
 

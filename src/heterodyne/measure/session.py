@@ -103,7 +103,11 @@ def measure(
             f"the cluster has {len(request.cluster.devices)} devices and there are {peers.world_size} workers; "
             "start one worker a device"
         )
-    return _Session(request, peers, say, progress, clock, now).profile(cache, refresh=refresh)
+    session = _Session(request, peers, say, progress, clock, now)
+    try:
+        return session.profile(cache, refresh=refresh)
+    finally:
+        session.close()
 
 
 class _Session:
@@ -134,6 +138,11 @@ class _Session:
             say=self._notes.append,
             progress=progress or (lambda _what, _done, _total: None),
         )
+
+    def close(self) -> None:
+        """Give back what the links were measured with."""
+        if self._channel is not None:
+            self._channel.close()
 
     def profile(self, cache: Cache | None, *, refresh: bool) -> Profile:
         mine = (torch.__version__, torch.get_num_threads())
@@ -200,6 +209,7 @@ class _Session:
             most_bytes=min(_OPTIMIZER_BYTES, own.memory_bytes // 32),
         )
         links, overlap = self._links()
+        self.close()
         # At the end, for what measuring leaves behind in the heap stays with the process.
         context = host_context_bytes() if self._request.device.type == "cpu" else 0
         mine = DeviceProfile(blocks=blocks, optimizer_s_per_byte=optimizer, overlap=overlap, context_bytes=context)

@@ -70,7 +70,7 @@ class GradientBuckets:
     ) -> None:
         self._channel = channel if channel is not None and len(channel.ranks) > 1 else None
         self._recorder = recorder
-        self._buckets = [self._allocate(index, bucket, parameters) for index, bucket in enumerate(buckets)]
+        self._buckets = self._allocate(buckets, parameters)
         self._entries = [entry for bucket in self._buckets for entry in bucket.entries]
         self._untouched: frozenset[str] | None = None
         self._armed = False
@@ -124,19 +124,26 @@ class GradientBuckets:
         for entry in self._entries:
             entry.parameter.grad = None
 
-    def _allocate(self, index: int, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> _Flat:
-        own = [parameters[name] for name in bucket.parameters]
-        for name, parameter in zip(bucket.parameters, own, strict=True):
-            _require_no_hooks(name, parameter)
+    def _allocate(self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter]) -> list[_Flat]:
+        for bucket in buckets:
+            for name in bucket.parameters:
+                _require_no_hooks(name, parameters[name])
         if self._channel is None:
-            alone = [_Entry(name, p, None, index) for name, p in zip(bucket.parameters, own, strict=True)]
-            return _Flat(None, alone)
-        buffer = torch.zeros(sum(p.numel() for p in own), dtype=own[0].dtype, device=own[0].device)
-        flat, offset = _Flat(buffer), 0
-        for name, parameter in zip(bucket.parameters, own, strict=True):
-            flat.entries.append(_Entry(name, parameter, _view(buffer, offset, parameter), index))
-            offset += parameter.numel()
-        return flat
+            return [
+                _Flat(None, [_Entry(name, parameters[name], None, bucket.index) for name in bucket.parameters])
+                for bucket in buckets
+            ]
+        own = [[parameters[name] for name in bucket.parameters] for bucket in buckets]
+        buffers = self._channel.buffers([(sum(p.numel() for p in of_bucket), of_bucket[0].dtype) for of_bucket in own])
+        flats = []
+        for buffer, bucket in zip(buffers, buckets, strict=True):
+            entries, offset = [], 0
+            for name in bucket.parameters:
+                parameter = parameters[name]
+                entries.append(_Entry(name, parameter, _view(buffer, offset, parameter), bucket.index))
+                offset += parameter.numel()
+            flats.append(_Flat(buffer, entries))
+        return flats
 
     def _hook(self, entry: _Entry) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:

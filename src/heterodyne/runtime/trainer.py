@@ -57,6 +57,9 @@ class TrainingWorker(Protocol):
     def device(self) -> torch.device: ...
     @property
     def module(self) -> nn.Module: ...
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes that are resident in this process, but belong to other ranks."""
 
     def step(self, batch: GlobalBatch) -> StepResult:
         """One optimizer step on the global batch."""
@@ -171,7 +174,7 @@ class Trainer:
             validation_loss=None if self._validation is None else self._validation.validation_loss,
             interrupted=interrupted,
             seconds=time.perf_counter() - started,
-            peak_memory_bytes=tuple(self._ranks.each(lambda: peak_memory_bytes(self._worker.device))),
+            peak_memory_bytes=tuple(self._ranks.each(self._peak_memory_bytes)),
         )
 
     def export(self) -> Path:
@@ -196,6 +199,9 @@ class Trainer:
                 self._save()
         return False
 
+    def _peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self._worker.device) - self._worker.borrowed_bytes
+
     def _step(self, sinks: list[_Sink]) -> None:
         started = time.perf_counter()
         result = self._worker.step(self._data.batch(self._done))
@@ -212,7 +218,7 @@ class Trainer:
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * self._data.sequence_length,
             efficiency=samples_per_s / ideal if ideal else None,
-            memory_bytes=peak_memory_bytes(self._worker.device),
+            memory_bytes=self._peak_memory_bytes(),
             time_s=time.time(),
         )
         if not math.isfinite(record.loss) and (self._last is None or math.isfinite(self._last.loss)):

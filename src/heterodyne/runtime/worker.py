@@ -260,6 +260,11 @@ class Worker:
         return self._communicator.device
 
     @property
+    def borrowed_bytes(self) -> int:
+        """Bytes that are resident in this process, but belong to other ranks."""
+        return self._communicator.borrowed_bytes
+
+    @property
     def _place(self) -> Place:
         return self.placement.places[self.rank]
 

@@ -3,7 +3,7 @@
 A `Channel` joins some ranks and keeps the order of what is sent through it; gradients, batch statistics and control have
 a channel each, so that their orders never cross. If all ranks of a channel have their own device of one type, tensors
 travel by that device's own backend (nccl, xccl; gloo on CPU). Between unlike devices they go through host memory: copied
-to a pinned buffer, summed by gloo, copied back.
+to a pinned buffer, summed by gloo, copied back. CPU workers of one machine sum `buffers` of a channel in shared memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterodyne.errors import WorkerError
+from heterodyne.runtime.meeting.shared_memory import SharedBuffers, neighbourhood
 
 __all__ = ["Channel", "Communicator", "Pending"]
 
@@ -72,15 +73,45 @@ class Pending:
 class Channel:
     """Collectives between ``ranks``, in one order. Without a group (one rank only) every collective is the identity.
 
-    Tensors may be on the host or on this worker's device; `all_reduce` needs a contiguous one.
+    Tensors may be on the host or on this worker's device; `all_reduce` needs a contiguous one. ``neighbours``: all ranks are CPU
+    workers that can share memory.
     """
 
-    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None, *, staged: bool) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        *,
+        device: torch.device,
+        staged: bool,
+        neighbours: bool = False,
+    ) -> None:
         self.ranks = tuple(ranks)
         self._group = group
+        self._device = device
         self._staged = staged
+        self._neighbours = neighbours
+        self._shared: list[SharedBuffers] = []
         self._thread: ThreadPoolExecutor | None = None
         self._host: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def buffers(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Flat buffers of ``(elements, dtype)`` on this worker's device, zero at first, which `all_reduce` sums in the cheapest way.
+
+        Collective, with the same sizes on every rank. They live as long as the channel.
+        """
+        if self._neighbours and self._group is not None:
+            place = dist.get_group_rank(self._group, dist.get_rank())
+            shared = SharedBuffers.allocate(sizes, place, self._gather)
+            if shared is not None:
+                self._shared.append(shared)
+                return shared.own
+        return [torch.zeros(elements, dtype=dtype, device=self._device) for elements, dtype in sizes]
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes of other ranks' memory that this process has mapped and used: resident in it, but theirs."""
+        return sum(shared.borrowed_bytes for shared in self._shared)
 
     def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Pending:
         """Start the sum of ``tensor`` over the ranks, in place. With ``timed``, `Pending.ended` is kept."""
@@ -88,6 +119,8 @@ class Channel:
             return Pending(timed=timed)
         if self._staged and tensor.device.type != "cpu":
             return self._all_reduce_through_host(tensor, timed=timed)
+        if self._shared:
+            return self._all_reduce_between_neighbours(tensor, timed=timed)
         work: _Work = dist.all_reduce(tensor, group=self._group, async_op=True)
         pending = Pending(work.wait, timed=timed)
         if timed and tensor.device.type == "cpu":
@@ -110,14 +143,37 @@ class Channel:
         """End the thread of this channel, if it has one, and leave the group."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
+        self._shared.clear()
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _all_reduce_through_host(self, tensor: Tensor, *, timed: bool) -> Pending:
+    def _gather(self, value: object) -> list[object]:
+        values: list[object] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _in_order(self) -> ThreadPoolExecutor:
+        """One thread: what is sent through a channel keeps its order."""
         if self._thread is None:
-            # One thread: what is sent through a channel keeps its order.
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="channel")
+        return self._thread
+
+    def _all_reduce_between_neighbours(self, tensor: Tensor, *, timed: bool) -> Pending:
+        add_up = next((add for shared in self._shared if (add := shared.sum_of(tensor)) is not None), None)
+
+        def reduce() -> None:
+            if add_up is None:
+                dist.all_reduce(tensor, group=self._group)
+                return
+            dist.barrier(group=self._group)  # all have filled theirs
+            add_up()
+            dist.barrier(group=self._group)  # all have added up their slice
+
+        future: Future[None] = self._in_order().submit(reduce)
+        return _timed(Pending(future.result, timed=timed), future, timed=timed)
+
+    def _all_reduce_through_host(self, tensor: Tensor, *, timed: bool) -> Pending:
         key = (tensor.numel(), tensor.dtype)
         free = self._host.setdefault(key, [])
         host = free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
@@ -128,10 +184,8 @@ class Channel:
         def reduce() -> None:
             copied.synchronize()
             dist.all_reduce(host, group=self._group)
-            if timed:
-                pending.note_end(time.perf_counter())
 
-        future: Future[None] = self._thread.submit(reduce)
+        future: Future[None] = self._in_order().submit(reduce)
 
         def finish() -> None:
             future.result()
@@ -139,8 +193,7 @@ class Channel:
             # The copy back is in the stream before any later use of this buffer, which is again a copy in that stream.
             free.append(host)
 
-        pending = Pending(finish, timed=timed)
-        return pending
+        return _timed(Pending(finish, timed=timed), future, timed=timed)
 
 
 class Communicator:
@@ -166,10 +219,11 @@ class Communicator:
         self._channels: list[Channel] = []
         everyone = range(world_size)
         self._control_group = self._group(everyone, "gloo")
-        self.control = Channel(everyone, self._control_group, staged=True)
+        self.control = Channel(everyone, self._control_group, device=device, staged=True)
         # A tensor knows which one of its type "cuda" stands for.
         which = str(torch.empty(0, device=device).device)
         self._devices = self.all_gather_object((device.type, socket.gethostname(), which))
+        self._neighbourhoods = self.all_gather_object(neighbourhood())
 
     def channel(self, ranks: Sequence[int]) -> Channel | None:
         """A channel between those ranks; None if this rank is not one of them."""
@@ -180,7 +234,9 @@ class Communicator:
         group = self._group(ranks, backend)
         if self.rank not in ranks:
             return None
-        made = Channel(ranks, group, staged=not own_backend)
+        homes = {self._neighbourhoods[rank] for rank in ranks}
+        neighbours = {kind for kind, _, _ in devices} == {"cpu"} and len(homes) == 1 and None not in homes
+        made = Channel(ranks, group, device=self.device, staged=not own_backend, neighbours=neighbours)
         self._channels.append(made)
         return made
 
@@ -199,6 +255,11 @@ class Communicator:
         holder = [value]
         dist.broadcast_object_list(holder, src=source, group=self._control_group)
         return holder[0]
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes that are resident in this process, but belong to other ranks."""
+        return sum(channel.borrowed_bytes for channel in self._channels)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -231,6 +292,12 @@ class Communicator:
             return None
         group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
         return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _timed(pending: Pending, future: Future[None], *, timed: bool) -> Pending:
+    if timed:
+        future.add_done_callback(lambda _: pending.note_end(time.perf_counter()))
+    return pending
 
 
 def _event_after(work: _Work, device: torch.device) -> torch.Event:

@@ -1,0 +1,158 @@
+"""Sums between the processes of one machine, through memory that all of them see.
+
+A socket, even the loopback, copies every byte several times through the kernel, and that is processor time which a CPU
+worker wants for its model. Here each rank keeps its buffers where the others can see them. To sum one, each rank takes its
+own slice of it, adds up what all ranks have there, in order of rank, and writes the sum into all of them: (n-1)/n of the
+bytes are read from the others and as many written, once, and every rank has the same bits.
+
+The memory is a Linux memfd: a file without a name, which is gone with the last process that has it, however that ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["SharedBuffers", "neighbourhood"]
+
+_ALIGNMENT = 64
+_CHUNK_BYTES = 2**18  # a chunk of all ranks stays in the cache between being added up and being written back
+_LOW = (torch.bfloat16, torch.float16)
+
+Gather = Callable[[object], list[object]]
+
+
+def neighbourhood() -> tuple[str, ...] | None:
+    """What is equal for processes that can share memory, and reach each other by nothing slower; None where nothing can be shared.
+
+    Processes in different network namespaces are taken for different machines: somebody wants a link between them.
+    """
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, *(str(Path(f"/proc/self/ns/{space}").stat().st_ino) for space in ("net", "pid"))
+    except OSError:
+        return None
+
+
+class SharedBuffers:
+    """Buffers of the same sizes in each of some ranks of one machine, and their sums.
+
+    Made by `allocate`. ``own`` are this rank's, zero at first; the memory for them is taken when they are made, and counts as this rank's.
+    """
+
+    def __init__(self, place: int, seen: Sequence[Sequence[Tensor]]) -> None:
+        self.own = list(seen[place])
+        self._place = place
+        self._by_buffer = list(zip(*seen, strict=True))
+        self._summed: set[int] = set()
+
+    @classmethod
+    def allocate(cls, sizes: Sequence[tuple[int, torch.dtype]], place: int, gather: Gather) -> SharedBuffers | None:
+        """Buffers of ``(elements, dtype)`` on every rank, or None, on every rank alike, if one of them cannot.
+
+        Collective. ``gather`` gives the values of all ranks, in order; ``place`` is this rank's among them.
+        """
+        offsets, total = _layout(sizes)
+        made = _make(total)
+        try:
+            maps: list[mmap.mmap | None] = []
+            for peer, path in enumerate(gather(None if made is None else f"/proc/{os.getpid()}/fd/{made[1]}")):
+                own = made[0] if made is not None and peer == place else None
+                maps.append(own or _open(path, total))
+            everywhere = all(gather(None not in maps))
+        finally:
+            if made is not None:
+                os.close(made[1])  # all that will ever open it have
+        if not everywhere:
+            return None
+        return cls(place, [[_view(m, o, *size) for o, size in zip(offsets, sizes, strict=True)] for m in maps if m])
+
+    def sum_of(self, tensor: Tensor) -> Callable[[], None] | None:
+        """What puts the sum over the ranks into this rank's slice of one of the own buffers, everywhere; None for another tensor.
+
+        Every rank has filled its buffer before, and the sum is whole when every rank has called it. Halves are added up in
+        float32 and rounded once.
+        """
+        for index, own in enumerate(self.own):
+            if own.data_ptr() == tensor.data_ptr() and own.shape == tensor.shape and own.dtype == tensor.dtype:
+                return partial(self._add_up, index)
+        return None
+
+    def _add_up(self, index: int) -> None:
+        buffers = self._by_buffer[index]
+        first, last = _slice(buffers[0].numel(), self._place, len(buffers))
+        dtype = torch.float32 if buffers[0].dtype in _LOW else buffers[0].dtype
+        step = max(1, _CHUNK_BYTES // buffers[0].element_size())
+        room = torch.empty(min(step, max(0, last - first)), dtype=dtype)
+        for start in range(first, last, step):
+            parts = [buffer[start : min(start + step, last)] for buffer in buffers]
+            total = room[: parts[0].numel()]
+            total.copy_(parts[0])
+            for part in parts[1:]:
+                total.add_(part)
+            for part in parts:
+                part.copy_(total)
+        self._summed.add(index)
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes of other ranks' buffers that are in this process's resident size, though they are not its own."""
+        borrowed = 0
+        for index in self._summed:
+            own = self.own[index]
+            first, last = _slice(own.numel(), self._place, len(self._by_buffer[index]))
+            borrowed += (len(self._by_buffer[index]) - 1) * (last - first) * own.element_size()
+        return borrowed
+
+
+def _slice(elements: int, place: int, places: int) -> tuple[int, int]:
+    return elements * place // places, elements * (place + 1) // places
+
+
+def _layout(sizes: Sequence[tuple[int, torch.dtype]]) -> tuple[list[int], int]:
+    """Where each buffer begins, and the bytes of all."""
+    offsets, total = [], 0
+    for elements, dtype in sizes:
+        offsets.append(total)
+        total += -(-elements * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, total
+
+
+def _make(size: int) -> tuple[mmap.mmap, int] | None:
+    """New memory of that size, mapped, and its file descriptor; None if there is no room for it."""
+    if not size:
+        return None
+    try:
+        descriptor = os.memfd_create("heterodyne")
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # to lack memory now is an error, later it is a signal that kills
+        return mmap.mmap(descriptor, size), descriptor
+    except OSError:
+        os.close(descriptor)
+        return None
+
+
+def _open(path: object, size: int) -> mmap.mmap | None:
+    if not isinstance(path, str):
+        return None
+    try:
+        with Path(path).open("r+b") as file:
+            return mmap.mmap(file.fileno(), size)
+    except (OSError, ValueError):  # of another user, or hidden from this one
+        return None
+
+
+def _view(memory: mmap.mmap, offset: int, elements: int, dtype: torch.dtype) -> Tensor:
+    if not elements:
+        return torch.zeros(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=elements, offset=offset)
