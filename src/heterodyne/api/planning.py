@@ -6,8 +6,9 @@ planned. Profiles are calibrated by that and the search is repeated, until predi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 from heterodyne.api.session import Session
 from heterodyne.cluster.profile import Profile
@@ -16,7 +17,7 @@ from heterodyne.search.planned import Planned
 
 __all__ = ["plan_and_try", "plan_once"]
 
-_MOST_TRIALS = 3
+_MOST_TRIALS = 4
 _GOOD_ENOUGH = 0.03  # a balance that is off by less cannot be told from noise
 
 Search = Callable[[Profile], Planned]
@@ -40,30 +41,37 @@ def plan_and_try(
 ) -> tuple[Plan, Planned | None, Profile]:
     """The plan that stood its trial, and the profile as calibrated by it. Collective; one device has nothing to balance."""
     plan, planned = plan_once(session, search, profile)
+    found: dict[str, list[float]] = {device.id: [] for device in session.cluster.devices}
     for trial in range(trials if session.world_size > 1 else 0):
         with session.announced(f"trying the plan, each device its share (trial {trial + 1} of at most {trials})"):
-            profile, gap = _calibrated(session, attempt, plan, planned, profile)
+            ratios = _try(session, attempt, plan, planned)
+        for device, ratio in ratios.items():
+            found[device].append(profile.devices[device].calibration * ratio)
+        profile = _calibrated(profile, found)
         plan, planned = plan_once(session, search, profile)
-        if gap < _GOOD_ENOUGH:
+        if all(abs(ratio - 1) < _GOOD_ENOUGH for ratio in ratios.values()):
             break
     return plan, planned, profile
 
 
-def _calibrated(
-    session: Session, attempt: Attempt, plan: Plan, planned: Planned | None, profile: Profile
-) -> tuple[Profile, float]:
-    """The profile, calibrated by what each device needed for its share; and by how much the worst prediction was off."""
+def _try(session: Session, attempt: Attempt, plan: Plan, planned: Planned | None) -> dict[str, float]:
+    """For each device with a share: the seconds that it needed over those that were predicted."""
     mine = session.cluster.devices[session.rank].id
     shares = {pipeline.stages[0].devices[0]: pipeline.micro_batches.sizes for pipeline in plan.pipelines}
     seconds = session.communicator.all_gather_object(attempt(shares.get(mine, ())))
     expected = session.communicator.broadcast_object({} if planned is None else dict(planned.compute_s), 0)
-    devices = dict(profile.devices)
-    gap = 0.0
-    for device, measured_s in zip(session.cluster.devices, seconds, strict=True):
-        predicted_s = expected.get(device.id, 0.0)
-        if measured_s > 0 and predicted_s > 0:
-            ratio = measured_s / predicted_s
-            gap = max(gap, abs(ratio - 1))
-            before = devices[device.id]
-            devices[device.id] = replace(before, calibration=before.calibration * ratio)
-    return replace(profile, devices=devices), gap
+    return {
+        device.id: measured_s / expected[device.id]
+        for device, measured_s in zip(session.cluster.devices, seconds, strict=True)
+        if measured_s > 0 and expected.get(device.id, 0.0) > 0
+    }
+
+
+def _calibrated(profile: Profile, found: Mapping[str, Sequence[float]]) -> Profile:
+    """Each device calibrated by all of its trials: their median, for a share of seconds is tried once, beside whatever else runs."""
+    tried = {
+        device: replace(profile.devices[device], calibration=median(ratios))
+        for device, ratios in found.items()
+        if ratios
+    }
+    return replace(profile, devices={**profile.devices, **tried})

@@ -11,6 +11,8 @@ from heterodyne.plan.micro_batches import MicroBatches
 
 __all__ = ["Runs"]
 
+_DOUBT = 0.03  # ways that are nearer to each other cannot be told apart by what was measured
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
@@ -43,11 +45,12 @@ class Runs:
         return max(size / self.seconds(size) if self.seconds(size) > 0 else float("inf") for size in self.sizes)
 
     def micro_batches(self, samples: int) -> MicroBatches:
-        """The fastest way: one size, and one smaller micro-batch for the rest. Of equal ways the one with fewer micro-batches."""
+        """The fastest way: one size, and one smaller micro-batch for the rest. Of ways that are as good as equal, the one with the
+        fewest micro-batches: each has costs of its own that show only in a whole step.
+        """
         if samples == 0:
             return MicroBatches()
-        size = min(self.sizes, key=lambda s: (self._of_size(samples, s), -(-samples // s), s))
-        return MicroBatches(tuple(sorted(MicroBatches.of_samples(samples, size).sizes)))
+        return MicroBatches(tuple(sorted(MicroBatches.of_samples(samples, self._size(samples)).sizes)))
 
     def compute_s(self, micro_batches: MicroBatches) -> float:
         """Seconds of forward and backward of those micro-batches."""
@@ -55,7 +58,7 @@ class Runs:
 
     def table(self, samples: int) -> list[float]:
         """Seconds of a step for 0 to ``samples`` samples, non-decreasing. A device without a share is left out, so 0 takes nothing."""
-        return [0.0, *self._rising(min(self._of_size(n, s) for s in self.sizes) for n in range(1, samples + 1))]
+        return [0.0, *self._rising(self._of_size(n, self._size(n)) for n in range(1, samples + 1))]
 
     def table_of_count(self, count: int, samples: int) -> list[float]:
         """Seconds for ``count`` to ``samples`` samples in exactly ``count`` nearly equal micro-batches, as far as they fit its memory."""
@@ -63,6 +66,12 @@ class Runs:
             self.compute_s(MicroBatches.of_count(n, count))
             for n in range(count, min(samples, count * self.largest) + 1)
         )
+
+    def _size(self, samples: int) -> int:
+        seconds = {size: self._of_size(samples, size) for size in self.sizes}
+        limit = min(seconds.values()) * (1 + _DOUBT)
+        good = [size for size, needed in seconds.items() if needed <= limit]
+        return min(good, key=lambda size: (-(-samples // size), seconds[size], size))
 
     def _of_size(self, samples: int, size: int) -> float:
         whole, rest = divmod(samples, size)
