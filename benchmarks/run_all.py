@@ -1,4 +1,7 @@
-"""Run every benchmark and write RESULTS.md: the misses first, then tables with their spread, and the pictures."""
+"""Run every benchmark and write RESULTS.md: the misses first, then tables with their spread, and the pictures.
+
+The table of the bars goes into the README too, between two marks.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from results import ROOT
 from heterodyne.report.pictures import RatioBar, ratio_picture
 
 HERE = Path(__file__).resolve().parent
+MARKS = ("<!-- measured: written by make bench -->", "<!-- end of measured -->")
 BENCHMARKS = ("uneven_data_parallel", "convergence", "capture_large", "kill_and_resume")
 
 
@@ -32,27 +36,52 @@ def main() -> int:
             print(f"== {name}", flush=True)
             subprocess.run([sys.executable, str(HERE / f"{name}.py"), "--json", str(out), *quick], check=False)
     if not options.quick:
-        found = [json.loads(path.read_text()) for name in BENCHMARKS if (path := kept / f"{name}.json").exists()]
+        found = kept_results()
         (HERE / "RESULTS.md").write_text(page(found), encoding="utf-8")
+        readme = ROOT / "README.md"
+        readme.write_text(with_table(readme.read_text(encoding="utf-8"), found), encoding="utf-8")
         pictures(found)
     return 0
 
 
-def page(found: list[dict[str, Any]]) -> str:
-    """RESULTS.md."""
+def kept_results() -> list[dict[str, Any]]:
+    """What the benchmarks have last written."""
+    paths = [HERE / "results" / f"{name}.json" for name in BENCHMARKS]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+
+def bars_table(found: list[dict[str, Any]]) -> list[str]:
+    """Every bar of every benchmark, the misses first."""
     bars = [(run["name"], name, bar) for run in found for name, bar in run["bars"].items()]
     bars.sort(key=lambda entry: entry[2]["ok"])
+    return [
+        "| | benchmark | bar | wanted | measured |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {'ok' if b['ok'] else '**miss**'} | {run} | {name} | {b['bar']} | {b['value']:.4g} |"
+            for run, name, b in bars
+        ),
+    ]
+
+
+def with_table(readme: str, found: list[dict[str, Any]]) -> str:
+    """The README with the table between its marks made anew."""
+    before, rest = readme.split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    losses = {row["what"]: row["validation_loss"] for run in found for row in run["rows"] if "validation_loss" in row}
+    told = [f"Validation loss of the main job: {', '.join(f'{loss:.4f} on {what}' for what, loss in losses.items())}."]
+    return before + "\n".join([MARKS[0], "", *bars_table(found), "", *told, MARKS[1]]) + after
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """RESULTS.md."""
     text = [
         "# Results",
         "",
         "Written by `make bench`. Ratios are measured side by side in one run; spread: quartiles of the rounds.",
         "",
     ]
-    text += ["| | benchmark | bar | wanted | measured |", "|---|---|---|---|---|"]
-    text += [
-        f"| {'ok' if b['ok'] else '**miss**'} | {run} | {name} | {b['bar']} | {b['value']:.4g} |"
-        for run, name, b in bars
-    ]
+    text += bars_table(found)
     for run in found:
         text += ["", f"## {run['name']}", "", f"`{run['command']}` at {run['commit']} on {run['machine']}", ""]
         text += ["| what | figures |", "|---|---|"]

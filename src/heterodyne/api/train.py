@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from heterodyne.runtime.data.text import TextData
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
 
 __all__ = ["train_job"]
@@ -58,7 +59,7 @@ def train_job(
     """
     with open_session(cluster_file) as session:
         run = _run_directory(session, name, run_dir, resume=resume)
-        with _gone_if_unused(session, run):
+        with _gone_if_unused(session, run), _alone_in(session, run):
             session.say(f"run directory {run.path}")
             data = open_data(session, job, base)
             found = _checkpoint(session, run, job, data) if resume else None
@@ -100,6 +101,13 @@ def _gone_if_unused(session: Session, run: RunDirectory) -> Iterator[None]:
             with suppress(OSError):  # it is not empty: the run had begun
                 run.path.rmdir()
         raise
+
+
+@contextmanager
+def _alone_in(session: Session, run: RunDirectory) -> Iterator[None]:
+    with ExitStack() as stack:
+        session.agreement.first_only(lambda: stack.enter_context(occupied(run.path)))
+        yield
 
 
 def _checkpoint(session: Session, run: RunDirectory, job: Job, data: TextData) -> Checkpoint | None:
