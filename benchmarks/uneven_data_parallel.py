@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +30,10 @@ CLIP = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is trained; ``steps`` of each way in each of the ``rounds`` of each of the ``jobs``."""
+    """How much is trained: ``steps`` of each way in each of the ``rounds`` of each of the ``jobs``.
+
+    Equal devices differ by little, so there ways alternate step by step, for ``equal_rounds``.
+    """
 
     width: int
     layers: int
@@ -38,12 +41,13 @@ class Size:
     length: int
     jobs: int
     rounds: int
+    equal_rounds: int
     steps: int
     budget_s: float
 
 
-FULL = Size(width=384, layers=6, batch=64, length=128, jobs=2, rounds=4, steps=2, budget_s=60)
-QUICK = Size(width=192, layers=4, batch=32, length=64, jobs=1, rounds=2, steps=2, budget_s=8)
+FULL = Size(width=384, layers=6, batch=64, length=128, jobs=2, rounds=4, equal_rounds=16, steps=2, budget_s=60)
+QUICK = Size(width=192, layers=4, batch=32, length=64, jobs=1, rounds=2, equal_rounds=6, steps=2, budget_s=8)
 
 
 def main() -> int:
@@ -73,7 +77,7 @@ def main() -> int:
             shares=job["shares"],
         )
 
-    equal = [emulated(EQUAL, ["planned", "DDP"], size)]
+    equal = [emulated(EQUAL, ["planned", "DDP"], replace(size, rounds=size.equal_rounds, steps=1))]
     report(results, "equal", equal)
     even = ratios(equal, "DDP", "planned")
     results.row("equal: DDP / planned", step_ratio=spread(even), shares=equal[0]["shares"])
@@ -112,7 +116,7 @@ def emulated(speeds: tuple[float, ...], ways: list[str], size: Size) -> dict[str
             __file__,
         ]
         command += ["--worker", "--out", str(out), "--ways", *ways]
-        command += ["--quick"] if size is QUICK else []
+        command += ["--size", json.dumps(asdict(size))]
         subprocess.run(command, check=True)
         return json.loads(out.read_text())
 
@@ -218,8 +222,8 @@ if __name__ == "__main__":
         parser.add_argument("--worker", action="store_true")
         parser.add_argument("--out")
         parser.add_argument("--ways", nargs="+")
-        parser.add_argument("--quick", action="store_true")
+        parser.add_argument("--size", type=json.loads)
         found = parser.parse_args()
-        worker(found, QUICK if found.quick else FULL)
+        worker(found, Size(**found.size))
     else:
         sys.exit(main())
