@@ -17,7 +17,8 @@ def graph_of(kinds: tuple[str, ...], name: str = "Fake") -> ModelGraph:
     spec = TensorSpec(shape=(Size.per_sample(1), Size.of(4)), dtype="float32")
     ops = tuple(
         Op(
-            name=f"op{i}", target="aten.linear.default", inputs=(), parameters=(f"w{i}",), outputs=(spec,), module="", source="",
+            name=f"op{i}", target="aten.linear.default", inputs=(), parameters=(f"w{i}",), outputs=(spec,), differentiable=(True,),
+            module="", source="",
             flops_forward=ZERO, flops_backward=ZERO, bytes_read=ZERO, bytes_written=ZERO, bytes_saved=Size.per_sample(16),
         )
         for i in range(len(kinds))

@@ -26,6 +26,7 @@ def graph(
             inputs=(names[number - 1],) if number else ("x",),
             parameters=(f"{name}.weight",),
             outputs=(out,),
+            differentiable=(True,),
             module=name,
             source="model.py:1",
             flops_forward=Size.per_sample(2 * width * width),

@@ -48,7 +48,7 @@ class Chain(nn.Module):
 
 
 def buckets_of(names: list[tuple[str, ...]]) -> list[Bucket]:
-    return [Bucket(index=i, parameters=own, bytes=0, ready_block=0) for i, own in enumerate(names)]
+    return [Bucket(index=i, parameters=own, bytes=0, blocks=(0,)) for i, own in enumerate(names)]
 
 
 def gradients_of(model: nn.Module, names: list[tuple[str, ...]], channel: Channel | None) -> GradientBuckets:

@@ -145,7 +145,7 @@ class CostModel:
         ranks: list[RankCosts | None] = [None] * len(self.cluster.devices)
         for pipeline in plan.pipelines:
             device = pipeline.stages[0].devices[0]
-            ready_blocks = [bucket.ready_block for bucket in buckets]
+            ready_blocks = [bucket.ready_block() for bucket in buckets]
             ranks[self.cluster.rank(device)] = self._rank(device, pipeline.micro_batches.sizes, ready_blocks)
         reduce = self.collectives.all_reduce(plan.devices)
         return StepCosts(ranks=tuple(ranks), reduce_s=tuple(reduce(bucket.bytes) for bucket in buckets))

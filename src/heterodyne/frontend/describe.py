@@ -56,6 +56,7 @@ def _op(traced: Traced, node: fx.Node, seen: Observed, differentiable: Callable[
             dict.fromkeys(r.name for _, r in roles if r is not None and r.kind in ("parameter", "buffer"))
         ),
         outputs=outputs,
+        differentiable=seen.differentiable,
         module=traced.module_of(node),
         source=line_of(node),
         flops_forward=forward,

@@ -89,6 +89,7 @@ class Op:
         inputs: names of the ops and inputs that it reads, in order.
         parameters: names of the parameters and buffers that it reads (canonical names, not aliases).
         outputs: one spec for each tensor that it returns.
+        differentiable: for each of them, whether gradients flow through it.
         module: the path of the module that called it ("model.layers.3.mlp"), "" for the root.
         source: "file.py:12" of the user's line, "" where unknown.
         flops_forward, flops_backward: floating point operations (a multiply-add counts 2).
@@ -102,6 +103,7 @@ class Op:
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
+    differentiable: tuple[bool, ...]
     module: str
     source: str
     flops_forward: Size

@@ -1,56 +1,92 @@
-"""Which gradients are reduced together, and in what order.
+"""Which gradients are reduced together, between whom, and in what order.
 
 Parameters are taken in the reverse of the order in which the forward first uses them, which is about the order in which the
 backward completes their gradients, and are gathered in buckets of at least ``bucket_bytes`` each (Li et al., "PyTorch
-Distributed", VLDB 2020, section 3.2). Every rank, and the simulator, must cut them alike, so this is a pure function.
+Distributed", VLDB 2020, section 3.2), one bucket for each set of devices that own the same parameters. A device owns what the
+ops of its stages read, so a parameter that is tied across stages has owners in all of them. Every rank, and the simulator,
+must cut buckets alike, so this is a pure function.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from heterodyne.graph.ir import ModelGraph, Parameter
+from heterodyne.plan.plan import Plan
 
-__all__ = ["Bucket", "gradient_buckets"]
+__all__ = ["Bucket", "gradient_buckets", "owners_of", "planned_buckets"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """``ready_block``: the block whose backward completes the last of these gradients (the lowest that reads any of them)."""
+    """``owners``: the devices whose gradients are summed, in the order of the plan. ``blocks``: those that read any of the parameters."""
 
     index: int
     parameters: tuple[str, ...]
     bytes: int
-    ready_block: int
+    blocks: tuple[int, ...]
+    owners: tuple[str, ...] = ()
+
+    def ready_block(self, first: int = 0) -> int:
+        """The block whose backward completes the last of these gradients on a stage that begins with block ``first``.
+
+        The backward runs the blocks from last to first, so it is the lowest that reads any of the parameters.
+        """
+        return min((block for block in self.blocks if block >= first), default=first)
 
 
-def gradient_buckets(graph: ModelGraph, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Every trainable parameter in exactly one bucket, one dtype a bucket; none for a model without any."""
+def owners_of(plan: Plan, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
+    """For each parameter the devices that hold it, in the order of the plan. What no op reads is held by every device."""
+    read: dict[str, list[str]] = {parameter.name: [] for parameter in graph.parameters}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            names = {name for op in graph.ops[stage.ops[0] : stage.ops[1]] for name in op.parameters}
+            for name in names & read.keys():
+                read[name] += [device for device in stage.devices if device not in read[name]]
+    everyone = tuple(dict.fromkeys(plan.devices))
+    place = {device: number for number, device in enumerate(everyone)}
+    return {name: tuple(sorted(devices, key=place.__getitem__)) or everyone for name, devices in read.items()}
+
+
+def planned_buckets(plan: Plan, graph: ModelGraph) -> tuple[Bucket, ...]:
+    """The buckets of a plan."""
+    return gradient_buckets(graph, plan.bucket_bytes, owners_of(plan, graph))
+
+
+def gradient_buckets(
+    graph: ModelGraph, bucket_bytes: int, owners: Mapping[str, tuple[str, ...]] | None = None
+) -> tuple[Bucket, ...]:
+    """Every trainable parameter in exactly one bucket, one dtype and one set of owners a bucket; none for a model without any."""
     first_use: dict[str, int] = {}
-    first_block: dict[str, int] = {}
+    blocks: dict[str, set[int]] = {}
     for block in graph.blocks:
         for position, op in enumerate(graph.ops_of(block), start=block.start):
             for name in op.parameters:
                 first_use.setdefault(name, position)
-                first_block.setdefault(name, block.index)
+                blocks.setdefault(name, set()).add(block.index)
     # A parameter that no op reads has no gradient; it is reduced all the same, last, so that all ranks agree.
     trainable = [p for p in graph.parameters if p.trainable]
     ordered = sorted(trainable, key=lambda p: first_use.get(p.name, -1), reverse=True)
 
-    groups: list[list[Parameter]] = []
-    filled = 0
+    groups: list[tuple[tuple[str, ...], list[Parameter]]] = []
+    open_groups: dict[tuple[tuple[str, ...], str], list[Parameter]] = {}
     for parameter in ordered:
-        if not groups or groups[-1][0].dtype != parameter.dtype or filled >= bucket_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(parameter)
-        filled += parameter.bytes
+        of = () if owners is None else owners[parameter.name]
+        group = open_groups.get((of, parameter.dtype))
+        if group is None or sum(p.bytes for p in group) >= bucket_bytes:
+            group = open_groups[of, parameter.dtype] = []
+            groups.append((of, group))
+        group.append(parameter)
+    # The order of the last parameter of each, for only then is a bucket complete.
+    groups.sort(key=lambda entry: min(first_use.get(p.name, -1) for p in entry[1]), reverse=True)
     return tuple(
         Bucket(
             index=index,
             parameters=tuple(p.name for p in group),
             bytes=sum(p.bytes for p in group),
-            ready_block=min(first_block.get(p.name, 0) for p in group),
+            blocks=tuple(sorted(set().union(*(blocks.get(p.name, set()) for p in group)))),
+            owners=of,
         )
-        for index, group in enumerate(groups)
+        for index, (of, group) in enumerate(groups)
     )

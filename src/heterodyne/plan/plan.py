@@ -67,10 +67,25 @@ class Stage(_Part):
 
 
 class Pipeline(_Part):
-    """A whole copy of the model with its share of the global batch."""
+    """A whole copy of the model with its share of the global batch.
+
+    Stages on the same devices share a *place*; places are counted in the order in which the stages first name them. ``order``
+    holds, for each place, what its devices compute in which order ("0F0 0F1 0B0 ..."); empty: as the plan's schedule has it.
+    """
 
     micro_batches: Annotated[MicroBatches, BeforeValidator(_micro_batches), PlainSerializer(str, return_type=str)]
     stages: tuple[Stage, ...]
+    order: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of devices."""
+        return tuple(dict.fromkeys(stage.devices for stage in self.stages))
+
+    @property
+    def place_of_stage(self) -> tuple[int, ...]:
+        places = {devices: number for number, devices in enumerate(self.places)}
+        return tuple(places[stage.devices] for stage in self.stages)
 
 
 class Prediction(_Part):

@@ -1,11 +1,19 @@
 """The Program: one list of actions a rank, which the simulator and the runtime both obey.
 
 An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is the forward of micro-batch 3 on stage 0,
-``0REDUCE_GRAD2`` the reduction of gradient bucket 2. Kinds of one action a step have no index: ``0CLIP``, ``0STEP``.
+``0REDUCE_GRAD2`` the reduction of gradient bucket 2. Stages are counted within the pipeline of the rank, which may hold several.
 
-``REDUCE_GRAD`` is asynchronous: it stands in the list where it may be *started* at the latest. It starts as soon as the
-gradients of its bucket are complete, which is inside the backward before it (the last one of that stage); everything that
-follows ``CLIP`` or ``STEP`` waits for it. The other kinds occupy their rank from start to end.
+    F j        forward of micro-batch j
+    B j        its whole backward; or in two halves: I j, the gradients of the stage's inputs, and W j, those of its weights
+    R j        what the stage does not keep of micro-batch j is computed again, ahead of its backward
+    SEND_F j   what later stages read of micro-batch j leaves for other ranks;  RECV_F j: it has come
+    SEND_B j   the gradients of what was received leave for the ranks it came from;  RECV_B j: they have come
+    REDUCE_GRAD k, CLIP, STEP: of the rank as a whole, so their stage is always 0
+
+Sends and reductions are asynchronous: they stand in the list where they may be *started* at the latest, and nothing that follows
+waits for them, except that CLIP and STEP wait for reductions. A reduction starts as soon as the gradients of its bucket are
+complete, which is inside the backward before it. A receive waits until its message is there; room for it is made long before.
+The other kinds occupy their rank from start to end.
 """
 
 from __future__ import annotations
@@ -16,15 +24,15 @@ from typing import Literal, get_args
 
 __all__ = ["Action", "ActionKind", "Program"]
 
-ActionKind = Literal["F", "B", "REDUCE_GRAD", "CLIP", "STEP"]
+ActionKind = Literal["F", "B", "I", "W", "R", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "CLIP", "STEP"]
 _KINDS: tuple[str, ...] = get_args(ActionKind)
-_INDEXED = frozenset({"F", "B", "REDUCE_GRAD"})
+_WITHOUT_INDEX = frozenset({"CLIP", "STEP"})
 _ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)([0-9]*)$")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """``index`` is the micro-batch (F, B), the bucket (REDUCE_GRAD), or None.
+    """``index`` is the micro-batch, the bucket (REDUCE_GRAD), or None (CLIP, STEP).
 
     >>> str(Action.parse("0F3"))
     '0F3'
@@ -41,8 +49,10 @@ class Action:
     def parse(cls, text: str) -> Action:
         """The inverse of `str`. Raises ValueError."""
         match = _ACTION.match(text)
-        if match is None or match[2] not in _KINDS or (match[2] in _INDEXED) != bool(match[3]):
-            raise ValueError(f"{text!r} is not an action; write for example '0F3', '0REDUCE_GRAD2' or '0STEP'")
+        if match is None or match[2] not in _KINDS or (match[2] in _WITHOUT_INDEX) == bool(match[3]):
+            raise ValueError(
+                f"{text!r} is not an action; write for example '0F3', '1SEND_B0', '0REDUCE_GRAD2' or '0STEP'"
+            )
         kind: ActionKind = match[2]  # type: ignore[assignment]  # the test above narrows it
         return cls(int(match[1]), kind, int(match[3]) if match[3] else None)
 

@@ -1,0 +1,86 @@
+"""What crosses the cuts when a graph is cut into stages.
+
+A stage is a contiguous run of ops. A value crosses from the stage that makes it to each later stage that reads it, straight,
+however many stages lie between. The model's inputs do not cross: every device can read its samples of them. Nor does what is
+cheap to make from the inputs alone and needs no gradient, such as masks and positions: a stage that reads it makes it again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heterodyne.graph.ir import ModelGraph, Op, TensorSpec
+from heterodyne.graph.size import Size
+
+__all__ = ["Crossing", "computed_again", "crossings"]
+
+_FLOPS_A_BYTE = 64  # to send a byte over a fast link takes longer than so many operations take on a slow device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossing:
+    """What an op of stage ``producer`` makes and the stages ``consumers`` (later ones, in order) read.
+
+    ``specs``: its outputs; ``differentiable``: gradients come back for it.
+    """
+
+    name: str
+    producer: int
+    consumers: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+    differentiable: bool
+
+    @property
+    def bytes(self) -> Size:
+        """Of all its outputs, in samples."""
+        return Size.total(spec.bytes for spec in self.specs)
+
+
+def crossings(graph: ModelGraph, starts: Sequence[int]) -> tuple[Crossing, ...]:
+    """What crosses between stages whose first ops are ``starts`` (rising, the first is 0), in the order in which it is made."""
+    stage_of = [bisect_right(starts, position) - 1 for position in range(len(graph.ops))]
+    again = computed_again(graph)
+    made_by = {op.name: position for position, op in enumerate(graph.ops)}
+    readers: dict[int, set[int]] = {}
+    for position, op in enumerate(graph.ops):
+        for source in _sources(op, made_by, again):
+            if stage_of[source] != stage_of[position]:
+                readers.setdefault(source, set()).add(stage_of[position])
+    return tuple(
+        Crossing(
+            name=graph.ops[source].name,
+            producer=stage_of[source],
+            consumers=tuple(sorted(readers[source])),
+            specs=graph.ops[source].outputs,
+            differentiable=any(graph.ops[source].differentiable),
+        )
+        for source in sorted(readers)
+    )
+
+
+def computed_again(graph: ModelGraph) -> frozenset[str]:
+    """The ops that each stage makes again for itself: no gradient, no chance, no weight but buffers, and all behind them are such."""
+    random = set(graph.random)
+    stored = {p.name for p in graph.parameters}
+    made_by = {op.name: op for op in graph.ops}
+    again: dict[str, Size] = {}  # with the operations that it takes, from the inputs on
+    for op in graph.ops:
+        sources = [name for name in op.inputs if name in made_by]
+        if op.name in random or op.name in graph.batch_statistics or any(op.differentiable):
+            continue
+        if any(name in stored for name in op.parameters) or any(name not in again for name in sources):
+            continue
+        flops = Size.total([op.flops_forward, *(again[name] for name in sources)])
+        size = Size.total(spec.bytes for spec in op.outputs)
+        if flops(1) <= _FLOPS_A_BYTE * max(1.0, size(1)):
+            again[op.name] = flops
+    return frozenset(again)
+
+
+def _sources(op: Op, made_by: dict[str, int], again: frozenset[str]) -> list[int]:
+    """The ops whose outputs an op reads; none for one that is made anew wherever it is read."""
+    if op.name in again:
+        return []
+    return [made_by[name] for name in op.inputs if name in made_by and name not in again]
