@@ -23,6 +23,7 @@ from heterodyne.cluster.written import cluster_to_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
+from heterodyne.plan.diff import differences
 from heterodyne.plan.plan import Plan
 from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
@@ -68,13 +69,12 @@ def train_job(
                 return 0
             source = capture_job(session, job, base, data)
             graph = source.captured.graph
-            profile = None
-            if given is None and resume:
-                given, profile = _kept(session, run, graph)
+            kept, profile = _kept(session, run, graph, given) if resume else (None, None)
+            given = given or kept
             prepared = prepare(session, source.captured, source.whole, settings_of(job), given=given, profile=profile)
             if prepared.planned is not None:
                 show_planned(prepared.planned)
-            if profile is None:  # else it stands there as it was, with the reasons of that time
+            if kept is None:  # else it stands there as it was, with the reasons of that time
                 session.agreement.first_only(lambda: _write_down(run, job, session, prepared))
             outcome = _train(session, run, job, base, data, prepared, found)
             if session.rank == 0:
@@ -127,22 +127,26 @@ def _is_complete(session: Session, run: RunDirectory, job: Job, found: Checkpoin
     )
 
 
-def _kept(session: Session, run: RunDirectory, graph: ModelGraph) -> tuple[Plan | None, Profile | None]:
-    """The plan of the run so far and what was measured for it, if it is for this model and this cluster."""
+def _kept(
+    session: Session, run: RunDirectory, graph: ModelGraph, given: Plan | None
+) -> tuple[Plan | None, Profile | None]:
+    """The plan of the run so far, unless another one is given, and what was measured for it; for this model and this cluster."""
 
     def read() -> tuple[Plan | None, Profile | None, str]:
         try:
             plan, profile = Plan.load(run.plan), Profile.load(run.profile)
         except HeterodyneError:
-            return None, None, "the run so far has no plan yet"
+            return None, None, "the run so far has no plan yet: measuring anew"
         if plan.model != graph.fingerprint:
-            return None, None, "the model has been changed since the run was planned"
+            return None, None, "the model has been changed since the run was planned: measuring anew"
         if plan.cluster != session.cluster.fingerprint:
-            return None, None, "the cluster is not the one of the run so far"
+            return None, None, "the cluster is not the one of the run so far: measuring anew"
+        if given is not None and differences(plan, given):
+            return None, profile, "going on under the given plan, which is another one than that of the run so far"
         return plan, profile, "going on under the plan of the run so far"
 
     plan, profile, told = session.agreement.first(read)
-    session.say(told if plan is not None else f"{told}: measuring and planning anew")
+    session.say(told)
     return plan, profile
 
 
