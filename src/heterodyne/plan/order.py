@@ -1,0 +1,42 @@
+"""In which order the places of a pipeline compute: as the pipeline says itself, or as the plan's schedule has it."""
+
+from __future__ import annotations
+
+from heterodyne.errors import PlanError
+from heterodyne.plan.plan import Pipeline
+from heterodyne.plan.program import Action
+from heterodyne.plan.schedules import SCHEDULES, Orders
+
+__all__ = ["orders_of"]
+
+
+def orders_of(schedule: str, pipeline: Pipeline) -> Orders:
+    """The orders of a pipeline. Raises PlanError for an action that is none, or a schedule that does not suit its stages."""
+    places, micro_batches = len(pipeline.places), len(pipeline.micro_batches)
+    if pipeline.order:
+        try:
+            return tuple(tuple(map(Action.parse, line.split())) for line in pipeline.order)
+        except ValueError as error:
+            raise PlanError(f"order: {error}") from error
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule {schedule!r} is not known; it can be {', '.join(SCHEDULES)}")
+    chosen = SCHEDULES[schedule]
+    chunks, uneven = divmod(len(pipeline.stages), max(1, places))
+    if uneven:
+        raise PlanError(
+            f"{schedule} needs as many stages on each place as on the others; {len(pipeline.stages)} stages cannot be "
+            f"spread so over {places} places: cut the model into {chunks * places} or {(chunks + 1) * places} stages, "
+            "or give the pipeline an order of its own"
+        )
+    orders = chosen.orders(places, chunks, micro_batches)
+    if pipeline.place_of_stage != chosen.stage_places(places, chunks):
+        raise PlanError(
+            f"{schedule} has its stages on the places {_list(chosen.stage_places(places, chunks))}, "
+            f"the pipeline on {_list(pipeline.place_of_stage)}: give the stages' devices in that order, "
+            "or choose another schedule"
+        )
+    return orders
+
+
+def _list(places: tuple[int, ...]) -> str:
+    return ", ".join(map(str, places))

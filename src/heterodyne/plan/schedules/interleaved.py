@@ -1,0 +1,50 @@
+"""Interleaved 1F1B (Narayanan et al., SC 2021): v stages on each place, so that the bubble is about 1/v of that of 1F1B.
+
+The micro-batches go through in rounds of g: a place runs a round through its first stage, then through its second, and so on.
+Place r begins with (v-1) g + 2 (p-1-r) forwards, then runs one forward and one backward in turn. Any number of micro-batches is
+split into rounds of equal size, as near to p as can be; the last round may lack some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, zip_longest
+
+from heterodyne.plan.program import Action
+from heterodyne.plan.schedules.schedule import Orders, Schedule
+
+__all__ = ["INTERLEAVED_1F1B", "rounds"]
+
+
+def rounds(places: int, micro_batches: int) -> tuple[int, int]:
+    """How many rounds there are, and how many micro-batches each has (the last one perhaps fewer)."""
+    count = max(1, micro_batches // places)
+    return count, -(-micro_batches // count)
+
+
+def round_order(stages: Sequence[int], places: int, micro_batches: int) -> list[tuple[int, int]]:
+    """(stage, micro-batch) in the order in which a place runs them; the last round filled up with micro-batches that are not there."""
+    count, size = rounds(places, micro_batches)
+    return [
+        (stage, first + index) for first in range(0, count * size, size) for stage in stages for index in range(size)
+    ]
+
+
+def _orders(places: int, chunks: int, micro_batches: int) -> Orders:
+    _, size = rounds(places, micro_batches)
+    return tuple(
+        _place(place, places, chunks, (chunks - 1) * size + 2 * (places - 1 - place), micro_batches)
+        for place in range(places)
+    )
+
+
+def _place(place: int, places: int, chunks: int, warm_up: int, micro_batches: int) -> tuple[Action, ...]:
+    stages = range(place, places * chunks, places)
+    forwards = [Action(stage, "F", index) for stage, index in round_order(stages, places, micro_batches)]
+    backwards = [Action(stage, "B", index) for stage, index in round_order(stages[::-1], places, micro_batches)]
+    in_turn = chain.from_iterable(zip_longest(forwards[warm_up:], backwards))
+    row = (*forwards[:warm_up], *(action for action in in_turn if action is not None))
+    return tuple(action for action in row if action.index is not None and action.index < micro_batches)
+
+
+INTERLEAVED_1F1B = Schedule(name="Interleaved1F1B", placement="loop", chunks=None, make=_orders)

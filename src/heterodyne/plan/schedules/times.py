@@ -1,0 +1,66 @@
+"""What a schedule costs, stage by stage: seconds of its work, bytes that it holds, and who reads from whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Read", "StageBytes", "StageTimes", "chain"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Seconds that a stage takes for one micro-batch: F, I, W and R. A whole backward B takes I and W together.
+
+    Where ``recompute_s`` is not 0 and the orders have no R for a micro-batch, its B (or its I) takes that much longer.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    recompute_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All work for one micro-batch."""
+        return self.forward_s + self.input_s + self.weight_s + self.recompute_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBytes:
+    """Bytes that a stage holds of one micro-batch.
+
+    Args:
+        activation: all that its backward needs. B frees it.
+        input_frees: of those, what I frees; W frees the rest.
+        kept: what is held from F on, if less than ``activation``; the rest comes back with R.
+    """
+
+    activation: int
+    input_frees: int = 0
+    kept: int | None = None
+
+    @property
+    def again(self) -> int:
+        """What R brings back."""
+        return 0 if self.kept is None else self.activation - self.kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """Stage ``reader`` reads what stage ``source``, an earlier one, makes.
+
+    The seconds are those of the transfer, which stages on one place do not need. ``backward_s`` None: no gradient comes back.
+    """
+
+    source: int
+    reader: int
+    forward_s: float = 0.0
+    backward_s: float | None = 0.0
+
+
+def chain(stages: int, send_s: float = 0.0) -> Sequence[Read]:
+    """Each stage reads from the one before it, and every transfer takes ``send_s``."""
+    return tuple(
+        Read(source=stage, reader=stage + 1, forward_s=send_s, backward_s=send_s) for stage in range(stages - 1)
+    )
