@@ -110,7 +110,6 @@ class Clock:
         self._lag: list[float] = []
         self._several: dict[int, list[tuple[int, float]]] = {}
         self._connect(times, places, chain(self.stages) if reads is None else reads)
-        self._slow = [t.recompute_s > 0 for t in times]
 
     def code(self, action: Action, *, again: bool = False) -> int:
         """``again``: a backward that recomputes first."""
@@ -120,9 +119,8 @@ class Clock:
     def encode(self, orders: Orders) -> list[list[int]]:
         """Rows of codes. Raises KeyError for a kind that is not computing."""
         ready = {(a.stage, a.index) for row in orders for a in row if a.kind == "R"}
-        slow = self._slow
         return [
-            [self.code(a, again=a.kind in "IB" and slow[a.stage] and (a.stage, a.index) not in ready) for a in row]
+            [self.code(a, again=a.kind in ("I", "B") and (a.stage, a.index) not in ready) for a in row]
             for row in orders
         ]
 
