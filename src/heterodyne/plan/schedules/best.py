@@ -132,16 +132,15 @@ def _candidates(work: PipelineWork) -> dict[str, tuple[Rows, float]]:
 def _policies(*, chunks: bool) -> Iterator[Policy]:
     orders = ((True, True), (True, False), (False, False)) if chunks else ((True, True),)
     for depth, in_turn, (forward, backward) in product((1.0, 1.4, 2.0, 3.0, inf), (True, False), orders):
-        for split, patience in ((True, 0.0), (True, 1.0), (False, 0.0)):
-            if split or not chunks:
-                yield Policy(
-                    depth=depth,
-                    in_turn=in_turn,
-                    split=split,
-                    patience=patience,
-                    forward_deep=forward,
-                    backward_deep=backward,
-                )
+        for split, patience in ((True, 0.0),) if chunks else ((True, 0.0), (True, 1.0), (False, 0.0)):
+            yield Policy(
+                depth=depth,
+                in_turn=in_turn,
+                split=split,
+                patience=patience,
+                forward_deep=forward,
+                backward_deep=backward,
+            )
 
 
 def _name(policy: Policy) -> str:

@@ -70,6 +70,7 @@ class _State:
             for back in work.returns_s()
         ]
         self.first = [bytes_.activation - bytes_.again for bytes_ in work.held]
+        self.recomputes = [t.recompute_s > 0 or b.again > 0 for t, b in zip(work.times, work.held, strict=True)]
         self.spare = [max((work.held[s].again for s in mine), default=0) for mine in self.stages_of]
         self._connect(stages, count)
 
@@ -115,13 +116,14 @@ class _State:
                 elif backward < 0 or self.policy.backward_deep:
                     backward = stage
             index = self.forwards[stage]
-            if index < self.work.micro_batches and not self.lacks_forward[stage][index]:
-                if index - self.backwards[stage] >= self.most[stage] or not self._room(place, stage):
-                    continue
-                if self.forward_at[stage][index] > now:
-                    soon = min(soon, self.forward_at[stage][index])
-                elif forward < 0 or self.policy.forward_deep:
-                    forward = stage
+            if index >= self.work.micro_batches or self.lacks_forward[stage][index]:
+                continue
+            if index - self.backwards[stage] >= self.most[stage]:
+                continue
+            if self.forward_at[stage][index] > now:
+                soon = min(soon, self.forward_at[stage][index])
+            elif (forward < 0 or self.policy.forward_deep) and self._room(place, stage):
+                forward = stage
         return backward, forward, soon
 
     def _room(self, place: int, stage: int) -> bool:
@@ -130,7 +132,10 @@ class _State:
         mine = self.stages_of[place]
         if left < 0 or len(mine) == 1:
             return left >= 0
-        for index in range(min(map(self.weights.__getitem__, mine)), max(map(self.forwards.__getitem__, mine)) + 1):
+        oldest, newest = min(self.weights[s] for s in mine), max(self.forwards[s] for s in mine)
+        if left >= (newest + 1 - oldest) * sum(self.first[s] for s in mine):
+            return True  # plenty
+        for index in range(oldest, newest + 1):
             held = needed = 0
             for other in mine:
                 if index < self.forwards[other] or (other == stage and index == self.forwards[stage]):
@@ -166,7 +171,7 @@ class _State:
     def _backward(self, stage: int, place: int, now: float) -> list[tuple[float, int]]:
         """I or B, after R where there was no wait for it, after a W where there is no room for it."""
         index = self.backwards[stage]
-        if self.agains[stage] <= index and self._recomputes(stage):
+        if self.agains[stage] <= index and self.recomputes[stage]:
             room = self.work.free_bytes[place] - self.held[place]
             if self.work.held[stage].again > room and (owes := self._owed(place)) >= 0:
                 return self._weight(owes, place, now)
@@ -190,7 +195,7 @@ class _State:
             ahead = index < self.forwards[stage] and self.agains[stage] <= index
             if (
                 ahead
-                and self._recomputes(stage)
+                and self.recomputes[stage]
                 and self.held[place] + self._early(stage) <= self.work.free_bytes[place]
             ):
                 return self._again(stage, place, now)
@@ -198,9 +203,6 @@ class _State:
         if owes >= 0 and soon - now >= self.policy.patience * self.work.times[owes].weight_s:
             return self._weight(owes, place, now)
         return []
-
-    def _recomputes(self, stage: int) -> bool:
-        return self.work.times[stage].recompute_s > 0 or self.work.held[stage].again > 0
 
     def _early(self, stage: int) -> int:
         """The room that R needs ahead of its gradient: the other stages of the place must not be kept from going on."""
