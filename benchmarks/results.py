@@ -61,12 +61,21 @@ class Results:
                 "name": self.name,
                 "machine": _machine(),
                 "commit": _commit(),
-                "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+                "command": " ".join(["python", f"benchmarks/{self.name}.py", *_without_file(sys.argv[1:])]),
                 "rows": self.rows,
                 "bars": self.bars,
             }
             path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         return 0 if all(bar["ok"] for bar in self.bars.values()) else 1
+
+
+def _without_file(arguments: Sequence[str]) -> list[str]:
+    """Where the results are written is no part of what was measured."""
+    kept = list(arguments)
+    if "--json" in kept:
+        place = kept.index("--json")
+        del kept[place : place + 2]
+    return kept
 
 
 def _short(value: Any) -> str:
