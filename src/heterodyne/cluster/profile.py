@@ -27,6 +27,7 @@ class BlockSample:
     ``saved_bytes`` is what the block keeps from forward to backward; ``spread`` that of forward plus backward.
     ``peak_bytes`` is the most that forward and backward held at any moment beyond weights and gradients, 0 where the device does
     not say (CPU). ``extrapolated``: not measured, but continued from the smaller sizes (out of time or of memory).
+    ``input_s`` and ``weight_s`` are the two halves of a backward that is run in halves, both 0 where that was not measured.
     """
 
     micro_batch_size: int
@@ -36,6 +37,8 @@ class BlockSample:
     saved_bytes: int
     peak_bytes: int = 0
     extrapolated: bool = False
+    input_s: float = 0.0
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,11 @@ from heterodyne.cost.collective import AlphaBeta, Collectives
 from heterodyne.cost.compute import Compute, compute_of
 from heterodyne.cost.curve import Curve
 from heterodyne.cost.memory import DeviceMemory, MemoryAssumptions, MemoryUse
+from heterodyne.cost.model import CostModel
 from heterodyne.cost.recipe import Recipe
-from heterodyne.cost.step import CostModel, RankCosts, StepCosts
+from heterodyne.cost.routes import Route
+from heterodyne.cost.stage import StageCosts
+from heterodyne.cost.step import RankCosts, StepCosts
 
 __all__ = [
     "AlphaBeta",
@@ -18,6 +21,8 @@ __all__ = [
     "MemoryUse",
     "RankCosts",
     "Recipe",
+    "Route",
+    "StageCosts",
     "StepCosts",
     "compute_of",
 ]

@@ -8,7 +8,7 @@ smaller or larger one, and how links are turned into a collective that was never
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 
@@ -75,6 +75,7 @@ class Collectives:
 
     cluster: Cluster
     samples: tuple[LinkSample, ...] = ()
+    _sends: dict[tuple[str, str], AlphaBeta] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def _reduces(self) -> dict[frozenset[str], AlphaBeta]:
@@ -85,15 +86,28 @@ class Collectives:
         return [(s.bytes, s.seconds) for s in self.samples if s.op == op and frozenset(s.devices) == group]
 
     def send(self, source: str, destination: str) -> AlphaBeta:
-        """One transfer; nothing between a device and itself. Raises MeasureError if nothing is known of the link."""
+        """One transfer; nothing between a device and itself. Raises MeasureError if nothing is known of the link.
+
+        In order of trust: this very pair measured; what the cluster file says; the smallest measured collective around it.
+        """
         if source == destination:
             return FREE
+        if (source, destination) not in self._sends:
+            self._sends[source, destination] = self._send(source, destination)
+        return self._sends[source, destination]
+
+    def _send(self, source: str, destination: str) -> AlphaBeta:
         exact = [
             (s.bytes, s.seconds) for s in self.samples if s.op == "send" and s.devices == (source, destination)
         ] or self._points("send", frozenset((source, destination)))
         if exact:
             return fit(exact)
         link = self.cluster.link(source, destination)
+        around = [group for group in self._reduces if {source, destination} <= group]
+        if link is None and around:
+            near = min(around, key=lambda g: (len(g), sorted(g)))
+            count = len(near)  # a ring makes 2 (n - 1) transfers of B / n bytes
+            return self._reduces[near].scaled(1 / (2 * (count - 1)), count / (2 * (count - 1)))
         if link is None:
             raise MeasureError(
                 f"nothing is known of the link between {source} and {destination}: "

@@ -1,24 +1,32 @@
-"""Seconds of forward and backward of a model on one device, for any micro-batch size.
+"""Seconds of forward and backward of a model, or of a stage of it, on one device, for any micro-batch size.
 
 The model is the sum of its blocks; blocks of one kind were measured once. Where the model was also measured in one piece
 (the kind `WHOLE`), the sum is scaled to it. The ratio of the two, the *composition*, says what a sum of parts leaves out
 (caches that stay warm, kernels that overlap, glue between the blocks) and is kept, so that it can be shown.
+
+A stage is the sum of its blocks, scaled alike, so the stages of a pipeline add up to the model. A block that is cut inside counts by
+the operations of the ops on each side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from heterodyne.cluster.profile import WHOLE, DeviceProfile
 from heterodyne.cost.curve import Curve
+from heterodyne.cost.halves import Halves
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.graph.size import Size
 
-__all__ = ["Compute", "Direction", "compute_of"]
+__all__ = ["Compute", "Direction", "Pass", "compute_of"]
 
 _NO_TIME = 1e-12  # seconds; no clock tells less
+
+Pass = Literal["F", "B", "I", "W"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +46,27 @@ class Direction:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Time curves of one device. ``blocks``: the kind of each block, in order."""
+    """Time curves of one device.
+
+    Args:
+        graph: the model.
+        forward, backward: of the whole model.
+        halves: for the kinds of blocks that were also measured in halves: seconds of I and of W.
+    """
 
     device: str
-    blocks: tuple[str, ...]
+    graph: ModelGraph
     forward: Direction
     backward: Direction
+    halves: Mapping[str, tuple[Curve, Curve]] = field(default_factory=dict)
+    _split: Halves
+    _borders: dict[tuple[Pass, float], tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _reached: dict[tuple[Pass, int, float], float] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The kind of each block, in order."""
+        return tuple(block.kind for block in self.graph.blocks)
 
     def micro_batch_s(self, size: float) -> float:
         """Seconds of forward and backward of one micro-batch; 0 for none."""
@@ -54,14 +77,77 @@ class Compute:
         parts = sum(d.kinds[kind](size) for d in (self.forward, self.backward) for kind in self.blocks)
         return self.micro_batch_s(size) / parts if parts > 0 else 1.0
 
+    def seconds(self, kind: Pass, ops: tuple[int, int], size: float) -> float:
+        """Seconds of the ops ``[start, stop)`` for a micro-batch of ``size`` samples; I and W are the halves of B."""
+        return max(0.0, self._until(kind, ops[1], size) - self._until(kind, ops[0], size))
+
     def ready_fractions(self, size: float) -> tuple[float, ...]:
         """For each block, the fraction of the model's backward after which the gradients of that block are complete.
 
         The backward runs the blocks from last to first, so this falls from the first block (1) to the last.
         """
-        seconds = [self.backward.kinds[kind](size) for kind in self.blocks]
-        done = list(accumulate(reversed(seconds)))[::-1]
-        return tuple(part / done[0] if done[0] > 0 else 1.0 for part in done)
+        whole = (0, len(self.graph.ops))
+        return tuple(self.ready_fraction(block.start, whole, size) for block in self.graph.blocks)
+
+    def ready_fraction(self, position: int, ops: tuple[int, int], size: float) -> float:
+        """The fraction of the backward of the ops ``[start, stop)`` after which that of ``[position, stop)`` is over."""
+        whole = self.seconds("B", ops, size)
+        position = min(max(position, ops[0]), ops[1])
+        return self.seconds("B", (position, ops[1]), size) / whole if whole > 0 else 1.0
+
+    def _until(self, kind: Pass, position: int, size: float) -> float:
+        """Seconds of all ops before ``position``."""
+        key = (kind, position, size)
+        if key not in self._reached:
+            borders, reached = self._block_borders(kind, size), 0.0
+            for block, low, high in zip(self.graph.blocks, borders, borders[1:], strict=False):
+                if position <= block.start:
+                    break
+                part = 1.0 if position >= block.stop else self._part(kind, block.start, position, block.stop, size)
+                reached = high if part == 1.0 else low + part * (high - low)
+            self._reached[key] = reached
+        return self._reached[key]
+
+    def _block_borders(self, kind: Pass, size: float) -> tuple[float, ...]:
+        """Seconds of all blocks before each block, and of all."""
+        key = (kind, size)
+        if key not in self._borders:
+            direction = self.forward if kind == "F" else self.backward
+            whole = [direction.kinds[name](size) for name in self.blocks]
+            parts = whole if kind in ("F", "B") else self._halved(kind, whole, size)
+            summed = sum(whole)
+            # The model as a whole is taken as it is, not as a sum that differs from it in the last digit.
+            total, scale = direction.total(size), direction.total(size) / summed if summed > 0 else 0.0
+            borders = list(accumulate((part * scale for part in parts), initial=0.0))
+            self._borders[key] = (*borders[:-1], total if kind in ("F", "B") else borders[-1])
+        return self._borders[key]
+
+    def _halved(self, kind: Pass, whole: list[float], size: float) -> list[float]:
+        """The half of each block's backward: as measured, else by operations."""
+        flops = {"I": self._split.input_flops, "W": self._split.weight_flops}
+        halves = []
+        for block, seconds in zip(self.graph.blocks, whole, strict=True):
+            if block.kind in self.halves:
+                halves.append(self.halves[block.kind][0 if kind == "I" else 1](size))
+                continue
+            own = {half: Size.total(of[block.start : block.stop])(size) for half, of in flops.items()}
+            together = own["I"] + own["W"]
+            # A block without any operations that count has no weights to speak of.
+            part = own[kind] / together if together > 0 else float(kind == "I")
+            halves.append(seconds * part)
+        return halves
+
+    def _part(self, kind: Pass, start: int, position: int, stop: int, size: float) -> float:
+        """The part of a block's seconds that belongs to its ops before ``position``."""
+        if kind in ("I", "W"):
+            sizes = (self._split.input_flops if kind == "I" else self._split.weight_flops)[start:stop]
+        else:
+            ops = self.graph.ops[start:stop]
+            sizes = tuple(op.flops_forward if kind == "F" else op.flops_backward for op in ops)
+        flops = [flop(size) for flop in sizes]
+        if sum(flops) <= 0:
+            return (position - start) / (stop - start)
+        return sum(flops[: position - start]) / sum(flops)
 
 
 def compute_of(graph: ModelGraph, device: str, profile: DeviceProfile) -> Compute:
@@ -72,10 +158,22 @@ def compute_of(graph: ModelGraph, device: str, profile: DeviceProfile) -> Comput
         raise MeasureError(f"{device}: {what}; measure this model again with 'heterodyne measure'")
     return Compute(
         device=device,
-        blocks=tuple(block.kind for block in graph.blocks),
+        graph=graph,
         forward=_direction(graph, profile, "forward_s"),
         backward=_direction(graph, profile, "backward_s"),
+        halves=_halves(graph, profile),
+        _split=Halves(graph),
     )
+
+
+def _halves(graph: ModelGraph, profile: DeviceProfile) -> dict[str, tuple[Curve, Curve]]:
+    halves = {}
+    for kind in graph.kinds:
+        known = [s for s in profile.blocks[kind] if s.input_s > 0 or s.weight_s > 0]
+        if known:
+            inputs = Curve.fit((float(s.micro_batch_size), s.input_s) for s in known)
+            halves[kind] = (inputs, Curve.fit((float(s.micro_batch_size), s.weight_s) for s in known))
+    return halves
 
 
 def _direction(graph: ModelGraph, profile: DeviceProfile, field: str) -> Direction:

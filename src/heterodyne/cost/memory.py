@@ -6,18 +6,23 @@ size, not proportional to the share. Every term leans upwards; a plan that fits 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 from heterodyne.cluster.profile import WHOLE, DeviceProfile
 from heterodyne.cluster.spec import Device
 from heterodyne.cost.curve import Curve
 from heterodyne.cost.recipe import Recipe
-from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.buckets import gradient_buckets
+from heterodyne.graph.ir import Block, ModelGraph, Parameter
+from heterodyne.graph.size import Size
+from heterodyne.plan.buckets import Bucket, gradient_buckets
 
 __all__ = ["DeviceMemory", "MemoryAssumptions", "MemoryUse"]
+
+Ops: TypeAlias = tuple[int, int]
+"""The ops ``[start, stop)`` of a graph."""
 
 _CONTEXT_BYTES: Mapping[str, int] = {"cpu": 512 * 2**20}
 
@@ -83,7 +88,10 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Memory of one device as a function of the micro-batch size. ``profile`` None: nothing was measured, the graph is believed."""
+    """Memory of one device as a function of the micro-batch size. ``profile`` None: nothing was measured, the graph is believed.
+
+    Where a method asks for ``ops``, it is about the stage of the ops ``[start, stop)``; None: the whole model.
+    """
 
     graph: ModelGraph
     device: Device
@@ -92,20 +100,26 @@ class DeviceMemory:
     assumptions: MemoryAssumptions = field(default_factory=MemoryAssumptions)
 
     @cached_property
-    def _saved(self) -> Curve | None:
-        """Bytes from forward to backward: of the model in one piece where measured, else the sum of its blocks, else None."""
+    def _saved(self) -> dict[str, Curve]:
+        """Measured bytes from forward to backward, for each kind; empty unless the model or every block was measured."""
         measured = {} if self.profile is None else self.profile.blocks
         curves = {
             kind: Curve.envelope((s.micro_batch_size, s.saved_bytes) for s in samples)
             for kind, samples in measured.items()
             if any(s.saved_bytes > 0 for s in samples)
         }
-        if WHOLE in curves:
-            return curves[WHOLE]
-        if not all(block.kind in curves for block in self.graph.blocks):
-            return None
-        sizes = sorted({size for curve in curves.values() for size in curve.sizes})
-        return Curve.envelope((size, sum(curves[block.kind](size) for block in self.graph.blocks)) for size in sizes)
+        return curves if WHOLE in curves or self._all_in(curves) else {}
+
+    @cached_property
+    def _saved_by_all(self) -> Curve | None:
+        """Of the model in one piece where measured, else the sum of its blocks, else None."""
+        if WHOLE in self._saved or not self._saved:
+            return self._saved.get(WHOLE)
+        sizes = sorted({size for curve in self._saved.values() for size in curve.sizes})
+        return Curve.envelope((size, sum(self._saved[b.kind](size) for b in self.graph.blocks)) for size in sizes)
+
+    def _all_in(self, curves: Mapping[str, Curve]) -> bool:
+        return all(block.kind in curves for block in self.graph.blocks)
 
     @property
     def _context(self) -> int:
@@ -113,62 +127,120 @@ class DeviceMemory:
         measured = 0 if self.profile is None else self.profile.context_bytes
         return measured or self.assumptions.context(self.device.backend)
 
-    def activations(self, size: int) -> int:
-        """Bytes that one micro-batch of that many samples keeps from its forward to its backward."""
+    def activations(self, size: int, ops: Ops | None = None) -> int:
+        """Bytes that one micro-batch of that many samples keeps from its forward to its backward.
+
+        Of a stage: the sum of what its blocks were measured to keep, the part of a block that is cut inside as the graph has it. If
+        the model in one piece keeps more than the sum of its blocks, so does each stage.
+        """
         if size == 0:
             return 0
-        return round(self._saved(size) if self._saved is not None else self.graph.bytes_saved()(size))
+        start, stop = ops or (0, len(self.graph.ops))
+        by_graph = Size.total(op.bytes_saved for op in self.graph.ops[start:stop])(size)
+        if not self._saved:
+            return round(by_graph)
+        whole = self._saved_by_all
+        assert whole is not None  # there are curves
+        if (start, stop) == (0, len(self.graph.ops)):
+            return round(whole(size))
+        if not self._all_in(self._saved):
+            all_by_graph = self.graph.bytes_saved()(size)
+            return round(whole(size) * by_graph / all_by_graph if all_by_graph > 0 else whole(size))
+        summed = sum(self._saved[block.kind](size) for block in self.graph.blocks)
+        parts = sum(self._saved[b.kind](size) * self._part(b, start, stop, size) for b in self.graph.blocks)
+        return round(parts * (max(1.0, whole(size) / summed) if summed > 0 else 1.0))
+
+    def _part(self, block: Block, start: int, stop: int, size: int) -> float:
+        """The part of what a block keeps that its ops in ``[start, stop)`` keep."""
+        low, high = max(start, block.start), min(stop, block.stop)
+        if low >= high:
+            return 0.0
+        if (low, high) == (block.start, block.stop):
+            return 1.0
+        kept = self.graph.bytes_saved(block)(size)
+        own = Size.total(op.bytes_saved for op in self.graph.ops[low:high])(size)
+        return own / kept if kept > 0 else (high - low) / (block.stop - block.start)
 
     @cached_property
-    def _transient(self) -> Curve | None:
-        """Measured bytes beyond weights, gradients and saved activations; None where the device does not tell its peak.
-
-        Of the model in one piece where measured, else of the worst of its blocks.
-        """
+    def _transient(self) -> dict[str, Curve]:
+        """Measured bytes beyond weights, gradients and saved activations, for each kind; empty where the device does not tell its peak."""
         measured = {} if self.profile is None else self.profile.blocks
         known = {
-            kind: [(s.micro_batch_size, max(0, s.peak_bytes - s.saved_bytes)) for s in samples]
+            kind: Curve.envelope((s.micro_batch_size, max(0, s.peak_bytes - s.saved_bytes)) for s in samples)
             for kind, samples in measured.items()
             if samples and all(s.peak_bytes > 0 for s in samples)
         }
-        if WHOLE in known:
-            return Curve.envelope(known[WHOLE])
-        if not known or not all(block.kind in known for block in self.graph.blocks):
-            return None
-        curves = [Curve.envelope(points) for points in known.values()]
-        sizes = sorted({size for curve in curves for size in curve.sizes})
-        return Curve.envelope((size, max(curve(size) for curve in curves)) for size in sizes)
+        return known if WHOLE in known or self._all_in(known) else {}
 
-    def workspace(self, size: int) -> int:
+    def workspace(self, size: int, ops: Ops | None = None) -> int:
         """Bytes that come and go inside a backward: measured, else gradients of inputs and outputs of the largest op, twice.
 
-        Twice, since where paths join (skip connections) a second gradient waits for the first.
+        Twice, since where paths join (skip connections) a second gradient waits for the first. Measured is the model in one piece, or
+        else, and for a stage, the worst of its blocks.
         """
         if size == 0:
             return 0
-        if self._transient is not None:
-            return round(self._transient(size))
-        return round(2 * max((op.bytes_read(size) + op.bytes_written(size) for op in self.graph.ops), default=0))
+        start, stop = ops or (0, len(self.graph.ops))
+        known = self._transient
+        if known and (WHOLE not in known or ((start, stop) != (0, len(self.graph.ops)) and self._all_in(known))):
+            kinds = {block.kind for block in self.graph.blocks if block.start < stop and start < block.stop}
+            return round(max((known[kind](size) for kind in kinds), default=0.0))
+        if known:
+            return round(known[WHOLE](size))
+        return round(
+            2 * max((op.bytes_read(size) + op.bytes_written(size) for op in self.graph.ops[start:stop]), default=0)
+        )
 
-    def use(self, size: int) -> MemoryUse:
-        """The peak when micro-batches of up to ``size`` samples run one after the other; 0: no share, only the update."""
-        trainable = [p for p in self.graph.parameters if p.trainable]
+    def held(self, stages: Sequence[Ops] | None = None) -> tuple[Parameter, ...]:
+        """The parameters and buffers that a device with these stages (None: the whole model) has: what their ops read, once each.
+
+        What no op at all reads is held by every device.
+        """
+        stored = (*self.graph.parameters, *self.graph.buffers)
+        if stages is None or any(tuple(stage) == (0, len(self.graph.ops)) for stage in stages):
+            return stored
+        anywhere = {name for op in self.graph.ops for name in op.parameters}
+        here = {name for start, stop in stages for op in self.graph.ops[start:stop] for name in op.parameters}
+        return tuple(p for p in stored if p.name in here or p.name not in anywhere)
+
+    def use(self, size: int, stages: Sequence[Ops] | None = None) -> MemoryUse:
+        """The peak when micro-batches of up to ``size`` samples run one after the other; 0: no share, only the update.
+
+        With ``stages``, of a device that has these stages of a pipeline: activations of one micro-batch in each of them.
+        """
+        held = self.held(stages)
+        trainable = [p for p in held if p.trainable]
+        names = {p.name for p in trainable}
         gradients = sum(p.bytes for p in trainable)
         states = sum(max(p.bytes, 4 * p.numel) for p in trainable)  # states of narrow parameters are kept in fp32
-        autocast = 2 * self.graph.parameter_count if self.recipe.precision == "bf16" else 0
-        parameters = self.graph.parameter_bytes + self.graph.buffer_bytes + autocast
+        weights = {p.name for p in self.graph.parameters}
+        autocast = 2 * sum(p.numel for p in held if p.name in weights) if self.recipe.precision == "bf16" else 0
+        parameters = sum(p.bytes for p in held) + autocast
         optimizer = self.recipe.states * states
-        largest = max((bucket.bytes for bucket in gradient_buckets(self.graph, self.recipe.bucket_bytes)), default=0)
-        buckets = min(gradients, 2 * largest)
-        tensors = parameters + optimizer + gradients + buckets + self.activations(size)
+        own = [sum(self._bytes[name] for name in bucket.parameters if name in names) for bucket in self._buckets]
+        buckets = min(gradients, 2 * max(own, default=0))
+        ranges = [None] if stages is None else list(stages)
+        activations = sum(self.activations(size, ops) for ops in ranges)
         return MemoryUse(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
             buckets=buckets,
-            activations=self.activations(size),
-            workspace=self.workspace(size),
+            activations=activations,
+            workspace=max((self.workspace(size, ops) for ops in ranges), default=0),
             update=max((max(p.bytes, 4 * p.numel) for p in trainable), default=0),
-            lost=round(self.assumptions.fragmentation * tensors),
+            lost=self.lost(parameters + optimizer + gradients + buckets + activations),
             context=self._context,
         )
+
+    def lost(self, tensors: float) -> int:
+        """What the allocator loses beside so many bytes of tensors."""
+        return round(self.assumptions.fragmentation * tensors)
+
+    @cached_property
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return gradient_buckets(self.graph, self.recipe.bucket_bytes)
+
+    @cached_property
+    def _bytes(self) -> dict[str, int]:
+        return {p.name: p.bytes for p in self.graph.parameters}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from heterodyne.cluster.spec import Device
 from heterodyne.cost.memory import MemoryUse
-from heterodyne.cost.step import CostModel
+from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.units import format_bytes
 

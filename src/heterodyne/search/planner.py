@@ -14,8 +14,8 @@ from typing import Literal
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
 from heterodyne.cost.recipe import Recipe
-from heterodyne.cost.step import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.lower import lower

@@ -1,18 +1,22 @@
 """A discrete-event engine: a clock, lanes, tasks. It knows nothing of training.
 
-A *lane* does its tasks one after another, in the order in which they were added. A *task* has an amount of work, in seconds
-at full speed; it may occupy several lanes at once (it then starts when all of them reach it) and may wait for other tasks.
-A lane may be slowed while another lane is busy (`slow`).
+A *lane* does one task at a time, in the order in which they were added; a *shared* lane in the order in which they become ready.
+A *task* has an amount of work, in seconds at full speed. It may occupy several lanes at once (it then starts when all of them
+reach it), and may wait for other tasks; those who wait for it are released ``lag`` seconds after its end, while its lane is free
+at once (a message that has left the wire and is still under way). A lane may be slowed while another lane is busy (`slow`).
 
-Order on a lane is nothing but one more task to wait for. So the engine is a list of counters (how many tasks each task still
-waits for) and a heap of ends; it is written with parallel lists rather than objects, because a plan search plays millions of
-tasks. Ties are broken by the order in which tasks were added, so equal inputs give equal outputs.
+The whole set of tasks can be played several times in a row (`run`), each round behind the one before on every lane of its own.
+
+Where nothing is slowed or shared, every order is known beforehand, and each start is the longest path that leads to it: one pass
+over the tasks, no heap. Everything else is played event by event (`sim.events`). Both keep parallel lists rather than objects,
+because a plan search plays millions of tasks, and break ties by the order in which tasks were added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+
+from heterodyne.sim.events import Events
 
 __all__ = ["Deadlock", "Engine"]
 
@@ -28,62 +32,85 @@ class Deadlock(Exception):  # noqa: N818  # what it is called everywhere
 
 
 class Engine:
-    """Add tasks, `run` once, read ``start`` and ``end`` (seconds, by task). Raises ValueError for a lane or a task that is not there."""
+    """Add tasks, `run` once, read the times (seconds). Raises ValueError for a lane or a task that is not there.
+
+    ``start`` and ``end`` hold the times of all tasks of round 0, then those of round 1, and so on. ``released`` is when those who
+    wait for a task may go: its end plus its lag.
+    """
 
     def __init__(self, lanes: int) -> None:
         self.start: list[float] = []
         self.end: list[float] = []
+        self.released: list[float] = []
+        self._lanes = lanes
         self._work: list[float] = []
-        self._lanes: list[tuple[int, ...]] = []
-        self._missing: list[int] = []
-        self._followers: list[list[int]] = []
-        self._last: list[int] = [-1] * lanes
+        self._lane: list[int] = []  # -1: several, in `_several`
+        self._several: dict[int, tuple[int, ...]] = {}
+        self._waits: list[tuple[int, ...]] = []
+        self._lag: list[float] = []
         self._slows: dict[int, list[tuple[int, float]]] = {}
+        self._shared: set[int] = set()
+        self._backwards = False  # whether some task waits for one that was added after it
 
-    def task(self, work: float, lanes: Sequence[int], after: Iterable[int] = ()) -> int:
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def task(self, work: float, lanes: Sequence[int], after: Iterable[int] = (), *, lag: float = 0.0) -> int:
         """Add a task of ``work`` seconds on ``lanes``, behind all that was added to them, and after the tasks ``after``."""
         number = len(self._work)
-        last, followers = self._last, self._followers
-        if not lanes or not 0 <= min(lanes) <= max(lanes) < len(last) or not 0 <= work < _NEVER:
-            raise ValueError(f"a task needs lanes among 0..{len(last) - 1} and finite work: {work} s on {tuple(lanes)}")
-        missing = 0
-        for lane in lanes:
-            if last[lane] >= 0:
-                followers[last[lane]].append(number)
-                missing += 1
-            last[lane] = number
-        for earlier in after:
-            followers[earlier].append(number)
-            missing += 1
-        self._work.append(work)
-        self._lanes.append(tuple(lanes))
-        self._missing.append(missing)
-        followers.append([])
+        if len(lanes) == 1:
+            self.extend([work], [lanes[0]], [tuple(after)], [lag])
+            return number
+        if not lanes or not 0 <= min(lanes) <= max(lanes) < self._lanes or not 0 <= work < _NEVER:
+            raise ValueError(
+                f"a task needs lanes among 0..{self._lanes - 1} and finite work: {work} s on {tuple(lanes)}"
+            )
+        if not self._shared.isdisjoint(lanes):
+            raise ValueError(f"a task on several lanes cannot use a shared one: {tuple(lanes)}")
+        self._several[number] = tuple(lanes)
+        self._append([work], [-1], [tuple(after)], [lag])
         return number
 
     def chain(self, works: Sequence[float], lane: int) -> range:
-        """Add tasks that wait for nothing but each other and the lane; the same as `task` for each, in a quarter of the time."""
-        first, count, last = len(self._work), len(works), self._last[lane]
-        if not works:
-            return range(first, first)
-        if not 0 <= min(works) <= max(works) < _NEVER:
-            raise ValueError(f"work must be finite and not negative: {min(works)} to {max(works)} s")
-        self._work.extend(works)
-        self._lanes.extend([(lane,)] * count)
-        self._missing.extend([1] * count)
-        if last >= 0:
-            self._followers[last].append(first)
-        else:
-            self._missing[first] = 0
-        self._followers.extend([number] for number in range(first + 1, first + count))
-        self._followers.append([])
-        self._last[lane] = first + count - 1
+        """Add tasks that wait for nothing but each other and the lane; the same as `task` for each."""
+        count = len(works)
+        return self.extend(works, [lane] * count, [()] * count, [0.0] * count)
+
+    def extend(
+        self,
+        works: Sequence[float],
+        lanes: Sequence[int],
+        waits: Sequence[tuple[int, ...]],
+        lags: Sequence[float],
+    ) -> range:
+        """Add many tasks of one lane each, given as parallel lists; the same as `task` for each, in a tenth of the time."""
+        first, count = len(self._work), len(works)
+        if count:
+            if not 0 <= min(lanes) <= max(lanes) < self._lanes or not (min(works) >= 0 and sum(works) < _NEVER):
+                raise ValueError(
+                    f"a task needs lanes among 0..{self._lanes - 1} and finite work: "
+                    f"{min(works)} to {max(works)} s on {sorted(set(lanes))}"
+                )
+            self._append(works, lanes, waits, lags)
         return range(first, first + count)
+
+    def _append(
+        self, works: Sequence[float], lanes: Sequence[int], waits: Sequence[tuple[int, ...]], lags: Sequence[float]
+    ) -> None:
+        if not (min(lags) >= 0 and sum(lags) < _NEVER):
+            raise ValueError(f"a lag must be finite and not negative: {min(lags)} to {max(lags)} s")
+        first = len(self._work)
+        self._work += works
+        self._lane += lanes
+        self._waits += waits
+        self._lag += lags
+        if not self._backwards:
+            self._backwards = any(before and max(before) >= task for task, before in enumerate(waits, start=first))
 
     def wait(self, task: int, earlier: int) -> None:
         """Let a task wait for another one, which may have been added after it."""
-        self._followers[earlier].append(task)
-        self._missing[task] += 1
+        self._waits[task] = (*self._waits[task], earlier)
+        self._backwards = self._backwards or earlier >= task
 
     def slow(self, lane: int, busy: int, loss: float) -> None:
         """While ``busy`` does a task, ``lane`` loses ``loss`` seconds of work per second (0: none, 1: it stands still)."""
@@ -92,140 +119,102 @@ class Engine:
         if loss > 0:
             self._slows.setdefault(busy, []).append((lane, loss))
 
-    def run(self) -> float:
+    def share(self, lane: int) -> None:
+        """Let the tasks of a lane take their turns in the order in which they become ready."""
+        if any(lane in lanes for lanes in self._several.values()):
+            raise ValueError(f"lane {lane} has a task that occupies several lanes, so it cannot be shared")
+        self._shared.add(lane)
+
+    def run(self, rounds: int = 1) -> float:
         """Play everything; the time of the last end. Raises Deadlock if tasks are left that wait for each other."""
+        if any(not 0 <= earlier < len(self._work) for before in self._waits for earlier in before):
+            raise ValueError(f"a task waits for one that is not among 0..{len(self._work) - 1}")
+        if self._slows or self._shared:
+            self._play_events(rounds)
+        else:
+            self._play(self._order(), rounds)
+        return max(self.end, default=0.0)
+
+    def load(self, round_: int) -> list[float]:
+        """For each lane, the seconds in which it was occupied by tasks of a round, slow-down included."""
+        load = [0.0] * self._lanes
+        first = round_ * len(self._work)
+        start, end = self.start[first:], self.end[first:]
+        for task, lane in enumerate(self._lane):
+            for one in (lane,) if lane >= 0 else self._several[task]:
+                load[one] += end[task] - start[task]
+        return load
+
+    def _play(self, order: Sequence[int], rounds: int) -> None:
+        """Every task at full speed, each behind all that it waits for. The loop that has to be fast."""
         count = len(self._work)
-        missing, end = list(self._missing), [_NEVER] * count
-        self.start, self.end = [0.0] * count, end
-        first = [task for task in range(count) if missing[task] == 0]
-        now, done = (self._play_slowed if self._slows else self._play)(first, missing)
-        if done < count:
-            raise Deadlock(tuple(task for task in range(count) if end[task] == _NEVER))
-        return now
+        lane_of, several, waits, work, lag = self._lane, self._several, self._waits, self._work, self._lag
+        free = [0.0] * self._lanes
+        self.start, self.end, self.released = [], [], []
+        for _ in range(rounds):
+            start, end, released = [0.0] * count, [0.0] * count, [0.0] * count
+            for task in order:
+                lane = lane_of[task]
+                moment = free[lane] if lane >= 0 else max([free[one] for one in several[task]])
+                for earlier in waits[task]:
+                    if released[earlier] > moment:
+                        moment = released[earlier]
+                start[task] = moment
+                end[task] = moment = moment + work[task]
+                released[task] = moment + lag[task]
+                if lane >= 0:
+                    free[lane] = moment
+                else:
+                    for one in several[task]:
+                        free[one] = moment
+            self.start += start
+            self.end += end
+            self.released += released
 
-    def _play(self, first: list[int], missing: list[int]) -> tuple[float, int]:
-        """Every task at full speed; the time of the last end, and how many ended. The loop that has to be fast."""
-        start, end, work, all_followers = self.start, self.end, self._work, self._followers
-        for task in first:
-            end[task] = work[task]
-        heap = [(work[task], task) for task in first]
-        heapify(heap)
-        now, done = 0.0, 0
-        while heap:
-            now, task = heap[0]
-            done += 1
-            replaced = False
-            for follower in all_followers[task]:
-                left = missing[follower] - 1
-                missing[follower] = left
-                if left == 0:
-                    start[follower] = now
-                    end[follower] = until = now + work[follower]
-                    if replaced:
-                        heappush(heap, (until, follower))
-                    else:  # one sift instead of two, since most tasks free just one other
-                        heapreplace(heap, (until, follower))
-                        replaced = True
-            if not replaced:
-                heappop(heap)
-        return now, done
-
-    def _play_slowed(self, first: list[int], missing: list[int]) -> tuple[float, int]:
-        """The same with lanes that slow others: ends move while a task runs, and the heap then holds outdated entries."""
-        running = _Running(self._lanes, self._slows, self.start, self.end, self._work)
-        ended = bytearray(len(missing))
-        now, done = 0.0, 0
-        for task in first:
-            running.begin(task, now)
-        while running.heap:
-            moment, task = heappop(running.heap)
-            if ended[task] or self.end[task] != moment:
-                continue
-            now = moment
-            ended[task] = 1
-            done += 1
-            running.finish(task, now)
-            for follower in self._followers[task]:
+    def _order(self) -> Sequence[int]:
+        """The tasks, each behind those that it waits for. Raises Deadlock."""
+        count = len(self._work)
+        if not self._backwards:
+            return range(count)
+        missing, followers = [0] * count, [[] for _ in range(count)]  # type: tuple[list[int], list[list[int]]]
+        for task, before in enumerate(self._before()):
+            missing[task] = len(before)
+            for earlier in before:
+                followers[earlier].append(task)
+        order = [task for task in range(count) if missing[task] == 0]
+        for task in order:  # grows meanwhile
+            for follower in followers[task]:
                 missing[follower] -= 1
                 if missing[follower] == 0:
-                    running.begin(follower, now)
-        return now, done
+                    order.append(follower)
+        if len(order) < count:
+            raise Deadlock(tuple(task for task in range(count) if missing[task]))
+        return order
 
+    def _before(self) -> list[tuple[int, ...]]:
+        """For each task those that it waits for, its lanes included."""
+        last = [-1] * self._lanes
+        before = []
+        for task, lane in enumerate(self._lane):
+            lanes = (lane,) if lane >= 0 else self._several[task]
+            before.append((*(last[one] for one in lanes if last[one] >= 0), *self._waits[task]))
+            for one in lanes:
+                last[one] = task
+        return before
 
-class _Running:
-    """Tasks in progress, when some of them slow others."""
-
-    def __init__(
-        self,
-        lanes: list[tuple[int, ...]],
-        slows: dict[int, list[tuple[int, float]]],
-        start: list[float],
-        end: list[float],
-        work: list[float],
-    ) -> None:
-        self.heap: list[tuple[float, int]] = []
-        self._lanes, self._slows, self._start, self._end = lanes, slows, start, end
-        self._left = list(work)
-        self._alone = [
-            on[0] if len(on) == 1 and on[0] not in slows else -1 for on in lanes
-        ]  # its lane, if it can slow none
-        self._since = [0.0] * len(work)
-        self._current: dict[int, int] = {}  # lane: the task on it
-        self._losses: dict[int, dict[int, float]] = {victim: {} for pairs in slows.values() for victim, _ in pairs}
-
-    def begin(self, task: int, now: float) -> None:
-        self._start[task] = self._since[task] = now
-        lane = self._alone[task]
-        if lane >= 0 and not self._losses.get(
-            lane
-        ):  # the common case, in few steps: nothing slows it, it slows nothing
-            self._current[lane] = task
-            self._end[task] = until = now + self._left[task]
-            heappush(self.heap, (until, task))
-            return
-        for lane in self._lanes[task]:
-            self._current[lane] = task
-        self._schedule(task, now)
-        for lane in self._lanes[task]:
-            for victim, loss in self._slows.get(lane, ()):
-                self._change(victim, lane, loss, now)
-
-    def finish(self, task: int, now: float) -> None:
-        if self._alone[task] >= 0:
-            del self._current[self._alone[task]]
-            return
-        for lane in self._lanes[task]:
-            del self._current[lane]
-        for lane in self._lanes[task]:
-            for victim, _ in self._slows.get(lane, ()):
-                self._change(victim, lane, None, now)
-
-    def _speed(self, task: int) -> float:
-        mine = self._lanes[task]  # a task does not slow itself
-        lost = [
-            sum(loss for busy, loss in self._losses[lane].items() if busy not in mine)
-            for lane in mine
-            if lane in self._losses
+    def _play_events(self, rounds: int) -> None:
+        count = len(self._work)
+        lanes = [(lane,) if lane >= 0 else self._several[task] for task, lane in enumerate(self._lane)]
+        waits = [
+            tuple(earlier + first for earlier in before) if first else before
+            for first in range(0, rounds * count, count or 1)
+            for before in self._waits
         ]
-        return max(0.0, 1.0 - max(lost, default=0.0))
-
-    def _schedule(self, task: int, now: float) -> None:
-        speed = self._speed(task)
-        if speed <= 0 and self._left[task] > 0:
-            self._end[task] = _NEVER
-            return
-        self._end[task] = now + (self._left[task] / speed if self._left[task] > 0 else 0.0)
-        heappush(self.heap, (self._end[task], task))
-
-    def _change(self, victim: int, busy: int, loss: float | None, now: float) -> None:
-        """Settle what the victim's task has done so far at its old speed, then go on at the new one."""
-        task = self._current.get(victim)
-        if task is not None:
-            self._left[task] = max(0.0, self._left[task] - (now - self._since[task]) * self._speed(task))
-            self._since[task] = now
-        if loss is None:
-            del self._losses[victim][busy]
-        else:
-            self._losses[victim][busy] = loss
-        if task is not None:
-            self._schedule(task, now)
+        events = Events(
+            lanes=lanes * rounds, work=self._work * rounds, lag=self._lag * rounds, waits=waits,
+            shared=frozenset(self._shared), slows=self._slows,
+        )  # fmt: skip
+        left = events.play()
+        if left:
+            raise Deadlock(tuple(left))
+        self.start, self.end, self.released = events.start, events.end, events.released

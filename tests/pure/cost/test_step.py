@@ -44,8 +44,8 @@ def test_what_a_rank_does_not_do_has_no_cost() -> None:
 def test_a_rank_without_a_share_is_ready_at_once_and_updates_all_the_same() -> None:
     zero = COSTS.of(PLAN).ranks[1]
     assert zero is not None
-    assert zero.forward_s == zero.backward_s == ()
-    assert set(zero.ready) == {0.0}
+    assert zero.stages[0].forward_s == zero.stages[0].backward_s == ()
+    assert set(zero.ready.values()) == {()}
     assert zero.compute_s == pytest.approx(0.2 * (1 + 3 / 7) + 0.05)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.cost import RankCosts, StepCosts
+from heterodyne.cost import RankCosts, StageCosts, StepCosts
 from heterodyne.errors import PlanError
 from heterodyne.plan import Action, Program
 from heterodyne.sim import simulate
@@ -27,15 +27,18 @@ def costs(draw: st.DrawFn, *, buckets: st.SearchStrategy[int] = st.integers(0, 3
     for _ in range(draw(st.integers(1, 4))):
         micro_batches = draw(st.integers(0, 3))
         ready = sorted(draw(st.lists(st.integers(0, 8).map(lambda n: n / 8), min_size=count, max_size=count)))
-        made = RankCosts(
+        stage = StageCosts(
             forward_s=tuple(draw(SECONDS) for _ in range(micro_batches)),
             backward_s=tuple(draw(SECONDS) for _ in range(micro_batches)),
-            ready=tuple(ready) if micro_batches else (0.0,) * count,
+            kept_bytes=tuple(draw(st.integers(0, 99)) for _ in range(micro_batches)),
+        )
+        made = RankCosts(
+            stages={0: stage},
+            ready={bucket: ((0, at),) if micro_batches else () for bucket, at in enumerate(ready)},
             clip_s=draw(SECONDS),
             step_s=draw(SECONDS),
             overhead_s=draw(SECONDS),
             overlap=draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
-            activation_bytes=tuple(draw(st.integers(0, 99)) for _ in range(micro_batches)),
             fixed_bytes=1000,
         )
         ranks.append(draw(st.sampled_from([made, made, made, None])))
@@ -49,7 +52,7 @@ def program(made: StepCosts) -> Program:
             ()
             if rank is None
             else (
-                *(Action(0, kind, index) for index in range(len(rank.forward_s)) for kind in ("F", "B")),
+                *(Action(0, kind, index) for index in range(len(rank.stages[0].forward_s)) for kind in ("F", "B")),
                 *(Action(0, "REDUCE_GRAD", index) for index in range(len(made.reduce_s))),
                 Action(0, "CLIP"),
                 Action(0, "STEP"),
@@ -84,7 +87,10 @@ def test_what_does_not_hide_is_added(made: StepCosts) -> None:
     """Gradients that are complete only at the end of the backward: nothing overlaps, so everything adds up."""
     late = replace(
         made,
-        ranks=tuple(None if r is None else replace(r, ready=(1.0,) * len(made.reduce_s)) for r in made.ranks),
+        ranks=tuple(
+            None if r is None else replace(r, ready={k: ((0, 1.0),) * bool(at) for k, at in r.ready.items()})
+            for r in made.ranks
+        ),
     )
     if active(made):
         expected = max(rank.compute_s for rank in active(made)) + sum(made.reduce_s)
@@ -96,8 +102,11 @@ def test_a_faster_device_never_makes_a_step_longer(made: StepCosts, by: float, w
     rank = made.ranks[which % len(made.ranks)]
     if rank is None:
         return
-    value = getattr(rank, field)
-    faster = replace(rank, **{field: tuple(v * by for v in value) if isinstance(value, tuple) else value * by})
+    if field in ("step_s", "clip_s"):
+        faster = replace(rank, **{field: getattr(rank, field) * by})
+    else:
+        stage = rank.stages[0]
+        faster = replace(rank, stages={0: replace(stage, **{field: tuple(v * by for v in getattr(stage, field))})})
     ranks = tuple(faster if r is rank else r for r in made.ranks)
     # A collective that starts earlier may slow a rank that would have been done by then; it loses less than was gained
     # by no more than what overlapping costs, which is why this holds exactly only without such a loss.
@@ -117,7 +126,11 @@ def test_a_faster_link_never_makes_a_step_longer(made: StepCosts, by: float) -> 
 @given(costs())
 def test_the_period_is_steady_once_every_rank_waits_for_all(made: StepCosts) -> None:
     # The last bucket is complete when the backward is over, so no rank runs ahead of the others into the next step.
-    waits = tuple(r if r is None or not r.ready else replace(r, ready=(*r.ready[:-1], 1.0)) for r in made.ranks)
+    late = len(made.reduce_s) - 1
+    waits = tuple(
+        r if r is None or not r.ready.get(late) else replace(r, ready={**r.ready, late: ((0, 1.0),)})
+        for r in made.ranks
+    )
     made = replace(made, ranks=waits)
     if not made.reduce_s:
         return
@@ -160,9 +173,16 @@ def test_a_collective_is_at_one_time_on_all_its_ranks(made: StepCosts) -> None:
     )
 
 
-def rank(**changes: object) -> RankCosts:
-    base = RankCosts(forward_s=(1.0, 1.0), backward_s=(2.0, 2.0), ready=(0.5, 1.0), step_s=0.5, activation_bytes=(0, 0))
-    return replace(base, **changes)  # type: ignore[arg-type]
+def rank(
+    passes: int = 2, kept: tuple[int, ...] = (), ready: tuple[float, ...] = (0.5, 1.0), **changes: int | float
+) -> RankCosts:
+    stage = StageCosts(forward_s=(1.0,) * passes, backward_s=(2.0,) * passes, kept_bytes=kept)
+    return RankCosts(
+        stages={0: stage},
+        ready={bucket: ((0, at),) if passes else () for bucket, at in enumerate(ready)},
+        step_s=0.5,
+        **changes,  # type: ignore[arg-type]
+    )
 
 
 def test_a_bucket_starts_inside_the_last_backward() -> None:
@@ -185,7 +205,7 @@ def test_a_collective_slows_compute_by_the_measured_overlap() -> None:
 
 
 def test_a_rank_without_a_share_waits_for_nobody_and_nobody_for_it() -> None:
-    nothing = rank(forward_s=(), backward_s=(), ready=(0.0, 0.0))
+    nothing = rank(0)
     made = StepCosts(ranks=(rank(), nothing), reduce_s=(0.25, 0.25))
     played = simulate(program(made), made)
     assert played.step_s == 6.75
@@ -193,13 +213,11 @@ def test_a_rank_without_a_share_waits_for_nobody_and_nobody_for_it() -> None:
 
 
 def test_activations_of_one_micro_batch_are_alive_at_a_time() -> None:
-    made = StepCosts(
-        ranks=(rank(activation_bytes=(10, 30), fixed_bytes=100, workspace_bytes=5, update_bytes=20), None), reduce_s=()
-    )
+    made = StepCosts(ranks=(rank(kept=(10, 30), ready=(), fixed_bytes=100, workspace_bytes=5, update_bytes=20), None))
     assert simulate(program(made), made).peak_bytes == (135, 0)
     together = Program(ranks=(tuple(Action(0, k, i) for k in ("F", "B") for i in (0, 1)), ()))
     assert simulate(together, made).peak_bytes == (145, 0)
-    small = replace(made, ranks=(rank(activation_bytes=(1, 1), fixed_bytes=100, update_bytes=20), None))
+    small = replace(made, ranks=(rank(kept=(1, 1), ready=(), fixed_bytes=100, update_bytes=20), None))
     assert simulate(program(small), small).peak_bytes == (120, 0)
 
 

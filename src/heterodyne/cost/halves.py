@@ -1,0 +1,64 @@
+"""How a backward divides into its halves: I, the gradients of the inputs, and W, those of the weights.
+
+A matrix product y = x w has two products of the same size in its backward, dx = dy w' and dw = x' dy, so an op that reads trainable
+weights spends half of its backward on them (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024), or all of it where nothing
+behind its inputs has a gradient. All else belongs to I.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.graph.size import ZERO, Size
+
+__all__ = ["Halves"]
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """The halves of the backward of every op of a graph."""
+
+    graph: ModelGraph
+
+    @cached_property
+    def weight_flops(self) -> tuple[Size, ...]:
+        """Operations of W, an op each."""
+        flows = self._flows
+        return tuple(
+            ZERO
+            if not learns
+            else op.flops_backward * (0.5 if any(flows.get(name, False) for name in op.inputs) else 1.0)
+            for op, learns in zip(self.graph.ops, self._learns, strict=True)
+        )
+
+    @cached_property
+    def input_flops(self) -> tuple[Size, ...]:
+        """Operations of I, an op each."""
+        return tuple(op.flops_backward + own * -1.0 for op, own in zip(self.graph.ops, self.weight_flops, strict=True))
+
+    def weight_bytes(self, start: int, stop: int) -> Size:
+        """What W of the ops ``[start, stop)`` needs: what enters an op with weights, and the gradient of what leaves it."""
+        made = {op.name: op for op in self.graph.ops}
+        given = {entry.name: entry.spec.bytes for entry in self.graph.inputs}
+        entering: dict[str, Size] = {}
+        leaving = []
+        for op, learns in zip(self.graph.ops[start:stop], self._learns[start:stop], strict=True):
+            if learns:
+                for name in op.inputs:
+                    entering[name] = (
+                        Size.total(s.bytes for s in made[name].outputs) if name in made else given.get(name, ZERO)
+                    )
+                leaving += [spec.bytes for spec in op.outputs]
+        return Size.total([*entering.values(), *leaving])
+
+    @cached_property
+    def _flows(self) -> dict[str, bool]:
+        return {op.name: any(op.differentiable) for op in self.graph.ops}
+
+    @cached_property
+    def _learns(self) -> tuple[bool, ...]:
+        """Whether an op has trainable weights, and a gradient comes back to it."""
+        trainable = {p.name for p in self.graph.parameters if p.trainable}
+        return tuple(any(op.differentiable) and not trainable.isdisjoint(op.parameters) for op in self.graph.ops)

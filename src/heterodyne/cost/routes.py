@@ -1,0 +1,108 @@
+"""What travels between the stages of a pipeline: from which rank to which, how much, over which link, and for how long.
+
+A value that crosses a cut goes straight from the stage that makes it to each stage that reads it; its gradient goes the same way back.
+A stage of several devices has a slice of each micro-batch on each, so a device exchanges with each device of the other stage
+what their slices have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.collective import AlphaBeta, Collectives
+from heterodyne.graph.cut import Crossing
+from heterodyne.graph.size import Size
+from heterodyne.plan.slices import overlap
+
+__all__ = ["Route", "link_between", "routes"]
+
+Slices = Sequence[tuple[int, int]]
+"""``(first sample, count)`` of each micro-batch, of one device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """What one stage on one rank sends to another stage on another rank, a message for each micro-batch.
+
+    Args:
+        kind: ``F`` for values (SEND_F to RECV_F), ``B`` for their gradients (SEND_B to RECV_B).
+        source, destination: ``(rank, stage)``, stages counted within their pipeline.
+        link: transfers over links of one name follow each other.
+        bytes: one a micro-batch; 0 where nothing is sent.
+        latency_s: seconds that a message is under way without occupying the link.
+        seconds: one a micro-batch: how long it occupies the link.
+    """
+
+    kind: Literal["F", "B"]
+    source: tuple[int, int]
+    destination: tuple[int, int]
+    link: str
+    bytes: tuple[int, ...]
+    latency_s: float
+    seconds: tuple[float, ...]
+
+
+def link_between(cluster: Cluster, source: str, destination: str) -> str:
+    """The name of the link from one device to another: that of their nodes where the cluster knows of one, else their own.
+
+    Each direction is a link. Devices of one node are taken to be joined pair by pair.
+    """
+    a, b = cluster.device(source).node, cluster.device(destination).node
+    if a != b and cluster.link(source, destination) is not None:
+        return f"{a} -> {b}"
+    return f"{source} -> {destination}"
+
+
+def routes(
+    crossings: Iterable[Crossing],
+    stages: Sequence[Mapping[str, Slices]],
+    cluster: Cluster,
+    collectives: Collectives,
+) -> tuple[Route, ...]:
+    """All routes of a pipeline; ``stages``: for each stage its devices with their slices of the micro-batches.
+
+    Raises MeasureError if nothing is known of a link that is used.
+    """
+    values: dict[tuple[int, int], list[Size]] = {}
+    gradients: dict[tuple[int, int], list[Size]] = {}
+    for crossing in crossings:
+        for consumer in crossing.consumers:
+            values.setdefault((crossing.producer, consumer), []).append(crossing.bytes)
+            if crossing.differentiable:
+                gradients.setdefault((consumer, crossing.producer), []).append(crossing.bytes)
+    made = []
+    flows: tuple[tuple[Literal["F", "B"], dict[tuple[int, int], list[Size]]], ...] = (("F", values), ("B", gradients))
+    for kind, flow in flows:
+        for (source, destination), sizes in flow.items():
+            size = Size.total(sizes)
+            for a, own in stages[source].items():
+                for b, other in stages[destination].items():
+                    common = [overlap(x, y)[1] for x, y in zip(own, other, strict=True)]
+                    if a != b and any(common):
+                        ends = (cluster.rank(a), source), (cluster.rank(b), destination)
+                        lane = link_between(cluster, a, b)
+                        made.append(_route(kind, ends, lane, size, common, collectives.send(a, b)))
+    return tuple(made)
+
+
+def _route(
+    kind: Literal["F", "B"],
+    ends: tuple[tuple[int, int], tuple[int, int]],
+    link: str,
+    size: Size,
+    common: Sequence[int],
+    cost: AlphaBeta,
+) -> Route:
+    of_count = {count: round(size(count)) if count else 0 for count in set(common)}
+    return Route(
+        kind=kind,
+        source=ends[0],
+        destination=ends[1],
+        link=link,
+        bytes=tuple(of_count[count] for count in common),
+        latency_s=cost.latency_s,
+        seconds=tuple(cost.s_per_byte * of_count[count] for count in common),
+    )

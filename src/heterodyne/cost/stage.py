@@ -1,0 +1,41 @@
+"""The cost of one stage on one rank: seconds and bytes of each pass of each micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["StageCosts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageCosts:
+    """Each field has one value a micro-batch, seconds of that device when nothing disturbs it, or bytes. Empty: it costs nothing.
+
+    Args:
+        forward_s, backward_s: of F and B.
+        input_s, weight_s: of I and W. Empty: what this stage does not run in halves.
+        recompute_s: of R; inside B or I where a micro-batch has no R.
+        kept_bytes: what F adds, and what is gone when the backward is over.
+        recomputed_bytes: what R adds to that.
+        redone_bytes: the most that comes and goes inside a B or I that makes again what was not kept.
+        weight_bytes: what is left of all that between I and W.
+        gradient_bytes: gradients that come from other ranks and leave for other ranks, while B or I runs.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    input_s: tuple[float, ...] = ()
+    weight_s: tuple[float, ...] = ()
+    recompute_s: tuple[float, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
+    recomputed_bytes: tuple[int, ...] = ()
+    redone_bytes: tuple[int, ...] = ()
+    weight_bytes: tuple[int, ...] = ()
+    gradient_bytes: tuple[int, ...] = ()
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of all passes: no order of them takes less. A backward counts whole or in halves, whatever is less."""
+        halves = [a + b for a, b in zip(self.input_s, self.weight_s, strict=True)] or self.backward_s
+        backward = sum(min(whole, split) for whole, split in zip(self.backward_s, halves, strict=True))
+        return sum(self.forward_s) + backward + sum(self.recompute_s)

@@ -1,0 +1,296 @@
+"""A program and its costs become tasks on lanes: what the engine plays.
+
+Each rank has a lane for what it computes and one for its collectives, each link has a lane for each direction. Every rank's list is
+walked once, as far as it can go: it stops at a RECV whose message has not been sent and at a CLIP whose collectives have not
+been joined by all. So tasks come in an order in which each is behind all that it waits for, and a program in which ranks would
+wait for each other for ever is found here, before anything is played.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from heterodyne.cost.step import RankCosts, StepCosts
+from heterodyne.errors import PlanError
+from heterodyne.plan.program import Action, Program
+from heterodyne.sim.engine import Engine
+
+__all__ = ["Tasks"]
+
+_NOT_YET, _NOTHING = -1, -2  # in place of the task that carries a message
+Table = dict[str, dict[int, tuple[float, ...]]]
+Sent = tuple[int, Sequence[int], Sequence[float], float, list[int]]  # lane, bytes, seconds, latency, tasks
+
+
+class Tasks:
+    """The tasks of one step, and what they stand for. Raises PlanError for a program that cannot be played.
+
+    ``compute`` holds ``(rank, action, first task, last task)``: a backward inside which a bucket becomes complete is cut into several
+    tasks; ``sends`` ``(rank, action, messages)``; ``receives`` ``(rank, action, task before it, messages)``; ``reduces``
+    ``(rank, action, task)``. ``engine`` is ready to run; ``lanes`` is the lane of each task, that of a rank's computing its number.
+    """
+
+    def __init__(self, program: Program, costs: StepCosts) -> None:
+        self.compute: list[tuple[int, Action, int, int]] = []
+        self.sends: list[tuple[int, Action, tuple[int, ...]]] = []
+        self.receives: list[tuple[int, Action, int, tuple[int, ...]]] = []
+        self.reduces: list[tuple[int, Action, int]] = []
+        self.lanes: list[int] = []
+        self._work: list[float] = []
+        self._waits: list[tuple[int, ...]] = []
+        self._lag: list[float] = []
+        self._several: dict[int, tuple[int, ...]] = {}
+        self._ranks, self._costs = len(program.ranks), costs
+        self._links = {name: 2 * self._ranks + n for n, name in enumerate(dict.fromkeys(r.link for r in costs.routes))}
+        self._into: dict[tuple[int, str], dict[int, list[list[int]]]] = {}
+        self._out: dict[tuple[int, str], dict[int, list[Sent]]] = {}
+        self._lay_routes()
+        reductions = [[a for a in actions if a.kind == "REDUCE_GRAD"] for actions in program.ranks]
+        self._members = Counter(action.index for own in reductions for action in own)
+        self._joined: dict[int, dict[int, tuple[Action, tuple[int, ...]]]] = {}  # bucket: by rank
+        self._queues: list[deque[int]] = [deque() for _ in program.ranks]
+        self._reduced: list[list[int]] = [[] for _ in program.ranks]
+        self._clips = sum(any(a.kind == "CLIP" for a in actions) for actions in program.ranks)
+        self._at_clip: list[int] = []
+        self._norm = _NOT_YET
+        self._passed: dict[int, int] = {}  # rank: its last task before it updates
+        self._walk_all(program, reductions)
+        if costs.ranks_meet:
+            self._meet()
+        self.engine = self._engine(program)
+
+    def _lay_routes(self) -> None:
+        for route in self._costs.routes:
+            tasks = [_NOT_YET if size else _NOTHING for size in route.bytes]
+            sent = (self._links[route.link], route.bytes, route.seconds, route.latency_s, tasks)
+            (rank, stage), (to_rank, to_stage) = route.source, route.destination
+            self._out.setdefault((rank, f"SEND_{route.kind}"), {}).setdefault(stage, []).append(sent)
+            self._into.setdefault((to_rank, f"RECV_{route.kind}"), {}).setdefault(to_stage, []).append(tasks)
+
+    def _walk_all(self, program: Program, reductions: Sequence[Sequence[Action]]) -> None:
+        """Let every rank go as far as it can, in turns, until all are through."""
+        walks = [
+            (rank, self._walk(rank, actions, _cuts(actions, self._costs.ranks[rank], reductions[rank])))
+            for rank, actions in enumerate(program.ranks)
+            if actions
+        ]
+        while walks:
+            before = len(self._work)
+            stopped = [(rank, walk, next(walk, None)) for rank, walk in walks]
+            left = [(rank, walk, action) for rank, walk, action in stopped if action is not None]
+            if len(left) == len(walks) and len(self._work) == before:
+                raise PlanError(self._say_deadlock([(rank, action) for rank, _, action in left]))
+            walks = [(rank, walk) for rank, walk, _ in reversed(left)]  # gradients go the other way
+
+    def _walk(self, rank: int, actions: Sequence[Action], cuts: Mapping[int, Sequence[float]]) -> Iterator[Action]:
+        """Add the tasks of one rank; yields the action at which it has to wait for others."""
+        costs = self._costs.ranks[rank]
+        if costs is None:
+            raise PlanError(f"rank {rank} has actions but no costs: it is idle in the plan")
+        table = _table(actions, costs)
+        into = {kind: self._into.get((rank, kind), {}) for kind in ("RECV_F", "RECV_B")}
+        out = {kind: self._out.get((rank, kind), {}) for kind in ("SEND_F", "SEND_B")}
+        work, lanes, waits, lag, compute = self._work, self.lanes, self._waits, self._lag, self.compute
+        begin = last = self._add(costs.overhead_s, rank)
+        pending: tuple[int, ...] = ()  # messages that the next task waits for
+        ends: dict[tuple[int, float], int] = {}  # (stage, fraction of its last backward): the task that reaches it
+        action = actions[0]
+        try:
+            for position, action in enumerate(actions):
+                kind, stage, index = action.kind, action.stage, action.index
+                if kind in table:
+                    seconds = table[kind][stage][index]  # type: ignore[index]  # only CLIP and STEP have none
+                    if position in cuts:
+                        first, last = self._add_cut(seconds, rank, pending, cuts[position], stage, ends, last)
+                        compute.append((rank, action, first, last))
+                    else:
+                        last = len(work)
+                        work.append(seconds)
+                        lanes.append(rank)
+                        waits.append(pending)
+                        lag.append(0.0)
+                        compute.append((rank, action, last, last))
+                    pending = ()
+                elif kind in into:
+                    came = []
+                    for tasks in into[kind].get(stage, ()):
+                        while (message := tasks[index]) == _NOT_YET:  # type: ignore[index]
+                            yield action
+                        if message >= 0:
+                            came.append(message)
+                    self.receives.append((rank, action, last, tuple(came)))
+                    pending += tuple(came)
+                elif kind in out:
+                    first = len(work)
+                    for link, sizes, durations, latency, tasks in out[kind].get(stage, ()):
+                        if sizes[index]:  # type: ignore[index]
+                            tasks[index] = len(work)  # type: ignore[index]
+                            work.append(durations[index])  # type: ignore[index]
+                            lanes.append(link)
+                            waits.append((last, *pending))
+                            lag.append(latency)
+                    self.sends.append((rank, action, tuple(range(first, len(work)))))
+                elif kind == "REDUCE_GRAD":
+                    self._join(rank, action, _completes(costs, action, ends, begin))
+                else:
+                    self._passed.setdefault(rank, last)
+                    while self._queues[rank] or (kind == "CLIP" and not self._agree(rank)):
+                        yield action
+                    behind = (*pending, *self._reduced[rank], *([self._norm] if self._norm >= 0 else []))
+                    last = self._add(costs.clip_s if kind == "CLIP" else costs.step_s, rank, behind)
+                    compute.append((rank, action, last, last))
+                    pending = ()
+        except (KeyError, IndexError):
+            raise PlanError(f"rank {rank} has no cost of {action}: the program is not that of the plan") from None
+        self._passed.setdefault(rank, last)
+
+    def _add(self, seconds: float, lane: int, waits: tuple[int, ...] = ()) -> int:
+        self._work.append(seconds)
+        self.lanes.append(lane)
+        self._waits.append(waits)
+        self._lag.append(0.0)
+        return len(self._work) - 1
+
+    def _add_cut(
+        self,
+        seconds: float,
+        rank: int,
+        waits: tuple[int, ...],
+        cuts: Sequence[float],
+        stage: int,
+        ends: dict[tuple[int, float], int],
+        before: int,
+    ) -> tuple[int, int]:
+        """Add one pass in pieces that end at the fractions ``cuts``, the last of which is 1."""
+        first, low = len(self._work), 0.0
+        ends[stage, 0.0] = before
+        for high in cuts:
+            ends[stage, high] = self._add(seconds * (high - low), rank, waits)
+            waits, low = (), high
+        return first, len(self._work) - 1
+
+    def _join(self, rank: int, action: Action, ready: tuple[int, ...]) -> None:
+        """A rank is ready for a reduction, which starts when all its ranks are, and is the next one for all of them."""
+        bucket = action.index
+        if bucket is None or bucket >= len(self._costs.reduce_s):
+            raise KeyError(bucket)
+        self._queues[rank].append(bucket)
+        self._joined.setdefault(bucket, {})[rank] = (action, ready)
+        ahead = {bucket}
+        while ahead:
+            bucket = ahead.pop()
+            joined = self._joined[bucket]
+            if len(joined) < self._members[bucket] or any(self._queues[r][0] != bucket for r in joined):
+                continue
+            task = self._add_collective(
+                self._costs.reduce_s[bucket],
+                tuple(joined),
+                {earlier for _, before in joined.values() for earlier in before},
+            )
+            for member, (own, _) in joined.items():
+                self._queues[member].popleft()
+                self._reduced[member].append(task)
+                self.reduces.append((member, own, task))
+                if self._queues[member]:
+                    ahead.add(self._queues[member][0])
+
+    def _add_collective(self, seconds: float, ranks: tuple[int, ...], waits: set[int]) -> int:
+        lanes = tuple(self._ranks + rank for rank in ranks)
+        task = self._add(seconds, lanes[0], tuple(sorted(waits)))
+        if len(lanes) > 1:
+            self._several[task] = lanes
+        return task
+
+    def _agree(self, rank: int) -> bool:
+        """At CLIP: whether all ranks have come, where they have to agree on the norm."""
+        if self._costs.norm_s is None or self._norm >= 0:
+            return True
+        if rank not in self._at_clip:
+            self._at_clip.append(rank)
+        if len(self._at_clip) == self._clips:
+            waits = {task for member in self._at_clip for task in (self._passed[member], *self._reduced[member])}
+            self._norm = self._add_collective(self._costs.norm_s, tuple(sorted(self._at_clip)), waits)
+        return self._norm >= 0
+
+    def _meet(self) -> None:
+        """No rank ends its step before all have run their last backward."""
+        everyone = self._add(0.0, 2 * self._ranks + len(self._links), tuple(self._passed.values()))
+        for rank in self._passed:
+            self._add(0.0, rank, (everyone,))
+
+    def _engine(self, program: Program) -> Engine:
+        engine = Engine(2 * self._ranks + len(self._links) + 1)
+        first = 0
+        for task, lanes in self._several.items():
+            self._extend(engine, first, task)
+            engine.task(self._work[task], lanes, self._waits[task])
+            first = task + 1
+        self._extend(engine, first, len(self._work))
+        for rank, own in enumerate(self._costs.ranks):
+            if own is not None and program.ranks[rank]:
+                engine.slow(rank, self._ranks + rank, own.overlap if self._reduced[rank] else 0.0)
+        sources = {(route.link, route.source[0]) for route in self._costs.routes}
+        for name, count in Counter(link for link, _ in sources).items():
+            if count > 1:  # the messages of one rank follow each other in the order of its list
+                engine.share(self._links[name])
+        return engine
+
+    def _extend(self, engine: Engine, first: int, stop: int) -> None:
+        engine.extend(self._work[first:stop], self.lanes[first:stop], self._waits[first:stop], self._lag[first:stop])
+
+    def _say_deadlock(self, stopped: Sequence[tuple[int, Action]]) -> str:
+        where = []
+        for rank, action in sorted(stopped):
+            if action.kind.startswith("RECV"):
+                why = "whose message is not sent before"
+            else:
+                why = f"for the reduction of bucket {self._queues[rank][0]}" if self._queues[rank] else "for the norm"
+            where.append(f"rank {rank} at {action}, {why}")
+        return (
+            f"ranks would wait for each other for ever: {'; '.join(where)}. Put each SEND ahead of what waits for it, "
+            "and REDUCE_GRAD in the same order on every rank"
+        )
+
+
+def _table(actions: Sequence[Action], costs: RankCosts) -> Table:
+    """Seconds of the passes by kind, stage and micro-batch. What is recomputed counts in B or I where the list has no R for it."""
+    table: Table = {kind: {} for kind in ("F", "B", "I", "W", "R")}
+    redone: set[tuple[int, int | None]] | None = None
+    for number, stage in costs.stages.items():
+        table["F"][number] = stage.forward_s
+        table["B"][number], table["I"][number], table["W"][number] = stage.backward_s, stage.input_s, stage.weight_s
+        table["R"][number] = stage.recompute_s or (0.0,) * len(stage.forward_s)
+        if any(stage.recompute_s):
+            if redone is None:
+                redone = {(action.stage, action.index) for action in actions if action.kind == "R"}
+            inside = [0.0 if (number, j) in redone else seconds for j, seconds in enumerate(stage.recompute_s)]
+            table["B"][number] = _plus(stage.backward_s, inside)
+            table["I"][number] = _plus(stage.input_s, inside)
+    return table
+
+
+def _plus(seconds: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
+    return tuple(a + b for a, b in zip(seconds, more, strict=False))
+
+
+def _cuts(actions: Sequence[Action], costs: RankCosts | None, reductions: Sequence[Action]) -> dict[int, list[float]]:
+    """Where to cut which actions: at the fractions of the last backward of a stage at which buckets become complete."""
+    if costs is None or not reductions:
+        return {}
+    fractions: dict[int, set[float]] = {}
+    for action in reductions:
+        for stage, fraction in costs.ready.get(action.index or 0, ()):
+            fractions.setdefault(stage, {1.0}).add(_within(fraction))
+    last = {action.stage: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
+    return {last[stage]: sorted(cuts - {0.0}) for stage, cuts in fractions.items() if stage in last}
+
+
+def _completes(costs: RankCosts, action: Action, ends: Mapping[tuple[int, float], int], begin: int) -> tuple[int, ...]:
+    """The tasks at whose end a bucket is complete on a rank; ``begin`` is its first one."""
+    parts = costs.ready[action.index or 0]
+    return tuple(ends[stage, _within(fraction)] for stage, fraction in parts) or (begin,)
+
+
+def _within(fraction: float) -> float:
+    return min(1.0, max(0.0, fraction))
