@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,6 +14,7 @@ from heterodyne.frontend.counting import on_device
 from heterodyne.frontend.describe import differentiable, producer_of
 from heterodyne.frontend.export import Region, Traced, region_of, tensors_of
 from heterodyne.frontend.index_bounds import index_bounds
+from heterodyne.frontend.regions import Regions, Switches
 from heterodyne.frontend.replay import Observed
 from heterodyne.frontend.sizes import size_of, spec_of
 from heterodyne.graph import Block, Size, TensorSpec
@@ -106,7 +106,7 @@ class BlockProgram:
         for node in _changed_leaves(self._nodes, self._sources):
             # PyTorch forbids changing in place what requires a gradient and was not computed.
             copies[node] = graph.call_function(torch.ops.aten.clone.default, (copies[node],))
-        switches = _Switches(graph, device)
+        switches = Switches(graph, device, graph.call_function(Regions))
         for node in self._nodes:
             switches.to(region_of(node))
             copies[node] = graph.node_copy(node, lambda n: copies[n])
@@ -183,28 +183,6 @@ def _changed_leaves(nodes: tuple[fx.Node, ...], sources: tuple[fx.Node, ...]) ->
 def _in_dtype(node: fx.Node, dtype: torch.dtype) -> None:
     node.args = tuple(dtype if value is torch.float32 else value for value in node.args)
     node.kwargs = {name: dtype if value is torch.float32 else value for name, value in node.kwargs.items()}
-
-
-class _Switches:
-    """Turns gradients and autocast on and off between ops, as the model did around them."""
-
-    def __init__(self, graph: fx.Graph, device: torch.device) -> None:
-        self._graph = graph
-        self._device = device
-        self._now = Region()
-        self._autocast: fx.Node | None = None
-
-    def to(self, region: Region) -> None:
-        if region.autocast != self._now.autocast:
-            if self._autocast is not None:
-                self._graph.call_function(torch.amp.autocast_mode._exit_autocast, (self._autocast,))
-                self._autocast = None
-            if region.autocast is not None:
-                arguments: Any = (self._device.type, *region.autocast[1:])
-                self._autocast = self._graph.call_function(torch.amp.autocast_mode._enter_autocast, arguments)
-        if region.grad != self._now.grad:
-            self._graph.call_function(torch._C._set_grad_enabled, (region.grad,))
-        self._now = region
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor, fx, nn
 
@@ -16,6 +17,8 @@ from heterodyne.frontend.export import Traced, export
 from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.replay import Observed, observe
 from heterodyne.frontend.sizes import spec_of
+from heterodyne.frontend.stage_program import StageProgram, stage_program
+from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Block, Input, ModelGraph, Parameter
 
 __all__ = ["Captured", "capture", "trace"]
@@ -45,6 +48,18 @@ class Captured:
     def block(self, block: Block) -> BlockProgram:
         """The ops of a block as something that runs by itself, with random weights and inputs."""
         return extract(self._traced, self._observed, block, self._buffers)
+
+    def stage(self, start: int, stop: int, *, starts: Sequence[int]) -> StageProgram:
+        """The ops ``[start, stop)`` as something that runs on real tensors with the model's own parameters.
+
+        ``starts``: the first ops of all stages of the pipeline, which say what crosses. The model must have been captured in training
+        mode for the stage to train. Raises PlanError for a cut that would change the result, with the op and its line.
+        """
+        return stage_program(self._pieces, start, stop, starts)
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(traced=self._traced, observed=self._observed, graph=self.graph)
 
 
 def capture(model: nn.Module, example_batch: Batch) -> ModelGraph:
