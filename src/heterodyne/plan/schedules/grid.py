@@ -88,7 +88,7 @@ def _columns(
 
 def _text(tables: Sequence[Sequence[str]], faults: Sequence[Fault]) -> str:
     width = max((len(cell) for table in tables for cell in table), default=1)
-    columns = max((len(table) for table in tables), default=0)
+    columns = max((len(table) for table in tables if table), default=1)
     lines = [
         f"place {place} | "
         + " ".join(cell.center(width) for cell in [*table, *["."] * (columns - len(table))]).rstrip()
