@@ -157,3 +157,70 @@ def test_what_is_no_task_is_refused(work: float, lanes: list[int]) -> None:
 def test_what_is_no_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         Engine(2).slow(0, 1, 1.5)
+
+
+@given(TASKS, st.lists(st.integers(0, 4).map(float), min_size=14, max_size=14), st.integers(1, 3))
+def test_both_ways_to_play_agree_on_lags_and_rounds(tasks: Tasks, lags: list[float], rounds: int) -> None:
+    """Lane 2 is slowed, by so little that it rounds away, which is enough to play event by event."""
+    engines = [Engine(3), Engine(3)]
+    for number, (work, lanes, back) in enumerate(tasks):
+        for engine in engines:
+            engine.task(work, lanes, [number - b for b in back if b <= number], lag=lags[number])
+    engines[1].slow(2, 1, 5e-324)
+    assert engines[0].run(rounds) == engines[1].run(rounds)
+    for field in ("start", "end", "released"):
+        assert getattr(engines[0], field) == getattr(engines[1], field)
+        assert len(getattr(engines[0], field)) == rounds * len(tasks)
+
+
+@given(TASKS)
+def test_a_round_is_the_same_tasks_again(tasks: Tasks) -> None:
+    twice = Engine(3)
+    for first in (0, len(tasks)):
+        for number, (work, lanes, back) in enumerate(tasks):
+            twice.task(work, lanes, [first + number - b for b in back if b <= number])
+    engine = built(tasks)
+    assert engine.run(2) == twice.run()
+    assert (engine.start, engine.end) == (twice.start, twice.end)
+    loads = [sum(work for work, lanes, _ in tasks if lane in lanes) for lane in range(3)]
+    assert engine.load(1) == pytest.approx(loads)
+
+
+def test_a_lag_holds_those_who_wait_and_not_the_lane() -> None:
+    engine = Engine(2)
+    message = engine.task(1.0, [0], lag=5.0)
+    next_message = engine.task(1.0, [0])
+    reader = engine.task(1.0, [1], [message])
+    engine.run()
+    assert (engine.start[next_message], engine.start[reader]) == (1.0, 6.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), min_size=1, max_size=8))
+def test_a_shared_lane_serves_in_the_order_of_readiness(tasks: list[tuple[int, int]]) -> None:
+    engine = Engine(1 + len(tasks))
+    made = [
+        engine.task(float(work), [0], [engine.task(float(ready), [1 + number])])
+        for number, (ready, work) in enumerate(tasks)
+    ]
+    engine.share(0)
+    engine.run()
+    free = 0.0
+    for ready, number in sorted((ready, number) for number, (ready, _) in enumerate(tasks)):
+        assert engine.start[made[number]] == max(free, ready)
+        free = engine.end[made[number]] = max(free, ready) + tasks[number][1]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    engine = Engine(2)
+    engine.task(1.0, [0, 1])
+    with pytest.raises(ValueError, match="cannot be shared"):
+        engine.share(0)
+    with pytest.raises(ValueError, match="a lag must be finite"):
+        engine.task(1.0, [0], lag=-1.0)
+    engine.task(1.0, [0], [7])
+    with pytest.raises(ValueError, match="waits for one that is not"):
+        engine.run()
+    shared = Engine(2)
+    shared.share(0)
+    with pytest.raises(ValueError, match="cannot use a shared one"):
+        shared.task(1.0, [0, 1])
