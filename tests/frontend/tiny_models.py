@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,8 +151,57 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+class UNet(nn.Module):
+    """Skips over several stages: what goes down is read again on the way up, first made, last read."""
+
+    def __init__(self, widths: tuple[int, ...] = (4, 8, 12)) -> None:
+        super().__init__()
+        inwards = (3, *widths[:-1])
+        self.down = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(2, o), nn.ReLU(inplace=True))
+            for i, o in zip(inwards, widths, strict=True)
+        )
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(i, o, 2, stride=2) for i, o in zip(widths[:0:-1], widths[-2::-1], strict=True)
+        )
+        self.join = nn.ModuleList(nn.Conv2d(2 * o, o, 3, padding=1) for o in widths[-2::-1])
+        self.head = nn.Conv2d(widths[0], 5, 1)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        skips, x = [], pixel_values
+        for layer in self.down:
+            x = layer(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2) if len(skips) < len(self.down) else x
+        skips.pop()
+        for up, join in zip(self.up, self.join, strict=True):
+            x = up(x)
+            x += 0.5  # in place, as user code does
+            x = join(torch.cat([x, skips.pop()], dim=1))
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(2), labels[:, None].expand(-1, logits[0, 0].numel()))}
+
+
+def unet() -> Case:
+    return UNet(), image_batch()
+
+
+def example_gpt() -> Case:
+    """The model of the main job, as a user's file."""
+    file = Path(__file__).parents[2] / "examples" / "gpt.py"
+    spec = importlib.util.spec_from_file_location("example_gpt", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build(vocabulary=VOCABULARY, length=TOKENS, width=32, layers=2, heads=4), text_batch()
+
+
+MORE: dict[str, Callable[[], Case]] = {case.__name__: case for case in (unet, example_gpt)}
+
+
 def build(name: str) -> Case:
     """A case with the same weights each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return CASES[name]()
+        return {**CASES, **MORE}[name]()

@@ -28,6 +28,8 @@ _RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"
 _JOINS = frozenset({
     "add", "add_", "addcmul", "baddbmm", "bmm", "div", "div_", "matmul", "mul", "mul_", "scaled_dot_product_attention", "sub", "sub_",
 })  # fmt: skip
+# Of a tensor they read dtype and device alone.
+_MAKES_NEW = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
 # They put what lies along their ``dim`` in another order.
 _ALONG = frozenset({"argsort", "cat", "flip", "gather", "roll", "sort", "topk"})
 # They may put the rows of any dim in another order.
@@ -41,8 +43,8 @@ _REORDERS = frozenset({
 class Samples:
     """Where the samples of a tensor lie: ``dim`` has ``rows`` for each of them; ``ordered``: sample by sample.
 
-    ``dim`` is None for a tensor that does not follow the batch, and for one that does so in a way that cannot be told
-    (then ``ordered`` is False).
+    ``dim`` is None for a tensor that is the same whatever the samples, and (then ``ordered`` is False) for one that follows them
+    in another way: a count over all of them, something for each pair.
     """
 
     dim: int | None
@@ -63,7 +65,7 @@ def samples_in(graph: fx.Graph) -> Mapping[fx.Node, Samples]:
 def _samples(node: fx.Node, spec: TensorSpec, found: Mapping[fx.Node, Samples]) -> Samples:
     dims = [dim for dim, size in enumerate(spec.shape) if not size.is_constant]
     if not dims:
-        return Samples(dim=None, rows=0, ordered=True)
+        return Samples(dim=None, rows=0, ordered=not _read_by(node, found) or operator_name(node) in _MAKES_NEW)
     if len(dims) > 1 or not proportional(spec.shape[dims[0]]):
         return Samples(dim=None, rows=0, ordered=False)
     (dim,) = dims
@@ -76,8 +78,7 @@ def _keeps_order(node: fx.Node, dim: int, rows: int, spec: TensorSpec, found: Ma
         return True
     producer = producer_of(node)
     name = operator_name(producer)
-    # Of one output of several, the sources are those of the op that returned them.
-    sources = [n for n in producer.all_input_nodes if n in found and (found[n].dim is not None or not found[n].ordered)]
+    sources = _read_by(node, found)
     kept = [n for n in sources if found[n].ordered]
     if name in _JOINS and any(found[n].rows == rows for n in kept):
         return True
@@ -91,6 +92,12 @@ def _keeps_order(node: fx.Node, dim: int, rows: int, spec: TensorSpec, found: Ma
     if not any(found[n].rows == rows for n in sources) or name in _REORDERS:
         return False
     return name not in _ALONG or not _along_the_samples(producer, dim, len(spec.shape))
+
+
+def _read_by(node: fx.Node, found: Mapping[fx.Node, Samples]) -> list[fx.Node]:
+    """What follows the batch of what a node is made of; for one output of several, of what the op read that returned them."""
+    sources = producer_of(node).all_input_nodes
+    return [n for n in sources if n in found and (found[n].dim is not None or not found[n].ordered)]
 
 
 def _before(spec: TensorSpec, dim: int) -> float:

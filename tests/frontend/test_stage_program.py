@@ -1,0 +1,486 @@
+"""Stages of a cut graph: played one after the other, they are the model, wherever it is cut."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from frontend.by_hand import CPU, Pipeline, programs_of, take_gradients
+from frontend.conftest import captured_case
+from frontend.tiny_models import CASES, MORE, build
+from heterodyne.errors import CaptureError, PlanError
+from heterodyne.frontend import Captured, loss_of, trace
+from heterodyne.graph import crossings
+from heterodyne.runtime.exact.dropout import SampleDropout
+from heterodyne.runtime.exact.interception import Interception
+
+ALL = sorted({**CASES, **MORE})
+# The trace gives these an explicit mask, and with it another kernel for attention.
+OTHER_KERNEL = ("llama", "mixtral")
+CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+
+Batch = dict[str, Tensor]
+Gradients = Mapping[str, Tensor | None]
+
+
+@functools.cache
+def cached_build(name: str) -> tuple[nn.Module, Batch]:
+    return build(name)
+
+
+def fresh(name: str) -> tuple[nn.Module, Batch]:
+    """A model of its own."""
+    model, batch = cached_build(name)
+    return copy.deepcopy(model), batch
+
+
+def eager(model: nn.Module, batch: Batch) -> tuple[Tensor, Gradients]:
+    loss = loss_of(model(**batch))
+    loss.backward()
+    return loss.detach(), take_gradients(model)
+
+
+def piped(captured: Captured, starts: list[int], model: nn.Module, batch: Batch) -> tuple[Tensor, Gradients]:
+    done = Pipeline.of(captured, starts, model).forward(batch, samples_of(batch))
+    done.backward()
+    return done.loss.detach(), take_gradients(model)
+
+
+def samples_of(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+def sliced(batch: Batch, part: slice) -> Batch:
+    return {name: value[part] for name, value in batch.items()}
+
+
+def assert_gradients(found: Gradients, expected: Gradients, *, rtol: float, atol: float) -> None:
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=atol, msg=name)
+
+
+def assert_same_buffers(one: nn.Module, other: nn.Module) -> None:
+    for (name, buffer), (_, expected) in zip(one.named_buffers(), other.named_buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+
+
+def block_starts(captured: Captured) -> list[int]:
+    return [block.start for block in captured.graph.blocks]
+
+
+@st.composite
+def cuts(draw: st.DrawFn, captured: Captured) -> list[int]:
+    places = st.integers(1, len(captured.graph.ops) - 1)
+    return [0, *sorted(draw(st.sets(places, min_size=1, max_size=5)))]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_stage_of_all_is_the_model_bit_for_bit(name: str) -> None:
+    model, batch = fresh(name)
+    other = copy.deepcopy(model)
+    loss, expected = eager(model, batch)
+    found_loss, found = piped(captured_case(name), [0], other, batch)
+    assert torch.equal(found_loss, loss)
+    exact = {"rtol": 0.0, "atol": 0.0}
+    assert_gradients(found, expected, **(CLOSE if name in OTHER_KERNEL else exact))
+    assert_same_buffers(other, model)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_stages_cut_anywhere_are_the_model(name: str) -> None:
+    captured = captured_case(name)
+    model, batch = fresh(name)
+    before = copy.deepcopy(model)
+    loss, expected = eager(model, batch)
+
+    @settings(max_examples=5, deadline=None, derandomize=True, database=None)
+    @given(cuts(captured))
+    def check(starts: list[int]) -> None:
+        other = copy.deepcopy(before)
+        found_loss, found = piped(captured, starts, other, batch)
+        assert torch.equal(found_loss, loss)
+        assert_gradients(found, expected, **CLOSE)
+        assert_same_buffers(other, model)
+
+    check()
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "resnet"])
+@pytest.mark.parametrize("part", [slice(0, 1), slice(1, 3)], ids=["1", "2"])
+def test_a_slice_of_any_size_runs_through_the_same_stages(name: str, part: slice) -> None:
+    model, batch = fresh(name)
+    captured = captured_case(name)
+    loss, expected = eager(model, sliced(batch, part))
+    found_loss, found = piped(captured, block_starts(captured), model, sliced(batch, part))
+    torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
+    assert_gradients(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_same_stages_evaluate(name: str) -> None:
+    model, batch = fresh(name)
+    other = copy.deepcopy(model)
+    captured = captured_case(name)
+    pipeline = Pipeline.of(captured, block_starts(captured), other)
+    for stage in pipeline.stages:
+        stage.training = False
+    model.eval()
+    with torch.no_grad():
+        expected = loss_of(model(**batch))
+        assert torch.equal(pipeline.forward(batch, samples_of(batch)).loss, expected)
+        assert not torch.is_grad_enabled()
+    assert_same_buffers(other, model)
+
+
+@pytest.mark.parametrize("name", ["example_gpt", "llama", "resnet", "t5", "unet"])
+def test_autocast_around_stages_is_autocast_around_the_model(name: str) -> None:
+    model, batch = fresh(name)
+    captured = captured_case(name)
+    other = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, expected = eager(model, batch)
+        pipeline = Pipeline.of(captured, block_starts(captured), other)
+        done = pipeline.forward(batch, samples_of(batch))
+        done.backward()
+    torch.testing.assert_close(done.loss, loss, rtol=1e-3, atol=0)
+    assert_gradients(take_gradients(other), expected, rtol=0.1, atol=1e-3)
+    for program, made in zip(pipeline.programs, done.made, strict=True):
+        assert all(str(made[value.name].dtype) == f"torch.{value.dtype}" for value in program.sends)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_crosses_is_what_it_says_and_what_the_planner_expects(name: str) -> None:
+    model, batch = fresh(name)
+    captured = captured_case(name)
+    starts = block_starts(captured)
+    pipeline = Pipeline.of(captured, starts, model)
+    done = pipeline.forward(batch, samples_of(batch))
+    sent = [value for program in pipeline.programs for value in program.sends]
+    assert [(v.name, v.producer, v.consumers) for v in sent] == [
+        (c.name, c.producer, c.consumers) for c in crossings(captured.graph, starts)
+    ]
+    for index, (program, made) in enumerate(zip(pipeline.programs, done.made, strict=True)):
+        assert all(value.producer == index for value in program.sends)
+        assert program.receives == tuple(value for value in sent if index in value.consumers)
+        for value in program.sends:
+            assert tuple(made[value.name].shape) == tuple(size(samples_of(batch)) for size in value.shape)
+            assert made[value.name].requires_grad == value.differentiable
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "resnet"])  # its samples see each other in training
+def test_samples_are_cut_out_of_what_crosses_as_it_says(name: str) -> None:
+    model, batch = fresh(name)
+    captured = captured_case(name)
+    starts = list(range(0, len(captured.graph.ops), 5))
+    programs = programs_of(captured, starts)
+    pipeline = Pipeline(programs, [program.bind(model, CPU) for program in programs])
+    whole = pipeline.forward(batch, 3)
+    part = pipeline.forward(sliced(batch, slice(1, 3)), 2)
+    for program, of_whole, of_part in zip(programs, whole.made, part.made, strict=True):
+        for value in program.sends:
+            expected = of_whole[value.name]
+            if not value.ordered:
+                continue
+            if value.batch_dim is not None:
+                rows = value.rows_a_sample
+                expected = expected.narrow(value.batch_dim, rows, 2 * rows)
+            torch.testing.assert_close(of_part[value.name], expected, rtol=1e-4, atol=1e-5, msg=value.name)
+
+
+class Noisy(nn.Module):
+    """Dropout of several kinds, attention that drops, noise, and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.frozen = nn.Dropout(0.5).eval()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = F.dropout2d(F.relu(self.norm(self.inward(x))), 0.3, self.training)
+        h = h.flatten(2).transpose(1, 2)
+        h = h + self.attention(h, h, h, need_weights=False)[0] * (torch.rand(len(h), 1, 1) + 0.5)
+        h = F.dropout(self.frozen(h), 0.1, self.training, inplace=True)
+        return F.cross_entropy(self.head(h.mean(1)), labels)
+
+
+@functools.cache
+def captured_noisy() -> tuple[Noisy, Batch, Captured]:
+    torch.manual_seed(0)
+    model = Noisy()
+    model.train().frozen.eval()
+    batch = {"x": torch.randn(4, 3, 4, 4), "labels": torch.tensor([0, 3, 1, 2])}
+    return model, batch, trace(model, batch)
+
+
+def noisy() -> tuple[Noisy, Batch, Captured]:
+    model, batch, captured = captured_noisy()
+    return copy.deepcopy(model), batch, captured
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_masks_of_the_samples_are_those_of_the_model(data: st.DataObject) -> None:
+    model, batch, captured = noisy()
+    starts = data.draw(cuts(captured))
+    other = copy.deepcopy(model)
+    dropout = SampleDropout(seed=5, device=CPU)
+    with dropout.forward(dropout.draws(2, [7, 0, 3, 9])):
+        loss, expected = eager(model, batch)
+    with dropout.forward(dropout.draws(2, [7, 0, 3, 9])):
+        found_loss, found = piped(captured, starts, other, batch)
+    assert torch.equal(found_loss, loss)
+    assert_gradients(found, expected, **CLOSE)
+    assert_same_buffers(other, model)
+
+
+def test_a_function_mode_sees_in_a_stage_the_functions_that_it_sees_in_the_model() -> None:
+    model, batch, captured = noisy()
+    watched = (
+        F.batch_norm,
+        F.conv2d,
+        F.dropout,
+        torch.feature_dropout,
+        F.scaled_dot_product_attention,
+        torch.rand,
+        F.linear,
+    )
+
+    def seen(run: Callable[[], object]) -> list[str]:
+        calls: list[str] = []
+
+        def noted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        with Interception({function: functools.partial(noted, function) for function in watched}):
+            run()
+        return calls
+
+    stage = captured.stage(0, len(captured.graph.ops), starts=[0]).bind(model, CPU)
+    in_stage = seen(lambda: stage(batch, {}, 4))
+    assert in_stage == [
+        "conv2d", "batch_norm", "feature_dropout", "linear", "scaled_dot_product_attention", "linear", "rand", "dropout", "dropout",
+        "linear",
+    ]  # fmt: skip
+
+
+def test_training_and_evaluation_take_turns_on_one_stage() -> None:
+    model, batch, captured = noisy()
+    stage = captured.stage(0, len(captured.graph.ops), starts=[0]).bind(model, CPU)
+    assert stage.training
+    torch.manual_seed(3)
+    trained = stage(batch, {}, 4)["loss"]
+    assert int(model.norm.num_batches_tracked) == 1
+    stage.training = False
+    torch.manual_seed(3)
+    evaluated = stage(batch, {}, 4)["loss"]
+    model.eval()
+    torch.manual_seed(3)
+    assert torch.equal(evaluated, model(**batch))
+    assert int(model.norm.num_batches_tracked) == 1
+    assert not torch.equal(trained, evaluated)
+
+
+def test_the_draws_before_a_stage_are_counted() -> None:
+    _, _, captured = noisy()
+    random = captured.graph.random
+    assert [op.split("_")[0] for op in random] == ["feature", "scaled", "rand", "dropout"]
+    positions = {op.name: position for position, op in enumerate(captured.graph.ops)}
+    starts = [0, positions[random[1]], positions[random[3]]]
+    assert [program.random_before for program in programs_of(captured, starts)] == [0, 1, 3]
+
+
+def test_inputs_go_straight_to_the_stages_that_read_them() -> None:
+    captured = captured_case("t5")
+    programs = programs_of(captured, block_starts(captured))
+    assert programs[0].inputs == ("input_ids",)
+    assert all(value.dtype == "float32" for program in programs for value in program.sends)  # no masks, no positions
+    assert programs[-1].inputs == ("labels",)
+    assert [program.is_last for program in programs] == [False] * (len(programs) - 1) + [True]
+
+
+def test_stages_hold_only_the_parameters_that_they_read_and_share_the_tied_one() -> None:
+    model, batch = fresh("gpt")
+    captured = captured_case("gpt")
+    programs = programs_of(captured, block_starts(captured))
+    assert "tokens.weight" in programs[0].parameters
+    assert "tokens.weight" in programs[-1].parameters
+    assert {name for program in programs for name in program.parameters} == dict(model.named_parameters()).keys()
+    elsewhere = copy.deepcopy(model)
+    for name, module in elsewhere.named_modules():
+        if f"{name}.weight" not in programs[0].parameters:
+            for key, parameter in module.named_parameters(recurse=False):
+                setattr(module, key, nn.Parameter(parameter.to("meta")))
+    stage = programs[0].bind(elsewhere, CPU)
+    assert set(stage({"input_ids": batch["input_ids"]}, {}, 3)) == {value.name for value in programs[0].sends}
+
+
+def test_a_parameter_that_is_put_in_place_later_is_used() -> None:
+    model, batch = fresh("gpt")
+    captured = captured_case("gpt")
+    stage = captured.stage(0, len(captured.graph.ops), starts=[0]).bind(model, CPU)
+    before = stage(batch, {}, 3)["loss"]
+    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()}, assign=True)
+    after = stage(batch, {}, 3)["loss"]
+    assert before != after
+    assert torch.equal(after, model(**batch))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model.double(), "float64"),
+        (lambda model: setattr(model, "norm", None), "no parameter 'norm.weight'"),
+    ],
+)
+def test_a_model_other_than_the_captured_one_is_refused(change: Callable[[nn.Module], object], said: str) -> None:
+    model, _ = fresh("gpt")
+    change(model)
+    captured = captured_case("gpt")
+    with pytest.raises(CaptureError, match=said):
+        captured.stage(0, len(captured.graph.ops), starts=[0]).bind(model, CPU)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "starts"), [(0, 49, [1]), (0, 49, [0, 5, 5]), (0, 49, [0, 60]), (0, 6, [0, 5])]
+)
+def test_bounds_that_are_not_of_a_cut_are_refused(start: int, stop: int, starts: list[int]) -> None:
+    with pytest.raises(PlanError, match=r"start at|no stage"):
+        captured_case("gpt").stage(start, stop, starts=starts)
+
+
+class InPlace(nn.Module):
+    """Writes over its own inputs, and over a tensor of which a part that was taken before is read at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        weight.mul_(2)
+        weight[:, 0] = 1
+        kept = self.first(x)
+        part = kept.narrow(1, 0, 2)
+        h = kept.tanh()
+        kept.mul_(3)
+        h = self.second(h) * weight
+        return self.last(torch.cat([h, part], dim=1)).pow(2).mean()
+
+
+@functools.cache
+def in_place() -> tuple[InPlace, Batch, Captured]:
+    torch.manual_seed(0)
+    model = InPlace()
+    batch = {"x": torch.randn(3, 4), "weight": torch.rand(3, 4)}
+    return model, batch, trace(model, batch)
+
+
+def copied(batch: Batch) -> Batch:
+    return {name: value.clone() for name, value in batch.items()}
+
+
+def test_wherever_memory_is_written_over_a_cut_is_right_or_refused() -> None:
+    model, batch, captured = in_place()
+    loss, expected = eager(model, copied(batch))
+    positions = {op.name: position for position, op in enumerate(captured.graph.ops)}
+    (part,) = [op.inputs[1] for op in captured.graph.ops if op.target == "aten.cat.default"]
+    taken, written = positions[part], max(at for name, at in positions.items() if name.startswith("mul__"))
+    for one in range(1, len(positions) - 1):
+        for two in range(one + 1, len(positions)):
+            given = copied(batch)
+            if any(taken < cut <= written for cut in (one, two)):
+                with pytest.raises(PlanError, match=r"test_stage_program\.py:\d+: kept\.mul_\(3\)"):
+                    programs_of(captured, [0, one, two])
+                continue
+            found_loss, found = piped(captured, [0, one, two], model, given)
+            assert torch.equal(found_loss, loss), (one, two)
+            assert_gradients(found, expected, **CLOSE)
+            assert all(torch.equal(given[name], batch[name]) for name in batch)
+
+
+class Twice(nn.Module):
+    """One BatchNorm in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.between = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.between(self.norm(x))).pow(3).mean()
+
+
+def test_a_buffer_that_forward_changes_belongs_to_one_stage() -> None:
+    batch = {"x": torch.randn(5, 4)}
+    captured = trace(Twice(), batch)
+    middle = next(i for i, op in enumerate(captured.graph.ops) if "linear" in op.target)
+    with pytest.raises(PlanError, match=r"norm\.(running|num).*which forward changes in stage 0"):
+        programs_of(captured, [0, middle])
+
+
+class TimeFirst(nn.Module):
+    """Samples lie behind time in a dim of both, in the way of recurrent models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(2, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, _ = x.shape
+        behind = self.inward(x.transpose(0, 1).reshape(length * samples, 2)).tanh()
+        before = self.inward(x.reshape(samples * length, 2)).tanh()
+        h = behind.view(length, samples, 4).transpose(0, 1) + before.view(samples, length, 4)
+        return self.outward(h).mean()
+
+
+def test_samples_that_lie_behind_another_dim_cannot_be_cut_out() -> None:
+    captured = trace(TimeFirst(), {"x": torch.randn(3, 5, 2)})
+    last = next(i for i, op in enumerate(captured.graph.ops) if op.target == "aten.view.default")
+    behind, before = captured.stage(0, last, starts=[0, last]).sends
+    assert [(v.batch_dim, v.rows_a_sample, v.ordered) for v in (behind, before)] == [(0, 5, False), (0, 5, True)]
+
+
+class Regions(nn.Module):
+    """A part without gradients, in full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.online = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            goal = self.target(x).softmax(-1)
+        return (self.online(x) - goal).pow(2).mean()
+
+
+def test_regions_are_those_of_the_model_and_end_with_the_stage_whatever_happens() -> None:
+    torch.manual_seed(0)
+    model, batch = Regions(), {"x": torch.randn(3, 4)}
+    captured = trace(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, expected = eager(model, batch)
+        for cut in range(1, len(captured.graph.ops)):
+            found_loss, found = piped(captured, [0, cut], model, batch)
+            torch.testing.assert_close(found_loss, loss, rtol=1e-2, atol=0)
+            assert found["target.weight"] is None
+            assert_gradients(found, expected, rtol=0.05, atol=1e-3)
+        stage = captured.stage(0, len(captured.graph.ops), starts=[0]).bind(model, CPU)
+        with pytest.raises(RuntimeError):
+            stage({"x": torch.randn(3, 5)}, {}, 3)
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
