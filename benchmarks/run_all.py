@@ -19,7 +19,7 @@ from heterodyne.report.pictures import RatioBar, ratio_picture
 
 HERE = Path(__file__).resolve().parent
 MARKS = ("<!-- measured: written by make bench -->", "<!-- end of measured -->")
-BENCHMARKS = ("uneven_data_parallel", "convergence", "capture_large", "kill_and_resume")
+BENCHMARKS = ("uneven_data_parallel", "convergence", "capture_large", "kill_and_resume", "simulator_speed")
 
 
 def main() -> int:

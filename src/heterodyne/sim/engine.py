@@ -203,17 +203,15 @@ class Engine:
         return before
 
     def _play_events(self, rounds: int) -> None:
-        count = len(self._work)
-        lanes = [(lane,) if lane >= 0 else self._several[task] for task, lane in enumerate(self._lane)]
-        waits = [
-            tuple(earlier + first for earlier in before) if first else before
-            for first in range(0, rounds * count, count or 1)
-            for before in self._waits
-        ]
         events = Events(
-            lanes=lanes * rounds, work=self._work * rounds, lag=self._lag * rounds, waits=waits,
-            shared=frozenset(self._shared), slows=self._slows,
-        )  # fmt: skip
+            lanes=[(lane,) if lane >= 0 else self._several[task] for task, lane in enumerate(self._lane)],
+            work=self._work,
+            lag=self._lag,
+            waits=self._waits,
+            shared=frozenset(self._shared),
+            slows=self._slows,
+            rounds=rounds,
+        )
         left = events.play()
         if left:
             raise Deadlock(tuple(left))

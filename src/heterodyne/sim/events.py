@@ -26,86 +26,98 @@ class Events:
         waits: Sequence[Sequence[int]],
         shared: frozenset[int],
         slows: Mapping[int, Sequence[tuple[int, float]]],
+        rounds: int = 1,
     ) -> None:
-        count = len(work)
+        count = rounds * len(work)
         self.start = [0.0] * count
         self.end = [_NEVER] * count
         self.released = [_NEVER] * count
-        self._lanes, self._lag, self._slows = lanes, lag, slows
-        self._left = list(work)
+        self._lanes, self._lag, self._slows = [*lanes] * rounds, [*lag] * rounds, slows
+        self._left = [*work] * rounds
         self._since = [0.0] * count
         self._current: dict[int, int] = {}  # lane: the task on it
         self._losses: dict[int, dict[int, float]] = {victim: {} for pairs in slows.values() for victim, _ in pairs}
-        # Its lane, if it can slow none and has no queue: most tasks, and in few steps.
-        special = shared | slows.keys()
-        self._alone = [on[0] if len(on) == 1 and on[0] not in special else -1 for on in lanes]
+        # Its lane, if that can slow none: most tasks, and in few steps.
+        self._alone = [on[0] if len(on) == 1 and on[0] not in slows else -1 for on in lanes] * rounds
         self._queues: dict[int, list[tuple[float, int]]] = {lane: [] for lane in shared}
         self._heap: list[tuple[float, int]] = []
-        self._next: list[tuple[int, ...]] = [()] * count  # on the same lanes
-        self._waiting: list[list[int]] = [[] for _ in range(count)]
         self._missing = [len(before) for before in waits]
-        self._link(waits)
+        # Who may go on when a task ends, and when its lag is over: within a round, and from the last task of a lane to its first.
+        self._at_end: list[list[int]] = [[] for _ in lanes]
+        self._at_release: list[list[int]] = [[] for _ in lanes]
+        self._next_round: dict[int, list[int]] = {}
+        self._link(waits, rounds)
 
-    def _link(self, waits: Sequence[Sequence[int]]) -> None:
+    def _link(self, waits: Sequence[Sequence[int]], rounds: int) -> None:
         """Turn what a task waits for into who waits for a task."""
+        first: dict[int, int] = {}
         last: dict[int, int] = {}
-        for task, (on, before) in enumerate(zip(self._lanes, waits, strict=True)):
+        for task, (on, before) in enumerate(zip(self._lanes, waits, strict=False)):
             for earlier in before:
-                self._waiting[earlier].append(task)
+                (self._at_release if self._lag[earlier] > 0 else self._at_end)[earlier].append(task)
             for lane in on:
                 if lane in self._queues:
                     continue
                 if lane in last:
-                    self._next[last[lane]] += (task,)
+                    self._at_end[last[lane]].append(task)
                     self._missing[task] += 1
+                else:
+                    first[lane] = task
                 last[lane] = task
+        self._missing *= rounds
+        for lane, task in first.items():
+            self._next_round.setdefault(last[lane], []).append(task)
+            for again in range(1, rounds):
+                self._missing[again * len(waits) + task] += 1
 
     def play(self) -> list[int]:
         """Play everything; the tasks that could not be played to their end."""
-        count = len(self._left)
+        count, a_round = len(self._left), len(self._at_end)
         done = bytearray(count)
-        for task in [task for task in range(count) if self._missing[task] == 0]:
-            self._offer(task, 0.0)
-        while self._heap:
-            now, entry = heappop(self._heap)
+        heap, at_end, at_release, lag = self._heap, self._at_end, self._at_release, self._lag
+        end, released, next_round = self.end, self.released, self._next_round
+        self._release([task for task in range(count) if self._missing[task] == 0], 0, 0.0, by=0)
+        while heap:
+            now, entry = heappop(heap)
             if entry >= count:
-                self._release(self._waiting[entry - count], now)
+                within = (entry - count) % a_round
+                self._release(at_release[within], entry - count - within, now)
                 continue
-            if done[entry] or self.end[entry] != now:
+            if done[entry] or end[entry] != now:
                 continue
             done[entry] = 1
             self._finish(entry, now)
-            self._release(self._next[entry], now)
-            self.released[entry] = until = now + self._lag[entry]
-            if until > now:
-                heappush(self._heap, (until, count + entry))
-            else:
-                self._release(self._waiting[entry], now)
+            within = entry % a_round
+            released[entry] = now + lag[within]
+            if at_release[within]:
+                heappush(heap, (released[entry], count + entry))
+            if at_end[within]:
+                self._release(at_end[within], entry - within, now)
+            if within in next_round and entry + a_round - within < count:
+                self._release(next_round[within], entry + a_round - within, now)
         return [task for task in range(count) if not done[task]]
 
-    def _release(self, tasks: Sequence[int], now: float) -> None:
-        for task in tasks:
-            self._missing[task] -= 1
-            if self._missing[task] == 0:
-                self._offer(task, now)
+    def _release(self, tasks: Sequence[int], base: int, now: float, by: int = 1) -> None:
+        """Tasks have one thing less to wait for; those that wait for nothing more begin, or queue for their lane."""
+        missing = self._missing
+        for within in tasks:
+            task = base + within
+            missing[task] -= by
+            if missing[task] == 0:
+                lane = self._lanes[task][0]
+                if lane in self._queues and lane in self._current:
+                    heappush(self._queues[lane], (now, task))
+                else:
+                    self._begin(task, now)
 
-    def _offer(self, task: int, now: float) -> None:
-        """A task has all that it waits for: it begins, or queues for its lane."""
+    def _begin(self, task: int, now: float) -> None:
+        self.start[task] = self._since[task] = now
         lane = self._alone[task]
         if lane >= 0 and not self._losses.get(lane):
-            self.start[task] = self._since[task] = now
             self._current[lane] = task
             self.end[task] = until = now + self._left[task]
             heappush(self._heap, (until, task))
             return
-        lane = self._lanes[task][0]
-        if lane in self._queues and lane in self._current:
-            heappush(self._queues[lane], (now, task))
-            return
-        self._begin(task, now)
-
-    def _begin(self, task: int, now: float) -> None:
-        self.start[task] = self._since[task] = now
         for lane in self._lanes[task]:
             self._current[lane] = task
         self._schedule(task, now)
@@ -114,8 +126,11 @@ class Events:
                 self._change(victim, lane, loss, now)
 
     def _finish(self, task: int, now: float) -> None:
-        if self._alone[task] >= 0:
-            del self._current[self._alone[task]]
+        lane = self._alone[task]
+        if lane >= 0:
+            del self._current[lane]
+            if self._queues.get(lane):
+                self._begin(heappop(self._queues[lane])[1], now)
             return
         for lane in self._lanes[task]:
             del self._current[lane]
