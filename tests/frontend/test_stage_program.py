@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from frontend.by_hand import CPU, Pipeline, programs_of, take_gradients
 from frontend.conftest import captured_case
 from frontend.tiny_models import CASES, MORE, build
-from heterodyne.errors import CaptureError, PlanError
+from heterodyne.errors import CaptureError, DataError, PlanError
 from heterodyne.frontend import Captured, loss_of, trace
 from heterodyne.graph import crossings
 from heterodyne.runtime.exact.dropout import SampleDropout
 from heterodyne.runtime.exact.interception import Interception
 
-ALL = sorted({**CASES, **MORE})
+ALL = sorted({**CASES, **MORE}.keys() - {"gpt"})  # the example is its like
 # The trace gives these an explicit mask, and with it another kernel for attention.
 OTHER_KERNEL = ("llama", "mixtral")
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
@@ -105,7 +105,7 @@ def test_stages_cut_anywhere_are_the_model(name: str) -> None:
     before = copy.deepcopy(model)
     loss, expected = eager(model, batch)
 
-    @settings(max_examples=5, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=4, deadline=None, derandomize=True, database=None)
     @given(cuts(captured))
     def check(starts: list[int]) -> None:
         other = copy.deepcopy(before)
@@ -330,6 +330,30 @@ def test_stages_hold_only_the_parameters_that_they_read_and_share_the_tied_one()
     assert set(stage({"input_ids": batch["input_ids"]}, {}, 3)) == {value.name for value in programs[0].sends}
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_stage_moves_to_another_device_whole(name: str) -> None:
+    model, batch = fresh(name)
+    captured = captured_case(name)
+    meta = torch.device("meta")
+    programs = programs_of(captured, block_starts(captured))
+    model.to(meta)
+    done = Pipeline(programs, [program.bind(model, meta) for program in programs]).forward(
+        {name: value.to(meta) for name, value in batch.items()}, samples_of(batch)
+    )
+    done.backward()
+    assert {value.device for made in done.made for value in made.values()} == {meta}
+
+
+def test_a_batch_of_another_length_is_refused() -> None:
+    model, batch = fresh("gpt")
+    captured = captured_case("gpt")
+    stage = captured.stage(0, len(captured.graph.ops), starts=[0]).bind(model, CPU)
+    with pytest.raises(DataError, match=r"'input_ids' is \[3, 5\] for 3 samples.*made for \[3, 16\]"):
+        stage({name: value[:, :5] for name, value in batch.items()}, {}, 3)
+    with pytest.raises(DataError, match="for 2 samples"):
+        stage(batch, {}, 2)
+
+
 def test_a_parameter_that_is_put_in_place_later_is_used() -> None:
     model, batch = fresh("gpt")
     captured = captured_case("gpt")
@@ -481,6 +505,6 @@ def test_regions_are_those_of_the_model_and_end_with_the_stage_whatever_happens(
             assert_gradients(found, expected, rtol=0.05, atol=1e-3)
         stage = captured.stage(0, len(captured.graph.ops), starts=[0]).bind(model, CPU)
         with pytest.raises(RuntimeError):
-            stage({"x": torch.randn(3, 5)}, {}, 3)
+            stage({"x": torch.randn(3, 4).to("meta")}, {}, 3)
         assert torch.is_grad_enabled()
         assert torch.is_autocast_enabled("cpu")

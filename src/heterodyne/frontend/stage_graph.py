@@ -94,7 +94,9 @@ class _Writer:
         """Whether an op writes into a buffer: BatchNorm counts its batches."""
         roles = self._pieces.traced.roles
         groups = {self._pieces.memory.group_of[n] for n in mutates(node)}
-        return any(role.kind != "input" and self._pieces.memory.group_of[n] in groups for n, role in roles.items())
+        return bool(groups) and any(
+            role.kind != "input" and self._pieces.memory.group_of[n] in groups for n, role in roles.items()
+        )
 
     def _only_in_training(self, copy: fx.Node) -> fx.Node:
         arguments: Any = (self._training, copy.target, *copy.args)

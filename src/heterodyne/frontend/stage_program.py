@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from heterodyne.errors import CaptureError, PlanError
+from heterodyne.errors import CaptureError, DataError, PlanError
 from heterodyne.frontend.describe import producer_of
 from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.regions import Regions
+from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import stage_graph
 from heterodyne.frontend.stage_values import Pieces, Value, values_between
+from heterodyne.graph import Size
 
 __all__ = ["BoundStage", "StageProgram", "stage_program"]
 
@@ -66,7 +68,7 @@ class StageProgram:
         given = (*inputs, *received, *kept)
         return BoundStage(
             run=stage_graph(self._pieces, device, nodes=self._nodes, given=given, results=results),
-            inputs=tuple(roles[n].name for n in inputs),
+            inputs={roles[n].name: spec_of(n.meta["val"]).shape for n in inputs},
             received=tuple(n.name for n in received),
             kept=tuple(_place(traced, n, module, device) for n in kept),
             results=(*(value.name for value in self.sends), *([LOSS] if self.is_last else [])),
@@ -81,7 +83,7 @@ class BoundStage:
         self,
         *,
         run: fx.GraphModule,
-        inputs: tuple[str, ...],
+        inputs: Mapping[str, tuple[Size, ...]],
         received: tuple[str, ...],
         kept: tuple[tuple[dict[str, Any], str], ...],
         results: tuple[str, ...],
@@ -102,7 +104,15 @@ class BoundStage:
             received: what the stage receives, by name. What differentiates through it must require gradients.
 
         Returns what it sends, by name, and on the last stage the loss as ``loss``. Neither inputs nor what is received is changed.
+        Raises DataError for an input of another shape than that of the capture.
         """
+        for name, shape in self._inputs.items():
+            expected = [int(size(samples)) for size in shape]
+            if list(inputs[name].shape) != expected:
+                raise DataError(
+                    f"the input {name!r} is {list(inputs[name].shape)} for {samples} samples, and the stages were made for {expected}. "
+                    "Pad all batches to the shape of the example that the model was captured with"
+                )
         with Regions() as regions:
             results = self._run.forward(
                 samples,
