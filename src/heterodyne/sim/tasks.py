@@ -122,15 +122,7 @@ class Tasks:
                     self.receives.append((rank, action, last, tuple(came)))
                     pending += tuple(came)
                 elif kind in out:
-                    first = len(work)
-                    for link, sizes, durations, latency, tasks in out[kind].get(stage, ()):
-                        if sizes[index]:  # type: ignore[index]
-                            tasks[index] = len(work)  # type: ignore[index]
-                            work.append(durations[index])  # type: ignore[index]
-                            lanes.append(link)
-                            waits.append((last, *pending))
-                            lag.append(latency)
-                    self.sends.append((rank, action, tuple(range(first, len(work)))))
+                    self.sends.append((rank, action, self._send(out[kind].get(stage, ()), index, (last, *pending))))
                 elif kind == "REDUCE_GRAD":
                     self._join(rank, action, _completes(costs, action, ends, begin))
                 else:
@@ -144,6 +136,18 @@ class Tasks:
         except (KeyError, IndexError):
             raise PlanError(f"rank {rank} has no cost of {action}: the program is not that of the plan") from None
         self._passed.setdefault(rank, last)
+
+    def _send(self, sent: Sequence[Sent], index: int | None, waits: tuple[int, ...]) -> tuple[int, ...]:
+        """Add the messages of one SEND."""
+        first = len(self._work)
+        for link, sizes, durations, latency, tasks in sent:
+            if sizes[index]:  # type: ignore[index]  # only CLIP and STEP have none
+                tasks[index] = len(self._work)  # type: ignore[index]
+                self._work.append(durations[index])  # type: ignore[index]
+                self.lanes.append(link)
+                self._waits.append(waits)
+                self._lag.append(latency)
+        return tuple(range(first, len(self._work)))
 
     def _add(self, seconds: float, lane: int, waits: tuple[int, ...] = ()) -> int:
         self._work.append(seconds)

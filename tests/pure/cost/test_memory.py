@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster import BlockSample
 from heterodyne.cost import DeviceMemory, MemoryAssumptions, Recipe
+from heterodyne.graph import Parameter
 from pure.build import cluster, device_profile, graph, linear
 
 MODEL = graph(4, saved=10_000)
@@ -113,3 +115,37 @@ def test_the_framework_and_the_allocator_take_their_part() -> None:
     assert use.context == 1000
     assert use.lost == pytest.approx(0.1 * (bare.fixed + bare.activations), abs=1)
     assert given_.context("cuda") == 5000
+
+
+@given(st.lists(st.integers(1, 9), unique=True, max_size=4), st.integers(1, 8), st.booleans())
+def test_stages_keep_together_what_the_model_keeps(cuts: list[int], size: int, measured: bool) -> None:
+    """Measured blocks are cut inside by what the graph says of their ops."""
+    made = memory(profile=device_profile(MODEL, linear(1.0), saved=700) if measured else None)
+    ranges = list(pairwise((0, *sorted(cuts), len(MODEL.ops))))
+    assert sum(made.activations(size, ops) for ops in ranges) == pytest.approx(made.activations(size), abs=len(ranges))
+    assert max(made.workspace(size, ops) for ops in ranges) == made.workspace(size)
+    parts = [made.use(size, [ops]) for ops in ranges]
+    for field in ("parameters", "gradients", "optimizer"):
+        assert sum(getattr(use, field) for use in parts) == getattr(made.use(size), field)
+    assert made.use(size, ranges).fixed == made.use(size).fixed
+
+
+def test_a_model_that_keeps_more_than_its_blocks_makes_every_stage_keep_more() -> None:
+    profile = device_profile(MODEL, linear(1.0), saved=700)
+    for whole, ratio in ((2 * 6 * 700, 2), (6 * 350, 1)):
+        samples = tuple(replace(s, saved_bytes=whole * s.micro_batch_size) for s in profile.blocks["head"])
+        made = memory(profile=replace(profile, blocks={**profile.blocks, "*": samples}))
+        assert made.activations(4, (0, 3)) == 4 * 2 * 700 * ratio
+    alone = memory(profile=replace(profile, blocks={"*": profile.blocks["head"]}))
+    assert alone.activations(4, (0, 5)) == 4 * 350  # half of the ops keep half of it
+
+
+def test_buffers_and_what_nobody_reads_are_held_where_they_are_needed() -> None:
+    unread = Parameter(name="unread", shape=(8,), dtype="float32", trainable=True)
+    buffer = Parameter(name="table", shape=(8,), dtype="float32", trainable=False)
+    reader = replace(MODEL.ops[0], parameters=(*MODEL.ops[0].parameters, "table"))
+    model = replace(MODEL, parameters=(*MODEL.parameters, unread), buffers=(buffer,), ops=(reader, *MODEL.ops[1:]))
+    names = [{p.name for p in memory(graph=model).held([ops])} for ops in ((0, 1), (1, 10))]
+    assert names[0] == {"embed.weight", "table", "unread"}
+    assert "table" not in names[1]
+    assert "unread" in names[1]

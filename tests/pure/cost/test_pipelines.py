@@ -116,6 +116,11 @@ def test_measured_halves_are_believed() -> None:
     assert compute.seconds("W", (1, 3), 4) == pytest.approx(0.3 * layer)
 
 
+def test_between_its_halves_a_backward_holds_what_enters_and_what_comes_back() -> None:
+    """Five ops with weights: a value enters four of them (the model's own input is not counted), a gradient comes to each."""
+    assert COSTS.stage(IDS[0], (0, 5), (2,)).weight_bytes == (2 * (4 + 5) * ONE_SAMPLE,)
+
+
 def test_what_crosses_goes_forth_and_its_gradient_back() -> None:
     costs = COSTS.of(planned(pipeline((0, 3, 5), [(IDS[0],), (IDS[1],), (IDS[3],)])))
     ways = {(route.kind, route.source, route.destination): route for route in costs.routes}
