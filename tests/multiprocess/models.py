@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heterodyne.frontend import trace
+from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import ModelGraph
 
 NAMES = ("gpt", "sum", "weighted", "llama", "gpt2", "bert", "resnet", "mixed")
@@ -61,8 +61,12 @@ def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tens
 @functools.cache
 def captured(name: str) -> ModelGraph:
     """What `capture` says of a case; its size does not matter. Slow once, so jobs on workers are given it."""
+    return capture_of(name).graph
+
+
+def capture_of(name: str) -> Captured:
     module, batch = _make(name, 4, 0)
-    return trace(module.train(), batch, name=name).graph
+    return trace(module.train(), batch, name=name)
 
 
 class TinyGPT(nn.Module):

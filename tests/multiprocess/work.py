@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from heterodyne.cluster.spec import Cluster, Device
+from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.lower import lower
@@ -17,7 +20,7 @@ from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.worker import Worker
-from multiprocess.models import Case
+from multiprocess.models import Case, capture_of
 from multiprocess.pool import World
 
 IDLE = None
@@ -87,3 +90,89 @@ def worker_of(
 
 def copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
+
+
+@dataclass(frozen=True)
+class StageOf:
+    """Ops up to ``stop`` on ``ranks``, who take ``shares`` of each micro-batch; ``recompute``: blocks."""
+
+    stop: int
+    ranks: tuple[int, ...]
+    shares: tuple[int, ...]
+    recompute: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PipelineOf:
+    """``sizes``: of its micro-batches."""
+
+    sizes: tuple[int, ...]
+    stages: tuple[StageOf, ...]
+    order: tuple[str, ...] = ()
+
+
+@functools.cache
+def program_of(name: str) -> Captured:
+    """What stages are cut from; captured once a process."""
+    return capture_of(name)
+
+
+def staged_plan(
+    graph: ModelGraph, cluster: Cluster, pipelines: Sequence[PipelineOf], schedule: str, **more: Any
+) -> Plan:
+    made = []
+    for pipeline in pipelines:
+        stages, start = [], 0
+        for stage in pipeline.stages:
+            stages.append(
+                Stage(
+                    ops=(start, stage.stop),
+                    devices=tuple(cluster.devices[rank].id for rank in stage.ranks),
+                    regions=(Region(layout=Layout(kind="replicate", shares=stage.shares)),),
+                    recompute=stage.recompute,
+                )
+            )
+            start = stage.stop
+        made.append(Pipeline(micro_batches=MicroBatches(pipeline.sizes), stages=tuple(stages), order=pipeline.order))
+    used = {rank for pipeline in pipelines for stage in pipeline.stages for rank in stage.ranks}
+    return Plan(
+        model=graph.fingerprint,
+        cluster=cluster.fingerprint,
+        global_batch_size=sum(sum(pipeline.sizes) for pipeline in pipelines),
+        schedule=schedule,
+        pipelines=tuple(made),
+        idle=tuple(d.id for rank, d in enumerate(cluster.devices) if rank not in used),
+        **more,
+    )
+
+
+def staged_worker(
+    world: World,
+    case: Case,
+    pipelines: Sequence[PipelineOf],
+    schedule: str,
+    *,
+    bucket_bytes: int = 4096,
+    clip: float = 0.0,
+    optimizer: Any = None,
+    seed: int = 5,
+    precision: str = "fp32",
+    recorder: Recorder | None = None,
+) -> Worker:
+    cluster = cluster_of(world.world_size)
+    plan = staged_plan(case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision)
+    return Worker(
+        case.module,
+        graph=case.graph,
+        plan=plan,
+        program=lower(plan, case.graph, cluster, clip=clip > 0),
+        cluster=cluster,
+        communicator=Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")),
+        loss_count=case.count,
+        optimizer=optimizer or OptimizerSection(lr=1e-2, warmup_steps=2),
+        total_steps=20,
+        seed=seed,
+        clip_grad_norm=clip,
+        recorder=recorder,
+        stage_programs=lambda start, stop, starts: program_of(case.graph.name).stage(start, stop, starts=starts),
+    )

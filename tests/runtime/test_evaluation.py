@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.runtime.evaluation import evaluation_spans
+from heterodyne.runtime.evaluation import evaluation_parts
 from heterodyne.runtime.placement import Place, Placement
 
 sizes = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=6).filter(lambda s: any(s))
@@ -17,13 +17,14 @@ def test_every_sample_is_taken_once_in_parts_that_fit_and_shares_that_are_the_pl
     sizes: list[list[int]], batch: int
 ) -> None:
     places = tuple(
-        Place(rank=rank, device=str(rank), active=True, micro_batches=MicroBatches(tuple(own)))
+        Place(rank=rank, device=str(rank), pipeline=rank, micro_batches=MicroBatches(tuple(own)))
         for rank, own in enumerate(sizes)
     )
-    spans = evaluation_spans(Placement(places=places), batch)
-    taken = [sample for own in spans for first, size in own for sample in range(first, first + size)]
+    parts = evaluation_parts(Placement(places=places), batch)
+    assert list(parts) == list(range(len(sizes)))
+    taken = [sample for first, own in parts.values() for sample in range(first, first + sum(own))]
     assert taken == list(range(batch))
     planned = sum(map(sum, sizes))
-    for own, parts in zip(sizes, spans, strict=True):
-        assert all(size <= max(own) for _, size in parts)
-        assert abs(sum(size for _, size in parts) - batch * sum(own) / planned) <= 1
+    for own, (_, cut) in zip(sizes, parts.values(), strict=True):
+        assert all(size <= max(own) for size in cut)
+        assert abs(sum(cut) - batch * sum(own) / planned) <= 1

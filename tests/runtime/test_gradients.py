@@ -53,7 +53,9 @@ def buckets_of(names: list[tuple[str, ...]]) -> list[Bucket]:
 
 def gradients_of(model: nn.Module, names: list[tuple[str, ...]], channel: Channel | None) -> GradientBuckets:
     recorder = Recorder(rank=0, device=CPU, on=False)
-    return GradientBuckets(dict(model.named_parameters()), buckets_of(names), channel, recorder)
+    everything = frozenset(name for own in names for name in own)
+    buckets = [(bucket, channel) for bucket in buckets_of(names)]
+    return GradientBuckets(dict(model.named_parameters()), buckets, recorder, {0: everything})
 
 
 ORDER = [("c.weight",), ("b.weight",), ("a.weight",), ("unused",)]
@@ -63,7 +65,7 @@ def step(model: Chain, gradients: GradientBuckets, batches: list[Tensor]) -> Non
     gradients.begin()
     for index, batch in enumerate(batches):
         if index == len(batches) - 1:
-            gradients.arm()
+            gradients.arm(0)
         model(batch).backward()
     for index in range(len(ORDER)):
         gradients.launch(index)
@@ -90,7 +92,7 @@ def test_a_bucket_waits_for_those_before_it() -> None:
     model = Chain(log)
     gradients = gradients_of(model, [("a.weight",), ("c.weight",), ("b.weight",)], Doubling(log))
     gradients.begin()
-    gradients.arm()
+    gradients.arm(0)
     model(torch.randn(4, 2)).backward()
     gradients.launch(2)
     assert log[-3:] == ["reduce 6", "reduce 2", "reduce 6"]
@@ -128,7 +130,7 @@ def test_a_gradient_that_comes_after_its_bucket_left_is_an_error() -> None:
     model = Chain()
     gradients = gradients_of(model, ORDER, Doubling([]))
     gradients.begin()
-    gradients.arm()
+    gradients.arm(0)
     model(torch.randn(4, 2)).backward()
     with pytest.raises(CaptureError, match=r"'c\.weight' came after its bucket was reduced"):
         model(torch.randn(4, 2)).backward()
@@ -141,7 +143,7 @@ def test_a_parameter_that_is_used_in_some_steps_only_is_an_error(alone: bool) ->
     gradients = gradients_of(model, ORDER, None if alone else Doubling([]))
     step(model, gradients, [torch.randn(4, 2)])
     gradients.begin()
-    gradients.arm()
+    gradients.arm(0)
     with pytest.raises(CaptureError, match="'unused' got a gradient, which it had not in the first step"):
         (model(torch.randn(4, 2)) + model.unused.sum()).backward()
 
@@ -168,7 +170,7 @@ def test_closing_takes_the_hooks_away() -> None:
     model = Chain(log)
     gradients = gradients_of(model, ORDER, Doubling(log))
     gradients.begin()
-    gradients.arm()
+    gradients.arm(0)
     gradients.close()
     model(torch.randn(4, 2)).backward()
     assert not [entry for entry in log if entry.startswith("reduce")]
@@ -178,7 +180,7 @@ def test_views_follow_the_strides_of_channels_last_parameters() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)).to(memory_format=torch.channels_last)
     gradients = gradients_of(model, [("0.weight",)], Doubling([]))
     gradients.begin()
-    gradients.arm()
+    gradients.arm(0)
     model(torch.randn(2, 3, 5, 5)).sum().backward()
     (weight,) = model.parameters()
     assert weight.grad.stride() == weight.stride()

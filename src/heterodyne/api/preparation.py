@@ -221,4 +221,5 @@ def make_worker(
         clip_grad_norm=clip_grad_norm,
         recorder=recorder,
         watch=session.watchdog,
+        stage_programs=lambda start, stop, starts: prepared.captured.stage(start, stop, starts=starts),
     )

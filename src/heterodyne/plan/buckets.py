@@ -37,8 +37,8 @@ class Bucket:
 
 
 def owners_of(plan: Plan, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
-    """For each parameter the devices that hold it, in the order of the plan. What no op reads is held by every device."""
-    read: dict[str, list[str]] = {parameter.name: [] for parameter in graph.parameters}
+    """For each parameter and buffer the devices that hold it, in the order of the plan; what no op reads, every device."""
+    read: dict[str, list[str]] = {stored.name: [] for stored in (*graph.parameters, *graph.buffers)}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             names = {name for op in graph.ops[stage.ops[0] : stage.ops[1]] for name in op.parameters}

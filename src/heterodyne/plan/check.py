@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.plan import Plan, Stage
+from heterodyne.plan.order import orders_of
+from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.slices import slices
 
 __all__ = ["require_valid", "violations"]
-
-_SCHEDULES: Final = ("1F1B",)
 
 
 def violations(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[str, ...]:
@@ -47,7 +46,8 @@ def _of_identity(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[str]:
 
 def _of_devices(plan: Plan, cluster: Cluster) -> list[str]:
     known = {device.id for device in cluster.devices}
-    used = Counter([*plan.devices, *plan.idle])
+    placed = [device for pipeline in plan.pipelines for devices in pipeline.places for device in devices]
+    used = Counter([*placed, *plan.idle])
     broken = [
         f"device {name!r} is not in the cluster; it has {', '.join(sorted(known))}"
         for name in used
@@ -85,27 +85,75 @@ def _of_shares(plan: Plan, graph: ModelGraph) -> list[str]:
 
 def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
     broken = []
-    if plan.schedule not in _SCHEDULES:
-        broken.append(f"schedule {plan.schedule!r} is not known; it can be {', '.join(_SCHEDULES)}")
     for number, pipeline in enumerate(plan.pipelines):
         where = f"pipeline {number}"
-        if len(pipeline.stages) != 1:
-            broken.append(
-                f"{where} has {len(pipeline.stages)} stages; this version runs plans with one stage a pipeline"
-            )
-        for stage in pipeline.stages:
-            broken += [f"{where} {fault}" for fault in _of_stage(stage, graph)]
+        broken += [f"{where} {fault}" for fault in _of_cuts(pipeline, graph)]
+        try:
+            orders_of(plan.schedule, pipeline)
+        except PlanError as error:
+            broken.append(f"{where}: {error}")
+        for index, stage in enumerate(pipeline.stages):
+            broken += [f"{where}, stage {index} {fault}" for fault in _of_stage(stage, graph)]
+    if graph.batch_statistics and len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
+        # Replicas meet in each op that takes statistics, and they must come to them in one order.
+        broken.append(
+            f"{graph.batch_statistics[0]} takes statistics over all pipelines, so they must be cut alike and run in the same order"
+        )
     return broken
+
+
+def _cuts(pipeline: Pipeline) -> tuple[object, ...]:
+    return tuple(stage.ops for stage in pipeline.stages), pipeline.place_of_stage, pipeline.order
+
+
+def _of_cuts(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
+    """The stages together are the model, once, in order."""
+    if not pipeline.stages:
+        return ["has no stage; one at least runs the model"]
+    broken = []
+    reached = 0
+    for index, stage in enumerate(pipeline.stages):
+        first, stop = stage.ops
+        if first != reached or stop <= first:
+            broken.append(
+                f"stage {index} runs ops {first} to {stop}, the ones before end at {reached}: stages follow each other, and none is empty"
+            )
+        reached = stop
+    for devices in pipeline.places:
+        shares = {stage.shares for stage in pipeline.stages if stage.devices == devices and _has_shares(stage)}
+        if len(shares) > 1:
+            broken.append(
+                f"shares the samples of {', '.join(devices)} in different ways on its stages ({', '.join(map(str, sorted(shares)))}): "
+                "the stages of one place share them alike"
+            )
+    if graph.batch_statistics:
+        for index, stage in enumerate(pipeline.stages):
+            if _has_shares(stage) and any(
+                not n for size in pipeline.micro_batches.sizes for _, n in slices(size, stage.shares)
+            ):
+                broken.append(
+                    f"stage {index} leaves a device without a sample of a micro-batch, and {graph.batch_statistics[0]} takes statistics "
+                    "over all of them: make the micro-batches larger, or take fewer devices"
+                )
+    if reached != len(graph.ops):
+        broken.append(f"ends at op {reached}, the model has {len(graph.ops)}: the last stage runs to its end")
+    return broken
+
+
+def _has_shares(stage: Stage) -> bool:
+    """Whether its shares can be asked for; if not, that is told of the stage itself."""
+    return any(
+        r.task_graph == "*" and len(r.layout.shares) == len(stage.devices) and sum(r.layout.shares)
+        for r in stage.regions
+    )
 
 
 def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
     broken = []
-    if stage.ops != (0, len(graph.ops)):
-        broken.append(
-            f"runs ops {stage.ops[0]} to {stage.ops[1]}, the model has 0 to {len(graph.ops)}: one stage runs them all"
-        )
-    if len(stage.devices) != 1:
-        broken.append(f"has {len(stage.devices)} devices in a stage; this version runs one device a stage")
+    if not stage.devices:
+        broken.append("has no device; give it one")
+    if len(set(stage.devices)) < len(stage.devices):
+        broken.append("names a device twice; a device has one place")
     known = {"*", *(op.annotation for op in graph.ops if op.annotation is not None)}
     names = Counter(region.task_graph for region in stage.regions)
     broken += [
@@ -120,6 +168,14 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
             broken.append(f"has region {region.task_graph!r}, which must be 'replicate' with one share a device")
         elif sum(region.layout.shares) == 0:
             broken.append(f"has region {region.task_graph!r} with no share; only ratios count, so write 1")
-    if stage.recompute or stage.state_shares is not None:
-        broken.append("asks for recompute or state_shares, which this version does not run; leave them out")
+    for index in stage.recompute:
+        if not 0 <= index < len(graph.blocks):
+            broken.append(f"recomputes block {index}; the model has blocks 0 to {len(graph.blocks) - 1}")
+        elif not stage.ops[0] <= graph.blocks[index].start < graph.blocks[index].stop <= stage.ops[1]:
+            block = graph.blocks[index]
+            broken.append(
+                f"recomputes block {index} (ops {block.start} to {block.stop}), which is not whole in the stage"
+            )
+    if stage.state_shares is not None:
+        broken.append("asks for state_shares, which this version does not run; leave them out")
     return broken

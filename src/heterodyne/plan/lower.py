@@ -1,18 +1,22 @@
 """A plan becomes a program: what each rank does in one optimizer step, in order.
 
-For one stage a pipeline, every schedule is the same: forward and backward of one micro-batch after the other, so that one
-micro-batch of activations is alive at a time. Then the gradient buckets, in the order in which the backward completes them.
+A schedule says what the devices of each place compute, and in which order. Lowering adds what follows from it: before a stage
+runs it receives what other places send, behind it it sends what others read; forward activations, backward gradients. Then the
+gradient buckets, in the order in which the backward completes them, each between the devices that own its parameters.
 A pipeline without a share runs no micro-batch, but takes part in every reduction and makes the same update as the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from heterodyne.cluster.spec import Cluster
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.buckets import gradient_buckets
 from heterodyne.plan.check import require_valid
+from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action, Program
+from heterodyne.plan.traffic import Traffic, duties
 from heterodyne.plan.verify import require_runnable
 
 __all__ = ["lower"]
@@ -21,21 +25,31 @@ __all__ = ["lower"]
 def lower(plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True) -> Program:
     """The program of a plan; ``clip`` adds gradient clipping. Raises PlanError with every rule that the plan breaks."""
     require_valid(plan, graph, cluster)
-    buckets = len(gradient_buckets(graph, plan.bucket_bytes))
+    wanted = duties(plan, graph, cluster)
     ranks: list[tuple[Action, ...]] = [()] * len(cluster.devices)
-    micro_batches: list[int | None] = [None] * len(cluster.devices)
     for pipeline in plan.pipelines:
-        (stage,) = pipeline.stages
-        (device,) = stage.devices
-        rank = cluster.rank(device)
-        micro_batches[rank] = len(pipeline.micro_batches)
-        ranks[rank] = _actions(len(pipeline.micro_batches), buckets, clip=clip)
+        for devices, order in zip(pipeline.places, orders_of(plan.schedule, pipeline), strict=True):
+            for device in devices:
+                duty = wanted[cluster.rank(device)]
+                assert duty is not None  # it is in a pipeline
+                reductions = [Action(0, "REDUCE_GRAD", index) for index in duty.buckets]
+                end = [*([Action(0, "CLIP")] if clip else []), Action(0, "STEP")]
+                ranks[cluster.rank(device)] = (*_with_traffic(order, duty.traffic), *reductions, *end)
     program = Program(ranks=tuple(ranks))
-    require_runnable(program, micro_batches, buckets)
+    require_runnable(program, wanted)
     return program
 
 
-def _actions(micro_batches: int, buckets: int, *, clip: bool) -> tuple[Action, ...]:
-    passes = [Action(0, kind, index) for index in range(micro_batches) for kind in ("F", "B")]
-    reductions = [Action(0, "REDUCE_GRAD", index) for index in range(buckets)]
-    return (*passes, *reductions, *([Action(0, "CLIP")] if clip else []), Action(0, "STEP"))
+def _with_traffic(order: Iterable[Action], traffic: Traffic) -> Iterator[Action]:
+    """What has to come before and what can leave behind each action."""
+    for action in order:
+        stage, index = action.stage, action.index
+        if action.kind == "F" and stage in traffic.receives:
+            yield Action(stage, "RECV_F", index)
+        if action.kind in ("B", "I") and stage in traffic.gets_back:
+            yield Action(stage, "RECV_B", index)
+        yield action
+        if action.kind == "F" and stage in traffic.sends:
+            yield Action(stage, "SEND_F", index)
+        if action.kind in ("B", "I") and stage in traffic.gives_back:
+            yield Action(stage, "SEND_B", index)

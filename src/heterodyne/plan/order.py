@@ -21,6 +21,8 @@ def orders_of(schedule: str, pipeline: Pipeline) -> Orders:
     if schedule not in SCHEDULES:
         raise PlanError(f"schedule {schedule!r} is not known; it can be {', '.join(SCHEDULES)}")
     chosen = SCHEDULES[schedule]
+    if len(pipeline.stages) == 1 and chosen.chunks not in (None, 1):
+        chosen = SCHEDULES["1F1B"]  # a model in one piece has nothing to order, whatever other pipelines of the plan do
     chunks, uneven = divmod(len(pipeline.stages), max(1, places))
     if uneven:
         raise PlanError(

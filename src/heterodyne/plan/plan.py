@@ -65,6 +65,11 @@ class Stage(_Part):
     recompute: tuple[int, ...] = ()
     state_shares: tuple[int, ...] | None = None
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How its devices share the samples of each micro-batch, as the region of everything without annotation has it."""
+        return next(region.layout.shares for region in self.regions if region.task_graph == "*")
+
 
 class Pipeline(_Part):
     """A whole copy of the model with its share of the global batch.
@@ -128,8 +133,8 @@ class Plan(_Part):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that take part, pipeline by pipeline, stage by stage."""
-        return tuple(d for pipeline in self.pipelines for stage in pipeline.stages for d in stage.devices)
+        """The devices that take part, each once, pipeline by pipeline, place by place."""
+        return tuple(dict.fromkeys(d for p in self.pipelines for stage in p.stages for d in stage.devices))
 
     def first_samples(self) -> tuple[int, ...]:
         """For each pipeline the place of its first sample in the global batch."""

@@ -1,53 +1,52 @@
 """Whether a program does what a step must do, whoever made it. All violations are told, not the first one.
 
-A program is correct if every rank runs each of its micro-batches forward and then backward, reduces each gradient
-bucket once after its last backward, and updates once, last; and if ranks that meet in collectives meet in one order, since two
-ranks that wait for each other in different collectives wait for ever.
+A program is correct if every rank runs each of its micro-batches through each of its stages, forward and then backward, with
+what it must receive before and what others wait for behind; reduces each gradient bucket that it shares once, after its last
+backward; and updates once, last. And if it comes to its end: no rank waits for what another one does only after that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from heterodyne.errors import PlanError
-from heterodyne.plan.program import Action, Program
+from heterodyne.plan.program import Action, ActionKind, Program
+from heterodyne.plan.traffic import Duty
 
 __all__ = ["collective_order", "program_violations", "require_runnable"]
 
+_MOST_TOLD = 20
 
-def program_violations(program: Program, micro_batches: Sequence[int | None], buckets: int) -> tuple[str, ...]:
-    """Every rule that the program breaks, as sentences; none if it can run.
 
-    Args:
-        micro_batches: how many each rank has to run; None for an idle rank, which must have no action at all.
-        buckets: how many gradient buckets every rank that is not idle has to reduce, also one without a micro-batch.
-    """
+def program_violations(program: Program, duties: Sequence[Duty | None]) -> tuple[str, ...]:
+    """Every rule that the program breaks, as sentences; none if it can run. ``duties``: what each rank has to do, None for an idle one."""
     broken = []
-    if len(micro_batches) != len(program.ranks):
-        broken.append(f"it has {len(program.ranks)} ranks, the cluster has {len(micro_batches)}: lower the plan again")
-    for rank, (actions, count) in enumerate(zip(program.ranks, micro_batches, strict=False)):
-        if count is None:
+    if len(duties) != len(program.ranks):
+        broken.append(f"it has {len(program.ranks)} ranks, the cluster has {len(duties)}: lower the plan again")
+    for rank, (actions, duty) in enumerate(zip(program.ranks, duties, strict=False)):
+        if duty is None:
             broken += [f"rank {rank} is idle, yet runs {actions[0]}: give an idle rank no action"] if actions else []
             continue
         broken += [
-            f"rank {rank} {fault}"
-            for fault in (*_order(actions, count), *_reductions(actions, buckets), *_end(actions))
+            f"rank {rank} {fault}" for fault in (*_passes(actions, duty), *_reductions(actions, duty), *_end(actions))
         ]
     try:
         collective_order(program)
     except PlanError as error:
         broken.append(str(error))
-    return tuple(broken)
+    # Ranks that lack an action would be found to wait for it, which says less.
+    return tuple(broken) or tuple(_blocked(program, duties))
 
 
-def require_runnable(program: Program, micro_batches: Sequence[int | None], buckets: int) -> None:
-    """Raises PlanError that lists every violation."""
-    broken = program_violations(program, micro_batches, buckets)
+def require_runnable(program: Program, duties: Sequence[Duty | None]) -> None:
+    """Raises PlanError that lists the violations."""
+    broken = program_violations(program, duties)
     if broken:
-        raise PlanError("the program cannot run:\n  - " + "\n  - ".join(broken))
+        more = [f"and {len(broken) - _MOST_TOLD} more"] if len(broken) > _MOST_TOLD else []
+        raise PlanError("the program cannot run:\n  - " + "\n  - ".join([*broken[:_MOST_TOLD], *more]))
 
 
 def collective_order(program: Program) -> tuple[tuple[Action, tuple[int, ...]], ...]:
@@ -71,50 +70,119 @@ def collective_order(program: Program) -> tuple[tuple[Action, tuple[int, ...]], 
         ) from error
 
 
-def _order(actions: Sequence[Action], count: int) -> list[str]:
-    """Each micro-batch once forward, then once backward."""
-    broken = []
-    seen = Counter(action for action in actions if action.kind in ("F", "B"))
+def _passes(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
+    """Each micro-batch through each stage: what it needs, forward, backward (whole, or I and W), and what others need."""
+    seen = Counter(action for action in actions if action.kind not in ("REDUCE_GRAD", "CLIP", "STEP"))
     place = {action: number for number, action in reversed(list(enumerate(actions)))}  # of the first of each
-    stages = sorted({action.stage for action in actions}) or [0]
-    for stage in stages:
-        for index in range(count):
-            forward, backward = Action(stage, "F", index), Action(stage, "B", index)
-            broken += [
-                f"runs {action} {seen[action]} times: each micro-batch runs once"
-                for action in (forward, backward)
-                if seen[action] != 1
-            ]
-            if seen[forward] and seen[backward] and place[forward] > place[backward]:
-                broken.append(f"runs {backward} before {forward}: a backward needs its forward")
-    broken += [
-        f"runs {action}, but has {count} micro-batches: remove it"
-        for action in seen
-        if action.index is None or action.index >= count
-    ]
-    return broken
+    for stage in duty.stages:
+        for index in range(duty.micro_batches):
+            chain = _chain(
+                stage, index, duty, split=bool(seen[Action(stage, "I", index)] or seen[Action(stage, "W", index)])
+            )
+            for action in chain:
+                if seen.pop(action, 0) != 1:
+                    count = actions.count(action)
+                    yield f"runs {action} {count} times: each micro-batch runs once"
+            for earlier, later in pairwise(chain):
+                if earlier in place and later in place and place[earlier] > place[later]:
+                    yield f"runs {later} before {earlier}: {_needs(later, earlier)}"
+            again = Action(stage, "R", index)
+            if seen.pop(again, 0):
+                backward = next(action for action in chain if action.kind in ("B", "I"))
+                before, behind = place.get(Action(stage, "F", index), -1), place.get(backward, len(actions))
+                if not before < place[again] < behind:
+                    yield f"runs {again} out of its place: it stands between the forward and the backward"
+    for action in seen:
+        if action.stage not in duty.stages:
+            yield f"runs {action}, but holds {_listed(duty.stages)}: remove it"
+        elif action.index is None or action.index >= duty.micro_batches:
+            yield f"runs {action}, but has {duty.micro_batches} micro-batches: remove it"
+        else:
+            yield f"runs {action}, which nobody needs: remove it"
 
 
-def _reductions(actions: Sequence[Action], buckets: int) -> list[str]:
+def _chain(stage: int, index: int, duty: Duty, *, split: bool) -> list[Action]:
+    """What must be done with one micro-batch, in order."""
+    traffic = duty.traffic
+    kinds: list[ActionKind] = ["RECV_F"] if stage in traffic.receives else []
+    kinds += ["F"]
+    kinds += ["SEND_F"] if stage in traffic.sends else []
+    kinds += ["RECV_B"] if stage in traffic.gets_back else []
+    kinds += ["I" if split else "B"]
+    kinds += ["SEND_B"] if stage in traffic.gives_back else []
+    kinds += ["W"] if split else []
+    return [Action(stage, kind, index) for kind in kinds]
+
+
+def _needs(later: Action, earlier: Action) -> str:
+    what = {"F": "a backward needs its forward", "I": "the gradients of weights need those of the inputs"}
+    return (
+        what.get(earlier.kind, f"it needs what {earlier} brings") if later.kind in ("B", "I", "W") else "put it behind"
+    )
+
+
+def _listed(stages: Sequence[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def _reductions(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
     """Each bucket once, after the last backward."""
     seen = Counter(action.index for action in actions if action.kind == "REDUCE_GRAD")
-    broken = [
-        f"reduces bucket {index} {seen[index]} times: every rank reduces each bucket once, also without a share"
-        for index in range(buckets)
-        if seen[index] != 1
-    ]
-    broken += [
-        f"reduces bucket {index}, but there are {buckets}: remove it"
-        for index in seen
-        if index is None or index >= buckets
-    ]
-    last_backward = max((place for place, action in enumerate(actions) if action.kind == "B"), default=0)
-    broken += [
-        f"reduces bucket {action.index} before its last backward, {actions[last_backward]}: gradients are not complete there"
-        for action in actions[:last_backward]
-        if action.kind == "REDUCE_GRAD"
-    ]
+    for index in duty.buckets:
+        if seen[index] != 1:
+            yield f"reduces bucket {index} {seen[index]} times: every owner reduces each bucket once, also without a share"
+    for bucket in seen:
+        if bucket not in duty.buckets:
+            yield f"reduces bucket {bucket}, but shares {', '.join(map(str, duty.buckets)) or 'none'}: remove it"
+    last = max((place for place, action in enumerate(actions) if action.kind in ("B", "W")), default=0)
+    for action in actions[:last]:
+        if action.kind == "REDUCE_GRAD":
+            yield f"reduces bucket {action.index} before its last backward, {actions[last]}: gradients are not complete there"
+
+
+def _blocked(program: Program, duties: Sequence[Duty | None]) -> list[str]:
+    """The ranks that never come to their end, and what each waits for. Sends wait for nobody."""
+    holders: dict[tuple[int, int], list[int]] = {}  # (pipeline, stage): ranks
+    for rank, duty in enumerate(duties):
+        for stage in duty.stages if duty is not None else ():
+            holders.setdefault((duty.pipeline, stage), []).append(rank)  # type: ignore[union-attr]  # the loop is empty for None
+    done: list[set[Action]] = [set() for _ in program.ranks]
+    reached = [0] * len(program.ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(program.ranks):
+            while reached[rank] < len(actions) and not _awaited(actions[reached[rank]], duties[rank], holders, done):
+                done[rank].add(actions[reached[rank]])
+                reached[rank] += 1
+                moved = True
+    broken = []
+    for rank, actions in enumerate(program.ranks):
+        if reached[rank] < len(actions):
+            action = actions[reached[rank]]
+            who, what = _awaited(action, duties[rank], holders, done)[0]
+            broken.append(
+                f"rank {rank} waits at {action} for {what} of rank {who}, which waits too: put {what} earlier"
+            )
     return broken
+
+
+def _awaited(
+    action: Action, duty: Duty | None, holders: dict[tuple[int, int], list[int]], done: list[set[Action]]
+) -> list[tuple[int, Action]]:
+    """What has to be done elsewhere before an action can be, and is not: ``(rank, action)``."""
+    if duty is None or action.kind not in ("RECV_F", "RECV_B"):
+        return []
+    forward = action.kind == "RECV_F"
+    if forward:
+        others = duty.traffic.sources.get(action.stage, frozenset())
+    else:
+        others = frozenset(s for s, of in duty.traffic.returns.items() if action.stage in of)
+    kind: ActionKind = "SEND_F" if forward else "SEND_B"
+    wanted = [
+        (rank, Action(other, kind, action.index)) for other in sorted(others) for rank in holders[duty.pipeline, other]
+    ]
+    return [(rank, sent) for rank, sent in wanted if sent not in done[rank]]
 
 
 def _end(actions: Sequence[Action]) -> list[str]:

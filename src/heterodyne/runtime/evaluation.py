@@ -10,13 +10,15 @@ from torch import nn
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.program import Action
 from heterodyne.runtime.exact.weighting import LossCount, counts
-from heterodyne.runtime.forward import Forward
 from heterodyne.runtime.meeting.communicator import Channel
-from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.stages import Stages
+from heterodyne.runtime.transfers import Transfers
 
-__all__ = ["evaluate", "evaluation_spans"]
+__all__ = ["evaluate", "evaluation_parts"]
 
 
 def evaluate(
@@ -26,20 +28,37 @@ def evaluate(
     graph: ModelGraph,
     placement: Placement,
     rank: int,
-    forward: Forward,
+    stages: Stages,
+    transfers: Transfers | None,
     loss_count: LossCount,
     control: Channel,
 ) -> tuple[float, float]:
-    """``(loss sum, count)`` of the whole batch, on every rank. Collective over ``control``."""
+    """``(loss sum, count)`` of the whole batch, on every rank. Collective over ``control``.
+
+    Each pipeline takes its parts through its stages one after the other.
+    """
     total, count = 0.0, 0.0
+    place = placement.places[rank]
     buffers = dict(module.named_buffers())
-    with _eval_mode(module), torch.no_grad():
-        for first, size in evaluation_spans(placement, source.size)[rank]:
-            inputs = source.samples(first, size)
-            (own,) = counts(graph.loss, [inputs], [size], loss_count, buffers)
-            if own:
-                total += own * forward.loss(inputs).item()
-                count += own
+    if place.pipeline is not None:
+        first, sizes = evaluation_parts(placement, source.size)[place.pipeline]
+        if transfers is not None:
+            transfers.begin([_sends(other, len(sizes)) for other in placement.places], sizes)
+        stages.begin()
+        with _eval_mode(module), stages.evaluating(), torch.no_grad():
+            for index in range(len(sizes)):
+                for stage in place.stages:
+                    start, samples = place.spans_of(first, sizes, stage)[index]
+                    if not samples:
+                        continue
+                    inputs = source.samples(start, samples)
+                    loss = stages.evaluate(stage, index, inputs, range(start, start + samples))
+                    if loss is not None:
+                        (own,) = counts(graph.loss, [inputs], [samples], loss_count, buffers)
+                        total += own * loss.item() if own else 0.0
+                        count += own
+        if transfers is not None:
+            transfers.settle()
     if graph.loss.reduction == "sum":
         count = 1.0 if rank == placement.leader else 0.0
     sums = torch.tensor([total, count], dtype=torch.float64)
@@ -47,20 +66,24 @@ def evaluate(
     return sums[0].item(), sums[1].item()
 
 
-def evaluation_spans(placement: Placement, size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For each rank the ``(first sample, size)`` of its parts: shares as in the plan, parts no larger than its micro-batches."""
-    samples = [place.micro_batches.samples for place in placement.places]
-    planned = sum(samples)
-    reached, spans = 0, []
-    given = 0
-    for place, own in zip(placement.places, samples, strict=True):
-        # Cutting at rounded running totals gives each rank its share up to one sample, and all of them the whole.
-        reached += own
+def evaluation_parts(placement: Placement, size: int) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """For each pipeline its first sample and the sizes of its parts: shares as in the plan, parts no larger than its micro-batches."""
+    pipelines = {place.pipeline: place.micro_batches for place in placement.places if place.pipeline is not None}
+    planned = sum(micro_batches.samples for micro_batches in pipelines.values())
+    reached = given = 0
+    parts = {}
+    for pipeline, micro_batches in sorted(pipelines.items()):
+        # Cutting at rounded running totals gives each pipeline its share up to one sample, and all of them the whole.
+        reached += micro_batches.samples
         last = round(size * reached / planned)
-        parts = MicroBatches.of_samples(last - given, max(place.micro_batches.sizes, default=1))
-        spans.append(tuple((given + offset, part) for offset, part in parts.offsets()))
+        parts[pipeline] = (given, MicroBatches.of_samples(last - given, max(micro_batches.sizes, default=1)).sizes)
         given = last
-    return tuple(spans)
+    return parts
+
+
+def _sends(place: Place, parts: int) -> tuple[Action, ...]:
+    """What a rank sends, in order."""
+    return tuple(Action(stage, "SEND_F", index) for index in range(parts) for stage in place.stages)
 
 
 @contextmanager

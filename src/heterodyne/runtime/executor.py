@@ -1,10 +1,7 @@
 """Obeys the action list of one rank, one action after the other. Nothing else decides what a step does.
 
-F j            the forward of micro-batch j
-B j            its backward; the last one completes gradients, whose buckets are launched while it goes on
-REDUCE_GRAD k  bucket k is launched now, if it was not yet
-CLIP           waits for all buckets, then scales the gradients down to a global norm
-STEP           waits for all buckets, then updates
+What each action means is said in `plan.program`. Sends and reductions are started and left to themselves. CLIP and STEP wait for
+all reductions, and a step ends when everything that was sent has left.
 """
 
 from __future__ import annotations
@@ -14,18 +11,22 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from heterodyne.plan.program import Action
-from heterodyne.runtime.exact.dropout import Draws
+from heterodyne.plan.program import Action, Program
+from heterodyne.runtime.clipping import Clipping
 from heterodyne.runtime.exact.weighting import Weights
-from heterodyne.runtime.forward import Forward
 from heterodyne.runtime.gradients import GradientBuckets
 from heterodyne.runtime.meeting.communicator import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.stages import Stages
+from heterodyne.runtime.transfers import Transfers
 
 __all__ = ["Executor", "Step", "Watch"]
+
+_UPDATE = ("CLIP", "STEP")
+_WAITS = ("RECV_F", "RECV_B", "CLIP", "STEP")
 
 
 class Watch(Protocol):
@@ -45,9 +46,10 @@ class Step:
     Args:
         number: the step, which the draws depend on.
         source: the global batch.
-        spans: ``(first sample, size)`` of each micro-batch of this rank.
-        slices: its inputs, where they had to be read ahead for counting.
-        weights: of each micro-batch.
+        sizes: of each micro-batch of this rank's pipeline.
+        spans: for each stage of this rank ``(first sample, count)`` of its slice of each micro-batch.
+        slices: the inputs of each micro-batch at the stage that makes the loss, where they had to be read ahead for counting.
+        weights: of each micro-batch there.
         learning_rate: of this step; None: the optimizer keeps its own.
         losses: of each micro-batch, filled by the forwards.
         grad_norm: filled by CLIP.
@@ -55,35 +57,27 @@ class Step:
 
     number: int
     source: BatchSource
-    spans: Sequence[tuple[int, int]]
-    slices: list[Mapping[str, Tensor]] | None
+    sizes: Sequence[int]
+    spans: Mapping[int, Sequence[tuple[int, int]]]
+    slices: Mapping[int, Mapping[str, Tensor]]
     weights: Weights
     learning_rate: float | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     grad_norm: Tensor | None = None
-
-    def inputs(self, index: int) -> Mapping[str, Tensor]:
-        return self.source.samples(*self.spans[index]) if self.slices is None else self.slices[index]
-
-
-@dataclass(frozen=True, eq=False)
-class _Alive:
-    """A micro-batch between its forward and its backward."""
-
-    loss: Tensor
-    draws: Draws | None
 
 
 class Executor:
     """Runs steps of one rank.
 
     Args:
-        actions: this rank's list; empty for an idle rank.
-        forward: the model.
-        gradients: its gradients.
-        parameters: the trainable ones.
+        rank: this one.
+        program: of all ranks; an idle rank has an empty list.
+        stages: of this rank.
+        loss_stage: the one of them that makes the loss; None: another rank has it.
+        gradients: of its parameters.
         optimizer: updates them.
-        clip_grad_norm: the global norm that CLIP scales down to; smaller gradients stay as they are.
+        clipping: what CLIP does.
+        transfers: from and to other ranks; None: there are none.
         control: joins all ranks; carries the loss.
         recorder: notes what happens when.
         watch: is told before each action and each wait; None: nobody watches.
@@ -92,28 +86,33 @@ class Executor:
     def __init__(
         self,
         *,
-        actions: Sequence[Action],
-        forward: Forward,
+        rank: int,
+        program: Program,
+        stages: Stages,
+        loss_stage: int | None,
         gradients: GradientBuckets,
-        parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        clip_grad_norm: float,
+        clipping: Clipping,
+        transfers: Transfers | None,
         control: Channel,
         recorder: Recorder,
         watch: Watch | None = None,
     ) -> None:
-        self._actions = tuple(actions)
+        self._program = program
+        self._actions = program.ranks[rank]
         self._names = {action: str(action) for action in self._actions}
-        self._watch = watch
-        self._forward = forward
+        self._stages = stages
+        self._loss_stage = loss_stage
         self._gradients = gradients
-        self._parameters = list(parameters)
         self._optimizer = optimizer
-        self._clip_grad_norm = clip_grad_norm
+        self._clipping = clipping
+        self._transfers = transfers
         self._control = control
         self._recorder = recorder
-        self._last_backward = max((i for i, a in enumerate(self._actions) if a.kind == "B"), default=-1)
-        self._alive: dict[int, _Alive] = {}
+        self._watch = watch
+        self._last_pass = max((i for i, a in enumerate(self._actions) if a.kind in ("B", "I", "W")), default=-1)
+        # A whole backward completes gradients while it goes on; the halves of one complete them at their end.
+        self._last_of_stage = {a.stage: a for a in self._actions if a.kind == "B"}
 
     def run(self, step: Step, *, update: bool = True) -> float:
         """Do the actions; without ``update`` only those that make gradients. Returns the loss of the global batch.
@@ -121,38 +120,75 @@ class Executor:
         The loss travels while the gradients do: sent after the update it would make fast ranks wait for slow ones twice a step.
         """
         self._recorder.begin()
-        self._alive.clear()
+        self._stages.begin()
         self._gradients.begin()
-        for place, action in enumerate(self._actions[: self._last_backward + 1]):
-            self._do(action, step, last=place == self._last_backward)
+        if self._transfers is not None:
+            self._transfers.begin(self._program.ranks, step.sizes)
+        for action in self._actions[: self._last_pass + 1]:
+            self._do(action, step)
         loss, sent = self._send_loss(step)
-        for action in self._actions[self._last_backward + 1 :]:
-            if update or action.kind not in ("CLIP", "STEP"):
-                self._do(action, step, last=False)
+        for action in self._actions[self._last_pass + 1 :]:
+            if update or action.kind not in _UPDATE:
+                self._do(action, step)
         self._wait_for_gradients()
+        if self._transfers is not None:
+            self._transfers.settle()
         sent.wait()
         self._turn("between steps")
         self._recorder.end(step.number)
         return loss.item()
 
-    def _do(self, action: Action, step: Step, *, last: bool) -> None:
-        if action.kind == "REDUCE_GRAD":
-            self._gradients.launch(_index(action))
-            return
-        # What an action waits for is not part of it.
-        weight = step.weights.of(_index(action)) if action.kind == "B" else 0.0
-        if action.kind in ("CLIP", "STEP"):
+    def _do(self, action: Action, step: Step) -> None:
+        """One action. What it waits for is not part of it."""
+        kind, stage, index = action.kind, action.stage, action.index
+        if kind == "REDUCE_GRAD":
+            self._gradients.launch(_number(index))
+        elif kind in _UPDATE:
             self._wait_for_gradients()
+            self._turn(self._names[action])
+            with self._recorder.compute(action):
+                if kind == "CLIP":
+                    step.grad_norm = self._clipping.clip()
+                else:
+                    self._update(step.learning_rate)
+        elif step.spans[stage][_number(index)][1]:  # else this rank has no sample of it
+            self._pass(action, step, _number(index))
+
+    def _pass(self, action: Action, step: Step, index: int) -> None:
+        stage, kind = action.stage, action.kind
+        if kind in ("RECV_F", "RECV_B"):
+            if self._watch is not None:
+                self._watch.waiting(self._names[action])
+            receive = self._stages.receive_forward if kind == "RECV_F" else self._stages.receive_backward
+            receive(stage, index)
+            return
+        if kind in ("SEND_F", "SEND_B"):
+            send = self._stages.send_forward if kind == "SEND_F" else self._stages.send_backward
+            send(stage, index)
+            return
+        has_loss = stage == self._loss_stage
+        weight = step.weights.of(index) if has_loss and kind in ("B", "I") else 0.0
         self._turn(self._names[action])
         with self._recorder.compute(action):
-            if action.kind == "F":
-                self._do_forward(_index(action), step)
-            elif action.kind == "B":
-                self._do_backward(_index(action), weight, last=last)
-            elif action.kind == "CLIP":
-                step.grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_grad_norm)
+            if kind == "F":
+                self._do_forward(stage, index, step)
+            elif kind == "R":
+                self._stages.recompute(stage, index)
+            elif kind == "W":
+                self._stages.weights(stage, index)
             else:
-                self._update(step.learning_rate)
+                if self._last_of_stage.get(stage) == action:
+                    self._gradients.arm(stage)
+                self._stages.backward(stage, index, weight, half=kind == "I")
+
+    def _do_forward(self, stage: int, index: int, step: Step) -> None:
+        first, count = step.spans[stage][index]
+        inputs = step.slices[index] if stage == self._loss_stage and index in step.slices else None
+        if inputs is None:
+            inputs = step.source.samples(first, count)
+        loss = self._stages.forward(stage, index, inputs, step.number, range(first, first + count))
+        if loss is not None:
+            step.losses[index] = loss.detach()
 
     def _wait_for_gradients(self) -> None:
         if self._watch is not None:
@@ -162,19 +198,6 @@ class Executor:
     def _turn(self, state: str) -> None:
         if self._watch is not None:
             self._watch.progress(state)
-
-    def _do_forward(self, index: int, step: Step) -> None:
-        first, size = step.spans[index]
-        draws = self._forward.draws(step.number, range(first, first + size))
-        loss = self._forward.loss(step.inputs(index), draws)
-        step.losses[index] = loss.detach()
-        self._alive[index] = _Alive(loss, draws)
-
-    def _do_backward(self, index: int, weight: float, *, last: bool) -> None:
-        alive = self._alive.pop(index)
-        if last:
-            self._gradients.arm()
-        self._forward.backward(alive.loss, weight, alive.draws)
 
     def _send_loss(self, step: Step) -> tuple[Tensor, Pending]:
         """Start the sum of the weighted losses of all ranks, float64 on the host."""
@@ -193,6 +216,6 @@ class Executor:
         self._optimizer.step()
 
 
-def _index(action: Action) -> int:
-    assert action.index is not None
-    return action.index
+def _number(index: int | None) -> int:
+    assert index is not None
+    return index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Literal
 
 import torch
@@ -49,14 +49,39 @@ class Forward:
         self._batch_norm = GlobalBatchNorm(statistics) if statistics and several and graph.batch_statistics else None
         require_samples_own_draws(graph)
 
-    def draws(self, step: int, samples: Sequence[int]) -> Draws | None:
-        """The masks for the samples with these places in the global batch."""
-        return self._dropout.draws(step, samples) if self._dropout else None
+    def draws(self, step: int, samples: Sequence[int], first_call: int = 0) -> Draws | None:
+        """The masks for the samples with these places in the global batch, in a part of the model before which there are
+        ``first_call`` calls that draw.
+        """
+        return self._dropout.draws(step, samples, first_call) if self._dropout else None
+
+    @contextmanager
+    def around_forward(self, draws: Draws | None) -> Iterator[None]:
+        """What has to surround the forward of any part of the model. ``draws`` None: random ops are left to torch."""
+        with self._autocast(), self._modes(draws, "forward"):
+            yield
+
+    @contextmanager
+    def around_recompute(self, draws: Draws | None) -> Iterator[None]:
+        """The same for a part that is run once more; torch's generator is left as it is."""
+        with self._autocast(), self._modes(draws, "backward"):
+            yield
+
+    def around_backward(self, draws: Draws | None) -> AbstractContextManager[None]:
+        """What has to surround a backward. Use `torch.autograd.backward` in it: inside of ``loss.backward`` a function mode is
+        not active (see `interception`).
+        """
+        return self._modes(draws, "backward")
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether the samples of other ranks depend on those of this one."""
+        return self._batch_norm is not None
 
     def loss(self, inputs: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
         """The loss of a slice, on the device, with its graph. ``draws`` None: random ops are left to torch."""
         inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
-        with self._autocast(), self._modes(draws, "forward"):
+        with self.around_forward(draws):
             return loss_of(self._module(**inputs))
 
     def backward(self, loss: Tensor, weight: float, draws: Draws | None) -> None:
@@ -67,8 +92,7 @@ class Forward:
         """
         if weight == 0 and self._batch_norm is None:
             return
-        with self._modes(draws, "backward"):
-            # Not loss.backward, inside which a function mode is not active: see `interception`.
+        with self.around_backward(draws):
             torch.autograd.backward(loss, torch.full_like(loss, weight))
 
     @contextmanager

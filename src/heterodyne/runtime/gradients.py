@@ -1,9 +1,9 @@
 """Gradients in flat buckets, reduced while the backward still goes on.
 
-Buckets are those of `plan.buckets`, so every rank and the simulator cut them alike. A bucket is one flat buffer; each
-``p.grad`` is a view into it. The first gradient of a step is copied into the view, those of later micro-batches are added
-in place, so there is never more than one copy of a bucket. A rank that reduces with no other one has no need of buffers, and
-its gradients stay where autograd puts them. In the last backward of the step a bucket is *launched* (its
+Buckets are those of `plan.buckets`, so every rank and the simulator cut them alike. A bucket that is shared with other ranks
+is one flat buffer; each ``p.grad`` is a view into it. The first gradient of a step is copied into the view, those of later
+micro-batches are added in place, so there is never more than one copy of a bucket. What a rank has to itself needs no buffer, and
+its gradients stay where autograd puts them. In the last backward of a stage a bucket is *launched* (its
 all-reduce is started) as soon as its gradients and all buckets before it are complete; the order is the same on every rank.
 """
 
@@ -38,22 +38,25 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Flat:
-    """``missing``: parameters whose gradient the last backward still owes."""
+    """``number``: in the plan. ``missing``: parameters whose gradient the last backward still owes."""
 
+    number: int
     buffer: Tensor | None
+    channel: Channel | None
     entries: list[_Entry] = field(default_factory=list)
     missing: int = 0
     pending: Pending | None = None
 
 
 class GradientBuckets:
-    """The gradients of one worker over one step: `begin`, backwards (`arm` before the last), `launch`, `wait`.
+    """The gradients of one worker over one step: `begin`, backwards (`arm` before the last of a stage), `launch`, `wait`.
 
     Args:
-        parameters: every trainable parameter by its canonical name, on its device.
-        buckets: from `plan.buckets.gradient_buckets`.
-        channel: joins the ranks whose gradients are summed; None, or of one rank: this worker is alone with its gradients.
+        parameters: every trainable parameter of this rank by its canonical name, on its device.
+        buckets: those of the plan that hold any of them, with the channel that joins the ranks whose gradients are summed; None, or one of
+            one rank: this worker is alone with them.
         recorder: is told when each reduction starts and ends.
+        completed: for each stage, the parameters whose gradients its last backward completes.
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
     has a gradient for keeps ``grad=None``, as on one device, so that the optimizer leaves it alone.
@@ -64,16 +67,16 @@ class GradientBuckets:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        buckets: Sequence[Bucket],
-        channel: Channel | None,
+        buckets: Sequence[tuple[Bucket, Channel | None]],
         recorder: Recorder,
+        completed: Mapping[int, frozenset[str]],
     ) -> None:
-        self._channel = channel if channel is not None and len(channel.ranks) > 1 else None
         self._recorder = recorder
+        self._completed = completed
         self._buckets = self._allocate(buckets, parameters)
         self._entries = [entry for bucket in self._buckets for entry in bucket.entries]
         self._untouched: frozenset[str] | None = None
-        self._armed = False
+        self._armed: frozenset[str] = frozenset()
         self._next = 0
         self._hooks = [_on_gradient(entry.parameter, self._hook(entry)) for entry in self._entries]
 
@@ -86,16 +89,16 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.missing = sum(entry.name not in untouched for entry in bucket.entries)
             bucket.pending = None
-        self._armed = False
+        self._armed = frozenset()
         self._next = 0
 
-    def arm(self) -> None:
-        """The backward that follows is the last one of this step."""
-        self._armed = True
+    def arm(self, stage: int) -> None:
+        """The backward that follows is the last one of that stage in this step."""
+        self._armed = self._completed.get(stage, frozenset())
 
-    def launch(self, index: int) -> None:
-        """See to it that buckets up to ``index`` are launched; what is still missing in them is zero."""
-        while self._next <= index:
+    def launch(self, number: int) -> None:
+        """See to it that buckets up to ``number`` are launched; what is still missing in them is zero."""
+        while self._next < len(self._buckets) and self._buckets[self._next].number <= number:
             self._launch_next()
 
     def wait(self) -> None:
@@ -103,7 +106,8 @@ class GradientBuckets:
         for bucket in self._buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
-        if self._untouched is None and self._entries and self._next == len(self._buckets):
+        shared = [bucket for bucket in self._buckets if bucket.channel is not None]
+        if self._untouched is None and all(bucket.pending is not None for bucket in shared):
             self._untouched = self._find_untouched()
         for entry in self._entries:
             if self._untouched and entry.name in self._untouched:
@@ -111,11 +115,17 @@ class GradientBuckets:
 
     def _find_untouched(self) -> frozenset[str]:
         """The parameters that no rank has a gradient for. A captured graph is static, so this is asked once."""
-        filled = [float(entry.filled) for entry in self._entries]
-        touched = torch.tensor(filled, device=self._entries[0].parameter.device)
-        if self._channel is not None:
-            self._channel.all_reduce(touched).wait()
-        return frozenset(e.name for e, count in zip(self._entries, touched.tolist(), strict=True) if not count)
+        found: set[str] = set()
+        by_channel: dict[Channel | None, list[_Entry]] = {}
+        for bucket in self._buckets:
+            by_channel.setdefault(bucket.channel, []).extend(bucket.entries)
+        for channel, entries in by_channel.items():
+            filled = [float(entry.filled) for entry in entries]
+            touched = torch.tensor(filled, device=entries[0].parameter.device)
+            if channel is not None:
+                channel.all_reduce(touched).wait()
+            found |= {entry.name for entry, count in zip(entries, touched.tolist(), strict=True) if not count}
+        return frozenset(found)
 
     def close(self) -> None:
         """Take the hooks off the user's parameters, and let their gradients go."""
@@ -124,25 +134,29 @@ class GradientBuckets:
         for entry in self._entries:
             entry.parameter.grad = None
 
-    def _allocate(self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter]) -> list[_Flat]:
-        for bucket in buckets:
+    def _allocate(
+        self, buckets: Sequence[tuple[Bucket, Channel | None]], parameters: Mapping[str, nn.Parameter]
+    ) -> list[_Flat]:
+        by_channel: dict[Channel, list[Bucket]] = {}
+        for bucket, channel in buckets:
             for name in bucket.parameters:
                 _require_no_hooks(name, parameters[name])
-        if self._channel is None:
-            return [
-                _Flat(None, [_Entry(name, parameters[name], None, bucket.index) for name in bucket.parameters])
-                for bucket in buckets
-            ]
-        own = [[parameters[name] for name in bucket.parameters] for bucket in buckets]
-        buffers = self._channel.buffers([(sum(p.numel() for p in of_bucket), of_bucket[0].dtype) for of_bucket in own])
+            if channel is not None and len(channel.ranks) > 1:
+                by_channel.setdefault(channel, []).append(bucket)
+        buffers: dict[int, Tensor] = {}
+        for channel, of in by_channel.items():
+            sizes = [_size_of([parameters[name] for name in bucket.parameters]) for bucket in of]
+            buffers |= {bucket.index: buffer for bucket, buffer in zip(of, channel.buffers(sizes), strict=True)}
         flats = []
-        for buffer, bucket in zip(buffers, buckets, strict=True):
-            entries, offset = [], 0
+        for place, (bucket, channel) in enumerate(buckets):
+            buffer = buffers.get(bucket.index)
+            flat = _Flat(bucket.index, buffer, None if buffer is None else channel)
+            offset = 0
             for name in bucket.parameters:
-                parameter = parameters[name]
-                entries.append(_Entry(name, parameter, _view(buffer, offset, parameter), bucket.index))
-                offset += parameter.numel()
-            flats.append(_Flat(buffer, entries))
+                view = None if buffer is None else _view(buffer, offset, parameters[name])
+                flat.entries.append(_Entry(name, parameters[name], view, place))
+                offset += parameters[name].numel()
+            flats.append(flat)
         return flats
 
     def _hook(self, entry: _Entry) -> Callable[[Tensor], None]:
@@ -160,18 +174,17 @@ class GradientBuckets:
                     "by chance, by a counter or by a choice in Python. Let it do the same in each step"
                 )
             entry.filled = True
-            if self._armed:
+            if entry.name in self._armed:
                 self._mark_ready(entry)
+            elif self._buckets[entry.bucket].pending is not None:
+                raise _too_late(entry.name)
 
         return on_gradient
 
     def _mark_ready(self, entry: _Entry) -> None:
         bucket = self._buckets[entry.bucket]
         if entry.ready or bucket.pending is not None:
-            raise CaptureError(
-                f"the gradient of {entry.name!r} came after its bucket was reduced. Does the model use it in a part that "
-                "depends on the data, or in two parts with reentrant checkpointing? Use torch.utils.checkpoint with use_reentrant=False"
-            )
+            raise _too_late(entry.name)
         entry.ready = True
         bucket.missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
@@ -182,17 +195,27 @@ class GradientBuckets:
         for entry in bucket.entries:
             if entry.view is not None and not entry.filled:
                 entry.parameter.grad = entry.view.zero_()
-        bucket.pending = self._reduce(self._next, bucket.buffer)
+        bucket.pending = self._reduce(bucket)
         self._next += 1
 
-    def _reduce(self, index: int, buffer: Tensor | None) -> Pending:
+    def _reduce(self, bucket: _Flat) -> Pending:
+        if bucket.channel is None or bucket.buffer is None:
+            return Pending()
         started, timed = self._recorder.now(), self._recorder.on
-        if self._channel is None or buffer is None:
-            pending = Pending(timed=timed)
-        else:
-            pending = self._channel.all_reduce(buffer, timed=timed)
-        self._recorder.collective("REDUCE_GRAD", index, started, pending)
+        pending = bucket.channel.all_reduce(bucket.buffer, timed=timed)
+        self._recorder.collective("REDUCE_GRAD", bucket.number, started, pending)
         return pending
+
+
+def _too_late(name: str) -> CaptureError:
+    return CaptureError(
+        f"the gradient of {name!r} came after its bucket was reduced. Does the model use it in a part that "
+        "depends on the data, or in two parts with reentrant checkpointing? Use torch.utils.checkpoint with use_reentrant=False"
+    )
+
+
+def _size_of(parameters: Sequence[nn.Parameter]) -> tuple[int, torch.dtype]:
+    return sum(p.numel() for p in parameters), parameters[0].dtype
 
 
 def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -1,8 +1,8 @@
-"""A module on its device, with the same weights on every rank."""
+"""A module on its device, with the same weights on every rank that holds them, and nothing of what it does not hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,17 +10,7 @@ from torch import Tensor, nn
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.meeting.communicator import Communicator
 
-__all__ = ["equalise", "materialise", "stored_tensors"]
-
-
-def materialise(module: nn.Module, device: torch.device) -> None:
-    """Move what is there to the device and make room for what is only described (meta device), in place. Ties are kept."""
-    made: dict[int, Tensor] = {}
-    for part in module.modules():
-        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-            if tensor.is_meta:
-                setattr(part, name, made.setdefault(id(tensor), _empty(tensor, device)))
-    module.to(device)
+__all__ = ["place_weights", "stored_tensors"]
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -29,8 +19,40 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def equalise(module: nn.Module, communicator: Communicator, source: int) -> None:
-    """Give every rank the parameters and buffers of rank ``source``. Collective. Raises WorkerError if the models differ."""
+def place_weights(
+    module: nn.Module, communicator: Communicator, holds: Callable[[str], bool], *, source: int = 0
+) -> None:
+    """Give every rank those parameters and buffers of rank ``source`` that it holds, on its device; the others go, in place.
+
+    What is not held is left on the meta device, where it takes no memory. Ties are kept. One tensor is on its way at a time.
+    Collective. Raises WorkerError if the ranks have built different models.
+    """
+    _require_alike(module, communicator)
+    placed: dict[int, Tensor] = {}
+    for name, tensor in list(stored_tensors(module)):
+        if communicator.rank == source:
+            sent = tensor.data
+        else:
+            sent = torch.empty_like(tensor, device=communicator.device if holds(name) else "cpu", requires_grad=False)
+        communicator.control.broadcast(sent, source)
+        placed[id(tensor)] = _placed(tensor, sent.to(communicator.device) if holds(name) else None)
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, entry in table.items():
+                if entry is not None:
+                    table[name] = placed[id(entry)]  # type: ignore[assignment]  # of the same kind as it was
+
+
+def _placed(tensor: Tensor, value: Tensor | None) -> Tensor:
+    """The tensor with that value, itself if it can be, since the user may hold on to it; without one on the meta device."""
+    if value is not None and not tensor.is_meta:
+        tensor.data = value
+        return tensor
+    empty = torch.empty_like(tensor, device="meta") if value is None else value
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _require_alike(module: nn.Module, communicator: Communicator) -> None:
     described = [(name, tuple(t.shape), str(t.dtype)) for name, t in stored_tensors(module)]
     for rank, other in enumerate(communicator.all_gather_object(described)):
         if other != described:
@@ -40,10 +62,3 @@ def equalise(module: nn.Module, communicator: Communicator, source: int) -> None
                 "every worker must build the same one",
                 rank=rank,
             )
-    for _, tensor in stored_tensors(module):
-        communicator.control.broadcast(tensor.data, source)
-
-
-def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = torch.empty_like(tensor, device=device)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

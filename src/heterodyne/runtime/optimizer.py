@@ -32,8 +32,8 @@ def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> flo
 
 
 def make_optimizer(section: OptimizerSection, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's own, in its fused form; weight decay on all parameters, as PyTorch has it."""
-    group = list(parameters.values())
+    """PyTorch's own, in its fused form; weight decay on all parameters, as PyTorch has it. There may be none."""
+    group = [{"params": list(parameters.values())}]
     if section.name == "adamw":
         return torch.optim.AdamW(
             group, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, fused=True

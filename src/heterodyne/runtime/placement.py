@@ -1,29 +1,58 @@
-"""Where each rank stands in a plan: which samples of the global batch are its own."""
+"""Where each rank stands in a plan: which stages it holds, and which samples of the global batch are its own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.slices import slices
 
 __all__ = ["Place", "Placement"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One rank. ``active``: it is in a pipeline (perhaps without samples); an idle rank holds no up-to-date weights."""
+    """One rank. ``pipeline``: its number, None for an idle rank.
+
+    Args:
+        stages: those that it holds.
+        last: whether the last one, which makes the loss, is among them.
+        first_sample, micro_batches: of its pipeline in the global batch.
+        shares: of each of its stages how the devices share a micro-batch, and which of them this one is.
+    """
 
     rank: int
     device: str
-    active: bool
+    pipeline: int | None = None
+    stages: tuple[int, ...] = ()
+    last: bool = False
     first_sample: int = 0
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
+    shares: tuple[tuple[tuple[int, ...], int], ...] = ()
 
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """``(first sample in the global batch, size)`` of each micro-batch."""
-        return tuple((self.first_sample + offset, size) for offset, size in self.micro_batches.offsets())
+    @property
+    def active(self) -> bool:
+        """It is in a pipeline, perhaps without samples; an idle rank holds no up-to-date weights."""
+        return self.pipeline is not None
+
+    def spans(self, stage: int | None = None) -> tuple[tuple[int, int], ...]:
+        """``(first sample in the global batch, count)`` of its slice of each micro-batch on a stage; None: on its last stage."""
+        return self.spans_of(self.first_sample, self.micro_batches.sizes, stage)
+
+    def spans_of(self, first: int, sizes: Sequence[int], stage: int | None = None) -> tuple[tuple[int, int], ...]:
+        """The same for micro-batches of other sizes, from sample ``first`` on."""
+        if not self.stages:
+            return ()
+        shares, position = self.shares[-1 if stage is None else self.stages.index(stage)]
+        spans = []
+        for offset, size in zip(accumulate(sizes, initial=first), sizes, strict=False):
+            start, count = slices(size, shares)[position]
+            spans.append((offset + start, count))
+        return tuple(spans)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +63,22 @@ class Placement:
 
     @classmethod
     def of(cls, plan: Plan, cluster: Cluster) -> Placement:
-        """For plans with one device a pipeline, as `plan.check` demands of them."""
-        pipelines = {
-            pipeline.stages[0].devices[0]: (first, pipeline.micro_batches)
-            for first, pipeline in zip(plan.first_samples(), plan.pipelines, strict=True)
-        }
-        places = []
-        for rank, device in enumerate(cluster.devices):
-            if device.id in pipelines:
-                first, micro_batches = pipelines[device.id]
-                places.append(
-                    Place(rank=rank, device=device.id, active=True, first_sample=first, micro_batches=micro_batches)
-                )
-            else:
-                places.append(Place(rank=rank, device=device.id, active=False))
-        return cls(places=tuple(places))
+        places = {device.id: Place(rank=rank, device=device.id) for rank, device in enumerate(cluster.devices)}
+        for number, (first, pipeline) in enumerate(zip(plan.first_samples(), plan.pipelines, strict=True)):
+            for devices in pipeline.places:
+                held = [stage for stage, of in enumerate(pipeline.stages) if of.devices == devices]
+                for position, device in enumerate(devices):
+                    places[device] = Place(
+                        rank=cluster.rank(device),
+                        device=device,
+                        pipeline=number,
+                        stages=tuple(held),
+                        last=held[-1] == len(pipeline.stages) - 1,
+                        first_sample=first,
+                        micro_batches=pipeline.micro_batches,
+                        shares=tuple((pipeline.stages[stage].shares, position) for stage in held),
+                    )
+        return cls(places=tuple(places[device.id] for device in cluster.devices))
 
     @property
     def active(self) -> tuple[int, ...]:
@@ -62,11 +92,11 @@ class Placement:
 
     @property
     def leader(self) -> int:
-        """The lowest rank with samples: its weights and buffers are those that are kept."""
+        """The lowest rank with samples: where each rank has the whole model, its weights and buffers are those that are kept."""
         return self.sharing[0]
 
     def micro_steps(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each j the spans of the j-th micro-batches of all ranks, in order of the samples: what is one batch to BatchNorm."""
-        spans = [place.spans() for place in self.places]
+        """For each j the spans of the j-th micro-batches of all pipelines, in order of the samples: what is one batch to BatchNorm."""
+        spans = [place.spans() for place in self.places if place.last]
         count = max(len(own) for own in spans)
-        return tuple(tuple(sorted(own[j] for own in spans if j < len(own))) for j in range(count))
+        return tuple(tuple(sorted(own[j] for own in spans if j < len(own) and own[j][1])) for j in range(count))

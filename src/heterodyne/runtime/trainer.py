@@ -180,8 +180,8 @@ class Trainer:
     def export(self) -> Path:
         """Write the weights as they are now into the run's ``model/``; where they are. Raises CheckpointError."""
         with self._phase("writing the weights"):
-            self._worker.state_dict()  # gives rank 0 the weights, even if it is idle under the plan
-            return self._ranks.first(lambda: export_model(self._worker.module, self._run.model))
+            weights = self._worker.state_dict()["model"]
+            return self._ranks.first(lambda: export_model(self._worker.module, self._run.model, weights))
 
     def _loop(self, stop: StopRequest, sinks: list[_Sink]) -> bool:
         """Whether it was interrupted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.cluster.spec import Cluster
-from heterodyne.errors import DataError, PlanError, WorkerError
+from heterodyne.errors import CheckpointError, DataError, PlanError, WorkerError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
-from heterodyne.plan.buckets import gradient_buckets
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
+from heterodyne.runtime.assembly import StagePrograms, assemble, bucket_channels, completed_gradients
+from heterodyne.runtime.clipping import Clipping
 from heterodyne.runtime.evaluation import evaluate
 from heterodyne.runtime.exact.weighting import LossCount, Weights, counts
 from heterodyne.runtime.executor import Executor, Step, Watch
-from heterodyne.runtime.forward import Forward
 from heterodyne.runtime.gradients import GradientBuckets
-from heterodyne.runtime.materialise import equalise, materialise, stored_tensors
+from heterodyne.runtime.materialise import place_weights, stored_tensors
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.optimizer import (
     initialise_state,
@@ -31,9 +31,11 @@ from heterodyne.runtime.optimizer import (
     make_optimizer,
     state_by_name,
 )
+from heterodyne.runtime.ownership import Ownership
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.slices import GlobalBatchLike, as_source
+from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, as_source
+from heterodyne.runtime.whole_state import gathered_model, gathered_optimizer, restored_model
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker", "trainable_parameters"]
 
@@ -86,6 +88,7 @@ class Worker:
         clip_grad_norm: for CLIP.
         recorder: notes what happens when; None: nothing is noted.
         watch: is told what this rank is doing (a `Watchdog`); None: nobody is.
+        stage_programs: what makes stages of the captured model; only asked by plans that cut it.
 
     Raises PlanError if model, program and cluster do not go together, WorkerError if ranks have built different models.
     """
@@ -106,6 +109,7 @@ class Worker:
         clip_grad_norm: float = 1.0,
         recorder: Recorder | None = None,
         watch: Watch | None = None,
+        stage_programs: StagePrograms | None = None,
     ) -> None:
         _require_together(module, program, cluster, communicator)
         self.module = module
@@ -114,42 +118,47 @@ class Worker:
         self.rank = communicator.rank
         self.steps_done = 0
         self.placement = Placement.of(plan, cluster)
+        self.ownership = Ownership.of(plan, graph, cluster)
         self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
         self._communicator = communicator
         self._loss_count = loss_count
         self._section = optimizer if isinstance(optimizer, OptimizerSection) else None
         self._total_steps = total_steps
         self._alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
-        materialise(module, communicator.device)
-        equalise(module, communicator, source=0)
+        trained = trainable_parameters(module, graph)
+        self._trained = list(trained)
+        place_weights(module, communicator, lambda name: self.ownership.holds(self.rank, name))
         self._buffers = dict(module.named_buffers())
-        self._parameters = trainable_parameters(module, graph)
-        self.optimizer = (
-            make_optimizer(optimizer, self._parameters)
-            if isinstance(optimizer, OptimizerSection)
-            else optimizer(self._parameters.values())
-        )
-        self._forward = Forward(
+        self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
+        self.optimizer = self._make_optimizer(optimizer)
+        parts = assemble(
             module,
-            graph,
-            device=communicator.device,
-            precision=plan.precision,
+            graph=graph,
+            plan=plan,
+            program=program,
+            cluster=cluster,
+            placement=self.placement,
+            communicator=communicator,
+            programs=stage_programs,
             seed=seed,
-            statistics=communicator.channel(self.placement.sharing) if graph.batch_statistics else None,
         )
+        self._stages, self._transfers = parts.stages, parts.transfers
+        buckets = bucket_channels(plan, graph, cluster, communicator)
         self._gradients = GradientBuckets(
             self._parameters,
-            gradient_buckets(graph, plan.bucket_bytes),
-            communicator.channel(self.placement.active),
+            [(b, channel) for b, channel in buckets if self._place.device in b.owners],
             self.recorder,
+            completed_gradients(program.ranks[self.rank], plan, graph, self._place),
         )
         self._executor = Executor(
-            actions=program.ranks[self.rank],
-            forward=self._forward,
+            rank=self.rank,
+            program=program,
+            stages=parts.stages,
+            loss_stage=self._place.stages[-1] if self._place.last else None,
             gradients=self._gradients,
-            parameters=tuple(self._parameters.values()),
             optimizer=self.optimizer,
-            clip_grad_norm=clip_grad_norm,
+            clipping=self._clipping(clip_grad_norm),
+            transfers=parts.transfers,
             control=communicator.control,
             recorder=self.recorder,
             watch=watch,
@@ -203,31 +212,44 @@ class Worker:
             graph=self.graph,
             placement=self.placement,
             rank=self.rank,
-            forward=self._forward,
+            stages=self._stages,
+            transfers=self._transfers,
             loss_count=self._loss_count,
             control=self._communicator.control,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer (by parameter name) and step. Collective. Tensors are the live ones, not copies.
+        """Model, optimizer (by parameter name) and step. Collective. Tensors that are held here are the live ones, not copies.
 
         Ranks that are idle, have no samples, or whose device rounds differently from the leader's are given its values first.
         """
-        self.synchronise()
-        return {
-            "model": self.module.state_dict(),
-            "optimizer": state_by_name(self.optimizer, self._parameters),
-            "step": self.steps_done,
-        }
+        own = state_by_name(self.optimizer, self._parameters)
+        if self.ownership.whole:
+            self.synchronise()
+            model: dict[str, Any] = self.module.state_dict()
+            own = state_by_name(self.optimizer, self._parameters)
+        else:
+            model = gathered_model(self.module, self.ownership, self._communicator)
+            own = gathered_optimizer(own, self.ownership, self._communicator, self._trained)
+        return {"model": model, "optimizer": own, "step": self.steps_done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; every rank passes the same state. Raises CheckpointError."""
-        self.module.load_state_dict(state["model"])
-        load_state_by_name(self.optimizer, self._parameters, state["optimizer"])
+        if self.ownership.whole:
+            self.module.load_state_dict(state["model"])
+        else:
+            restored_model(self.module, state["model"])
+        unknown = sorted(set(state["optimizer"]) - set(self._trained))
+        if unknown:
+            raise CheckpointError(
+                f"the optimizer's state names parameters that the model does not train: {', '.join(unknown[:5])}"
+            )
+        own = {name: values for name, values in state["optimizer"].items() if name in self._parameters}
+        load_state_by_name(self.optimizer, self._parameters, own)
         self.steps_done = int(state["step"])
 
     def synchronise(self) -> None:
-        """Give every rank the leader's weights, buffers and optimizer state, if they can differ. Collective.
+        """Where each rank has the whole model: give it the leader's weights, buffers and optimizer state, if they can differ. Collective.
 
         They can where ranks are idle or without samples, and where devices are unlike: equal gradients, rounded differently in the
         update, drift apart in the last bits.
@@ -275,20 +297,42 @@ class Worker:
                 f"the batch has {source.size} samples, the plan was made for {self.plan.global_batch_size}: "
                 "pass global batches of that size, or plan again"
             )
-        spans = self._place.spans()
-        loss = self.graph.loss
-        ahead = loss.reduction == "mean" and loss.count == "tokens"
-        slices = [source.samples(*span) for span in spans] if ahead else None
-        sizes = [size for _, size in spans]
-        own = counts(loss, slices or [], sizes, self._loss_count, self._buffers)
+        place = self._place
+        slices, own = self._counted(source, place.spans() if place.last else ())
         return Step(
             number=number,
             source=source,
-            spans=spans,
+            sizes=place.micro_batches.sizes,
+            spans={stage: place.spans(stage) for stage in place.stages},
             slices=slices,
-            weights=Weights(loss, own, source.size, self._communicator.control),
+            weights=Weights(self.graph.loss, own, source.size, self._communicator.control),
             learning_rate=None if self._section is None else learning_rate(self._section, number, self._total_steps),
         )
+
+    def _counted(
+        self, source: BatchSource, spans: Sequence[tuple[int, int]]
+    ) -> tuple[dict[int, Mapping[str, Tensor]], list[float]]:
+        """What each of these slices counts; and the slices, where they had to be read for that."""
+        loss = self.graph.loss
+        if loss.reduction == "sum" or loss.count == "samples":
+            return {}, counts(loss, [], [size for _, size in spans], self._loss_count, self._buffers)
+        slices = {index: source.samples(*span) for index, span in enumerate(spans) if span[1]}
+        found = counts(loss, list(slices.values()), [], self._loss_count, self._buffers)
+        of = dict(zip(slices, found, strict=True))
+        return slices, [of.get(index, 0.0) for index in range(len(spans))]
+
+    def _make_optimizer(self, optimizer: OptimizerSection | OptimizerFactory) -> torch.optim.Optimizer:
+        """Of the parameters that this rank holds; it may hold none."""
+        if isinstance(optimizer, OptimizerSection):
+            return make_optimizer(optimizer, self._parameters)
+        return optimizer(self._parameters.values() if self._parameters else [{"params": []}])  # type: ignore[list-item]  # as PyTorch allows
+
+    def _clipping(self, largest: float) -> Clipping:
+        """Collective."""
+        if self.ownership.whole:
+            return Clipping(self._parameters, frozenset(), largest, None)
+        counted = frozenset(name for name in self._parameters if self.ownership.keeper(name) == self.rank)
+        return Clipping(self._parameters, counted, largest, self._communicator.channel(self.placement.active))
 
 
 def trainable_parameters(module: nn.Module, graph: ModelGraph) -> dict[str, nn.Parameter]:

@@ -47,19 +47,24 @@ FAULTS = {
     "add up to 10 samples (8 + 2), the global batch has 11": of_plan(global_batch_size=11),
     "has no pipeline": of_plan(pipelines=()),
     "schedule 'Magic' is not known": of_plan(schedule="Magic"),
-    "has 2 stages": of_plan(
+    "stage 1 runs ops 0 to 6, the ones before end at 6": of_plan(
         pipelines=(PLAN.pipelines[0].model_copy(update={"stages": PLAN.pipelines[0].stages * 2}), PLAN.pipelines[1])
     ),
-    "runs ops 0 to 3, the model has 0 to 6": of_stage(PLAN, ops=(0, 3)),
-    "has 2 devices in a stage": of_stage(PLAN, devices=("n0/cpu:0", "n0/cpu:2")),
+    "has no stage": of_plan(pipelines=(PLAN.pipelines[0].model_copy(update={"stages": ()}), PLAN.pipelines[1])),
+    "pipeline 0 ends at op 3, the model has 6": of_stage(PLAN, ops=(0, 3)),
+    "has no device": of_stage(PLAN, devices=()),
+    "names a device twice": of_stage(PLAN, devices=("n0/cpu:0", "n0/cpu:0"), regions=(region("*", shares=(1, 1)),)),
+    "pipeline 0: order: 'F0' is not an action": of_plan(
+        pipelines=(PLAN.pipelines[0].model_copy(update={"order": ("F0 B0",)}), PLAN.pipelines[1])
+    ),
     "which must be 'replicate'": of_stage(PLAN, regions=(region("*", "split"),)),
     "with one share a device": of_stage(PLAN, regions=(region("*", shares=(1, 1)),)),
     "with no share": of_stage(PLAN, regions=(region("*", shares=(0,)),)),
     "has region 'moe'; the model has *": of_stage(PLAN, regions=(region("*"), region("moe"))),
     "has region '*' 2 times": of_stage(PLAN, regions=(region("*"), region("*"))),
     "has no region '*'": of_stage(PLAN, regions=()),
-    "asks for recompute": of_stage(PLAN, recompute=(1,)),
-    "or state_shares": of_stage(PLAN, state_shares=(1,)),
+    "recomputes block 9; the model has blocks 0 to 3": of_stage(PLAN, recompute=(9,)),
+    "state_shares": of_stage(PLAN, state_shares=(1,)),
 }
 
 
@@ -79,7 +84,7 @@ def test_batch_statistics_need_one_number_of_micro_batches() -> None:
 
 
 def test_all_faults_are_told_at_once() -> None:
-    bad = of_stage(of_plan(model="x", idle=(), global_batch_size=99), recompute=(1,))
+    bad = of_stage(of_plan(model="x", idle=(), global_batch_size=99), recompute=(9,))
     with pytest.raises(PlanError) as caught:
         require_valid(bad, MODEL, MACHINES)
     assert str(caught.value).count("\n  - ") == len(violations(bad, MODEL, MACHINES)) == 4

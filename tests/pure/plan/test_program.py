@@ -9,17 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.errors import PlanError
-from heterodyne.plan import Action, MicroBatches, Program, gradient_buckets
+from heterodyne.plan import Action, MicroBatches, Program
+from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.lower import lower
+from heterodyne.plan.traffic import Duty, duties
 from heterodyne.plan.verify import collective_order, program_violations, require_runnable
 from pure.build import cluster, graph
 from pure.plan.strategies import MICRO_BATCHES, valid_plan
 
 MODEL, MACHINES = graph(2), cluster(3)
-BUCKETS = 3
 LAST = ["0REDUCE_GRAD0", "0REDUCE_GRAD1", "0REDUCE_GRAD2", "0CLIP", "0STEP"]
 ROW = [Action.parse(text) for text in ["0F0", "0B0", "0F1", "0B1", *LAST]]
-COUNTS = [2, 0, 2, None]
+DUTIES = [None if count is None else Duty(micro_batches=count, buckets=(0, 1, 2)) for count in (2, 0, 2, None)]
 
 
 def rows() -> list[list[Action]]:
@@ -36,18 +37,18 @@ def test_what_a_plan_lowers_to_can_run(micro_batches: list[MicroBatches | None],
         return
     plan = valid_plan(MODEL, MACHINES, micro_batches, bucket_bytes=size)
     lowered = lower(plan, MODEL, MACHINES, clip=clip)
-    buckets = len(gradient_buckets(MODEL, size))
-    assert program_violations(lowered, [None if m is None else len(m) for m in micro_batches], buckets) == ()
+    buckets = [b for b in planned_buckets(plan, MODEL) if len(b.owners) > 1]
+    assert program_violations(lowered, duties(plan, MODEL, MACHINES)) == ()
     for m, actions in zip(micro_batches, lowered.ranks, strict=True):
         kinds = [action.kind for action in actions]
-        expected = 0 if m is None else 2 * len(m) + buckets + clip + 1
+        expected = 0 if m is None else 2 * len(m) + len(buckets) + clip + 1
         assert len(kinds) == expected
         assert kinds.count("CLIP") == (clip and m is not None)
 
 
 def test_one_micro_batch_of_activations_is_alive_at_a_time() -> None:
     (row, *_) = lower(valid_plan(MODEL, MACHINES, [MicroBatches((2, 2, 1)), None, None]), MODEL, MACHINES).ranks
-    assert " ".join(map(str, row)).startswith("0F0 0B0 0F1 0B1 0F2 0B2 0REDUCE_GRAD0")
+    assert " ".join(map(str, row)).startswith("0F0 0B0 0F1 0B1 0F2 0B2 0CLIP")
 
 
 def test_a_plan_that_breaks_a_rule_is_not_lowered() -> None:
@@ -57,14 +58,14 @@ def test_a_plan_that_breaks_a_rule_is_not_lowered() -> None:
 
 
 def test_the_example_can_run() -> None:
-    assert program_violations(program(rows()), COUNTS, BUCKETS) == ()
+    assert program_violations(program(rows()), DUTIES) == ()
 
 
 @given(st.integers(0, 2), st.data())
 def test_a_missing_action_is_found(rank: int, data: st.DataObject) -> None:
     ranks = rows()
     gone = ranks[rank].pop(data.draw(st.integers(0, len(ranks[rank]) - 1)))
-    found = program_violations(program(ranks), COUNTS, BUCKETS)
+    found = program_violations(program(ranks), DUTIES)
     if gone.kind == "CLIP":
         assert found == ()  # clipping is a choice
     else:
@@ -78,7 +79,7 @@ def test_an_action_given_twice_is_found(rank: int, data: st.DataObject) -> None:
     twice = data.draw(st.sampled_from(ranks[rank]))
     ranks[rank].insert(data.draw(st.integers(0, len(ranks[rank]))), twice)
     named = {"STEP": "updates 2 times", "CLIP": "clips 2 times", "REDUCE_GRAD": f"reduces bucket {twice.index} 2 times"}
-    found = program_violations(program(ranks), COUNTS, BUCKETS)
+    found = program_violations(program(ranks), DUTIES)
     assert any(f"rank {rank} {named.get(twice.kind, f'runs {twice} 2 times')}" in sentence for sentence in found)
 
 
@@ -91,7 +92,7 @@ def test_two_actions_swapped_are_found_unless_the_order_is_free(rank: int, data:
     free = {("F", "F"), ("B", "B")}  # micro-batches may run in any order
     kinds = (row[i].kind, row[j].kind)
     early = kinds == ("F", "B") and row[i].index != row[j].index  # 1F 0B: both forwards first, which is allowed
-    found = program_violations(program(ranks), COUNTS, BUCKETS)
+    found = program_violations(program(ranks), DUTIES)
     if not (kinds in free or early):
         assert found, program(ranks)
 
@@ -104,9 +105,9 @@ def test_two_actions_swapped_are_found_unless_the_order_is_free(rank: int, data:
         ("rank 0 runs 0REDUCE_GRAD2 after STEP", lambda r: r[0].append(r[0].pop(6))),
         ("rank 2 clips before 0REDUCE_GRAD2", lambda r: r[2].insert(6, r[2].pop(7))),
         ("rank 0 runs 0F7, but has 2 micro-batches", lambda r: r[0].insert(0, Action(0, "F", 7))),
-        ("rank 2 reduces bucket 9, but there are 3", lambda r: r[2].insert(4, Action(0, "REDUCE_GRAD", 9))),
+        ("rank 2 reduces bucket 9, but shares 0, 1, 2", lambda r: r[2].insert(4, Action(0, "REDUCE_GRAD", 9))),
         (
-            "rank 1 reduces bucket 1 0 times: every rank reduces each bucket once, also without a share",
+            "rank 1 reduces bucket 1 0 times: every owner reduces each bucket once, also without a share",
             lambda r: r[1].pop(1),
         ),
         ("rank 3 is idle, yet runs 0STEP", lambda r: r[3].append(Action(0, "STEP"))),
@@ -117,9 +118,9 @@ def test_two_actions_swapped_are_found_unless_the_order_is_free(rank: int, data:
 def test_each_fault_is_named(says: str, spoil: Callable[[list[list[Action]]], object]) -> None:
     ranks = rows()
     spoil(ranks)
-    assert any(says in sentence for sentence in program_violations(program(ranks), COUNTS, BUCKETS))
+    assert any(says in sentence for sentence in program_violations(program(ranks), DUTIES))
     with pytest.raises(PlanError, match="the program cannot run"):
-        require_runnable(program(ranks), COUNTS, BUCKETS)
+        require_runnable(program(ranks), DUTIES)
 
 
 @given(st.lists(st.permutations(range(4)), min_size=1, max_size=4))

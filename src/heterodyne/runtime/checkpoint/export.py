@@ -11,7 +11,9 @@ import contextlib
 import io
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,8 +25,10 @@ __all__ = ["WEIGHTS", "export_model"]
 WEIGHTS = "model.safetensors"
 
 
-def export_model(model: nn.Module, directory: Path) -> Path:
+def export_model(model: nn.Module, directory: Path, state: Mapping[str, Any] | None = None) -> Path:
     """Write the weights of a model into a directory, in the place of any that are there; the directory.
+
+    ``state``: its state dict, where the model here holds but a part of it.
 
     It is written aside and renamed. Raises CheckpointError if it cannot be written, or if the state dict of a plain module
     holds something that is no tensor.
@@ -34,7 +38,7 @@ def export_model(model: nn.Module, directory: Path) -> Path:
     try:
         partial.mkdir(parents=True)
         try:
-            _write(model, partial)
+            _write(model, partial, model.state_dict() if state is None else state)
             if directory.exists():
                 directory.rename(replaced)
             partial.rename(directory)
@@ -48,15 +52,15 @@ def export_model(model: nn.Module, directory: Path) -> Path:
     return directory
 
 
-def _write(model: nn.Module, directory: Path) -> None:
+def _write(model: nn.Module, directory: Path, state: Mapping[str, Any]) -> None:
     save_pretrained = getattr(model, "save_pretrained", None)
     if callable(save_pretrained):
         with contextlib.redirect_stderr(io.StringIO()):  # it draws a bar of its own across that of the run
-            save_pretrained(directory)
+            save_pretrained(directory, state_dict=dict(state))
         return
     tensors: dict[str, Tensor] = {}
     stored: set[int] = set()
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name} in the state dict of the model is no tensor, which safetensors cannot hold")
         tensor = value.detach().cpu().contiguous()

@@ -44,10 +44,14 @@ def splitmix64(*numbers: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """The masks of one micro-batch: which samples it holds, int64 [b], and the calls that its forward has made so far."""
+    """The masks of one micro-batch: which samples it holds, int64 [b], and the calls that its forward has made so far.
+
+    ``first_call``: how many calls are made before, in parts of the model that other ranks run.
+    """
 
     step: int
     samples: Tensor
+    first_call: int = 0
     calls: dict[int, int] = field(default_factory=dict)
 
 
@@ -78,9 +82,10 @@ class SampleDropout(Interception):
         self._draws = Draws(step=0, samples=torch.zeros(0, dtype=torch.int64))
         self._positions: dict[int, Tensor] = {}
 
-    def draws(self, step: int, samples: Sequence[int]) -> Draws:
+    def draws(self, step: int, samples: Sequence[int], first_call: int = 0) -> Draws:
         """For the micro-batch of these samples (places in the global batch) of that step."""
-        return Draws(step=step, samples=torch.tensor(samples, dtype=torch.int64, device=self._device))
+        of = torch.tensor(samples, dtype=torch.int64, device=self._device)
+        return Draws(step=step, samples=of, first_call=first_call)
 
     @contextmanager
     def forward(self, draws: Draws) -> Iterator[None]:
@@ -167,7 +172,7 @@ class SampleDropout(Interception):
 
     def _call_number(self) -> int:
         drawn = int(torch.randint(2**63 - 1, ()).item())
-        return self._draws.calls.setdefault(drawn, len(self._draws.calls))
+        return self._draws.calls.setdefault(drawn, self._draws.first_call + len(self._draws.calls))
 
     def _hashes(self, call: int, elements: int) -> Tensor:
         """A hash of each element of each sample: int32 [samples, elements]."""

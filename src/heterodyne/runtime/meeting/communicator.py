@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterodyne.errors import WorkerError
+from heterodyne.runtime.meeting.mail import Mail
 from heterodyne.runtime.meeting.shared_memory import SharedBuffers, neighbourhood
 
 __all__ = ["Channel", "Communicator", "Pending"]
@@ -217,6 +218,7 @@ class Communicator:
         self.device = device
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._channels: list[Channel] = []
+        self._mails: list[Mail] = []
         everyone = range(world_size)
         self._control_group = self._group(everyone, "gloo")
         self.control = Channel(everyone, self._control_group, device=device, staged=True)
@@ -238,6 +240,21 @@ class Communicator:
         neighbours = {kind for kind, _, _ in devices} == {"cpu"} and len(homes) == 1 and None not in homes
         made = Channel(ranks, group, device=self.device, staged=not own_backend, neighbours=neighbours)
         self._channels.append(made)
+        return made
+
+    def mail(self) -> Mail:
+        """A way to send tensors from rank to rank. Collective over all ranks."""
+        types = {kind for kind, _, _ in self._devices}
+        own_backend = len(types) == 1 and (types == {"cpu"} or len(set(self._devices)) == len(self._devices))
+        made = Mail(
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+            backend=dist.get_default_backend_for_device(types.pop()) if own_backend else "gloo",
+            staged=not own_backend,
+            timeout=self._timeout,
+        )
+        self._mails.append(made)
         return made
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -278,7 +295,10 @@ class Communicator:
         """Leave all channels. The default group of torch.distributed stays, for it was not made here."""
         for channel in (*self._channels, self.control):
             channel.close()
+        for mail in self._mails:
+            mail.close()
         self._channels.clear()
+        self._mails.clear()
         self._control_group = None
 
     def __enter__(self) -> Self:

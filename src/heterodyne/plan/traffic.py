@@ -1,0 +1,101 @@
+"""What the stages of a pipeline exchange with other places, and what each rank has to do because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.graph.cut import crossings
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.buckets import planned_buckets
+from heterodyne.plan.plan import Pipeline, Plan
+
+__all__ = ["Duty", "Traffic", "duties"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Of one pipeline, by stage: the stages on other places that it reads from, and those of them that want gradients back.
+
+    ``sources[s]``: stages whose activations stage s receives; ``returns[s]``: those of them that it sends gradients to.
+    """
+
+    sources: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    returns: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, graph: ModelGraph) -> Traffic:
+        if len(pipeline.stages) == 1:
+            return cls()
+        place = pipeline.place_of_stage
+        sources: dict[int, set[int]] = {}
+        returns: dict[int, set[int]] = {}
+        for crossing in crossings(graph, [stage.ops[0] for stage in pipeline.stages]):
+            for consumer in crossing.consumers:
+                if place[consumer] != place[crossing.producer]:
+                    sources.setdefault(consumer, set()).add(crossing.producer)
+                    if crossing.differentiable:
+                        returns.setdefault(consumer, set()).add(crossing.producer)
+        return cls(
+            sources={stage: frozenset(found) for stage, found in sources.items()},
+            returns={stage: frozenset(found) for stage, found in returns.items()},
+        )
+
+    @property
+    def receives(self) -> frozenset[int]:
+        """The stages that receive activations."""
+        return frozenset(self.sources)
+
+    @property
+    def sends(self) -> frozenset[int]:
+        """The stages that send activations."""
+        return frozenset[int]().union(*self.sources.values())
+
+    @property
+    def gives_back(self) -> frozenset[int]:
+        """The stages that send gradients."""
+        return frozenset(self.returns)
+
+    @property
+    def gets_back(self) -> frozenset[int]:
+        """The stages that receive gradients."""
+        return frozenset[int]().union(*self.returns.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duty:
+    """What one rank has to do in a step.
+
+    Args:
+        pipeline: its number.
+        stages: those that it holds.
+        micro_batches: how many each of them runs.
+        traffic: of its pipeline.
+        buckets: the gradient buckets that it reduces with others, in order.
+    """
+
+    pipeline: int = 0
+    stages: tuple[int, ...] = (0,)
+    micro_batches: int
+    traffic: Traffic = field(default_factory=Traffic)
+    buckets: tuple[int, ...] = ()
+
+
+def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None, ...]:
+    """For each rank its duty; None for an idle one."""
+    found: list[Duty | None] = [None] * len(cluster.devices)
+    reduced = [bucket for bucket in planned_buckets(plan, graph) if len(bucket.owners) > 1]
+    for number, pipeline in enumerate(plan.pipelines):
+        traffic = Traffic.of(pipeline, graph)
+        places = pipeline.place_of_stage
+        for place, devices in enumerate(pipeline.places):
+            for device in devices:
+                found[cluster.rank(device)] = Duty(
+                    pipeline=number,
+                    stages=tuple(stage for stage, of in enumerate(places) if of == place),
+                    micro_batches=len(pipeline.micro_batches),
+                    traffic=traffic,
+                    buckets=tuple(bucket.index for bucket in reduced if device in bucket.owners),
+                )
+    return tuple(found)

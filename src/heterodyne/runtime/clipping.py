@@ -1,0 +1,52 @@
+"""Gradients scaled down to a global norm, wherever the parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.runtime.meeting.communicator import Channel
+
+__all__ = ["Clipping"]
+
+
+class Clipping:
+    """Clips by the norm of all gradients of the model together (Pascanu et al., 2013), as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        parameters: those of this rank that are trained.
+        counted: the names of those whose norm this rank adds to that of the others; each parameter is counted once.
+        largest: the norm to scale down to; smaller gradients stay as they are.
+        channel: joins the ranks that count; None: this rank has all parameters, and needs no others.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        counted: frozenset[str],
+        largest: float,
+        channel: Channel | None,
+    ) -> None:
+        self._parameters = parameters
+        self._counted = counted
+        self._largest = largest
+        self._channel = channel
+
+    def clip(self) -> Tensor:
+        """Scale the gradients; the norm before. Collective over the channel."""
+        if self._channel is None:
+            norm: Tensor = nn.utils.clip_grad_norm_(self._parameters.values(), self._largest)
+            return norm
+        counted = [p.grad for name, p in self._parameters.items() if name in self._counted and p.grad is not None]
+        own = nn.utils.get_total_norm(counted) if counted else torch.zeros(())
+        total = own.detach().to("cpu", torch.float64).square()
+        self._channel.all_reduce(total).wait()
+        norm = total.sqrt()
+        scale = self._largest / (norm + 1e-6)
+        if scale < 1:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale.item())
+        return norm

@@ -1,0 +1,130 @@
+"""The two halves of a backward: the gradients of a stage's inputs first, those of its weights when there is time.
+
+`DeferredWeights` is a function mode for the forward. A product with a parameter gets a backward that passes the gradient of its
+input on at once, and keeps what the gradient of the weight is made of, for `run`. Only products are worth it (linear layers,
+convolutions): they are what a backward spends its time on, half of it on weights. Everything else is done in the first half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
+
+from heterodyne.runtime.exact.interception import Interception
+
+__all__ = ["DeferredWeights"]
+
+Product = Callable[[Tensor], Tensor]
+
+
+class DeferredWeights(Interception):
+    """What one forward of one stage leaves for later."""
+
+    def __init__(self) -> None:
+        super().__init__({F.linear: self._linear, torch.addmm: self._addmm})
+        self._later: list[Callable[[], None]] = []
+
+    def run(self) -> None:
+        """Make the gradients of the weights, in the order in which the backward came to them."""
+        later, self._later = self._later, []
+        for make in later:
+            make()
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not _is_trained(weight) or (bias is not None and bias.requires_grad and not bias.is_leaf):
+            return F.linear(input, weight, bias)
+        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self._later)  # type: ignore[no-untyped-call]
+        return output
+
+    def _addmm(self, bias: Tensor, input: Tensor, weight: Tensor, **scales: Any) -> Tensor:
+        """``input @ weight + bias``, the linear layer of models that keep their weights transposed."""
+        if scales or not _is_trained(weight) or (bias.requires_grad and not bias.is_leaf):
+            return torch.addmm(bias, input, weight, **scales)
+        output: Tensor = _Addmm.apply(*_cast(input, weight, bias), weight, bias, self._later)  # type: ignore[no-untyped-call]
+        return output
+
+
+def _is_trained(weight: Tensor) -> bool:
+    return isinstance(weight, nn.Parameter) and weight.requires_grad and torch.is_grad_enabled()
+
+
+def _cast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As autocast would: inside of an autograd function it is too late for it."""
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind):
+        return input, weight.detach(), None if bias is None else bias.detach()
+    dtype = torch.get_autocast_dtype(kind)
+    return input.to(dtype), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x w^T + b. ``weight`` and ``bias`` are passed again as parameters, so that y depends on something that is trained."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        later: list[Callable[[], None]],
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.weight, ctx.bias, ctx.later = weight, bias, later  # type: ignore[attr-defined]
+        return F.linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+
+        def make() -> None:
+            flat = upstream.reshape(-1, upstream.shape[-1])
+            _accumulate(weight, flat.t() @ x.reshape(-1, x.shape[-1]))
+            if bias is not None and bias.requires_grad:
+                _accumulate(bias, flat.sum(0))
+
+        ctx.later.append(make)
+        return upstream @ w if ctx.needs_input_grad[0] else None, None, None, None, None, None
+
+
+class _Addmm(torch.autograd.Function):
+    """y = b + x w."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        later: list[Callable[[], None]],
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.weight, ctx.bias, ctx.later = weight, bias, later  # type: ignore[attr-defined]
+        return torch.addmm(b, x, w)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+
+        def make() -> None:
+            _accumulate(weight, x.t() @ upstream)
+            if bias.requires_grad:
+                _accumulate(bias, upstream.sum_to_size(bias.shape))
+
+        ctx.later.append(make)
+        return upstream @ w.t() if ctx.needs_input_grad[0] else None, None, None, None, None, None
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """As a backward would, with its hooks."""
+    torch.autograd.backward(parameter, gradient.to(parameter.dtype))

@@ -1,0 +1,102 @@
+"""Tensors from one rank to another, without waiting.
+
+What goes to a higher rank and what goes to a lower one travel in groups of their own, so that neither waits behind the other:
+device backends carry what two ranks send each other in one order. Between two ranks, in one direction, messages are received in
+the order in which they are sent; backends that know tags (gloo) hold it with tags. Between unlike devices, tensors go through
+host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heterodyne.errors import WorkerError
+
+__all__ = ["Arrival", "Mail"]
+
+
+class Arrival:
+    """A message on its way to this rank; `wait` gives it."""
+
+    def __init__(self, buffer: Tensor, work: dist.Work | None, device: torch.device) -> None:
+        self._buffer = buffer
+        self._work = work
+        self._device = device
+
+    def wait(self) -> Tensor:
+        """The tensor, on this worker's device. Raises WorkerError."""
+        if self._work is not None:
+            _finish(self._work.wait)
+            self._work = None
+        return self._buffer.to(self._device, non_blocking=True)
+
+
+class Mail:
+    """Sends and receives of one rank. Making one is collective over all ranks.
+
+    Args:
+        device: of this worker.
+        backend: that all ranks speak, as ``gloo`` or ``nccl``.
+        staged: tensors go through host memory.
+    """
+
+    def __init__(
+        self, *, rank: int, world_size: int, device: torch.device, backend: str, staged: bool, timeout: timedelta | None
+    ) -> None:
+        self._rank = rank
+        self._device = device
+        self._staged = staged
+        ranks = list(range(world_size))
+        groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for _ in range(2 if world_size > 1 else 0)]
+        self._groups = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._counts: dict[tuple[int, int], int] = {}
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Start to send a tensor; it must not be changed before `settle`."""
+        packed = tensor.detach().contiguous()
+        if self._staged:
+            packed = packed.cpu()
+        work = dist.isend(packed, dst=to, group=self._group(self._rank, to), tag=self._tag(self._rank, to))
+        if work is not None:
+            self._sent.append((work, packed))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Arrival:
+        """Make room for the next message of a rank that was not yet asked for."""
+        device = torch.device("cpu") if self._staged else self._device
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        work = dist.irecv(buffer, src=source, group=self._group(source, self._rank), tag=self._tag(source, self._rank))
+        return Arrival(buffer, work, self._device)
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left. Raises WorkerError."""
+        sent, self._sent = self._sent, []
+        for work, _ in sent:
+            _finish(work.wait)
+
+    def close(self) -> None:
+        """Leave the groups."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _group(self, source: int, to: int) -> dist.ProcessGroup:
+        return self._groups[0 if source < to else 1]
+
+    def _tag(self, source: int, to: int) -> int:
+        """The number of a message between two ranks; both count."""
+        number = self._counts.get((source, to), 0)
+        self._counts[source, to] = (number + 1) % 2**30
+        return number
+
+
+def _finish(wait: Callable[[], object]) -> None:
+    try:
+        wait()
+    except RuntimeError as error:
+        raise WorkerError(f"a message broke off, so another worker has probably died: {error}") from error

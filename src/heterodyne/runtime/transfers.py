@@ -1,0 +1,233 @@
+"""What the ranks of a pipeline send each other: activations forward, their gradients back, each its own samples.
+
+A micro-batch is cut over the devices of a stage (`plan.slices`), so between two stages each pair of devices exchanges the
+samples that both have. What two ranks have for each other in one go is a *parcel*: all values of one micro-batch between two
+stages. Parcels are received in the order in which they are sent, which both ranks read in the program; room for the next ones is
+made ahead, so that they travel while this rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heterodyne.plan.program import Action
+from heterodyne.plan.slices import overlap, slices
+from heterodyne.runtime.meeting.mail import Arrival, Mail
+from heterodyne.runtime.segments import Value
+
+__all__ = ["Edge", "Team", "Transfers"]
+
+_AHEAD = 2  # parcels of one rank for which room is made before they are waited for
+
+
+class _Parcel(NamedTuple):
+    """``kind``: of the action that sends it; ``maker``, ``reader``: the stages between which it travels."""
+
+    kind: Literal["SEND_F", "SEND_B"]
+    maker: int
+    reader: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """The values that stage ``maker`` makes and stage ``reader``, on another place, reads."""
+
+    maker: int
+    reader: int
+    values: tuple[Value, ...]
+
+    @property
+    def differentiable(self) -> tuple[Value, ...]:
+        return tuple(value for value in self.values if value.differentiable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """The ranks of a pipeline. ``ranks[s]``, ``shares[s]``: those that hold stage s, and how they share each micro-batch."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    shares: tuple[tuple[int, ...], ...]
+
+    def slice_of(self, stage: int, rank: int, size: int) -> tuple[int, int]:
+        """``(first sample, count)`` of a micro-batch of ``size`` samples."""
+        return slices(size, self.shares[stage])[self.ranks[stage].index(rank)]
+
+
+class Transfers:
+    """Sends and receives for the stages of one rank.
+
+    Args:
+        rank: this one.
+        team: of its pipeline.
+        edges: those that begin or end on this rank.
+        mail: carries the tensors.
+    """
+
+    def __init__(self, *, rank: int, team: Team, edges: Sequence[Edge], mail: Mail) -> None:
+        self._rank = rank
+        self._team = team
+        # Both ends go through them in the same order.
+        self._edges = {(edge.maker, edge.reader): edge for edge in sorted(edges, key=lambda e: (e.maker, e.reader))}
+        self._mail = mail
+        self._sizes: Sequence[int] = ()
+        self._expected: dict[int, list[_Parcel]] = {}
+        self._posted: dict[tuple[int, _Parcel], list[Arrival]] = {}
+
+    def begin(self, program: Sequence[Sequence[Action]], sizes: Sequence[int]) -> None:
+        """Start a step (or an evaluation): the actions of every rank, and the size of each micro-batch."""
+        self._sizes = sizes
+        others = {rank for ranks in self._team.ranks for rank in ranks} - {self._rank}
+        self._expected = {other: self._from(program[other]) for other in sorted(others)}
+        self._posted = {}
+        for other in self._expected:
+            self._make_room(other)
+
+    def sends_back(self, stage: int) -> bool:
+        """Whether the stage gives gradients to other places."""
+        return any(edge.differentiable for edge in self._between(reader=stage))
+
+    def settle(self) -> None:
+        """Wait until what was sent has left."""
+        self._mail.settle()
+
+    def send_forward(self, stage: int, index: int, made: Mapping[str, Tensor]) -> None:
+        """Send what other places read of a stage's values; ``made``: this rank's samples of them, by name."""
+        for edge in self._between(maker=stage):
+            for other in self._team.ranks[edge.reader]:
+                for value in edge.values:
+                    part = self._part(value, edge.maker, edge.reader, self._rank, other, index)
+                    if part is not None:
+                        self._mail.send(_rows(made[value.name], value, part), other)
+
+    def send_backward(self, stage: int, index: int, gradients: Mapping[str, Tensor]) -> None:
+        """Send the gradients of what a stage has received from other places."""
+        for edge in self._between(reader=stage):
+            for other in self._team.ranks[edge.maker]:
+                for value in edge.differentiable:
+                    part = self._part(value, edge.maker, edge.reader, other, self._rank, index)
+                    if part is not None:
+                        first, count = part
+                        own = self._slice(edge.reader, self._rank, index)[0] - self._slice(edge.maker, other, index)[0]
+                        self._mail.send(_rows(gradients[value.name], value, (first - own, count)), other)
+
+    def receive_forward(self, stage: int, index: int) -> dict[str, Tensor]:
+        """This rank's samples of the values that other places have made for a stage, by name."""
+        received: dict[str, Tensor] = {}
+        for edge in self._between(reader=stage):
+            parts: dict[str, list[Tensor]] = {value.name: [] for value in edge.values}
+            for other in self._team.ranks[edge.maker]:
+                arrivals = iter(self._open(other, _Parcel("SEND_F", edge.maker, edge.reader, index)))
+                for value in edge.values:
+                    if self._part(value, edge.maker, edge.reader, other, self._rank, index) is not None:
+                        parts[value.name].append(next(arrivals).wait())
+            for value in edge.values:
+                of = parts[value.name]
+                if of:
+                    received[value.name] = of[0] if len(of) == 1 else torch.cat(of, value.batch_dim or 0)
+        return received
+
+    def receive_backward(self, stage: int, index: int) -> dict[str, Tensor]:
+        """The gradients of this rank's samples of a stage's values, summed over the stages of other places that read them."""
+        total: dict[str, Tensor] = {}
+        for edge in self._between(maker=stage):
+            own = self._slice(edge.maker, self._rank, index)[1]
+            found: dict[str, Tensor] = {}
+            for other in self._team.ranks[edge.reader]:
+                arrivals = iter(self._open(other, _Parcel("SEND_B", edge.maker, edge.reader, index)))
+                for value in edge.differentiable:
+                    part = self._part(value, edge.maker, edge.reader, self._rank, other, index)
+                    if part is not None:
+                        _put(found, value, next(arrivals).wait(), part, own)
+            for name, gradient in found.items():
+                total[name] = gradient if name not in total else total[name] + gradient
+        return total
+
+    def _between(self, *, maker: int | None = None, reader: int | None = None) -> list[Edge]:
+        return [
+            edge
+            for edge in self._edges.values()
+            if (maker is None or edge.maker == maker) and (reader is None or edge.reader == reader)
+        ]
+
+    def _slice(self, stage: int, rank: int, index: int) -> tuple[int, int]:
+        return self._team.slice_of(stage, rank, self._sizes[index])
+
+    def _part(self, value: Value, maker: int, reader: int, source: int, to: int, index: int) -> tuple[int, int] | None:
+        """Which of the maker's own samples ``source`` and ``to`` exchange, from its first one on; None if they exchange nothing.
+
+        A value that does not follow the batch comes from the first device that has any of the reader's samples.
+        """
+        own, wanted = self._slice(maker, source, index), self._slice(reader, to, index)
+        first, count = overlap(own, wanted)
+        if not count:
+            return None
+        if value.batch_dim is None and first != wanted[0]:
+            return None
+        return first - own[0], count
+
+    def _from(self, actions: Sequence[Action]) -> list[_Parcel]:
+        """What another rank sends to this one, in its order."""
+        parcels = []
+        for action in actions:
+            if action.kind not in ("SEND_F", "SEND_B") or action.index is None:
+                continue
+            forward = action.kind == "SEND_F"
+            for maker, reader in self._edges:
+                mine, theirs = (reader, maker) if forward else (maker, reader)
+                if theirs == action.stage and self._rank in self._team.ranks[mine]:
+                    kind: Literal["SEND_F", "SEND_B"] = "SEND_F" if forward else "SEND_B"
+                    parcels.append(_Parcel(kind, maker, reader, action.index))
+        return parcels
+
+    def _make_room(self, other: int, upto: _Parcel | None = None) -> None:
+        """Ask for the next parcels of a rank; for all up to one, if that is named."""
+        waiting = self._expected[other]
+        open_ = sum(source == other for source, _ in self._posted)
+        while waiting and (open_ < _AHEAD or (upto is not None and (other, upto) not in self._posted)):
+            parcel = waiting.pop(0)
+            self._posted[other, parcel] = self._post(other, parcel)
+            open_ += 1
+
+    def _post(self, other: int, parcel: _Parcel) -> list[Arrival]:
+        edge = self._edges[parcel.maker, parcel.reader]
+        forward = parcel.kind == "SEND_F"
+        source, to = (other, self._rank) if forward else (self._rank, other)
+        arrivals = []
+        for value in edge.values if forward else edge.differentiable:
+            part = self._part(value, edge.maker, edge.reader, source, to, parcel.micro_batch)
+            if part is not None:
+                shape = tuple(int(size(part[1])) for size in value.shape)
+                arrivals.append(self._mail.receive(shape, getattr(torch, value.dtype), other))
+        return arrivals
+
+    def _open(self, other: int, parcel: _Parcel) -> list[Arrival]:
+        self._make_room(other, parcel)
+        arrivals = self._posted.pop((other, parcel))
+        self._make_room(other)
+        return arrivals
+
+
+def _rows(tensor: Tensor, value: Value, part: tuple[int, int]) -> Tensor:
+    """The rows of some samples."""
+    if value.batch_dim is None:
+        return tensor
+    first, count = part
+    return tensor.narrow(value.batch_dim, first * value.rows_a_sample, count * value.rows_a_sample)
+
+
+def _put(found: dict[str, Tensor], value: Value, gradient: Tensor, part: tuple[int, int], samples: int) -> None:
+    """Lay the gradient of some samples into that of all of them."""
+    if value.batch_dim is None:
+        found[value.name] = gradient if value.name not in found else found[value.name] + gradient
+    elif part == (0, samples):
+        found[value.name] = gradient
+    else:
+        if value.name not in found:
+            found[value.name] = gradient.new_zeros(tuple(int(size(samples)) for size in value.shape))
+        _rows(found[value.name], value, part).copy_(gradient)
