@@ -15,18 +15,13 @@ from heterodyne.report.lanes import Lanes, lanes
 from heterodyne.report.palette import DARK, LIGHT, SERIES, kind_key
 from heterodyne.report.perfetto import write_trace
 from heterodyne.report.run import Run, load_run, read_metrics
-from heterodyne.report.sections import (
-    cluster_section,
-    curve_charts,
-    efficiency_chart,
-    key_figures,
-    loss_chart,
-    plan_section,
-    prediction_section,
-    status,
-    time_section,
-    training_lead,
-)
+from heterodyne.report.sections.curves import curve_charts
+from heterodyne.report.sections.devices import cluster_section
+from heterodyne.report.sections.overview import key_figures, status
+from heterodyne.report.sections.predictions import prediction_section
+from heterodyne.report.sections.times import time_section
+from heterodyne.report.sections.training import efficiency_chart, loss_chart, training_lead
+from heterodyne.report.sections.weighed import plan_section
 from heterodyne.report.step_times import in_order, median_step, step_spans, typical
 from heterodyne.report.words import kind_name, seconds, unbroken
 

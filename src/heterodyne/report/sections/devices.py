@@ -1,0 +1,100 @@
+"""The devices as cards, alike ones together if there are many, and the bar of their shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from heterodyne.cluster import Device
+from heterodyne.cluster.profile import WHOLE
+from heterodyne.report.palette import SERIES
+from heterodyne.report.run import Run
+from heterodyne.report.words import DASH, byte_size, digits, percent, pipeline_in_words, seconds
+from heterodyne.units import format_bandwidth
+
+__all__ = ["cluster_section"]
+
+_CARDS_SHOWN_ONE_BY_ONE = 12
+
+
+def cluster_section(run: Run) -> dict[str, Any] | None:
+    """Cards of the devices, alike ones together if there are many, and the bar of their shares."""
+    if run.cluster is None:
+        return None
+    samples = run.samples
+    batch = sum(samples.values())
+    cards = [_card(run, rank, device) for rank, device in enumerate(run.cluster.devices)]
+    if len(cards) > _CARDS_SHOWN_ONE_BY_ONE:
+        cards = _together(cards)
+    shares = [
+        {"device": d.id, "samples": samples[d.id], "percent": 100 * samples[d.id] / batch, "colour": rank % SERIES}
+        for rank, d in enumerate(run.cluster.devices)
+        if samples.get(d.id)
+    ]
+    links = [
+        f"{' – '.join(dict.fromkeys(link.between))}: {format_bandwidth(link.bandwidth_bytes_per_s)}, {seconds(link.latency_s)} latency"
+        for link in run.cluster.links
+    ]
+    return {"name": run.cluster.name, "cards": cards, "shares": shares, "batch": batch, "links": links}
+
+
+def _card(run: Run, rank: int, device: Device) -> dict[str, Any]:
+    samples = run.samples
+    taken = samples.get(device.id)
+    needed = run.peak_memory.get(device.id)
+    predicted = run.plan.predicted.memory_bytes.get(device.id) if run.plan and run.plan.predicted else None
+    used, word = (needed, "measured") if needed is not None else (predicted, "predicted")
+    facts = [
+        (
+            "share",
+            DASH
+            if taken is None
+            else f"{taken} samples ({percent(taken / sum(samples.values()))})"
+            if taken
+            else "none",
+        ),
+        (
+            "as",
+            next((pipeline_in_words(p) for p in run.plan.pipelines if device.id in p.stages[0].devices), DASH)
+            if run.plan
+            else DASH,
+        ),
+        ("alone", _alone(run, device)),
+        (
+            "memory",
+            f"{byte_size(used)} of {byte_size(device.memory_bytes)}"
+            if used is not None
+            else byte_size(device.memory_bytes),
+        ),
+    ]
+    return {
+        "title": device.id,
+        "kind": device.kind if device.kind == device.backend else f"{device.kind} · {device.backend}",
+        "rank": f"rank {rank}",
+        "colour": rank % SERIES,
+        "facts": [(name, text) for name, text in facts if text != DASH],
+        "memory": min(100.0, 100 * used / device.memory_bytes) if used is not None and device.memory_bytes else None,
+        "memory_note": word,
+        "count": 1,
+    }  # fmt: skip
+
+
+def _together(cards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One card for devices whose facts are the same."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for card in cards:
+        groups.setdefault((card["kind"], *(f for f in card["facts"] if f[0] in ("share", "as"))), []).append(card)
+    return [
+        {**group[0], "count": len(group), "rank": f"{group[0]['rank']} and {len(group) - 1} alike" if group[1:] else group[0]["rank"]}
+        for group in groups.values()
+    ]  # fmt: skip
+
+
+def _alone(run: Run, device: Device) -> str:
+    """Samples per second of the whole model on this device, at the micro-batch size that is fastest there."""
+    profile = run.profile.devices.get(device.id) if run.profile else None
+    samples = profile.blocks.get(WHOLE, ()) if profile else ()
+    rates = [
+        s.micro_batch_size / total for s in samples if not s.extrapolated and (total := s.forward_s + s.backward_s) > 0
+    ]
+    return f"{digits(max(rates))} samples/s" if rates else DASH

@@ -1,0 +1,74 @@
+"""What the page says first: what was trained, how far it got, and the five numbers."""
+
+from __future__ import annotations
+
+from heterodyne.report.compare import Comparison
+from heterodyne.report.run import Run
+from heterodyne.report.words import change, digits, percent, ratio, seconds
+from heterodyne.units import format_count
+
+__all__ = ["key_figures", "status"]
+
+
+def status(run: Run) -> dict[str, str]:
+    """What was trained, on how many devices, and how far the run got."""
+    steps = run.metrics.steps
+    facts = []
+    model = run.summary.get("model") or (run.job.model.factory or run.job.model.directory if run.job else None)
+    if model:
+        count = run.summary.get("parameters")
+        facts.append(f"{model}, {format_count(count)} parameters" if isinstance(count, int) else str(model))
+    if run.devices:
+        facts.append(f"{len(run.devices)} {'device' if len(run.devices) == 1 else 'devices'}")
+    if steps:
+        of = f" of {run.job.training.steps}" if run.job else ""
+        facts.append(f"step {steps[-1].step}{of}")
+    duration = run.summary.get("seconds")
+    if isinstance(duration, int | float):
+        facts.append(seconds(float(duration)))
+    return {"facts": " · ".join(facts), "state": "" if _complete(run) else "cut short"}
+
+
+def _complete(run: Run) -> bool:
+    if run.summary:
+        return not run.summary.get("interrupted", False)
+    last = run.metrics.steps[-1].step if run.metrics.steps else -1
+    return run.job is not None and last + run.job.metrics.every > run.job.training.steps
+
+
+def key_figures(run: Run, comparison: Comparison) -> list[dict[str, str]]:
+    """The five numbers at the top, each with what it means."""
+    metrics, (step, _, efficiency) = run.metrics, comparison.run
+    trained = metrics.steps[-1].loss if metrics.steps else None
+    validated = metrics.validations[-1].loss if metrics.validations else None
+    tokens = metrics.median("tokens_per_s")
+    speed_up = run.speed_up_over_equal
+    return [
+        {
+            "name": "Efficiency",
+            "value": percent(efficiency.measured),
+            "note": f"of what the devices reach without communicating; {percent(efficiency.predicted)} predicted",
+        },
+        {
+            "name": "Prediction error",
+            "value": change(step.error),
+            "note": f"step time: {seconds(step.predicted)} predicted, {seconds(step.measured)} measured",
+        },
+        {
+            "name": "Samples per second",
+            "value": digits(metrics.median("samples_per_s")),
+            "note": f"{format_count(tokens)} tokens/s, median over the steps" if tokens else "median over the steps",
+        },
+        {
+            "name": "Final loss",
+            "value": digits(validated if validated is not None else trained, 4),
+            "note": f"validation; {digits(trained, 4)} training"
+            if validated is not None
+            else "training; none validated",
+        },
+        {
+            "name": "Over equal shares",
+            "value": ratio(speed_up),
+            "note": "samples/s, predicted" if speed_up else "not known: equal shares were not weighed",
+        },
+    ]
