@@ -174,5 +174,5 @@ def staged_worker(
         seed=seed,
         clip_grad_norm=clip,
         recorder=recorder,
-        stage_programs=lambda start, stop, starts: program_of(case.graph.name).stage(start, stop, starts=starts),
+        stage_programs=lambda start, stop, starts, _: program_of(case.graph.name).stage(start, stop, starts=starts),
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from heterodyne.api.planning import plan_and_try, plan_once
 from heterodyne.api.session import Session
+from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.cluster.profile import WHOLE, Profile
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend import Captured, trace
@@ -221,5 +222,5 @@ def make_worker(
         clip_grad_norm=clip_grad_norm,
         recorder=recorder,
         watch=session.watchdog,
-        stage_programs=lambda start, stop, starts: prepared.captured.stage(start, stop, starts=starts),
+        stage_programs=StageCutter(prepared.captured, model),
     )

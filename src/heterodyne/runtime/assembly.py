@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
@@ -22,7 +22,7 @@ from heterodyne.runtime.segments import Runnable, Segment, Value, WholeModel
 from heterodyne.runtime.stages import Stages
 from heterodyne.runtime.transfers import Edge, Team, Transfers
 
-__all__ = ["Parts", "StagePrograms", "assemble", "bucket_channels", "completed_gradients"]
+__all__ = ["Assembly", "Parts", "StagePrograms", "bucket_channels", "completed_gradients"]
 
 
 class _Program(Protocol):
@@ -37,15 +37,23 @@ class _Program(Protocol):
     def bind(self, module: nn.Module, device: torch.device) -> Runnable: ...
 
 
-StagePrograms = Callable[[int, int, Sequence[int]], _Program]
-"""The ops ``[start, stop)`` of the captured model, which is cut at the ops of the third argument."""
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""The inputs by name, with their shapes but for the batch."""
+
+
+class StagePrograms(Protocol):
+    """Cuts pieces out of the captured model."""
+
+    def __call__(self, start: int, stop: int, starts: Sequence[int], batch: Mapping[str, Tensor] | None) -> _Program:
+        """The ops ``[start, stop)`` of the model, which is cut at ``starts``; for inputs of the shapes of ``batch``, None: those that
+        it was captured with.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """``transfers``: None where nothing is exchanged between stages."""
 
-    forward: Forward
     stages: Stages
     transfers: Transfers | None
 
@@ -60,67 +68,117 @@ class _Piece:
     recompute: bool
 
 
-def assemble(
-    module: nn.Module,
-    *,
-    graph: ModelGraph,
-    plan: Plan,
-    program: Program,
-    cluster: Cluster,
-    placement: Placement,
-    communicator: Communicator,
-    programs: StagePrograms | None,
-    seed: int,
-) -> Parts:
-    """The stages of this rank. Collective. Raises PlanError for a plan with stages or recompute where no ``programs`` are given."""
-    place, device = placement.places[communicator.rank], communicator.device
-    forward = Forward(
-        module,
-        graph,
-        device=device,
-        precision=plan.precision,
-        seed=seed,
-        statistics=_statistics(placement, communicator) if graph.batch_statistics else None,
-    )
-    mail = communicator.mail() if any(len(p.places) > 1 for p in plan.pipelines) else None
-    halves = frozenset(action.stage for action in program.ranks[communicator.rank] if action.kind == "W")
-    if place.pipeline is None:
-        return Parts(forward=forward, stages=Stages({}, forward=forward, device=device), transfers=None)
-    pipeline = plan.pipelines[place.pipeline]
-    pieces = _pieces(pipeline, graph)
-    if len(pieces) == 1 and not pieces[0].recompute and not halves:
-        whole = {0: [Segment(run=WholeModel(module))]}
-        return Parts(forward=forward, stages=Stages(whole, forward=forward, device=device), transfers=None)
-    if programs is None:
-        raise PlanError(
-            "the plan cuts the model into stages, or recomputes parts of it, and the captured model was not given"
+class Assembly:
+    """Makes the stages of one rank, once for each shape of the inputs (sequences may be longer in one batch than in another).
+
+    Making one is collective. Raises PlanError for a plan with stages or recompute where no ``programs`` are given.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        graph: ModelGraph,
+        plan: Plan,
+        program: Program,
+        cluster: Cluster,
+        placement: Placement,
+        communicator: Communicator,
+        programs: StagePrograms | None,
+        seed: int,
+    ) -> None:
+        self._module = module
+        self._device = communicator.device
+        self._cluster = cluster
+        self._place = placement.places[communicator.rank]
+        self._programs = programs
+        self._forward = Forward(
+            module,
+            graph,
+            device=communicator.device,
+            precision=plan.precision,
+            seed=seed,
+            statistics=_statistics(placement, communicator) if graph.batch_statistics else None,
         )
-    found = {
-        n: programs(p.start, p.stop, [q.start for q in pieces]) for n, p in enumerate(pieces) if p.stage in place.stages
-    }
-    segments: dict[int, list[Segment]] = {stage: [] for stage in place.stages}
-    for number, piece in found.items():
-        segments[pieces[number].stage].append(
-            Segment(
-                run=piece.bind(module, device),
-                receives=piece.receives,
-                sends=piece.sends,
-                recompute=pieces[number].recompute,
-                random_before=piece.random_before,
+        self._mail = communicator.mail() if any(len(p.places) > 1 for p in plan.pipelines) else None
+        self._halves = frozenset(action.stage for action in program.ranks[communicator.rank] if action.kind == "W")
+        self._pipeline = None if self._place.pipeline is None else plan.pipelines[self._place.pipeline]
+        self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
+        self._captured = captured_shapes(graph)
+        self._made: dict[Shapes, Parts] = {}
+        if self.cut and programs is None:
+            raise PlanError(
+                "the plan cuts the model into stages, or recomputes parts of it, and the captured model was not given"
             )
+
+    @property
+    def cut(self) -> bool:
+        """Whether this rank runs pieces of the captured model, and not the module as it is."""
+        return len(self._pieces) > 1 or bool(self._halves) or any(piece.recompute for piece in self._pieces)
+
+    def parts(self, batch: Mapping[str, Tensor] | None = None) -> Parts:
+        """For inputs of these shapes; None: those that the model was captured with. Raises DataError if the model is another then."""
+        shapes = self._captured if batch is None or not self.cut else shapes_of(batch, self._captured)
+        if shapes not in self._made:
+            self._made[shapes] = self._make(None if shapes == self._captured else batch)
+        return self._made[shapes]
+
+    def _make(self, batch: Mapping[str, Tensor] | None) -> Parts:
+        if self._pipeline is None:
+            return Parts(stages=Stages({}, forward=self._forward, device=self._device), transfers=None)
+        if not self.cut:
+            whole = {0: [Segment(run=WholeModel(self._module))]}
+            return Parts(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
+        assert self._programs is not None
+        starts = [piece.start for piece in self._pieces]
+        found = {
+            number: self._programs(piece.start, piece.stop, starts, batch)
+            for number, piece in enumerate(self._pieces)
+            if piece.stage in self._place.stages
+        }
+        transfers = self._transfers(found.values(), self._pipeline)
+        stages = Stages(
+            self._segments(found), forward=self._forward, device=self._device, transfers=transfers, halves=self._halves
         )
-    transfers = None
-    if mail is not None and len(pipeline.places) > 1:
-        stage_of = [piece.stage for piece in pieces]
+        return Parts(stages=stages, transfers=transfers)
+
+    def _segments(self, found: Mapping[int, _Program]) -> dict[int, list[Segment]]:
+        segments: dict[int, list[Segment]] = {stage: [] for stage in self._place.stages}
+        for number, program in found.items():
+            segments[self._pieces[number].stage].append(
+                Segment(
+                    run=program.bind(self._module, self._device),
+                    receives=program.receives,
+                    sends=program.sends,
+                    recompute=self._pieces[number].recompute,
+                    random_before=program.random_before,
+                )
+            )
+        return segments
+
+    def _transfers(self, programs: Iterable[_Program], pipeline: Pipeline) -> Transfers | None:
+        if self._mail is None or len(pipeline.places) == 1:
+            return None
         team = Team(
-            ranks=tuple(tuple(map(cluster.rank, stage.devices)) for stage in pipeline.stages),
+            ranks=tuple(tuple(map(self._cluster.rank, stage.devices)) for stage in pipeline.stages),
             shares=tuple(stage.shares for stage in pipeline.stages),
         )
-        edges = _edges(found.values(), stage_of, pipeline, place)
+        edges = _edges(programs, [piece.stage for piece in self._pieces], pipeline, self._place)
         _require_cuttable(edges, team)
-        transfers = Transfers(rank=place.rank, team=team, edges=edges, mail=mail)
-    stages = Stages(segments, forward=forward, device=device, transfers=transfers, halves=halves)
-    return Parts(forward=forward, stages=stages, transfers=transfers)
+        return Transfers(rank=self._place.rank, team=team, edges=edges, mail=self._mail)
+
+
+def captured_shapes(graph: ModelGraph) -> Shapes:
+    """Those that the model was captured with."""
+    return tuple(
+        (entry.name, tuple(int(size(1)) for dim, size in enumerate(entry.spec.shape) if dim != entry.batch_dim))
+        for entry in graph.inputs
+    )
+
+
+def shapes_of(batch: Mapping[str, Tensor], captured: Shapes) -> Shapes:
+    """Those of a batch. An input has as many dims as it was captured with or one more, its batch, first."""
+    return tuple((name, tuple(batch[name].shape[batch[name].dim() - len(shape) :])) for name, shape in captured)
 
 
 def bucket_channels(

@@ -11,12 +11,11 @@ from torch import nn
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.program import Action
+from heterodyne.runtime.assembly import Parts
 from heterodyne.runtime.exact.weighting import LossCount, counts
 from heterodyne.runtime.meeting.communicator import Channel
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource
-from heterodyne.runtime.stages import Stages
-from heterodyne.runtime.transfers import Transfers
 
 __all__ = ["evaluate", "evaluation_parts"]
 
@@ -28,8 +27,7 @@ def evaluate(
     graph: ModelGraph,
     placement: Placement,
     rank: int,
-    stages: Stages,
-    transfers: Transfers | None,
+    parts: Parts,
     loss_count: LossCount,
     control: Channel,
 ) -> tuple[float, float]:
@@ -38,6 +36,7 @@ def evaluate(
     Each pipeline takes its parts through its stages one after the other.
     """
     total, count = 0.0, 0.0
+    stages, transfers = parts.stages, parts.transfers
     place = placement.places[rank]
     buffers = dict(module.named_buffers())
     if place.pipeline is not None:

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from heterodyne.plan.program import Action, Program
+from heterodyne.runtime.assembly import Parts
 from heterodyne.runtime.clipping import Clipping
 from heterodyne.runtime.exact.weighting import Weights
 from heterodyne.runtime.gradients import GradientBuckets
 from heterodyne.runtime.meeting.communicator import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
-from heterodyne.runtime.stages import Stages
-from heterodyne.runtime.transfers import Transfers
 
 __all__ = ["Executor", "Step", "Watch"]
 
@@ -46,6 +45,7 @@ class Step:
     Args:
         number: the step, which the draws depend on.
         source: the global batch.
+        parts: the stages of this rank, for inputs of its shapes.
         sizes: of each micro-batch of this rank's pipeline.
         spans: for each stage of this rank ``(first sample, count)`` of its slice of each micro-batch.
         slices: the inputs of each micro-batch at the stage that makes the loss, where they had to be read ahead for counting.
@@ -57,6 +57,7 @@ class Step:
 
     number: int
     source: BatchSource
+    parts: Parts
     sizes: Sequence[int]
     spans: Mapping[int, Sequence[tuple[int, int]]]
     slices: Mapping[int, Mapping[str, Tensor]]
@@ -72,12 +73,10 @@ class Executor:
     Args:
         rank: this one.
         program: of all ranks; an idle rank has an empty list.
-        stages: of this rank.
-        loss_stage: the one of them that makes the loss; None: another rank has it.
+        loss_stage: the stage of this rank that makes the loss; None: another rank has it.
         gradients: of its parameters.
         optimizer: updates them.
         clipping: what CLIP does.
-        transfers: from and to other ranks; None: there are none.
         control: joins all ranks; carries the loss.
         recorder: notes what happens when.
         watch: is told before each action and each wait; None: nobody watches.
@@ -88,12 +87,10 @@ class Executor:
         *,
         rank: int,
         program: Program,
-        stages: Stages,
         loss_stage: int | None,
         gradients: GradientBuckets,
         optimizer: torch.optim.Optimizer,
         clipping: Clipping,
-        transfers: Transfers | None,
         control: Channel,
         recorder: Recorder,
         watch: Watch | None = None,
@@ -101,12 +98,10 @@ class Executor:
         self._program = program
         self._actions = program.ranks[rank]
         self._names = {action: str(action) for action in self._actions}
-        self._stages = stages
         self._loss_stage = loss_stage
         self._gradients = gradients
         self._optimizer = optimizer
         self._clipping = clipping
-        self._transfers = transfers
         self._control = control
         self._recorder = recorder
         self._watch = watch
@@ -120,10 +115,10 @@ class Executor:
         The loss travels while the gradients do: sent after the update it would make fast ranks wait for slow ones twice a step.
         """
         self._recorder.begin()
-        self._stages.begin()
+        step.parts.stages.begin()
         self._gradients.begin()
-        if self._transfers is not None:
-            self._transfers.begin(self._program.ranks, step.sizes)
+        if step.parts.transfers is not None:
+            step.parts.transfers.begin(self._program.ranks, step.sizes)
         for action in self._actions[: self._last_pass + 1]:
             self._do(action, step)
         loss, sent = self._send_loss(step)
@@ -131,8 +126,8 @@ class Executor:
             if update or action.kind not in _UPDATE:
                 self._do(action, step)
         self._wait_for_gradients()
-        if self._transfers is not None:
-            self._transfers.settle()
+        if step.parts.transfers is not None:
+            step.parts.transfers.settle()
         sent.wait()
         self._turn("between steps")
         self._recorder.end(step.number)
@@ -155,15 +150,15 @@ class Executor:
             self._pass(action, step, _number(index))
 
     def _pass(self, action: Action, step: Step, index: int) -> None:
-        stage, kind = action.stage, action.kind
+        stage, kind, stages = action.stage, action.kind, step.parts.stages
         if kind in ("RECV_F", "RECV_B"):
             if self._watch is not None:
                 self._watch.waiting(self._names[action])
-            receive = self._stages.receive_forward if kind == "RECV_F" else self._stages.receive_backward
+            receive = stages.receive_forward if kind == "RECV_F" else stages.receive_backward
             receive(stage, index)
             return
         if kind in ("SEND_F", "SEND_B"):
-            send = self._stages.send_forward if kind == "SEND_F" else self._stages.send_backward
+            send = stages.send_forward if kind == "SEND_F" else stages.send_backward
             send(stage, index)
             return
         has_loss = stage == self._loss_stage
@@ -173,20 +168,20 @@ class Executor:
             if kind == "F":
                 self._do_forward(stage, index, step)
             elif kind == "R":
-                self._stages.recompute(stage, index)
+                stages.recompute(stage, index)
             elif kind == "W":
-                self._stages.weights(stage, index)
+                stages.weights(stage, index)
             else:
                 if self._last_of_stage.get(stage) == action:
                     self._gradients.arm(stage)
-                self._stages.backward(stage, index, weight, half=kind == "I")
+                stages.backward(stage, index, weight, half=kind == "I")
 
     def _do_forward(self, stage: int, index: int, step: Step) -> None:
         first, count = step.spans[stage][index]
         inputs = step.slices[index] if stage == self._loss_stage and index in step.slices else None
         if inputs is None:
             inputs = step.source.samples(first, count)
-        loss = self._stages.forward(stage, index, inputs, step.number, range(first, first + count))
+        loss = step.parts.stages.forward(stage, index, inputs, step.number, range(first, first + count))
         if loss is not None:
             step.losses[index] = loss.detach()
 

@@ -16,7 +16,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
-from heterodyne.runtime.assembly import StagePrograms, assemble, bucket_channels, completed_gradients
+from heterodyne.runtime.assembly import Assembly, Parts, StagePrograms, bucket_channels, completed_gradients
 from heterodyne.runtime.clipping import Clipping
 from heterodyne.runtime.evaluation import evaluate
 from heterodyne.runtime.exact.weighting import LossCount, Weights, counts
@@ -131,7 +131,7 @@ class Worker:
         self._buffers = dict(module.named_buffers())
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self.optimizer = self._make_optimizer(optimizer)
-        parts = assemble(
+        self._assembly = Assembly(
             module,
             graph=graph,
             plan=plan,
@@ -142,7 +142,7 @@ class Worker:
             programs=stage_programs,
             seed=seed,
         )
-        self._stages, self._transfers = parts.stages, parts.transfers
+        self._assembly.parts()
         buckets = bucket_channels(plan, graph, cluster, communicator)
         self._gradients = GradientBuckets(
             self._parameters,
@@ -153,12 +153,10 @@ class Worker:
         self._executor = Executor(
             rank=self.rank,
             program=program,
-            stages=parts.stages,
             loss_stage=self._place.stages[-1] if self._place.last else None,
             gradients=self._gradients,
             optimizer=self.optimizer,
             clipping=self._clipping(clip_grad_norm),
-            transfers=parts.transfers,
             control=communicator.control,
             recorder=self.recorder,
             watch=watch,
@@ -206,14 +204,14 @@ class Worker:
 
         Their ratio is the model's loss on the batch (for a summed loss the count is 1). Both can be added over batches.
         """
+        source = as_source(batch, self.graph)
         return evaluate(
             self.module,
-            as_source(batch, self.graph),
+            source,
             graph=self.graph,
             placement=self.placement,
             rank=self.rank,
-            stages=self._stages,
-            transfers=self._transfers,
+            parts=self._parts(source),
             loss_count=self._loss_count,
             control=self._communicator.control,
         )
@@ -302,12 +300,16 @@ class Worker:
         return Step(
             number=number,
             source=source,
+            parts=self._parts(source),
             sizes=place.micro_batches.sizes,
             spans={stage: place.spans(stage) for stage in place.stages},
             slices=slices,
             weights=Weights(self.graph.loss, own, source.size, self._communicator.control),
             learning_rate=None if self._section is None else learning_rate(self._section, number, self._total_steps),
         )
+
+    def _parts(self, source: BatchSource) -> Parts:
+        return self._assembly.parts(source.samples(0, 1) if self._assembly.cut else None)
 
     def _counted(
         self, source: BatchSource, spans: Sequence[tuple[int, int]]

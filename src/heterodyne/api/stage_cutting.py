@@ -1,0 +1,46 @@
+"""Pieces of the captured model for the runtime, also for inputs of other shapes than it was captured with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from heterodyne.errors import DataError
+from heterodyne.frontend import Captured, trace
+from heterodyne.frontend.stage_program import StageProgram
+
+__all__ = ["StageCutter"]
+
+
+class StageCutter:
+    """Cuts stages out of a captured model; for inputs of other shapes it captures the model anew.
+
+    A plan counts ops, so it holds for any shape that gives the same ops: longer or shorter sequences do. Each rank captures for
+    itself and gets the same, for capture is a function of the model and the shapes.
+    """
+
+    def __init__(self, captured: Captured, model: nn.Module) -> None:
+        self._captured = captured
+        self._model = model
+        self._others: dict[tuple[tuple[str, tuple[int, ...]], ...], Captured] = {}
+
+    def __call__(
+        self, start: int, stop: int, starts: Sequence[int], batch: Mapping[str, Tensor] | None
+    ) -> StageProgram:
+        """See `heterodyne.runtime.assembly.StagePrograms`. Raises DataError if these shapes give other ops."""
+        captured = self._captured if batch is None else self._at(batch)
+        return captured.stage(start, stop, starts=starts)
+
+    def _at(self, batch: Mapping[str, Tensor]) -> Captured:
+        shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(batch.items()))
+        if shapes not in self._others:
+            found = trace(self._model, dict(batch), name=self._captured.graph.name)
+            if [op.target for op in found.graph.ops] != [op.target for op in self._captured.graph.ops]:
+                told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
+                raise DataError(
+                    f"for inputs of the shapes {told} the model has other ops than for those that it was planned with, so the plan's "
+                    "cuts say nothing about it: pad the batches to one length, or plan for these"
+                )
+            self._others[shapes] = found
+        return self._others[shapes]
