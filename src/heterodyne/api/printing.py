@@ -9,11 +9,14 @@ from rich.console import Console
 from heterodyne.report import rows
 from heterodyne.report.rows import Rows
 from heterodyne.report.run import Candidate, candidates_from
+from heterodyne.report.step_text import step_text
+from heterodyne.report.step_times import step_spans
 from heterodyne.report.tables import candidate_rows, device_rows, share_rows
 from heterodyne.search.explain import alternatives, paragraph
 from heterodyne.search.planned import Planned
+from heterodyne.timeline import Timeline
 
-__all__ = ["candidate_lines", "candidates_of", "show", "show_planned"]
+__all__ = ["candidate_lines", "candidates_of", "show", "show_planned", "show_step", "terminal_width"]
 
 
 def show(*tables: Rows) -> None:
@@ -21,6 +24,24 @@ def show(*tables: Rows) -> None:
     console = Console(file=sys.stdout)
     for table in tables:
         rows.show(table, console)
+
+
+def terminal_width() -> int:
+    """Characters in a line of the terminal; what rich takes for granted where there is none."""
+    return Console(file=sys.stdout).width
+
+
+def show_step(timeline: Timeline) -> None:
+    """Draw the last step of a timeline as a grid: a row for each rank, in colour on a terminal."""
+    spans = step_spans(timeline)
+    if not spans:
+        return
+    console = Console(file=sys.stdout)
+    drawn = step_text(timeline.of_step(max(spans)), console.width, title="One step, as simulated")
+    if console.is_terminal:
+        console.print(drawn)
+    else:
+        console.file.write(drawn.text() + "\n")
 
 
 def candidate_lines(planned: Planned) -> list[dict[str, object]]:
@@ -49,5 +70,9 @@ def show_planned(planned: Planned) -> None:
         share_rows(planned.plan.model_copy(update={"reason": ""}), planned.cluster),  # the paragraph below says why
         candidate_rows(candidates_of(planned)),
     )
+    if any(
+        len(pipeline.stages) > 1 for pipeline in planned.plan.pipelines
+    ):  # else every rank does all of its share, one after another
+        show_step(planned.simulation.timeline([device.id for device in planned.cluster.devices]))
     sys.stdout.write(paragraph(planned) + "\n\n")
     sys.stdout.flush()
