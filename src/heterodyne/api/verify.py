@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 from heterodyne.api.job_model import capture_job, job_worker, open_data, settings_of
@@ -34,19 +33,17 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
             show_planned(prepared.planned)
         first = session.rank == 0
         worker = job_worker(session, job, base, prepared)
-        alone = copy.deepcopy(worker.module) if first else worker.module
         batch = data.batch(0)
         session.say("one step under the plan ...")
         loss, gradients = worker.gradients(batch)
         with session.announced("the same on one device"):
-            # An idle rank 0 has the loss and no gradients; those of the leader are as good.
-            gradients = session.communicator.broadcast_object(
-                {name: gradient.cpu() for name, gradient in gradients.items()}, worker.placement.leader
-            )
+            # Each gradient from the rank that keeps its parameter; a rank may hold but a part of the model, or none.
+            kept = {n: g.cpu() for n, g in gradients.items() if worker.ownership.keeper(n) == session.rank}
+            gathered = session.communicator.all_gather_object(kept)
             status = 0
             if first:
                 reference = one_device_gradients(
-                    alone,
+                    source.whole.build(session.device),  # the same weights, for they are made from the same seed
                     batch,
                     graph=captured.graph,
                     placement=worker.placement,
@@ -55,7 +52,7 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
                     loss_count=captured.loss_count,
                     seed=job.training.seed,
                 )
-                compared = compare(loss, gradients, *reference)
+                compared = compare(loss, {n: g for part in gathered for n, g in part.items()}, *reference)
                 show(verify_rows(compared.loss, dict(compared.gradients), bar=BAR))
                 status = 0 if compared.largest <= BAR else 1
             return session.communicator.broadcast_object(status, 0)
