@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from heterodyne.report.run import Run
-from heterodyne.report.step_times import by_rank, kinds_in_order, step_spans
+from heterodyne.report.step_times import MESSAGES, by_rank, kinds_in_order, step_spans
 
 __all__ = ["Claim", "Comparison", "compare"]
 
@@ -96,7 +96,8 @@ def _whole(run: Run) -> tuple[Claim, ...]:
 def _seconds(run: Run) -> tuple[tuple[Claim, ...], tuple[str, ...]]:
     predicted = {t.rank: t for t in by_rank(run.simulated)} if run.simulated is not None else {}
     measured = {t.rank: t for t in by_rank(run.measured)} if run.measured is not None else {}
-    kinds = kinds_in_order([*predicted.values(), *measured.values()])
+    # How long messages are on their way says little by itself: what counts is who waits for them.
+    kinds = tuple(k for k in kinds_in_order([*predicted.values(), *measured.values()]) if k not in MESSAGES)
     claims = tuple(
         Claim(
             what=kind,

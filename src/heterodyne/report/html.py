@@ -12,17 +12,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from heterodyne.report.compare import compare
 from heterodyne.report.lanes import Lanes, lanes
-from heterodyne.report.palette import DARK, LIGHT, SERIES, kind_key
+from heterodyne.report.legend import legend
+from heterodyne.report.palette import DARK, DARK_STAGES, LIGHT, SERIES, STAGE_COLOURS, has_stages, kind_key
 from heterodyne.report.perfetto import write_trace
 from heterodyne.report.run import Run, load_run, read_metrics
 from heterodyne.report.sections.curves import curve_charts
 from heterodyne.report.sections.devices import cluster_section
 from heterodyne.report.sections.overview import key_figures, status
 from heterodyne.report.sections.predictions import prediction_section
+from heterodyne.report.sections.stages import stage_section
 from heterodyne.report.sections.times import time_section
 from heterodyne.report.sections.training import efficiency_chart, loss_chart, training_lead
 from heterodyne.report.sections.weighed import plan_section
-from heterodyne.report.step_times import in_order, median_step, step_spans, typical
+from heterodyne.report.step_times import median_step, step_spans, typical
 from heterodyne.report.words import kind_name, seconds, unbroken
 
 __all__ = ["render", "write_report"]
@@ -65,6 +67,8 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
         run=run,
         light=LIGHT,
         dark=DARK,
+        stages=STAGE_COLOURS,
+        dark_stages=DARK_STAGES,
         series=SERIES,
         status=status(run),
         figures=key_figures(run, comparison),
@@ -72,6 +76,7 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
         plan=plan_section(run),
         timelines=_timelines(run),
         times=time_section(run),
+        pipeline=stage_section(run),
         prediction=prediction_section(comparison),
         loss=loss_chart(run, reference),
         training_lead=training_lead(run, reference),
@@ -95,9 +100,10 @@ def _timelines(run: Run) -> dict[str, Any] | None:
     axis_s = 1.005 * max((timeline.span_s for _, timeline in shown), default=0.0)  # room for the mark at the end
     if axis_s <= 0:
         return None
-    laid: list[Lanes] = [lanes(timeline, title, axis_s) for title, timeline in shown]
-    present = {bar.kind for one in laid for bar in one.bars}
-    return {"lanes": laid, "kinds": in_order(present), "note": note}
+    events = [event for _, timeline in shown for event in timeline.events]
+    by_stage = has_stages(events)
+    laid: list[Lanes] = [lanes(timeline, title, axis_s, by_stage=by_stage) for title, timeline in shown]
+    return {"lanes": laid, "by_stage": by_stage, "legend": legend(events), "note": note}
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """A timeline of one step, laid out: each rank a row with two lanes, each action a bar.
 
 Along time the places are percent of the axis, so that a page can stretch it; across they are pixels. Both timelines of a run
-are laid out on the same axis, so that a bar above and a bar below of the same width take the same time.
+are laid out on the same axis, so that a bar above and a bar below of the same width take the same time. What a rank sends and what it
+waits to receive overlap in time, so they halve the lower lane.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from heterodyne.report.axis import round_ticks
 from heterodyne.report.line_chart import Tick
+from heterodyne.report.palette import event_key
 from heterodyne.report.words import kind_name
 from heterodyne.timeline import Timeline
 from heterodyne.units import format_seconds
@@ -19,9 +21,13 @@ __all__ = ["Bar", "Lanes", "Row", "lanes"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """``x`` and ``width`` in percent of the axis, ``y`` and ``height`` in pixels. ``fine``: too narrow for an outline."""
+    """``x`` and ``width`` in percent of the axis, ``y`` and ``height`` in pixels. ``fine``: too narrow for an outline.
+
+    ``key``: of its colour in the palette.
+    """
 
     kind: str
+    key: str
     x: float
     width: float
     y: float
@@ -52,13 +58,16 @@ class Lanes:
     small: bool
 
 
-def lanes(timeline: Timeline, title: str, axis_s: float, names: tuple[str, ...] = ()) -> Lanes:
+def lanes(
+    timeline: Timeline, title: str, axis_s: float, names: tuple[str, ...] = (), *, by_stage: bool = False
+) -> Lanes:
     """Lay out the events of one step over an axis from 0 to ``axis_s`` seconds.
 
     Args:
         timeline: events counted from the start of the step, as `Timeline.of_step` gives them.
         axis_s: the length of the axis; at least the span of the timeline, above 0.
         names: a name for each rank instead of the device id.
+        by_stage: passes have the colour of their stage instead of that of their kind.
     """
     ranks = len(timeline.devices)
     compute, comm, gap = (20.0, 9.0, 9.0) if ranks <= 8 else (12.0, 6.0, 5.0) if ranks <= 24 else (7.0, 3.0, 2.0)
@@ -67,10 +76,11 @@ def lanes(timeline: Timeline, title: str, axis_s: float, names: tuple[str, ...] 
     bars = tuple(
         Bar(
             kind=event.kind,
+            key=event_key(event, by_stage=by_stage),
             x=100 * event.start_s / axis_s,
             width=100 * event.seconds / axis_s,
-            y=top[event.rank] + (0 if event.lane == "compute" else compute + 1),
-            height=compute if event.lane == "compute" else comm,
+            y=top[event.rank] + (0 if event.lane == "compute" else compute + 1 + _within(event.kind)[0] * comm),
+            height=compute if event.lane == "compute" else _within(event.kind)[1] * comm,
             tip=f"{event.name} · {kind_name(event.kind)} · {format_seconds(event.seconds)} · from {format_seconds(event.start_s)}",
             fine=event.seconds < 0.002 * axis_s,
         )
@@ -90,3 +100,10 @@ def lanes(timeline: Timeline, title: str, axis_s: float, names: tuple[str, ...] 
         plot_height=ranks * pitch,
         small=ranks > 24,
     )
+
+
+def _within(kind: str) -> tuple[float, float]:
+    """Where a kind lies in the lane of communication, and how much of it it takes."""
+    if kind.startswith("SEND"):
+        return 0.0, 0.5
+    return (0.5, 0.5) if kind.startswith("RECV") else (0.0, 1.0)

@@ -16,16 +16,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.report.legend import legend
 from heterodyne.report.line_chart import smoothed
-from heterodyne.report.palette import LIGHT, kind_key
+from heterodyne.report.palette import LIGHT, STAGE_COLOURS, event_key, has_stages
 from heterodyne.report.run import Metrics, Run
-from heterodyne.report.step_times import in_order, typical
-from heterodyne.report.words import kind_name
-from heterodyne.timeline import Timeline
+from heterodyne.report.step_times import typical
+from heterodyne.timeline import Event, Timeline
 from heterodyne.units import format_seconds
 
 __all__ = ["RatioBar", "loss_picture", "ratio_picture", "run_picture"]
 
+_COMM = {
+    "SEND": (0.2, 0.1),
+    "RECV": (0.3, 0.1),
+}  # they overlap in time, so each has half of the lane: its middle, its height
 _TEXT, _SOFT, _LINE, _TRACK = "#1d2330", "#5d6677", "#e3e5e9", "#f1f2f4"
 
 
@@ -55,8 +59,9 @@ def run_picture(run: Run, path: Path, *, reference: Metrics | None = None) -> Pa
     figure = Figure(figsize=(10, sum(rows) + 0.9), layout="constrained", facecolor="white")
     axes = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
     end_s = max((t.span_s for _, t in shown), default=0.0)
+    by_stage = any(has_stages(t.events) for _, t in shown)
     for axis, (title, timeline) in zip(axes, shown, strict=False):
-        _draw_timeline(axis, title, timeline, end_s)
+        _draw_timeline(axis, title, timeline, end_s, by_stage)
     if shown:
         _kind_legend(axes[0], [t for _, t in shown])
     if losses:
@@ -95,23 +100,25 @@ def ratio_picture(bars: Sequence[RatioBar], path: Path, *, title: str, unit: str
     return _save(figure, path)
 
 
-def _draw_timeline(axis: Axes, title: str, timeline: Timeline, end_s: float) -> None:
+def _draw_timeline(axis: Axes, title: str, timeline: Timeline, end_s: float, by_stage: bool) -> None:
     ranks = len(timeline.devices)
     _plain(axis, f"{title}: {format_seconds(timeline.span_s)} a step")
     for rank in range(ranks):
         axis.barh(rank, 1.005e3 * end_s, height=0.76, color=_TRACK, zorder=0.5)
-    for lane, offset, height in (("compute", -0.13, 0.5), ("comm", 0.25, 0.2)):
-        for kind in {event.kind for event in timeline.events if event.lane == lane}:
-            chosen = [e for e in timeline.events if e.lane == lane and e.kind == kind]
-            axis.barh(
-                [e.rank + offset for e in chosen],
-                [1e3 * e.seconds for e in chosen],
-                left=[1e3 * e.start_s for e in chosen],
-                height=height,
-                color=LIGHT[kind_key(kind)],
-                edgecolor="white",
-                linewidth=0.6 if ranks <= 16 else 0.0,
-            )
+    alike: dict[tuple[str, str], list[Event]] = {}
+    for event in timeline.events:
+        alike.setdefault((event.lane, event_key(event, by_stage=by_stage)), []).append(event)
+    for (lane, key), chosen in sorted(alike.items()):
+        offset, height = _COMM.get(key, (0.25, 0.2)) if lane == "comm" else (-0.13, 0.5)
+        axis.barh(
+            [e.rank + offset for e in chosen],
+            [1e3 * e.seconds for e in chosen],
+            left=[1e3 * e.start_s for e in chosen],
+            height=height,
+            color=_colour(key),
+            edgecolor="white",
+            linewidth=0.6 if ranks <= 16 and key not in _COMM else 0.0,
+        )
     axis.axvline(1e3 * timeline.span_s, color=_TEXT, linewidth=1.2)
     axis.set_ylim(ranks - 0.5, -0.5)
     axis.set_xlim(0, 1.005e3 * end_s)
@@ -121,17 +128,21 @@ def _draw_timeline(axis: Axes, title: str, timeline: Timeline, end_s: float) -> 
 
 
 def _kind_legend(axis: Axes, timelines: Sequence[Timeline]) -> None:
-    kinds = in_order({event.kind for timeline in timelines for event in timeline.events})
-    handles = [Patch(color=LIGHT[kind_key(kind)], label=kind_name(kind)) for kind in kinds]
-    legend: dict[str, Any] = {
+    entries = legend([event for timeline in timelines for event in timeline.events])
+    handles = [Patch(color=_colour(key), label=name) for key, name in entries]
+    place: dict[str, Any] = {
         "loc": "lower right",
         "bbox_to_anchor": (1.0, 1.0),
-        "ncols": len(handles),
+        "ncols": min(8, len(handles)),
         "frameon": False,
     }
     axis.legend(
-        handles=handles, fontsize=9, handlelength=0.9, handleheight=0.9, labelcolor=_SOFT, borderaxespad=0.2, **legend
+        handles=handles, fontsize=9, handlelength=0.9, handleheight=0.9, labelcolor=_SOFT, borderaxespad=0.2, **place
     )
+
+
+def _colour(key: str) -> str:
+    return STAGE_COLOURS[key] if key in STAGE_COLOURS else LIGHT[key]
 
 
 def _draw_loss(axis: Axes, metrics: Metrics, reference: Metrics | None, *, name: str = "this run") -> None:

@@ -22,6 +22,7 @@ from heterodyne.cluster import Cluster, Device, Link, Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 from heterodyne.plan import Plan
+from heterodyne.report.plan_shares import samples_of
 from heterodyne.timeline import Timeline
 
 __all__ = ["Candidate", "Metrics", "Run", "StepMetrics", "Validation", "candidates_from", "load_run", "read_metrics"]
@@ -116,14 +117,13 @@ class Run:
 
     @property
     def samples(self) -> dict[str, int]:
-        """The share of the global batch of each device, in samples; empty without a plan."""
+        """The samples of a step that each device works on; empty without a plan.
+
+        The stages of a pipeline all work on its whole share, the devices of one stage on parts of it.
+        """
         if self.plan is None:
             return {}
-        shares = dict.fromkeys(self.plan.idle, 0)
-        for pipeline in self.plan.pipelines:
-            for stage in pipeline.stages:
-                shares.update((name, pipeline.micro_batches.samples) for name in stage.devices)
-        return shares
+        return {**dict.fromkeys(self.plan.idle, 0), **samples_of(self.plan)}
 
     @property
     def speed_up_over_equal(self) -> float | None:

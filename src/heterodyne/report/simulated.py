@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from heterodyne.cluster import Cluster
 from heterodyne.plan import Plan
+from heterodyne.report.plan_shares import stages_of
 from heterodyne.report.rows import Column, Rows
 from heterodyne.report.words import DASH, byte_size, change, digits, percent, seconds
 from heterodyne.sim.run import Simulation, Span
@@ -134,17 +135,6 @@ def _ranks(simulation: Simulation, plan: Plan, cluster: Cluster) -> Rows:
             "beside compute or not",
         ),
     )
-
-
-def stages_of(plan: Plan) -> dict[str, str]:
-    """The stages of each device in a pipeline: ``0, 3``, and ``1: 0`` for stage 0 of pipeline 1 where there are several."""
-    held: dict[str, str] = {}
-    for number, pipeline in enumerate(plan.pipelines):
-        of = f"{number}: " if len(plan.pipelines) > 1 else ""
-        for device in dict.fromkeys(device for devices in pipeline.places for device in devices):
-            own = (str(index) for index, stage in enumerate(pipeline.stages) if device in stage.devices)
-            held[device] = of + ", ".join(own)
-    return held
 
 
 def lacking(simulation: Simulation, plan: Plan, cluster: Cluster) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ The step lasts from the first start to the last end over all ranks. On one rank 
 - by action kind, as the difference of prediction and measurement is told: seconds of F, B, STEP, ... on the compute lane, of
   REDUCE_GRAD on the comm lane, and ``wait``: the rest of the step, in which the compute lane does nothing;
 - without overlap, so that the parts add up to the step: the compute kinds, then the part of the communication that is
-  not hidden behind compute, then idle.
+  not hidden behind compute, then idle. Messages between stages (SEND, RECV) are no part of it: a rank does not wait for what it
+  sends, and while it waits to receive it is idle, most often because the sender has not got so far.
 
 Over several steps each number is a median of its own, so that one disturbed step does not decide; only the parts of a
 single step add up exactly.
@@ -22,6 +23,7 @@ from heterodyne.timeline import Event, Timeline
 __all__ = [
     "EXPOSED",
     "IDLE",
+    "MESSAGES",
     "WAIT",
     "StepTimes",
     "by_rank",
@@ -35,7 +37,8 @@ __all__ = [
 WAIT = "wait"
 EXPOSED = "exposed"
 IDLE = "idle"
-_ORDER = ("F", "B", "I", "W", "R", "REDUCE_GRAD", "CLIP", "STEP", WAIT)
+MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+_ORDER = ("F", "B", "I", "W", "R", *MESSAGES, "REDUCE_GRAD", "CLIP", "STEP", WAIT)
 
 Interval = tuple[float, float]
 
@@ -47,8 +50,8 @@ class StepTimes:
     Args:
         span_s: seconds of the whole step.
         kinds: seconds of each action kind; those of one kind that overlap are counted once.
-        exposed_s: seconds in which only the comm lane works.
-        idle_s: seconds in which neither lane works.
+        exposed_s: seconds in which only a collective works.
+        idle_s: the rest.
     """
 
     rank: int
@@ -123,7 +126,7 @@ def _one_rank(rank: int, events: Sequence[Event], span_s: float) -> StepTimes:
     for event in events:
         kinds.setdefault(event.kind, []).append((event.start_s, event.end_s))
     compute = _length((e.start_s, e.end_s) for e in events if e.lane == "compute")
-    either = _length((e.start_s, e.end_s) for e in events)
+    either = _length((e.start_s, e.end_s) for e in events if e.kind not in MESSAGES)
     return StepTimes(
         rank=rank,
         span_s=span_s,

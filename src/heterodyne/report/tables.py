@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heterodyne.cluster import Cluster
 from heterodyne.plan import Plan
 from heterodyne.report.compare import Claim, Comparison
+from heterodyne.report.plan_shares import has_pipelines, samples_of, stages_of
 from heterodyne.report.rows import Column, Rows
 from heterodyne.report.run import Candidate, Run
 from heterodyne.report.words import (
@@ -89,23 +90,29 @@ def share_rows(plan: Plan, cluster: Cluster | None = None) -> Rows:
     """What each device takes of the global batch, and the memory that it is predicted to need."""
     predicted = plan.predicted.memory_bytes if plan.predicted else {}
     limits = {d.id: d.memory_bytes for d in cluster.devices} if cluster else {}
+    samples, stages, staged = samples_of(plan), stages_of(plan), has_pipelines(plan)
     rows = [
         (
             device,
-            str(pipeline.micro_batches.samples),
-            percent(pipeline.micro_batches.samples / plan.global_batch_size),
+            *([stages[device]] if staged else []),
+            str(samples[device]),
+            percent(samples[device] / plan.global_batch_size),
             pipeline_in_words(pipeline),
             byte_size(predicted.get(device)),
             byte_size(limits.get(device)),
         )
         for pipeline in plan.pipelines
-        for stage in pipeline.stages
-        for device in stage.devices
+        for devices in pipeline.places
+        for device in devices
     ]
-    rows += [(d, "0", percent(0.0), "takes no part", DASH, byte_size(limits.get(d))) for d in plan.idle]
+    none = (*([DASH] if staged else []), "0", percent(0.0), "takes no part", DASH)
+    rows += [(d, *none, byte_size(limits.get(d))) for d in plan.idle]
     return Rows(
-        title=f"Shares of the global batch of {plan.global_batch_size}",
-        columns=_columns("device", ">samples", ">share", "micro-batches", ">needs", ">of"),
+        title=f"Shares of the global batch of {plan.global_batch_size}"
+        + (f", schedule {plan.schedule}" if staged else ""),
+        columns=_columns(
+            "device", *(["stage"] if staged else []), ">samples", ">share", "micro-batches", ">needs", ">of"
+        ),
         rows=tuple(rows),
         notes=(plan.reason,) if plan.reason else (),
     )

@@ -38,6 +38,10 @@ _KINDS = {
     "REDUCE_GRAD": "reduce gradients",
     "CLIP": "clip",
     "STEP": "optimizer step",
+    "SEND_F": "send activations",
+    "RECV_F": "wait for activations",
+    "SEND_B": "send gradients",
+    "RECV_B": "wait for gradients",
     "wait": "wait",
     "exposed": "reduce, not hidden",
     "idle": "idle",
@@ -116,7 +120,7 @@ def plan_in_words(plan: Plan) -> tuple[str, ...]:
         alike.setdefault(str(pipeline.micro_batches), []).append(pipeline)
     for group in alike.values():
         samples = group[0].micro_batches.samples
-        who = _listed([" + ".join(device for stage in p.stages for device in stage.devices) for p in group])
+        who = _listed([" → ".join(" + ".join(devices) for devices in p.places) for p in group])
         verb, each = ("takes", "") if len(group) == 1 else ("take", " each")
         share = f"{samples} {'sample' if samples == 1 else 'samples'}{each} ({percent(samples / batch)})"
         sentences.append(

@@ -8,6 +8,7 @@ from typing import Any
 from heterodyne.cluster import Device
 from heterodyne.cluster.profile import WHOLE
 from heterodyne.report.palette import SERIES
+from heterodyne.report.plan_shares import has_pipelines, stages_of
 from heterodyne.report.run import Run
 from heterodyne.report.words import DASH, byte_size, digits, percent, pipeline_in_words, seconds
 from heterodyne.units import format_bandwidth
@@ -21,26 +22,40 @@ def cluster_section(run: Run) -> dict[str, Any] | None:
     """Cards of the devices, alike ones together if there are many, and the bar of their shares."""
     if run.cluster is None:
         return None
-    samples = run.samples
-    batch = sum(samples.values())
+    batch = run.plan.global_batch_size if run.plan is not None else 0
     cards = [_card(run, rank, device) for rank, device in enumerate(run.cluster.devices)]
     if len(cards) > _CARDS_SHOWN_ONE_BY_ONE:
         cards = _together(cards)
-    shares = [
-        {"device": d.id, "samples": samples[d.id], "percent": 100 * samples[d.id] / batch, "colour": rank % SERIES}
-        for rank, d in enumerate(run.cluster.devices)
-        if samples.get(d.id)
-    ]
     links = [
         f"{' – '.join(dict.fromkeys(link.between))}: {format_bandwidth(link.bandwidth_bytes_per_s)}, {seconds(link.latency_s)} latency"
         for link in run.cluster.links
     ]
-    return {"name": run.cluster.name, "cards": cards, "shares": shares, "batch": batch, "links": links}
+    return {"name": run.cluster.name, "cards": cards, "shares": _bar(run), "batch": batch, "links": links}
+
+
+def _bar(run: Run) -> list[dict[str, Any]]:
+    """The parts of the global batch: one for each pipeline, in the colour of its first device."""
+    if run.plan is None:
+        return []
+    shares = []
+    ranks = {device: rank for rank, device in enumerate(run.devices)}
+    for number, pipeline in enumerate(run.plan.pipelines):
+        samples = pipeline.micro_batches.samples
+        if samples:
+            shares.append(
+                {
+                    "device": " → ".join(" + ".join(devices) for devices in pipeline.places),
+                    "samples": samples,
+                    "percent": 100 * samples / run.plan.global_batch_size,
+                    "colour": ranks.get(pipeline.places[0][0], number) % SERIES,
+                }
+            )
+    return shares
 
 
 def _card(run: Run, rank: int, device: Device) -> dict[str, Any]:
-    samples = run.samples
-    taken = samples.get(device.id)
+    taken = run.samples.get(device.id)
+    stage = stages_of(run.plan).get(device.id, DASH) if run.plan is not None and has_pipelines(run.plan) else DASH
     needed = run.peak_memory.get(device.id)
     predicted = run.plan.predicted.memory_bytes.get(device.id) if run.plan and run.plan.predicted else None
     used, word = (needed, "measured") if needed is not None else (predicted, "predicted")
@@ -48,17 +63,18 @@ def _card(run: Run, rank: int, device: Device) -> dict[str, Any]:
         (
             "share",
             DASH
-            if taken is None
-            else f"{taken} samples ({percent(taken / sum(samples.values()))})"
+            if taken is None or run.plan is None
+            else f"{taken} samples ({percent(taken / run.plan.global_batch_size)})"
             if taken
             else "none",
         ),
         (
             "as",
-            next((pipeline_in_words(p) for p in run.plan.pipelines if device.id in p.stages[0].devices), DASH)
+            next((pipeline_in_words(p) for p in run.plan.pipelines if any(device.id in d for d in p.places)), DASH)
             if run.plan
             else DASH,
         ),
+        ("stage", stage),
         ("alone", _alone(run, device)),
         (
             "memory",
@@ -83,7 +99,9 @@ def _together(cards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One card for devices whose facts are the same."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for card in cards:
-        groups.setdefault((card["kind"], *(f for f in card["facts"] if f[0] in ("share", "as"))), []).append(card)
+        groups.setdefault((card["kind"], *(f for f in card["facts"] if f[0] in ("share", "as", "stage"))), []).append(
+            card
+        )
     return [
         {**group[0], "count": len(group), "rank": f"{group[0]['rank']} and {len(group) - 1} alike" if group[1:] else group[0]["rank"]}
         for group in groups.values()
