@@ -41,6 +41,23 @@ def test_reductions_in_flight_together_are_counted_once() -> None:
     assert by_rank(timeline)[0].kinds == {"REDUCE_GRAD": 3}
 
 
+def test_a_message_is_no_work_of_the_rank() -> None:
+    timeline = Timeline.of(
+        "measured",
+        ["a"],
+        [
+            event(0, "compute", "F", 0, 1),
+            event(0, "comm", "SEND_F", 1, 2),
+            event(0, "comm", "RECV_B", 1, 5),
+            event(0, "compute", "B", 5, 6),
+            event(0, "comm", "REDUCE_GRAD", 6, 7),
+        ],
+    )
+    (times,) = by_rank(timeline)
+    assert (times.seconds(EXPOSED), times.seconds(IDLE), times.seconds(WAIT)) == (1, 4, 5)
+    assert times.kinds["RECV_B"] == 4
+
+
 def test_an_event_that_says_wait_is_no_work() -> None:
     timeline = Timeline.of("measured", ["a"], [event(0, "compute", "F", 0, 1), event(0, "compute", "WAIT", 1, 4)])
     (times,) = by_rank(timeline)
