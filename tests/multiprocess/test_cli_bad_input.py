@@ -112,7 +112,7 @@ def test_a_command_that_there_is_not_shows_what_there_is(
     assert "Usage: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["devices", "measure", "plan", "train", "verify", "report", "emulate"])
+@pytest.mark.parametrize("verb", ["devices", "measure", "plan", "simulate", "train", "verify", "report", "emulate"])
 def test_each_verb_has_help_that_the_list_of_verbs_can_show_whole(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
