@@ -70,6 +70,8 @@ def test_the_table_of_stages_tells_the_shares_of_the_events(run: Run, page: Page
     said = " ".join(page.texts)
     assert "under ZBH1" in said
     assert "Mean bubble" in said
+    assert "A pipeline of 3 stages: schedule ZBH1." in said
+    assert "reduce, not hidden" not in said, "there is one owner of each gradient"
 
 
 def test_cards_and_shares_count_the_batch_once(page: Page) -> None:

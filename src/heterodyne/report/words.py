@@ -110,11 +110,14 @@ def pipeline_in_words(pipeline: Pipeline) -> str:
 def plan_in_words(plan: Plan) -> tuple[str, ...]:
     """The plan as sentences: one for the whole, one for pipelines with the same share, one for the idle devices."""
     batch, bucket = plan.global_batch_size, format_bytes(plan.bucket_bytes)
-    parts = len(plan.pipelines)
+    copies = len(plan.pipelines)
     sentences = [
-        f"Each step trains on a global batch of {batch} samples, divided among {parts} {'copy' if parts == 1 else 'copies'} of the model; "
-        f"gradients are reduced in buckets of about {bucket}, in {plan.precision}."
+        f"Each step trains on a global batch of {batch} samples, "
+        + (f"divided among {copies} copies of the model; " if copies > 1 else "by one copy of the model; ")
+        + (f"gradients are reduced in buckets of about {bucket}, " if copies > 1 else "all ")
+        + f"in {plan.precision}."
     ]
+    sentences += _schedule_in_words(plan)
     alike: dict[str, list[Pipeline]] = {}
     for pipeline in plan.pipelines:
         alike.setdefault(str(pipeline.micro_batches), []).append(pipeline)
@@ -129,6 +132,16 @@ def plan_in_words(plan: Plan) -> tuple[str, ...]:
     if plan.idle:
         sentences.append(f"{_listed(plan.idle)} {'takes' if len(plan.idle) == 1 else 'take'} no part.")
     return tuple(sentences)
+
+
+def _schedule_in_words(plan: Plan) -> list[str]:
+    """How pipelines order their work, if any has more than one stage."""
+    deep = [pipeline for pipeline in plan.pipelines if len(pipeline.stages) > 1]
+    if not deep:
+        return []
+    depths = " and ".join(map(str, sorted({len(pipeline.stages) for pipeline in deep})))
+    order = "in an order of its own" if any(pipeline.order for pipeline in deep) else f"schedule {plan.schedule}"
+    return [f"{'A pipeline' if len(deep) == 1 else f'{len(deep)} pipelines'} of {depths} stages: {order}."]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ def time_section(run: Run) -> dict[str, Any] | None:
     if scale_s <= 0:
         return None
     kinds = in_order({kind for t in every for kind in t.kinds if kind not in ("REDUCE_GRAD", *MESSAGES)})
-    parts = (*kinds, EXPOSED, IDLE)
+    parts = (*kinds, *((EXPOSED,) if any(t.exposed_s for t in every) else ()), IDLE)
     rows = [
         {
             "rank": rank,
