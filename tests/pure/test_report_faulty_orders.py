@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan import Action
+from heterodyne.plan.schedules import SCHEDULES, Orders
 from heterodyne.plan.schedules.check import order_faults
 from heterodyne.report.faulty_orders import drawn_faults
 
@@ -42,3 +45,23 @@ def test_many_faults_are_counted() -> None:
     broken = (tuple(a for a in orders[0] if a.kind == "F"),)
     drawn = drawn_faults(broken, order_faults(broken, (0,), 30), 100).splitlines()
     assert drawn[-1] == "and 22 more"
+
+
+ACTIONS = st.builds(
+    Action, st.integers(0, 3), st.sampled_from(["F", "B", "I", "W", "R", "SEND_F", "REDUCE_GRAD"]), st.integers(0, 4)
+)
+
+
+@given(st.lists(st.lists(ACTIONS, max_size=8).map(tuple), max_size=4).map(tuple), st.integers(1, 3), st.integers(1, 3))
+def test_whatever_is_wrong_can_be_drawn(orders: Orders, places: int, micro_batches: int) -> None:
+    faults = order_faults(orders, range(places), micro_batches)
+    drawn = drawn_faults(orders, faults, 80).splitlines()
+    assert len(drawn) == len(orders) + min(len(faults), 8) + (len(faults) > 8)
+
+
+def test_what_is_not_drawn_does_not_move_the_mark() -> None:
+    orders = (tuple(map(Action.parse, ["0SEND_F0", "0F0", "0B0", "0B0"])),)
+    faults = order_faults((orders[0][1:],), (0,), 1)
+    shifted = [replace(fault, position=fault.position + 1) for fault in faults if fault.position is not None]
+    assert "0F0" in drawn_faults(orders, shifted, 80)
+    assert drawn_faults(orders, shifted, 80).splitlines()[0].split()[-2:] == [">0B0<", "="]

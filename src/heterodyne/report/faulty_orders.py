@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from heterodyne.plan.schedules import Orders
 from heterodyne.plan.schedules.check import Fault
+from heterodyne.plan.schedules.csv_file import computing
 from heterodyne.plan.schedules.grid import grid
 
 __all__ = ["drawn_faults"]
@@ -21,13 +22,22 @@ def drawn_faults(orders: Orders, faults: Sequence[Fault], width: int) -> str:
 
     Where an action is missing, the one that it should have followed or gone before is marked.
     """
-    marked = [_placed(fault, orders) for fault in faults]
+    # Only what computes is drawn.
+    drawn = computing(orders)
+    marked = [_placed(_among_drawn(fault, orders), drawn) for fault in faults]
     told = [f"fault: {fault.message}" for fault in faults[:_MOST_TOLD]]
     if len(faults) > _MOST_TOLD:
         told.append(f"and {len(faults) - _MOST_TOLD} more")
     # The grid tells every fault below its rows.
-    rows = grid(orders, faults=marked).splitlines()[: len(orders)]
+    rows = grid(drawn, faults=marked).splitlines()[: len(orders)]
     return "\n".join([*_cut(rows, width), *told])
+
+
+def _among_drawn(fault: Fault, orders: Orders) -> Fault:
+    """The fault, its position counted without what is not drawn; at the action after it if it is not drawn itself."""
+    if fault.position is None:
+        return fault
+    return replace(fault, position=len(computing((orders[fault.place][: fault.position],))[0]))
 
 
 def _placed(fault: Fault, orders: Orders) -> Fault:
