@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterodyne.api.planning import plan_and_try, plan_once
+from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.cluster import Profile
 from heterodyne.plan import Plan
 from heterodyne.search import Planned, plan
@@ -38,13 +38,13 @@ class Machines:
 
     def search(self, known: Profile) -> Planned:
         self.searches += 1
-        found = plan(MODEL, self.cluster, known, global_batch_size=BATCH)
+        found = plan(MODEL, self.cluster, known, global_batch_size=BATCH, strategy="data")
         self._plan = found.plan
         return found
 
-    def attempt(self, sizes: Sequence[int]) -> float:
+    def attempt(self, share: Share) -> float:
         self.trials += 1
-        return sum(sizes) * self._seconds[0]
+        return sum(sum(sizes) for _, sizes in share) * self._seconds[0]
 
     def _all(self) -> list[float]:
         assert self._plan is not None
@@ -64,6 +64,7 @@ def shares(found: Plan) -> list[int]:
     return [p.micro_batches.samples for p in found.pipelines]
 
 
+@settings(max_examples=25)
 @given(
     st.lists(st.floats(0.05, 0.5), min_size=2, max_size=4),
     st.lists(st.floats(0.8, 1.25), min_size=4, max_size=4),

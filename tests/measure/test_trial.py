@@ -48,14 +48,21 @@ class Whole:
 def test_a_share_takes_the_sum_of_its_micro_batches(sizes: tuple[int, ...]) -> None:
     clock = FakeClock()
     whole: Any = Whole(clock, per_sample_s=0.5)
-    assert try_share(whole, sizes, bench_of(clock)) == pytest.approx(0.5 * sum(sizes))
+    assert try_share([(whole, sizes)], bench_of(clock)) == pytest.approx(0.5 * sum(sizes))
     assert whole.built == 1, "one copy of the weights serves all sizes"
+
+
+def test_a_share_of_several_parts_takes_the_sum_of_them() -> None:
+    clock = FakeClock()
+    first: Any = Whole(clock, per_sample_s=0.5)
+    second: Any = Whole(clock, per_sample_s=0.25)
+    assert try_share([(first, (4, 4)), (second, (4, 2))], bench_of(clock)) == pytest.approx(0.5 * 8 + 0.25 * 6)
 
 
 def test_a_short_share_is_repeated_and_a_disturbance_outvoted() -> None:
     clock = FakeClock(noise=lambda run: 50.0 if run == 7 else 1.0)
     whole: Any = Whole(clock, per_sample_s=0.1)
-    assert try_share(whole, (2, 2), bench_of(clock)) == pytest.approx(0.4)
+    assert try_share([(whole, (2, 2))], bench_of(clock)) == pytest.approx(0.4)
 
 
 def test_ranks_with_and_without_a_share_meet_equally_often() -> None:
@@ -63,7 +70,7 @@ def test_ranks_with_and_without_a_share_meet_equally_often() -> None:
     for working in (True, False):
         clock, meetings = FakeClock(), []
         bench = bench_of(clock, gather=lambda word, meetings=meetings: [meetings.append(1), word][1:])
-        seconds = try_share(Whole(clock, 0.5), (2,) if working else (), bench)  # type: ignore[arg-type]
+        seconds = try_share([(Whole(clock, 0.5), (2,))] if working else [], bench)
         met[working] = len(meetings)
         assert (seconds > 0) == working
     assert met[True] == met[False]
@@ -92,5 +99,5 @@ def test_a_share_that_fails_on_one_rank_is_told_to_all_at_a_meeting(built: bool)
     clock = FakeClock(noise=noise)
     whole: Any = Breaks(clock, per_sample_s=0.1)
     with pytest.raises(MeasureError, match=r"^b: its share cannot be tried: \w+Error: no more$"):
-        try_share(whole, (2, 2), bench_of(clock, gather=gather, devices=("a", "b")))
+        try_share([(whole, (2, 2))], bench_of(clock, gather=gather, devices=("a", "b")))
     assert [word is None for word in told] == ([True, False] if built else [False])

@@ -13,16 +13,20 @@ from statistics import median
 from heterodyne.api.session import Session
 from heterodyne.cluster.profile import Profile
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.slices import slices
 from heterodyne.search.planned import Planned
 
-__all__ = ["plan_and_try", "plan_once"]
+__all__ = ["Share", "plan_and_try", "plan_once", "share_of"]
 
 _MOST_TRIALS = 4
 _GOOD_ENOUGH = 0.03  # a balance that is off by less cannot be told from noise
 
 Search = Callable[[Profile], Planned]
-Attempt = Callable[[Sequence[int]], float]
-"""Seconds that this rank needs for micro-batches of these sizes, while the others do theirs. Collective."""
+Share = tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
+"""What one device computes in a step: for each of its stages the ops ``[start, stop)``, and the samples of each micro-batch."""
+
+Attempt = Callable[[Share], float]
+"""Seconds of forward and backward that this rank needs for its share, while the others do theirs. Collective."""
 
 
 def plan_once(session: Session, search: Search, profile: Profile) -> tuple[Plan, Planned | None]:
@@ -57,14 +61,25 @@ def plan_and_try(
 def _try(session: Session, attempt: Attempt, plan: Plan, planned: Planned | None) -> dict[str, float]:
     """For each device with a share: the seconds that it needed over those that were predicted."""
     mine = session.cluster.devices[session.rank].id
-    shares = {pipeline.stages[0].devices[0]: pipeline.micro_batches.sizes for pipeline in plan.pipelines}
-    seconds = session.communicator.all_gather_object(attempt(shares.get(mine, ())))
+    seconds = session.communicator.all_gather_object(attempt(share_of(plan, mine)))
     expected = session.communicator.broadcast_object({} if planned is None else dict(planned.compute_s), 0)
     return {
         device.id: measured_s / expected[device.id]
         for device, measured_s in zip(session.cluster.devices, seconds, strict=True)
         if measured_s > 0 and expected.get(device.id, 0.0) > 0
     }
+
+
+def share_of(plan: Plan, device: str) -> Share:
+    """What a device has to compute under a plan."""
+    parts = []
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            if device in stage.devices:
+                position = stage.devices.index(device)
+                counts = [slices(size, stage.shares)[position][1] for size in pipeline.micro_batches.sizes]
+                parts.append((stage.ops, tuple(count for count in counts if count)))
+    return tuple(parts)
 
 
 def _calibrated(profile: Profile, found: Mapping[str, Sequence[float]]) -> Profile:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from heterodyne.api.planning import plan_and_try, plan_once
+from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.api.session import Session
 from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.cluster.profile import WHOLE, Profile
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend import Captured, trace
+from heterodyne.graph.ir import Block
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.cache import Cache, default_folder
 from heterodyne.measure.session import Request, measure
-from heterodyne.measure.trial import try_share
+from heterodyne.measure.trial import Part, try_share
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.measure.workbench import Workbench
 from heterodyne.plan.check import require_valid
@@ -163,8 +164,8 @@ def prepare(
         devices=[d.id for d in session.cluster.devices],
     )
 
-    def attempt(sizes: Sequence[int]) -> float:
-        return try_share(whole, sizes, bench)
+    def attempt(share: Share) -> float:
+        return try_share([(_part(captured, whole, ops), sizes) for ops, sizes in share], bench)
 
     if profile is not None:
         plan, planned = plan_once(session, search, profile)
@@ -181,6 +182,14 @@ def prepare(
         program=lower(plan, captured.graph, session.cluster, clip=settings.clip),
         planned=planned,
     )
+
+
+def _part(captured: Captured, whole: WholeModel, ops: tuple[int, int]) -> Part:
+    """A stage as something that runs by itself; the whole model is the user's own."""
+    start, stop = ops
+    if (start, stop) == (0, len(captured.graph.ops)):
+        return whole
+    return captured.block(Block(index=0, name=f"ops {start} to {stop}", kind="stage", start=start, stop=stop))
 
 
 def _require_fitting(given: Plan, captured: Captured, session: Session, settings: Settings) -> None:

@@ -80,6 +80,11 @@ class BlockProgram:
         module = fx.GraphModule(root, self._graph(root, device, dtype))
         return module, tuple(make.input(flowing, batch) for flowing in self.inputs)
 
+    def inputs_of(self, batch: int, device: torch.device) -> tuple[Tensor | int, ...]:
+        """Random inputs for the module that `instantiate` makes, of so many samples."""
+        make = _Maker(device, None, None if device.type == "meta" else torch.Generator(device).manual_seed(0))
+        return tuple(make.input(flowing, batch) for flowing in self.inputs)
+
     def _attach(self, root: nn.Module, name: str, kind: str, node: fx.Node, make: _Maker) -> None:
         traced = node.meta["val"]
         if kind == "parameter":

@@ -7,80 +7,93 @@ depends on: the seconds of a whole share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from heterodyne.measure.block_run import BlockRun
+from heterodyne.measure.block_run import BlockProgram, BlockRun
 from heterodyne.measure.notes import words_of
-from heterodyne.measure.whole_model import WholeModel
 from heterodyne.measure.workbench import Workbench
 
-__all__ = ["try_share"]
+__all__ = ["Part", "Work", "try_share"]
 
 _LEAST_S = 2.0
 _MOST_SAMPLES = 5
 
 
+class Part(BlockProgram, Protocol):
+    """A part of the model, or all of it, whose inputs can be had without its weights."""
+
+    def inputs_of(self, batch: int, device: torch.device) -> Sequence[object]:
+        """Inputs of so many samples for the module that `instantiate` makes."""
+        ...
+
+
+Work = Sequence[tuple[Part, Sequence[int]]]
+"""Parts of the model (the whole, or stages of it), each with its micro-batches."""
+
+
 @dataclass(frozen=True)
 class _Built:
-    """The same weights at every size: one model is in memory, however many sizes a share has."""
+    """The same weights at every size: one copy of a part is in memory, however many sizes its share has."""
 
-    whole: WholeModel
+    part: Part
     module: nn.Module
 
-    def instantiate(
-        self, batch: int, device: torch.device, *, seed: int = 0
-    ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, Sequence[object]]:
         del seed
-        return self.module, self.whole.inputs_of(batch, device)
+        return self.module, self.part.inputs_of(batch, device)
 
 
-def try_share(whole: WholeModel, micro_batches: Sequence[int], bench: Workbench) -> float:
+def try_share(work: Work, bench: Workbench) -> float:
     """Seconds of forward and backward of these micro-batches, one after the other: the median of a few times, or one long time; 0 for none.
 
     Collective: the ranks begin together, and who is done first goes on computing until the last is done. Raises MeasureError, on
     every rank alike, if it fails on any.
     """
-    runs: dict[int, BlockRun] = {}
+    runs: list[BlockRun] = []
     failure: str | None = None
     cause: Exception | None = None
     seconds = 0.0
     try:
-        runs = _runs_of(whole, micro_batches, bench)
+        runs = _runs_of(work, bench)
     except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
         failure, cause = f"its share cannot be tried: {words_of(error)}", error
     bench.meet(failure=failure, cause=cause)
     try:
-        seconds = _seconds(runs, micro_batches, bench) if runs else 0.0
+        seconds = _seconds(runs, bench) if runs else 0.0
     except Exception as error:  # noqa: BLE001  # as above
         failure, cause = f"its share cannot be tried: {words_of(error)}", error
-    bench.meet(runs[micro_batches[-1]] if runs and failure is None else None, failure=failure, cause=cause)
+    bench.meet(runs[-1] if runs and failure is None else None, failure=failure, cause=cause)
     return seconds
 
 
-def _runs_of(whole: WholeModel, micro_batches: Sequence[int], bench: Workbench) -> dict[int, BlockRun]:
-    """The model at each of the sizes; it has run once, so that gradients exist."""
-    if not micro_batches:
-        return {}
-    module, _ = whole.instantiate(micro_batches[0], bench.device)
-    built = _Built(whole, module)
-    runs = {size: bench.run_of(built, size) for size in sorted(set(micro_batches))}
-    runs[min(runs)]()
+def _runs_of(work: Work, bench: Workbench) -> list[BlockRun]:
+    """What to run, in order. Each part has run once, so that its gradients exist."""
+    runs: list[BlockRun] = []
+    for part, micro_batches in work:
+        if not micro_batches:
+            continue
+        module, _ = part.instantiate(micro_batches[0], bench.device)
+        built = _Built(part, module)
+        of_size = {size: bench.run_of(built, size) for size in sorted(set(micro_batches))}
+        of_size[min(of_size)]()
+        runs += [of_size[size] for size in micro_batches]
     return runs
 
 
-def _seconds(runs: Mapping[int, BlockRun], micro_batches: Sequence[int], bench: Workbench) -> float:
+def _seconds(runs: Sequence[BlockRun], bench: Workbench) -> float:
     clock = bench.stopwatch
     seconds: list[float] = []
     while len(seconds) < _MOST_SAMPLES and (
         sum(seconds) < _LEAST_S or (len(seconds) < 3 and min(seconds) < _LEAST_S / 2)
     ):
         start = clock.mark()
-        for size in micro_batches:
-            runs[size]()
+        for run in runs:
+            run()
         seconds.append(clock.seconds(start, clock.mark()))
     return median(seconds)
