@@ -15,7 +15,7 @@ from heterodyne.graph.ir import ModelGraph
 
 NAMES = ("gpt", "sum", "weighted", "llama", "gpt2", "bert", "resnet", "mixed")
 MIXING = ("resnet", "mixed")  # those with BatchNorm
-
+BRANCHED = ("t5", "vit", "unet")  # and more, whose stages hang together in other ways than a chain does, or see no text
 
 SHIFTING = ("llama", "gpt2")  # predict each label from the tokens before it
 
@@ -55,6 +55,9 @@ def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tens
         "mixed": _mixed,
         "sum": _sum,
         "weighted": _weighted,
+        "t5": _t5,
+        "vit": _vit,
+        "unet": _unet,
     }[name](samples)
 
 
@@ -134,6 +137,29 @@ class Mixed(nn.Module):
         return {"loss": F.cross_entropy(F.dropout(self.head(hidden), 0.1, self.training), labels)}
 
 
+class UNet(nn.Module):
+    """Skips over several stages: what is made first is read last."""
+
+    def __init__(self, widths: tuple[int, ...] = (4, 6, 8)) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in zip((3, *widths), widths, strict=False))
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(i, o, 2, stride=2) for i, o in zip(widths[:0:-1], widths[-2::-1], strict=True)
+        )
+        self.join = nn.ModuleList(nn.Conv2d(2 * o, o, 3, padding=1) for o in widths[-2::-1])
+        self.head = nn.Conv2d(widths[0], 5, 1)
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        hidden = pixels
+        skips: list[Tensor] = []
+        for layer in self.down:
+            hidden = F.relu(layer(F.max_pool2d(hidden, 2) if skips else hidden))
+            skips.append(hidden)
+        for up, join, skip in zip(self.up, self.join, skips[-2::-1], strict=True):
+            hidden = F.gelu(join(torch.cat([up(hidden), skip], 1)))
+        return F.cross_entropy(self.head(hidden), labels)
+
+
 def _gpt(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     ids = torch.randint(0, 23, (samples, 8))
     return TinyGPT(), {"input_ids": ids, "labels": ids.clone()}
@@ -184,6 +210,34 @@ def _resnet(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     )
     batch = {"pixel_values": torch.randn(samples, 3, 16, 16), "labels": torch.randint(0, 5, (samples,))}
     return ResNetForImageClassification(config), batch
+
+
+def _t5(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=29, d_model=16, d_ff=24, d_kv=8, num_layers=2, num_heads=2, dropout_rate=0.1,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    labels = torch.randint(0, 29, (samples, 6)).masked_fill(torch.rand(samples, 6) < 0.3, -100)
+    labels[-1, 0] = 3
+    return T5ForConditionalGeneration(config), {"input_ids": torch.randint(0, 29, (samples, 8)), "labels": labels}
+
+
+def _vit(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8,
+        hidden_dropout_prob=0.1, num_labels=5,
+    )  # fmt: skip
+    batch = {"pixel_values": torch.randn(samples, 3, 16, 16), "labels": torch.randint(0, 5, (samples,))}
+    return ViTForImageClassification(config), batch
+
+
+def _unet(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    labels = torch.randint(0, 5, (samples, 8, 8)).masked_fill(torch.rand(samples, 8, 8) < 0.4, -100)
+    return UNet(), {"pixels": torch.randn(samples, 3, 8, 8), "labels": labels}
 
 
 def _mixed(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import ModelGraph, Parameter
 from heterodyne.plan.plan import Plan
 
@@ -39,14 +40,27 @@ class Bucket:
 def owners_of(plan: Plan, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
     """For each parameter and buffer the devices that hold it, in the order of the plan; what no op reads, every device."""
     read: dict[str, list[str]] = {stored.name: [] for stored in (*graph.parameters, *graph.buffers)}
+    again = _read_again(graph)
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
-            names = {name for op in graph.ops[stage.ops[0] : stage.ops[1]] for name in op.parameters}
+            names: set[str] = set()
+            for op in graph.ops[stage.ops[0] : stage.ops[1]]:
+                names.update(op.parameters, *(again[source] for source in op.inputs if source in again))
             for name in names & read.keys():
                 read[name] += [device for device in stage.devices if device not in read[name]]
     everyone = tuple(dict.fromkeys(plan.devices))
     place = {device: number for number, device in enumerate(everyone)}
     return {name: tuple(sorted(devices, key=place.__getitem__)) or everyone for name, devices in read.items()}
+
+
+def _read_again(graph: ModelGraph) -> dict[str, frozenset[str]]:
+    """For each op that every stage makes again for itself, the buffers that this takes: a stage that reads it holds them too."""
+    wanted = computed_again(graph)
+    found: dict[str, frozenset[str]] = {}
+    for op in graph.ops:
+        if op.name in wanted:
+            found[op.name] = frozenset(op.parameters).union(*(found[name] for name in op.inputs if name in found))
+    return found
 
 
 def planned_buckets(plan: Plan, graph: ModelGraph) -> tuple[Bucket, ...]:

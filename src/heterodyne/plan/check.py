@@ -97,13 +97,13 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
     if graph.batch_statistics and len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
         # Replicas meet in each op that takes statistics, and they must come to them in one order.
         broken.append(
-            f"{graph.batch_statistics[0]} takes statistics over all pipelines, so they must be cut alike and run in the same order"
+            f"{graph.batch_statistics[0]} takes statistics over all pipelines: they must be cut alike, run in the same order and recompute the same"
         )
     return broken
 
 
 def _cuts(pipeline: Pipeline) -> tuple[object, ...]:
-    return tuple(stage.ops for stage in pipeline.stages), pipeline.place_of_stage, pipeline.order
+    return tuple((stage.ops, stage.recompute) for stage in pipeline.stages), pipeline.place_of_stage, pipeline.order
 
 
 def _of_cuts(pipeline: Pipeline, graph: ModelGraph) -> list[str]:

@@ -45,6 +45,7 @@ class Forward:
         self._device = device
         self._precision = precision
         self._dropout = SampleDropout(seed=seed, device=device) if graph.random else None
+        self._counts_batches = bool(graph.batch_statistics)
         several = statistics is not None and len(statistics.ranks) > 1
         self._batch_norm = GlobalBatchNorm(statistics) if statistics and several and graph.batch_statistics else None
         require_samples_own_draws(graph)
@@ -63,8 +64,8 @@ class Forward:
 
     @contextmanager
     def around_recompute(self, draws: Draws | None) -> Iterator[None]:
-        """The same for a part that is run once more; torch's generator is left as it is."""
-        with self._autocast(), self._modes(draws, "backward"):
+        """The same for a part that is run once more; torch's generator is left as it is, and the statistics of BatchNorm count once."""
+        with self._autocast(), self._modes(draws, "backward"), self._unchanged_buffers():
             yield
 
     def around_backward(self, draws: Draws | None) -> AbstractContextManager[None]:
@@ -104,6 +105,15 @@ class Forward:
                 of_part = self._dropout.forward if part == "forward" else self._dropout.backward
                 stack.enter_context(of_part(draws))
             yield
+
+    @contextmanager
+    def _unchanged_buffers(self) -> Iterator[None]:
+        kept = [(b, b.detach().clone()) for b in self._module.buffers() if self._counts_batches and not b.is_meta]
+        yield
+        for buffer, value in kept:
+            buffer.data.copy_(
+                value
+            )  # as data: other micro-batches have noted the version of the buffer for their backward
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -198,8 +198,11 @@ class Stages:
         alive.recomputations.append(again)
         return again.first()
 
-    def _around_again(self, alive: _Alive) -> AbstractContextManager[object]:
-        return self._forward.around_recompute(alive.draws)
+    @contextmanager
+    def _around_again(self, alive: _Alive) -> Iterator[None]:
+        # Halves of a backward keep other tensors than a whole one, so the second run must be split as the first one was.
+        with self._forward.around_recompute(alive.draws), alive.deferred or nullcontext():
+            yield
 
     def _leaves(self, segments: Sequence[Segment], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What comes from other stages, as the beginnings of a graph."""

@@ -1,0 +1,228 @@
+"""Training under pipelines goes where one device goes, is the same each time, and can be taken over by another plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.export import WEIGHTS, export_model
+from heterodyne.runtime.exact.verify import compare, one_device_gradients
+from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.optimizer import learning_rate, make_optimizer
+from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.worker import Worker
+from multiprocess.models import Case, build, captured
+from multiprocess.pool import Pool, World
+from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan, staged_worker
+
+STEPS, CLIP, SEED, SAMPLES = 20, 0.5, 5, 9
+# A gradient that is zero up to rounding must not become a whole step of Adam: hence the large eps.
+ADAMW = OptimizerSection(name="adamw", lr=1e-2, eps=1e-3, warmup_steps=2)
+
+Spread = tuple[str, tuple[PipelineOf, ...]]
+
+
+def cut(
+    graph: ModelGraph, at: Sequence[float], homes: Sequence[tuple[int, ...]], *, recompute: bool = False
+) -> tuple[StageOf, ...]:
+    """Cut at these parts of the ops; with ``recompute``, every block that is whole in a stage is computed again there."""
+    ops, start, stages = len(graph.ops), 0, []
+    for part, ranks in zip([*at, 1.0], homes, strict=True):
+        stop = round(part * ops)
+        again = tuple(n for n, b in enumerate(graph.blocks) if start <= b.start < b.stop <= stop) if recompute else ()
+        stages.append(StageOf(stop, ranks, tuple(2 - n % 2 for n in range(len(ranks))), again))
+        start = stop
+    return tuple(stages)
+
+
+def chain(graph: ModelGraph) -> Spread:
+    """Three unequal stages, the one in the middle on two devices; the last micro-batch is smaller."""
+    return "1F1B", (PipelineOf((2, 2, 2, 2, 1), cut(graph, (0.3, 0.7), ((0,), (1, 2), (3,)))),)
+
+
+def v_shape(graph: ModelGraph) -> Spread:
+    """Two stages a device, backwards in halves, everything recomputed; and an idle device."""
+    homes = ((3,), (1,), (1,), (3,))
+    return "ZBVZeroBubble", (PipelineOf((1, 2, 3, 2, 1), cut(graph, (0.2, 0.5, 0.8), homes, recompute=True)),)
+
+
+def unlike(graph: ModelGraph) -> Spread:
+    """Two pipelines of different depth, with recompute ahead of the wait in one of them."""
+    deep = PipelineOf((2, 1, 2, 1), cut(graph, (0.4, 0.6), ((2,), (0,), (1,)), recompute=True))
+    return "ShiftedCriticalPath", (deep, PipelineOf((3,), cut(graph, (), ((3,),))))
+
+
+SPREADS = (chain, v_shape, unlike)
+
+
+def worker_under(world: World, case: Case, spread: Spread) -> Worker:
+    schedule, pipelines = spread
+    return staged_worker(world, case, pipelines, schedule, clip=CLIP, optimizer=ADAMW, seed=SEED)
+
+
+def train(
+    world: World, graph: ModelGraph, spread: Spread, steps: int
+) -> tuple[list[float], list[Any], dict[str, Tensor]]:
+    """Losses, norms, and what the model has become."""
+    case = build(graph, SAMPLES)
+    worker = worker_under(world, case, spread)
+    results = [worker.step(case.batch) for _ in range(steps)]
+    state = copy.deepcopy(worker.state_dict()["model"])
+    worker.close()
+    return [r.loss for r in results], [r.grad_norm for r in results], state
+
+
+def train_on_one_device(graph: ModelGraph, spread: Spread) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The same by hand: PyTorch's optimizer on the gradients of one device."""
+    case = build(graph, SAMPLES)
+    cluster = cluster_of(4)
+    # Of the plan only the micro-steps matter here: what is one batch to BatchNorm is part of the mathematics.
+    placement = Placement.of(staged_plan(graph, cluster, spread[1], spread[0]), cluster)
+    trained = {n: p for n, p in case.module.named_parameters() if p.requires_grad}
+    optimizer = make_optimizer(ADAMW, trained)
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss, gradients = one_device_gradients(
+            case.module,
+            case.batch,
+            graph=graph,
+            placement=placement,
+            device=torch.device("cpu"),
+            precision="fp32",
+            loss_count=case.count,
+            seed=SEED,
+            step=step,
+        )
+        for n, p in trained.items():
+            p.grad = gradients.get(n)
+        norms.append(torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP).item())
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(ADAMW, step, STEPS)
+        optimizer.step()
+        losses.append(loss)
+    return losses, norms, case.module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "spread"), [("gpt2", chain), ("gpt2", unlike), ("t5", v_shape), ("t5", unlike), ("resnet", v_shape)]
+)
+def test_twenty_steps_are_those_of_one_device(pool: Pool, name: str, spread: Any) -> None:
+    graph = captured(name)
+    expected_losses, expected_norms, expected = train_on_one_device(graph, spread(graph))
+    for losses, norms, state in pool.run(4, train, graph, spread(graph), STEPS):
+        assert losses[:5] == pytest.approx(expected_losses[:5], rel=1e-5)
+        assert losses == pytest.approx(expected_losses, rel=1e-4)
+        if None not in norms:  # an idle rank knows none
+            assert norms == pytest.approx(expected_norms, rel=1e-3)
+        assert compare(0.0, state, 0.0, expected).largest <= 1e-3
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_two_runs_are_equal_bit_for_bit(pool: Pool, spread: Any) -> None:
+    graph = captured("gpt2")
+    first = pool.run(4, train, graph, spread(graph), 4)
+    second = pool.run(4, train, graph, spread(graph), 4)
+    for losses, _, state in [*first, *second]:
+        assert losses == first[0][0]
+        for key, value in first[0][2].items():
+            assert torch.equal(state[key], value), key
+
+
+def take_over(
+    world: World, graph: ModelGraph, before: Spread, after: Spread, folder: Path
+) -> tuple[list[float], list[float]]:
+    """Losses undisturbed; and those of another model, with other weights, that takes over from a checkpoint in the middle."""
+    case = build(graph, SAMPLES)
+    worker = worker_under(world, case, before)
+    for _ in range(2):
+        worker.step(case.batch)
+    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
+    checkpoints.save(2, worker.state_dict(), identity={}, plan=worker.plan.dump())
+    losses = [worker.step(case.batch).loss for _ in range(3)]
+    worker.close()
+    other = build(graph, SAMPLES, seed=1)
+    resumed = worker_under(world, other, after)
+    found = checkpoints.latest()
+    assert found is not None
+    resumed.load_state_dict(checkpoints.load(found, identity={}).state)
+    assert resumed.steps_done == 2
+    return losses, [resumed.step(case.batch).loss for _ in range(3)]
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_resumed_run_changes_no_bit(pool: Pool, spread: Any, tmp_path: Path) -> None:
+    graph = captured("gpt2")
+    for undisturbed, resumed in pool.run(4, take_over, graph, spread(graph), spread(graph), tmp_path):
+        assert resumed == undisturbed
+
+
+def whole(graph: ModelGraph) -> Spread:
+    """No cut at all."""
+    return "1F1B", (PipelineOf((2, 2), cut(graph, (), ((2,),))), PipelineOf((5,), cut(graph, (), ((1,),))))
+
+
+@pytest.mark.parametrize(("before", "after"), [(chain, v_shape), (v_shape, unlike), (unlike, whole), (whole, chain)])
+def test_another_plan_goes_on_from_a_checkpoint(pool: Pool, before: Any, after: Any, tmp_path: Path) -> None:
+    graph = captured("t5")
+    for undisturbed, resumed in pool.run(4, take_over, graph, before(graph), after(graph), tmp_path):
+        assert resumed == pytest.approx(undisturbed, rel=1e-5)
+
+
+def evaluate_sizes(world: World, graph: ModelGraph, spread: Spread, sizes: tuple[int, ...]) -> list[float]:
+    """The losses of batches of several sizes; neither evaluation nor step disturbs the other."""
+    case = build(graph, SAMPLES)
+    worker = worker_under(world, case, spread)
+    losses = [worker.evaluate(build(graph, size).batch) for size in sizes]
+    before = worker.gradients(case.batch)[0]
+    assert worker.evaluate(build(graph, sizes[0]).batch) == losses[0]
+    assert worker.gradients(case.batch)[0] == before
+    return losses
+
+
+@pytest.mark.parametrize(("name", "spread"), [("gpt2", v_shape), ("t5", chain), ("bert", unlike)])
+def test_evaluation_is_that_of_one_device(pool: Pool, name: str, spread: Any) -> None:
+    sizes = (1, 2, 7, 25)
+    graph = captured(name)
+    module = build(graph, SAMPLES).module.eval()
+    expected = [module(**build(graph, size).batch).loss.item() for size in sizes]
+    for losses in pool.run(4, evaluate_sizes, graph, spread(graph), sizes):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def export(world: World, graph: ModelGraph, spread: Spread, folder: Path) -> float:
+    """Train a step, write the weights from rank 0, and what the loss is then."""
+    case = build(graph, SAMPLES)
+    worker = worker_under(world, case, spread)
+    worker.step(case.batch)
+    weights = worker.state_dict()["model"]
+    if world.rank == 0:
+        export_model(worker.module, folder / "model", weights)
+    return worker.evaluate(case.batch)
+
+
+@pytest.mark.parametrize(("name", "spread"), [("gpt2", chain), ("gpt", unlike), ("gpt", v_shape)])
+def test_weights_are_exported_whole(pool: Pool, name: str, spread: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    graph = captured(name)
+    losses = pool.run(4, export, graph, spread(graph), tmp_path)
+    if name == "gpt2":
+        from transformers import GPT2LMHeadModel
+
+        module: Any = GPT2LMHeadModel.from_pretrained(tmp_path / "model").eval()
+    else:
+        module = build(graph, SAMPLES, seed=2).module.eval()
+        module.load_state_dict(load_file(tmp_path / "model" / WEIGHTS))
+    batch = build(graph, SAMPLES).batch
+    found = module(**batch)
+    loss = getattr(found, "loss", found)
+    assert losses == [pytest.approx(loss.item(), rel=1e-5)] * 4
