@@ -161,11 +161,13 @@ class GradientBuckets:
 
     def _hook(self, entry: _Entry) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            if parameter.grad is None:
+                return  # a backward has come by and left nothing: what it has for this one comes later
+            if parameter.grad.is_sparse:
                 raise CaptureError(
                     f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
                 )
-            if entry.view is not None and parameter.grad is not None and parameter.grad is not entry.view:
+            if entry.view is not None and parameter.grad is not entry.view:
                 entry.view.copy_(parameter.grad)
                 parameter.grad = entry.view
             if self._untouched and entry.name in self._untouched:

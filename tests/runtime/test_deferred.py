@@ -1,0 +1,77 @@
+"""Both halves of a backward together are the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterodyne.runtime.deferred import DeferredWeights
+
+
+class Model(nn.Module):
+    """Linear layers with and without bias, a transposed one, one that is used twice, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+        self.twice = nn.Linear(8, 8, bias=False)
+        self.transposed = nn.Parameter(torch.randn(8, 8))
+        self.offset = nn.Parameter(torch.randn(8))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.twice(torch.tanh(self.twice(self.norm(self.first(x)))))
+        flat = hidden.reshape(-1, 8)
+        return self.frozen(torch.addmm(self.offset, flat, self.transposed)).square().mean()
+
+
+def whole(precision: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    model, x = Model(), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with torch.autocast("cpu", precision, enabled=precision is not None):
+        model(x).backward()
+    assert x.grad is not None
+    return x.grad, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_the_first_half_gives_the_inputs_and_the_second_the_weights(precision: torch.dtype | None) -> None:
+    expected_input, expected = whole(precision)
+    model, x = Model(), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    deferred = DeferredWeights()
+    with torch.autocast("cpu", precision, enabled=precision is not None), deferred:
+        loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(x.grad, expected_input)
+    assert model.first.weight.grad is None
+    assert model.transposed.grad is None
+    assert model.norm.weight.grad is not None, "what is no product is done in the first half"
+    deferred.run()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    tolerance = {} if precision is None else {"rtol": 0.02, "atol": 0.02}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, **tolerance)
+
+
+def test_hooks_on_gradients_see_the_second_half() -> None:
+    model, seen = Model(), []
+    # PyTorch calls it in the first half too, when there is no gradient yet.
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    deferred = DeferredWeights()
+    with deferred:
+        loss = model(torch.randn(2, 3, 4))
+    loss.backward()
+    assert not any(seen)
+    deferred.run()
+    assert seen[-1]
+    assert seen.count(True) == 1
+
+
+def test_without_gradients_nothing_is_deferred() -> None:
+    model, deferred = Model(), DeferredWeights()
+    with deferred, torch.no_grad():
+        assert not model(torch.randn(2, 3, 4)).requires_grad
+    assert deferred._later == []
