@@ -3,7 +3,8 @@
 from heterodyne.search.balance import Balance, balance
 from heterodyne.search.explain import AlternativeRow, ShareRow, alternatives, paragraph, reason, shares
 from heterodyne.search.planned import Candidate, Planned, Strategy
-from heterodyne.search.planner import own_rates, plan, predict
+from heterodyne.search.planner import plan
+from heterodyne.search.predict import own_rates, predict
 from heterodyne.search.runs import Runs
 
 __all__ = [

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heterodyne.search.planned import Candidate, Planned
+from heterodyne.cost.model import slices_of
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.search.planned import Candidate, Planned, Strategy, serves
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["AlternativeRow", "ShareRow", "alternatives", "paragraph", "ratio_in_words", "reason", "shares"]
@@ -27,7 +31,8 @@ class ShareRow:
     """What one device does under the plan; an idle one has no samples and needs no memory.
 
     Args:
-        share: part of the global batch, 0 to 1.
+        samples: what passes through it in a step; of a stage of several devices its slices. share: over the global batch, 0 to 1.
+        part: the stages that it runs, by the names of their first and last blocks; empty for the whole model.
         micro_batches: as in the plan, ``3x4+1x2``.
         compute_s: forward and backward of the share; wait_s: seconds of a step in which the device waits for others.
         memory_bytes, headroom_bytes: the predicted peak, and what is left above it.
@@ -44,6 +49,7 @@ class ShareRow:
     headroom_bytes: int
     own_samples_per_s: float
     note: str = ""
+    part: str = ""
 
 
 def ratio_in_words(ratio: float) -> str:
@@ -55,17 +61,23 @@ def ratio_in_words(ratio: float) -> str:
     return f"{abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'shorter'}"
 
 
-def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: str) -> str:
+def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: Strategy) -> str:
     """Why this one, in a sentence: against each other kind of plan, the nearest ones first."""
     others = sorted(
         (c for c in candidates if c is not chosen and c.step_s is not None), key=lambda c: (c.step_s or 0.0, c.name)
     )
     asked = {"equal": "equal shares were asked for", "fastest": "one device was asked for"}.get(strategy)
+    among = {"data": " with the whole model on each device", "pipeline": " with the model cut into stages"}.get(
+        strategy, ""
+    )
     asked = "it was given" if chosen.kind == "given" else asked
     if chosen.step_s is None or chosen.step_s <= 0 or not others:
         return f"{chosen.name}: {asked or 'no other way can be'}"
     compared = [f"{c.name} would take {ratio_in_words((c.step_s or 0.0) / chosen.step_s)}" for c in _telling(others)]
-    why = asked or f"fastest of {len(others) + 1} ways that were weighed"
+    weighed = sum(serves(c.kind, strategy) for c in others) + 1
+    why = asked or (
+        f"fastest of {weighed} ways{among} that were weighed" if weighed > 1 else f"the only way{among} that can be"
+    )
     return f"{chosen.name}: {why}; " + ", ".join(compared)
 
 
@@ -91,7 +103,7 @@ def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
 
 def shares(planned: Planned) -> tuple[ShareRow, ...]:
     """A row for each device of the cluster, in the order of ranks."""
-    running = {p.stages[0].devices[0]: p.micro_batches for p in planned.plan.pipelines}
+    running = _running(planned.plan)
     rows = []
     for rank, device in enumerate(planned.cluster.devices):
         micro_batches = running.get(device.id)
@@ -109,19 +121,53 @@ def shares(planned: Planned) -> tuple[ShareRow, ...]:
                 headroom_bytes=device.memory_bytes - used,
                 own_samples_per_s=planned.rates[device.id],
                 note=planned.unfit.get(device.id, "" if micro_batches is not None else "left out: faster without it"),
+                part=_part(planned.plan, planned.graph, device.id),
             )
         )
     return tuple(rows)
+
+
+def _running(plan: Plan) -> dict[str, MicroBatches]:
+    """For each device what it gets of each micro-batch."""
+    running = {}
+    for pipeline in plan.pipelines:
+        for taken in slices_of(pipeline):
+            for device, slices in taken.items():
+                running[device] = MicroBatches(tuple(count for _, count in slices if count))
+    return running
+
+
+def _part(plan: Plan, graph: ModelGraph, device: str) -> str:
+    """The stages of a device in words; nothing for the whole model."""
+    parts = []
+    for pipeline in plan.pipelines:
+        for number, stage in enumerate(pipeline.stages if len(pipeline.stages) > 1 else ()):
+            if device in stage.devices:
+                again = f", recomputing {len(stage.recompute)} blocks" if stage.recompute else ""
+                parts.append(f"stage {number} ({_span(graph, stage.ops)}{again})")
+    return ", ".join(parts)
+
+
+def _span(graph: ModelGraph, ops: tuple[int, int]) -> str:
+    """From which block to which; "part of" where a block is cut."""
+    inside = [block for block in graph.blocks if block.start < ops[1] and ops[0] < block.stop]
+    names = [
+        block.name if ops[0] <= block.start and block.stop <= ops[1] else f"part of {block.name}"
+        for block in (inside[0], inside[-1])
+    ]
+    return names[0] if len(inside) == 1 else " to ".join(names)
 
 
 def paragraph(planned: Planned) -> str:
     """The chosen plan in a few sentences."""
     plan, predicted = planned.plan, planned.plan.predicted
     working = [row for row in shares(planned) if row.samples]
-    parts = ", ".join(f"{row.device} {row.samples} ({row.micro_batches})" for row in working)
+    parts = ", ".join(f"{row.device} {row.samples} ({row.micro_batches})" for row in working if not row.part)
     text = [
-        f"{plan.global_batch_size} samples a step over {len(working)} of {len(planned.cluster.devices)} devices: {parts}."
+        f"{plan.global_batch_size} samples a step over {len(working)} of {len(planned.cluster.devices)} devices"
+        + (f": {parts}." if parts else ".")
     ]
+    text += [_line(planned, pipeline, working) for pipeline in plan.pipelines if len(pipeline.stages) > 1]
     if predicted is not None:
         text.append(
             f"A step should take {format_seconds(predicted.step_s)}: {predicted.samples_per_s:.4g} samples/s, "
@@ -134,4 +180,22 @@ def paragraph(planned: Planned) -> str:
     )
     text.append(f"Why: {plan.reason}.")
     text += [f"Idle: {why}." for why in planned.unfit.values()]
+    text += [
+        f"Idle: {device}, since it is faster without."
+        for device in planned.chosen.left_out
+        if device not in planned.unfit and any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
+    ]
     return " ".join(text)
+
+
+def _line(planned: Planned, pipeline: Pipeline, rows: Sequence[ShareRow]) -> str:
+    """One pipeline: its stages, its micro-batches, its schedule, and how much of a step its devices wait."""
+    own = {device for place in pipeline.places for device in place}
+    parts = ", ".join(f"{row.device} {row.part}" for row in rows if row.device in own)
+    order = "an order of its own" if pipeline.order else planned.plan.schedule
+    step_s = planned.simulation.step_s
+    waits = [row.wait_s / step_s if step_s > 0 else 0.0 for row in rows if row.device in own]
+    return (
+        f"A pipeline of {len(pipeline.stages)} stages takes {pipeline.micro_batches.samples} samples "
+        f"({pipeline.micro_batches}) with {order}: {parts}; its devices wait {sum(waits) / len(waits):.0%} of a step."
+    )

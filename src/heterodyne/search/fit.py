@@ -74,8 +74,11 @@ def fit_devices(model: CostModel, sizes: Sequence[int], global_batch_size: int) 
     return tuple(fits)
 
 
-def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str) -> InfeasibleError:
-    """The error for a model that no device can hold: what each lacks, and what would help."""
+def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str, *, pipeline: str = "") -> InfeasibleError:
+    """The error for a model that no device can hold: what each lacks, and what would help.
+
+    ``pipeline``: why the devices cannot hold it together either, if that was tried.
+    """
     fits = tuple(fits)
     helps = ["devices with more memory"]
     if any(fit.smallest > 1 for fit in fits):
@@ -87,6 +90,7 @@ def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str) -> Infeasi
     return InfeasibleError(
         "no device can hold a copy of the model:\n  - "
         + "\n  - ".join(fit.say() for fit in fits)
+        + (f"\nnor can they hold it together: {pipeline}" if pipeline else "")
         + "\nwhat would help: "
         + "; ".join(helps),
         shortfalls={fit.device.id: fit.lacks_bytes for fit in fits},

@@ -8,13 +8,16 @@ from typing import Literal
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.memory import MemoryUse
+from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.sim.run import Simulation
 
-__all__ = ["Candidate", "Kind", "Planned", "Strategy"]
+__all__ = ["Candidate", "Kind", "Planned", "Strategy", "serves"]
 
-Strategy = Literal["auto", "equal", "fastest"]
-Kind = Literal["balanced", "equal", "fastest", "fewer", "given"]
+Strategy = Literal["auto", "data", "pipeline", "equal", "fastest"]
+Kind = Literal["balanced", "equal", "fastest", "fewer", "pipeline", "wide", "replicas", "even", "given"]
+_OF_DATA = ("balanced", "equal", "fastest", "fewer")
+_OF_PIPELINES = ("pipeline", "wide", "replicas", "even")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +49,20 @@ class Planned:
         chosen: the candidate that it came from; one of `candidates`.
         candidates: everything that was weighed, in the order in which it was.
         strategy: what was asked for.
-        cluster: what it was planned for.
-        rates: samples/s of each device computing for itself (see `search.planner.own_rates`); 0 for one that cannot hold the model.
-        compute_s: seconds of forward and backward of the share of each device in the plan.
+        graph, cluster: what it was planned for.
+        rates: samples/s of each device computing for itself (see `search.predict.own_rates`).
+        compute_s: seconds of forward and backward of each device in the plan, of its share of the batch and of the model.
         composition: seconds of the model over the seconds of its blocks one by one, at the largest micro-batch of each device in the
             plan; 1 where the model was not measured in one piece. Far from 1, the blocks tell little about the whole.
         memory: of each device in the plan, part by part.
-        unfit: for each device that cannot hold the model, why, with what would help.
+        unfit: for each device that cannot hold the model and has no part in the plan, why, with what would help.
     """
 
     plan: Plan
     chosen: Candidate
     candidates: tuple[Candidate, ...]
     strategy: Strategy
+    graph: ModelGraph
     cluster: Cluster
     rates: Mapping[str, float]
     compute_s: Mapping[str, float]
@@ -71,3 +75,10 @@ class Planned:
         """The chosen plan as played: ``.timeline(devices)`` gives what should happen."""
         assert self.chosen.simulation is not None  # only a candidate that can be is chosen
         return self.chosen.simulation
+
+
+def serves(kind: Kind, strategy: Strategy, *, only: bool = False) -> bool:
+    """Whether a way of that kind is an answer to what was asked; the ``only`` way of data parallelism answers all of that."""
+    if strategy in ("data", "pipeline"):
+        return kind in (_OF_DATA if strategy == "data" else _OF_PIPELINES)
+    return strategy == "auto" or kind == strategy or (only and kind in _OF_DATA)

@@ -102,18 +102,22 @@ def test_a_table_that_falls_is_refused() -> None:
     st.integers(1, 16),
     st.floats(0, 2),
 )
-def test_runs_take_the_fastest_size(steps: list[float], sizes: set[int], samples: int, fixed: float) -> None:
+def test_runs_take_the_fewest_micro_batches_of_the_fastest_ways(
+    steps: list[float], sizes: set[int], samples: int, fixed: float
+) -> None:
     def seconds(size: float) -> float:
         return sum(steps[: int(size)])
 
     runs = Runs(seconds=seconds, sizes=tuple(sorted(sizes)), fixed_s=fixed)
     chosen = runs.micro_batches(samples)
     assert chosen.samples == samples
-    best = min(runs.compute_s(MicroBatches.of_samples(samples, size)) for size in sizes)
-    assert runs.compute_s(chosen) == pytest.approx(best)
+    ways = [MicroBatches.of_samples(samples, size) for size in sizes]
+    best = min(map(runs.compute_s, ways))
+    assert runs.compute_s(chosen) <= 1.03 * best + 1e-12
+    assert all(len(chosen) <= len(way) for way in ways if runs.compute_s(way) <= 1.0299 * best)
     table = runs.table(samples)
     assert table[0] == 0
-    assert table[-1] == pytest.approx(best + fixed)
+    assert table[-1] >= best + fixed - 1e-12
     assert table == sorted(table)
 
 

@@ -43,6 +43,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
         "global_batch_size": draw(st.integers(1, 40)),
         "micro_batch_sizes": tuple(sorted(draw(st.sets(st.sampled_from([1, 2, 4, 8]), min_size=1)))),
         "bucket_bytes": draw(st.sampled_from([1, 600, 10**6])),
+        "strategy": "data",
     }
 
 
@@ -142,7 +143,9 @@ def test_equal_devices_get_equal_shares(
     measured = profile(
         MODEL, machines, [linear(seconds)] * devices, reduce=lambda size: latency + size * 1e-9, overlap=overlap
     )
-    planned = plan(MODEL, machines, measured, global_batch_size=devices * each, micro_batch_sizes=(1, 2))
+    planned = plan(
+        MODEL, machines, measured, global_batch_size=devices * each, micro_batch_sizes=(1, 2), strategy="data"
+    )
     balanced = planned.candidates[0].plan
     assert balanced is not None
     assert {p.micro_batches.samples for p in balanced.pipelines} == {each}
@@ -151,7 +154,7 @@ def test_equal_devices_get_equal_shares(
 def slow_reduce(devices: int, seconds: float, speeds: tuple[float, ...]) -> Planned:
     machines = cluster(devices)
     measured = profile(MODEL, machines, [linear(1 / s) for s in speeds], reduce=lambda size: seconds + size * 1e-12)
-    return plan(MODEL, machines, measured, global_batch_size=64, bucket_bytes=10**9)
+    return plan(MODEL, machines, measured, global_batch_size=64, bucket_bytes=10**9, strategy="data")
 
 
 def test_sometimes_leaving_the_slowest_out_wins() -> None:
@@ -170,7 +173,7 @@ def test_a_slow_link_can_cost_more_than_its_node_is_worth() -> None:
     # Fast and slow alternate between the nodes, so leaving out the slowest ones never leaves out the link.
     machines = Cluster(name="far", devices=cluster(4, nodes=2).devices, links=(fast, near, slow))
     curves = [linear(seconds) for seconds in (0.1, 0.1, 0.14, 0.2)]  # n0, n1, n0, n1
-    planned = plan(MODEL, machines, profile(MODEL, machines, curves), global_batch_size=8)
+    planned = plan(MODEL, machines, profile(MODEL, machines, curves), global_batch_size=8, strategy="data")
     assert planned.chosen.name == "without node n1"
     assert {d.split("/")[0] for d in planned.plan.devices} == {"n0"}
 
@@ -223,7 +226,7 @@ def test_a_micro_batch_is_never_larger_than_the_batch() -> None:
 
 def test_fewer_samples_than_devices_leave_some_idle() -> None:
     machines = cluster(4)
-    made = plan(MODEL, machines, profile(MODEL, machines, [linear(1.0)] * 4), global_batch_size=2).plan
+    made = plan(MODEL, machines, profile(MODEL, machines, [linear(1.0)] * 4), global_batch_size=2, strategy="data").plan
     assert [p.micro_batches.samples for p in made.pipelines] == [1, 1]
     assert len(made.idle) == 2
 
@@ -244,6 +247,6 @@ def test_numbers_that_mean_nothing_are_refused() -> None:
 def test_a_large_cluster_is_planned_with_a_bounded_number_of_candidates() -> None:
     machines = cluster(40, memory=ROOMY)
     measured = profile(MODEL, machines, [linear(0.1 + 0.01 * i) for i in range(40)])
-    planned = plan(MODEL, machines, measured, global_batch_size=80)
+    planned = plan(MODEL, machines, measured, global_batch_size=80, strategy="data")
     assert len(planned.candidates) <= 30
     assert planned.simulation.step_s <= of_kind(planned, "equal")

@@ -62,6 +62,7 @@ def test_trap_2_a_small_share_still_needs_all_the_weights() -> None:
         global_batch_size=12,
         micro_batch_sizes=(1, 2),
         memory=BARE,
+        strategy="data",
     )
     assert planned.plan.idle == ("n0/cpu:2",)
     assert [p.micro_batches.samples for p in planned.plan.pipelines] == [6, 6]
@@ -80,7 +81,9 @@ def test_trap_2_memory_bounds_the_micro_batch_not_the_share() -> None:
         for size in (2, 4)
     }
     machines = cluster(2, memory=[(need[2] + need[4]) // 2, 2 * need[4]])
-    made = plan(model, machines, measured, global_batch_size=20, micro_batch_sizes=(1, 2, 4), memory=BARE).plan
+    made = plan(
+        model, machines, measured, global_batch_size=20, micro_batch_sizes=(1, 2, 4), memory=BARE, strategy="data"
+    ).plan
     fast, slow = made.pipelines
     assert (fast.micro_batches.samples, slow.micro_batches.samples) == (16, 4)
     assert max(fast.micro_batches.sizes) == 2
@@ -92,7 +95,11 @@ def test_trap_3_the_plan_gives_exact_counts_to_weight_by(speeds: list[int], samp
     """A sum of means over the micro-batches, each weighted by its own count over the batch, is the mean over the batch."""
     model, machines = graph(2), cluster(len(speeds))
     made = plan(
-        model, machines, profile(model, machines, [linear(1 / s) for s in speeds]), global_batch_size=samples
+        model,
+        machines,
+        profile(model, machines, [linear(1 / s) for s in speeds]),
+        global_batch_size=samples,
+        strategy="data",
     ).plan
     values = [Fraction(n * n) for n in range(samples)]
     weighted = Fraction(0)
@@ -107,7 +114,7 @@ def test_trap_3_the_plan_gives_exact_counts_to_weight_by(speeds: list[int], samp
 def test_trap_4_batch_statistics_get_one_number_of_micro_batches(speeds: list[int], samples: int) -> None:
     model, machines = graph(2, batch_statistics=True), cluster(len(speeds))
     measured = profile(model, machines, [linear(1 / s) for s in speeds])
-    planned = plan(model, machines, measured, global_batch_size=samples, micro_batch_sizes=(1, 2, 4))
+    planned = plan(model, machines, measured, global_batch_size=samples, micro_batch_sizes=(1, 2, 4), strategy="data")
     counts = {len(c.pipelines[0].micro_batches) for c in (x.plan for x in planned.candidates) if c is not None}
     assert len(counts) == 1  # all that was weighed computes the same statistics
     assert counts == {-(-samples // (4 * len(speeds)))} or samples < len(speeds)

@@ -1,0 +1,115 @@
+"""From a draft to a pipeline that can run: its stages, what they recompute, and the order in which its places compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.step import StepCosts
+from heterodyne.errors import InfeasibleError
+from heterodyne.graph.size import Size
+from heterodyne.plan.order import orders_of
+from heterodyne.plan.plan import Pipeline
+from heterodyne.search.drafts import Draft, Drafting
+from heterodyne.search.orders import OWN_ORDER, Demands, demands_of, ordered, shortfalls
+from heterodyne.search.predict import plan_of, stage_of
+from heterodyne.search.recompute import recomputed
+from heterodyne.search.refine import refined
+
+__all__ = ["Builder", "Built", "explicit", "named"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A pipeline.
+
+    Args:
+        schedule: the named one that it follows, `OWN_ORDER` where it has an order of its own.
+        makespan_s: of its passes, by the clock of schedules.
+    """
+
+    draft: Draft
+    pipeline: Pipeline
+    schedule: str
+    makespan_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """Args:
+    actions_played: how much the search for an order may try; refinements: how many borders may be moved.
+    """
+
+    model: CostModel
+    drafting: Drafting
+    actions_played: int
+    refinements: int
+
+    def plain(self, draft: Draft) -> Built:
+        """With 1F1B, nothing recomputed."""
+        return Built(draft=draft, pipeline=self._stages(draft), schedule="1F1B", makespan_s=draft.estimate_s)
+
+    def best(self, draft: Draft) -> Iterator[Built]:
+        """With the best order that is found, if memory is short also with recomputation, and with borders moved for that order."""
+        for built, demands in self._variants(draft):
+            yield built
+            if any(stage.recompute for stage in built.pipeline.stages) or len(draft.place_of) == 1:
+                continue
+            orders = orders_of(built.schedule or "1F1B", built.pipeline)
+            moved = refined(built.draft, self.drafting, orders, demands.reads, rounds=self.refinements)
+            if moved.borders != draft.borders:
+                yield from (again for again, _ in self._variants(moved))
+
+    def _variants(self, draft: Draft) -> Iterator[tuple[Built, Demands]]:
+        """Keeping everything, in as few micro-batches at a time as fit; and with what has to be recomputed for more of them."""
+        pipeline = self._stages(draft)
+        count = len(draft.micro_batches)
+        folded = len(draft.place_of) > len(draft.line)
+        in_flight = [min(count, len(draft.line) - (0 if folded else place)) for place in draft.place_of]
+        costs = self._costs(pipeline)
+        short = shortfalls(pipeline, costs, self.model.cluster, in_flight)
+        made = [(pipeline, costs)]
+        if short:
+            again = recomputed(self.model, pipeline, short, in_flight, self._alive)
+            made += [(again, self._costs(again))] if again != pipeline else []
+        for variant, its in made:
+            crossing = self.model.crossings([stage.ops[0] for stage in variant.stages])
+            demands = demands_of(variant, its, self.model.cluster, crossing)
+            try:
+                schedule, makespan, found = ordered(variant, demands, actions_played=self.actions_played)
+            except InfeasibleError:
+                continue  # not even one micro-batch at a time; the other variant holds less
+            yield Built(draft=draft, pipeline=found, schedule=schedule, makespan_s=makespan), demands
+
+    def _costs(self, pipeline: Pipeline) -> StepCosts:
+        return self.model.of(plan_of(self.model, pipeline.micro_batches.samples, (pipeline,)))
+
+    def _stages(self, draft: Draft) -> Pipeline:
+        places = [draft.line[place] for place in draft.place_of]
+        return Pipeline(
+            micro_batches=draft.micro_batches,
+            stages=tuple(
+                stage_of(ops, place.devices, place.shares)
+                for ops, place in zip(pairwise(draft.borders), places, strict=True)
+            ),
+        )
+
+    @property
+    def _alive(self) -> dict[int, Size]:
+        points = self.drafting.points
+        return dict(zip(points.positions, points.crossing, strict=True))
+
+
+def named(schedule: str) -> str:
+    """The schedule in words."""
+    return "an order of its own" if schedule == OWN_ORDER else schedule
+
+
+def explicit(built: Built) -> Pipeline:
+    """The pipeline with its order written down, so that it can stand beside others in a plan; 1F1B needs none."""
+    if built.schedule in (OWN_ORDER, "1F1B"):
+        return built.pipeline
+    lines = (" ".join(map(str, row)) for row in orders_of(built.schedule, built.pipeline))
+    return built.pipeline.model_copy(update={"order": tuple(lines)})

@@ -1,0 +1,108 @@
+"""Data parallelism: every device that can hold the model runs it whole, for its share of the batch.
+
+A step in which every device waits for the last reduction lasts as long as the slowest device's forward, backward and update, and
+what of the reductions does not hide behind them. So shares are balanced on measured time curves (`search.balance`), for all
+devices and for subsets of them; each proposal is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import InfeasibleError
+from heterodyne.plan.plan import Pipeline
+from heterodyne.search.planned import Candidate, Strategy, serves
+from heterodyne.search.predict import plan_of, predict, stage_of
+from heterodyne.search.proposals import Proposal, Proposer
+from heterodyne.search.runs import Runs
+
+__all__ = ["DataParallel"]
+
+_MOST_REFINEMENTS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """What is to be spread, over whom: ``runs`` of the devices that can hold the model."""
+
+    model: CostModel
+    runs: Mapping[str, Runs]
+    samples: int
+
+    def candidates(self, strategy: Strategy) -> tuple[Candidate, ...]:
+        """Everything weighed. Under a fixed count of micro-batches, of the smallest count with which what is asked for can be."""
+        if not self.runs:
+            return ()
+        if not self.model.graph.batch_statistics:
+            return self._weigh(self._proposer(None))
+        reach = sum(run.largest for run in self.runs.values())
+        for count in range(max(1, -(-self.samples // reach)), self.samples + 1):
+            proposer = self._proposer(count)
+            proposals = proposer.all()
+            if any(serves(p.kind, strategy, only=len(proposals) == 1) and p.micro_batches for p in proposals):
+                return self._weigh(proposer)
+        raise InfeasibleError(f"no number of micro-batches serves {self.samples} samples on {', '.join(self.runs)}")
+
+    def _proposer(self, count: int | None) -> Proposer:
+        return Proposer(cluster=self.model.cluster, runs=self.runs, samples=self.samples, count=count)
+
+    def _weigh(self, proposer: Proposer) -> tuple[Candidate, ...]:
+        candidates = []
+        seen: set[tuple[tuple[str, object], ...]] = set()
+        for proposal in proposer.all():
+            key = tuple(sorted((d, m.sizes) for d, m in proposal.micro_batches.items()))
+            if key and key in seen and proposal.kind == "fewer":
+                continue  # the balance of more devices already left the same ones without a share
+            seen.add(key)
+            candidates.append(self._play(proposal))
+        # All devices, and the best subset: refining those that are far behind would not bring them to the front.
+        for kind in ("balanced", "fewer"):
+            possible = [c for c in candidates if c.kind == kind and c.step_s is not None]
+            if possible:
+                best = min(possible, key=lambda c: c.step_s or 0.0)
+                candidates[candidates.index(best)] = self._refine(best, proposer)
+        return tuple(candidates)
+
+    def _play(self, proposal: Proposal) -> Candidate:
+        if not proposal.micro_batches:
+            return Candidate(name=proposal.name, kind=proposal.kind, why_not=proposal.why_not)
+        whole = (0, len(self.model.graph.ops))
+        pipelines = tuple(
+            Pipeline(micro_batches=micro_batches, stages=(stage_of(whole, (device,)),))
+            for device, micro_batches in proposal.micro_batches.items()
+        )
+        made, simulation = predict(self.model, plan_of(self.model, self.samples, pipelines), self.runs)
+        left_out = tuple(device for device in self.runs if device not in proposal.micro_batches)
+        return Candidate(name=proposal.name, kind=proposal.kind, plan=made, simulation=simulation, left_out=left_out)
+
+    def _refine(self, candidate: Candidate, proposer: Proposer) -> Candidate:
+        """Move single samples from those who wait least to those who wait most, as long as the simulated step gets shorter.
+
+        The balance sees compute alone. Which reductions hide behind whose last backward shows only when the program is played.
+        """
+        for _ in range(_MOST_REFINEMENTS):
+            made, simulation = candidate.plan, candidate.simulation
+            if made is None or simulation is None or len(made.pipelines) < 2:
+                return candidate
+            shares = {p.stages[0].devices[0]: p.micro_batches.samples for p in made.pipelines}
+            by_wait = sorted(shares, key=lambda device: simulation.wait_s[self.model.cluster.rank(device)])
+            tries = []
+            for donor in by_wait[:2]:
+                for taker in by_wait[:-4:-1]:
+                    if donor != taker and shares[donor] > 1:
+                        moved = {**shares, donor: shares[donor] - 1, taker: shares[taker] + 1}
+                        tries += self._try(candidate, moved, proposer)
+            best = min(tries, key=lambda c: c.step_s or 0.0, default=candidate)
+            # A gain that no measurement could show is not worth a plan that looks arbitrary.
+            if best.step_s is None or best.step_s > simulation.step_s * (1 - 1e-6):
+                return candidate
+            candidate = best
+        return candidate
+
+    def _try(self, candidate: Candidate, shares: Mapping[str, int], proposer: Proposer) -> list[Candidate]:
+        try:
+            return [self._play(proposer.of_shares(candidate.name, candidate.kind, shares))]
+        except InfeasibleError:
+            return []  # a fixed number of micro-batches bounds the share of a device

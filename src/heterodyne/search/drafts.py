@@ -1,0 +1,176 @@
+"""A pipeline in outline: which place runs which part of the model, found from tables, before any order is made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
+from typing import Literal
+
+import numpy as np
+
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import InfeasibleError
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.schedules.schedule import stage_places
+from heterodyne.plan.slices import slices
+from heterodyne.search.cuts import Cut, best_cut
+from heterodyne.search.lines import Line, Place
+from heterodyne.search.points import Points
+from heterodyne.search.tables import Floats, PlaceTable, Tables
+
+__all__ = ["Draft", "Drafting", "sizes_of"]
+
+_FILLED = 0.7  # of what the other stages take for one micro-batch: the weights' half of a backward can wait for the end
+_TURNS = 2  # on both sides of the middle: where the second stages may begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """Args:
+    line: the places.
+    place_of: the place of each stage. ``borders``: positions in the ops at which stages begin, and the end.
+    estimate_s: seconds of a step, by sums of stages; ``longest_s``: those of the slowest place: no order makes a step shorter.
+    """
+
+    line: Line
+    micro_batches: MicroBatches
+    place_of: tuple[int, ...]
+    borders: tuple[int, ...]
+    points: tuple[int, ...]
+    estimate_s: float
+    longest_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """Draws drafts over one set of points."""
+
+    model: CostModel
+    tables: Tables
+    _known: dict[tuple[str, tuple[tuple[int, int], ...], int], PlaceTable] = field(default_factory=dict, repr=False)
+
+    @property
+    def points(self) -> Points:
+        return self.tables.points
+
+    def draft(self, line: Line, micro_batches: MicroBatches, *, exact: bool = False) -> Draft:
+        """One stage a place. ``exact``: of cuts whose slowest stages are about as slow, the one that fills soonest.
+
+        Each place has room for the micro-batches that 1F1B has in flight there, or where no cut has, for one at a time.
+        Raises InfeasibleError with what each lacks.
+        """
+        count, places = len(micro_batches), len(line)
+        borders = [self._border(a, b, micro_batches) for a, b in pairwise(line)]
+        names = [" + ".join(place.devices) for place in line]
+        fill = _FILLED / max(1, count)
+        for most in (count, 1):
+            tables = [self._place(p, micro_batches, min(most, count, places - r)) for r, p in enumerate(line)]
+            step, lack = [t.step_s for t in tables], [t.lack_bytes for t in tables]
+            try:
+                cut = best_cut(step, lack, borders, names, fill=fill if exact else 0.0)
+                break
+            except InfeasibleError:
+                if most == 1 or places >= len(self.points):
+                    raise
+        return Draft(
+            line=line,
+            micro_batches=micro_batches,
+            place_of=tuple(range(places)),
+            borders=tuple(self.points.positions[at] for at in cut.points),
+            points=cut.points,
+            estimate_s=cut.estimate_s(fill),
+            longest_s=cut.longest_s,
+        )
+
+    def folded(self, line: Line, micro_batches: MicroBatches, placement: Literal["loop", "v"]) -> Draft | None:
+        """Two stages a place; None where the model has too few points. Memory is left to whoever makes the orders."""
+        places, count = len(line), len(self.points)
+        if count - 1 < 2 * places:
+            return None
+        step = [self._place(place, micro_batches, 1).step_s for place in line]
+        back = list(range(places)) if placement == "loop" else list(reversed(range(places)))
+        whole = step[0][0]
+        middle = int(np.argmin(np.abs(whole - whole[-1] / 2)))
+        turns = range(max(places, middle - _TURNS), min(count - 1 - places, middle + _TURNS) + 1)
+        points = min((self._turned(step, back, turn) for turn in turns), default=(inf, ()))[1]
+        if not points:
+            return None
+        place_of = stage_places(placement, places, 2)
+        work = [0.0] * places
+        for stage, place in enumerate(place_of):
+            work[place] += float(step[place][points[stage], points[stage + 1]])
+        fill = _FILLED / max(1, len(micro_batches))
+        return Draft(
+            line=line,
+            micro_batches=micro_batches,
+            place_of=place_of,
+            borders=tuple(self.points.positions[at] for at in points),
+            points=points,
+            estimate_s=max(work) + fill * (sum(work) - max(work)) / 2,
+            longest_s=max(work),
+        )
+
+    def _turned(self, step: Sequence[Floats], back: Sequence[int], turn: int) -> tuple[float, tuple[int, ...]]:
+        """The longest work of a place, and the points, if the second stages begin at point ``turn``."""
+
+        def halved(tables: Sequence[Floats], part: slice) -> Cut:
+            own = [table[part, part] for table in tables]
+            room = [np.zeros_like(own[0])] * len(own)
+            return best_cut(own, room, [room[0][0]] * (len(own) - 1), [""] * len(own))
+
+        first = halved(step, slice(turn + 1))
+        done = [s[a, b] for s, a, b in zip(step, first.points, first.points[1:], strict=False)]
+        # What a place has to do already counts, so that the second half makes up for what the first could not balance.
+        second = halved([step[place] + done[place] for place in back], slice(turn, None))
+        return max(second.longest_s, *done), (*first.points, *(turn + at for at in second.points[1:]))
+
+    def fits(self, draft: Draft, stage: int, points: Sequence[int]) -> bool:
+        """Whether a stage would have room on its place between these points, with as many micro-batches in flight as 1F1B has."""
+        place = draft.place_of[stage]
+        in_flight = (
+            min(len(draft.micro_batches), len(draft.line) - place) if len(draft.place_of) == len(draft.line) else 1
+        )
+        table = self._place(draft.line[place], draft.micro_batches, in_flight)
+        return bool(table.lack_bytes[points[stage], points[stage + 1]] <= 0)
+
+    def _place(self, place: Place, micro_batches: MicroBatches, in_flight: int) -> PlaceTable:
+        """Of a group: the slowest of its devices, and what any of them lacks."""
+        tables = [self._device(device, sizes, in_flight) for device, sizes in sizes_of(place, micro_batches).items()]
+        if len(tables) == 1:
+            return tables[0]
+        return PlaceTable(
+            step_s=np.maximum.reduce([table.step_s for table in tables]),
+            lack_bytes=np.maximum.reduce([table.lack_bytes for table in tables]),
+        )
+
+    def _device(self, device: str, sizes: Mapping[int, int], in_flight: int) -> PlaceTable:
+        key = (device, tuple(sorted(sizes.items())), in_flight)
+        if key not in self._known:
+            self._known[key] = self.tables.table(device, sizes, in_flight)
+        return self._known[key]
+
+    def _border(self, before: Place, behind: Place, micro_batches: MicroBatches) -> Floats:
+        """Seconds in which the busiest link between two places is occupied in a step, by point."""
+        send = self.model.collectives.send
+        s_per_byte = max(
+            max(send(a, b).s_per_byte, send(b, a).s_per_byte) for a in before.devices for b in behind.devices
+        )
+        width = max(len(before.devices), len(behind.devices))
+        sizes = Counter(micro_batches.sizes)
+        sent = sum((number * self._crossing(size) for size, number in sizes.items()), start=np.zeros(len(self.points)))
+        return sent * (s_per_byte / width)
+
+    def _crossing(self, size: int) -> Floats:
+        return np.array([crossing(size) for crossing in self.points.crossing])
+
+
+def sizes_of(place: Place, micro_batches: MicroBatches) -> dict[str, dict[int, int]]:
+    """For each device of a place how many slices of each size it has in a step."""
+    found: dict[str, Counter[int]] = {device: Counter() for device in place.devices}
+    for size, number in Counter(micro_batches.sizes).items():
+        for device, (_, own) in zip(place.devices, slices(size, place.shares), strict=True):
+            found[device][own] += number
+    return {device: dict(sizes) for device, sizes in found.items()}

@@ -1,0 +1,96 @@
+"""What a plan is worth: lowered to its program and played on the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from heterodyne.cost.model import CostModel, slices_of
+from heterodyne.plan.lower import lower
+from heterodyne.plan.plan import Layout, Pipeline, Plan, Prediction, Region, Stage
+from heterodyne.search.runs import Runs
+from heterodyne.sim.run import Simulation, simulate
+
+__all__ = ["compute_seconds", "overflow", "own_rates", "plan_of", "predict", "stage_of"]
+
+
+def stage_of(ops: tuple[int, int], devices: tuple[str, ...], shares: tuple[int, ...] = (1,)) -> Stage:
+    """A stage whose devices share each micro-batch."""
+    return Stage(ops=ops, devices=devices, regions=(Region(layout=Layout(kind="replicate", shares=shares)),))
+
+
+def plan_of(model: CostModel, samples: int, pipelines: tuple[Pipeline, ...], schedule: str = "1F1B") -> Plan:
+    """The plan with these pipelines; all other devices are idle."""
+    used = {device for pipeline in pipelines for stage in pipeline.stages for device in stage.devices}
+    return Plan(
+        model=model.graph.fingerprint,
+        cluster=model.cluster.fingerprint,
+        global_batch_size=samples,
+        precision=model.recipe.precision,
+        schedule=schedule,
+        bucket_bytes=model.recipe.bucket_bytes,
+        pipelines=pipelines,
+        idle=tuple(d.id for d in model.cluster.devices if d.id not in used),
+    )
+
+
+def predict(model: CostModel, made: Plan, runs: Mapping[str, Runs]) -> tuple[Plan, Simulation]:
+    """The plan with its prediction filled in, and how it plays. Raises PlanError for a plan that cannot run."""
+    program = lower(made, model.graph, model.cluster, clip=model.recipe.clip)
+    simulation = simulate(program, model.of(made))
+    samples_per_s = made.global_batch_size / simulation.step_s if simulation.step_s > 0 else 0.0
+    bound = sum(own_rates(model, made, runs).values())
+    memory = {device: simulation.peak_bytes[model.cluster.rank(device)] for device in made.devices}
+    prediction = Prediction(
+        step_s=simulation.step_s,
+        samples_per_s=samples_per_s,
+        efficiency=samples_per_s / bound if 0 < bound < float("inf") else 0.0,
+        memory_bytes=memory,
+    )
+    return made.model_copy(update={"predicted": prediction}), simulation
+
+
+def overflow(model: CostModel, made: Plan, simulation: Simulation) -> dict[str, int]:
+    """For each device of the plan that has too little memory for it, the bytes that it lacks."""
+    over = {}
+    for device in made.devices:
+        lacking = simulation.peak_bytes[model.cluster.rank(device)] - model.cluster.device(device).memory_bytes
+        if lacking > 0:
+            over[device] = lacking
+    return over
+
+
+def own_rates(model: CostModel, made: Plan, runs: Mapping[str, Runs]) -> dict[str, float]:
+    """Samples/s that each device reaches when all compute at the same time, each for itself, without communicating.
+
+    Of a device that runs the whole model for its share: its samples over the seconds of their forward and backward and of its
+    optimizer step. Of one that runs a stage: its best rate of forward and backward of the whole model, whether or not that would
+    fit. Of a device that the plan leaves out: the same if the model fits, else 0. The efficiency of a plan is its samples/s
+    over the sum. Of whole models it never exceeds 1, because no step is shorter than what one device computes in it; of stages it
+    could only where devices are unlike in what they are good at, and each does that.
+    """
+    rates = {device.id: runs[device.id].rate if device.id in runs else 0.0 for device in model.cluster.devices}
+    for pipeline in made.pipelines:
+        samples = pipeline.micro_batches.samples
+        whole = len(pipeline.stages) == 1 and len(pipeline.stages[0].devices) == 1
+        for place in pipeline.places if samples else ():
+            for device in place:
+                compute = model.compute[device]
+                if whole:
+                    seconds = sum(map(compute.micro_batch_s, pipeline.micro_batches.sizes)) + model.update_s(device)
+                    rates[device] = samples / seconds if seconds > 0 else float("inf")
+                else:
+                    sizes = tuple(map(int, compute.forward.total.sizes))
+                    rates[device] = Runs(seconds=compute.micro_batch_s, sizes=sizes).rate
+    return rates
+
+
+def compute_seconds(model: CostModel, made: Plan) -> dict[str, float]:
+    """Seconds of forward and backward of each device in a step, recomputation apart."""
+    seconds = dict.fromkeys(made.devices, 0.0)
+    for pipeline in made.pipelines:
+        for stage, taken in zip(pipeline.stages, slices_of(pipeline), strict=True):
+            for device, slices in taken.items():
+                compute = model.compute[device]
+                for _, size in slices:
+                    seconds[device] += compute.seconds("F", stage.ops, size) + compute.seconds("B", stage.ops, size)
+    return seconds
