@@ -97,7 +97,8 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
     if graph.batch_statistics and len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
         # Replicas meet in each op that takes statistics, and they must come to them in one order.
         broken.append(
-            f"{graph.batch_statistics[0]} takes statistics over all pipelines: they must be cut alike, run in the same order and recompute the same"
+            f"{graph.batch_statistics[0]} takes statistics over all pipelines, so they must be cut alike, run in the same order "
+            "and recompute the same"
         )
     return broken
 
