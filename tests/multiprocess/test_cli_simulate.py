@@ -103,6 +103,17 @@ def test_it_prints_the_figures_draws_the_step_and_writes_the_timeline(capsys: py
     assert len([event for event in trace_events if event["ph"] == "X"]) == len(timeline.events)
 
 
+def test_the_directory_of_a_run_knows_what_else_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("alone").mkdir(exist_ok=True)
+    Path("alone/plan.json").write_text(Path("plan/plan.json").read_text())
+    given = ("--cluster", "three.yaml", "--profile", "plan/profile.json")
+    assert main((*SIMULATE, "--out", "a.jsonl")) == 0
+    of_run = capsys.readouterr().out
+    assert main(("simulate", "alone/plan.json", "--job", "job.yaml", *given, "--out", "b.jsonl")) == 0
+    assert capsys.readouterr().out == of_run
+    assert Path("a.jsonl").read_text() == Path("b.jsonl").read_text()
+
+
 def test_a_schedule_by_name_or_from_a_file_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     Path("zb.csv").write_text(format_csv(SCHEDULES["ZBH1"].orders(3, 1, MICRO_BATCHES)))
     said = []

@@ -68,7 +68,7 @@ def test_the_table_of_stages_tells_the_shares_of_the_events(run: Run, page: Page
         assert told["bubble"][1] == percent(times.wait_s / times.span_s)
         assert told["backward"][1] == percent((times.seconds("I") + times.seconds("W")) / times.span_s)
     said = " ".join(page.texts)
-    assert "under ZBH1" in said
+    assert "under schedule ZBH1" in said
     assert "Mean bubble" in said
     assert "A pipeline of 3 stages: schedule ZBH1." in said
     assert "reduce, not hidden" not in said, "there is one owner of each gradient"

@@ -36,17 +36,14 @@ def command(
 ) -> int:
     """Play a plan, without running it.
 
-    Print the time of a step, where each device spends it, and the memory it needs at its peak, and write the timeline. Cluster and
-    profile are read beside the plan where they lie there, as in the directory of a run; with both, no device is needed.
+    Print the time of a step, where each device spends it, and the memory it needs at its peak, and write the timeline. In the directory
+    of a run, its cluster and its profile are taken where no others are named; with both known, no device is needed.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
     wanted = Job.load(job, tuple(overrides or ()))
     file = plan / "plan.json" if plan.is_dir() else plan
     given = Plan.load(file)
-    described = _cluster(cluster, file.with_name("cluster.json"))
-    beside = file.with_name("profile.json")
-    known = profile if profile is not None else beside if beside.is_file() else None
-    measured = None if known is None else Profile.load(known)
+    described, measured = _known(file.parent, cluster, profile)
     if not out.parent.is_dir():
         raise HeterodyneError(
             f"--out {out}: there is no directory {out.parent}; make it, or write the timeline elsewhere"
@@ -61,8 +58,13 @@ def command(
     return simulate_job(wanted, job.parent, asked, cluster_file=cluster)
 
 
-def _cluster(given: Path | None, beside: Path) -> Cluster | None:
-    """The cluster that is named, or the one beside the plan. Raises ClusterError."""
-    if given is not None:
-        return load_cluster(given)
-    return cluster_from_json(beside.read_text(encoding="utf-8"), path=str(beside)) if beside.is_file() else None
+def _known(folder: Path, cluster: Path | None, profile: Path | None) -> tuple[Cluster | None, Profile | None]:
+    """What is named; else what is kept in the folder, if it is that of a run, which keeps both. Raises ClusterError or MeasureError."""
+    kept = folder / "cluster.json", folder / "profile.json"
+    of_run = all(path.is_file() for path in kept)
+    described = load_cluster(cluster) if cluster is not None else None
+    if described is None and of_run:
+        described = cluster_from_json(kept[0].read_text(encoding="utf-8"), path=str(kept[0]))
+    if profile is None and of_run:
+        profile = kept[1]
+    return described, None if profile is None else Profile.load(profile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heterodyne.plan import Plan
 from heterodyne.plan.slices import slices
 
-__all__ = ["has_pipelines", "samples_of", "stages_of"]
+__all__ = ["has_pipelines", "order_of", "samples_of", "stages_of"]
 
 
 def samples_of(plan: Plan) -> dict[str, int]:
@@ -34,3 +34,8 @@ def stages_of(plan: Plan) -> dict[str, str]:
 def has_pipelines(plan: Plan) -> bool:
     """Whether any pipeline has more than one stage, so that stages need telling apart."""
     return any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
+
+
+def order_of(plan: Plan) -> str:
+    """In which order the pipelines compute: ``schedule 1F1B``, or ``an order of its own``."""
+    return "an order of its own" if any(pipeline.order for pipeline in plan.pipelines) else f"schedule {plan.schedule}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heterodyne.cluster import Cluster
 from heterodyne.plan import Plan
 from heterodyne.report.compare import Claim, Comparison
-from heterodyne.report.plan_shares import has_pipelines, samples_of, stages_of
+from heterodyne.report.plan_shares import has_pipelines, order_of, samples_of, stages_of
 from heterodyne.report.rows import Column, Rows
 from heterodyne.report.run import Candidate, Run
 from heterodyne.report.words import (
@@ -108,8 +108,7 @@ def share_rows(plan: Plan, cluster: Cluster | None = None) -> Rows:
     none = (*([DASH] if staged else []), "0", percent(0.0), "takes no part", DASH)
     rows += [(d, *none, byte_size(limits.get(d))) for d in plan.idle]
     return Rows(
-        title=f"Shares of the global batch of {plan.global_batch_size}"
-        + (f", schedule {plan.schedule}" if staged else ""),
+        title=f"Shares of the global batch of {plan.global_batch_size}" + (f", {order_of(plan)}" if staged else ""),
         columns=_columns(
             "device", *(["stage"] if staged else []), ">samples", ">share", "micro-batches", ">needs", ">of"
         ),

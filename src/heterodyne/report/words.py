@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from heterodyne.plan import Pipeline, Plan
+from heterodyne.report.plan_shares import order_of
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = [
@@ -140,8 +141,7 @@ def _schedule_in_words(plan: Plan) -> list[str]:
     if not deep:
         return []
     depths = " and ".join(map(str, sorted({len(pipeline.stages) for pipeline in deep})))
-    order = "in an order of its own" if any(pipeline.order for pipeline in deep) else f"schedule {plan.schedule}"
-    return [f"{'A pipeline' if len(deep) == 1 else f'{len(deep)} pipelines'} of {depths} stages: {order}."]
+    return [f"{'A pipeline' if len(deep) == 1 else f'{len(deep)} pipelines'} of {depths} stages: {order_of(plan)}."]
 
 
 def _listed(names: Sequence[str]) -> str:

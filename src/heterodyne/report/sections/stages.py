@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from heterodyne.plan import Pipeline
-from heterodyne.report.plan_shares import has_pipelines
+from heterodyne.report.plan_shares import has_pipelines, order_of
 from heterodyne.report.run import Run
 from heterodyne.report.step_times import StepTimes, by_rank, typical
 from heterodyne.report.words import DASH, percent
@@ -45,7 +45,7 @@ def stage_section(run: Run) -> dict[str, Any] | None:
         for device in devices
     ]
     return {
-        "schedule": "an order of its own" if any(p.order for p in run.plan.pipelines) else run.plan.schedule,
+        "schedule": order_of(run.plan),
         "several": len(run.plan.pipelines) > 1,
         "rows": rows,
         "parts": [name for name, _ in parts],
