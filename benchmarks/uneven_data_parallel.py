@@ -100,8 +100,8 @@ def ratios(jobs: list[dict[str, Any]], way: str, base: str) -> list[float]:
     return [a / b for job in jobs for a, b in zip(job[way], job[base], strict=True)]
 
 
-def emulated(speeds: tuple[float, ...], ways: list[str], size: Size) -> dict[str, Any]:
-    """Run this file once for each speed under emulation, and read what rank 0 wrote."""
+def emulated(speeds: tuple[float, ...], ways: list[str], size: Any, script: Path | None = None) -> dict[str, Any]:
+    """Run a script (None: this file) once for each speed under emulation, and read what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         command = [
@@ -113,7 +113,7 @@ def emulated(speeds: tuple[float, ...], ways: list[str], size: Size) -> dict[str
             ",".join(map(str, speeds)),
             "--",
             sys.executable,
-            __file__,
+            str(script or __file__),
         ]
         command += ["--worker", "--out", str(out), "--ways", *ways]
         command += ["--size", json.dumps(asdict(size))]

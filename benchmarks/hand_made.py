@@ -1,0 +1,196 @@
+"""Pipelines that no search has made: cut in proportion to speeds, in a named order or the best that is found for their costs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.recipe import Recipe
+from heterodyne.graph.cut import crossings
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.lower import lower
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
+from heterodyne.plan.program import Program
+from heterodyne.plan.schedules.best import best_orders
+from heterodyne.plan.schedules.times import StageTimes
+from heterodyne.sim.run import Simulation, simulate
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from heterodyne.api.preparation import Settings
+    from heterodyne.api.session import Session
+    from heterodyne.cluster.profile import Profile
+    from heterodyne.frontend import Captured
+    from heterodyne.runtime.worker import Worker
+
+__all__ = ["Line", "Rig", "cuts_at", "plan_of", "with_best_order"]
+
+Devices = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A pipeline to be: the ``homes`` of its stages, the parts of the work (ratios) that they take, and its micro-batches.
+
+    ``shares``: of the devices of a home, by home, where they are several; ``recompute``: the stages that recompute all their blocks.
+    """
+
+    homes: tuple[Devices, ...]
+    parts: tuple[float, ...]
+    micro_batches: tuple[int, ...]
+    shares: tuple[tuple[int, ...], ...] = ()
+    recompute: tuple[int, ...] = ()
+
+
+def cuts_at(graph: ModelGraph, parts: Sequence[float], *, blocks_only: bool = False) -> list[int]:
+    """The last op (exclusive) of each stage, so that the stages have these parts of the FLOPs, as nearly as can be.
+
+    Only places are taken at which as little crosses as anywhere (in a chain of blocks, one tensor), or, with ``blocks_only``, where a
+    block begins.
+    """
+    done, total = [0.0], 0.0
+    for op in graph.ops:
+        total += op.flops_forward(1)
+        done.append(total)
+    starts = [block.start for block in graph.blocks[1:]]
+    if not blocks_only:
+        crossing = {p: sum(c.bytes(1) for c in crossings(graph, [0, p])) for p in range(1, len(graph.ops))}
+        least = min(crossing[start] for start in starts)
+        starts = [p for p, size in crossing.items() if starts[0] <= p <= starts[-1] and size <= least]
+    found: list[int] = []
+    reached = 0.0
+    for number, part in enumerate(parts[:-1]):
+        reached += part / sum(parts)
+        left = len(parts) - 2 - number  # as many places must be left behind this one
+        free = [p for p in starts if not found or p > found[-1]]
+        free = free[: len(free) - left]
+        found.append(min(free, key=lambda p: abs(done[p] - reached * total)))
+    return [*found, len(graph.ops)]
+
+
+def plan_of(
+    graph: ModelGraph, cluster: Cluster, lines: Sequence[Line], schedule: str, *, blocks_only: bool = False
+) -> Plan:
+    """The plan of these pipelines; what is on none of them is idle."""
+    pipelines = []
+    for line in lines:
+        stages, start = [], 0
+        shares = line.shares or tuple((1,) * len(home) for home in line.homes)
+        for number, stop in enumerate(cuts_at(graph, line.parts, blocks_only=blocks_only)):
+            whole = tuple(n for n, b in enumerate(graph.blocks) if start <= b.start < b.stop <= stop)
+            stages.append(
+                Stage(
+                    ops=(start, stop),
+                    devices=line.homes[number],
+                    regions=(Region(layout=Layout(shares=shares[number])),),
+                    recompute=whole if number in line.recompute else (),
+                )
+            )
+            start = stop
+        pipelines.append(Pipeline(micro_batches=MicroBatches(line.micro_batches), stages=tuple(stages)))
+    used = {device for line in lines for home in line.homes for device in home}
+    return Plan(
+        model=graph.fingerprint,
+        cluster=cluster.fingerprint,
+        global_batch_size=sum(sum(line.micro_batches) for line in lines),
+        schedule=schedule,
+        pipelines=tuple(pipelines),
+        idle=tuple(device.id for device in cluster.devices if device.id not in used),
+    )
+
+
+def with_best_order(plan: Plan, costs: CostModel) -> Plan:
+    """The plan with the best orders that are found for the costs of its stages; of a home the slowest device counts."""
+    ranks = costs.of(plan).ranks
+    pipelines = []
+    for pipeline in plan.pipelines:
+        times = []
+        for number, stage in enumerate(pipeline.stages):
+            own = [ranks[costs.cluster.rank(device)].stages[number] for device in stage.devices]
+            forward, backward = (
+                max(_mean(s) for s in of) for of in zip(*((s.forward_s, s.backward_s) for s in own), strict=True)
+            )
+            inputs = max(_mean(s.input_s) for s in own) or backward / 2
+            weights = max(_mean(s.weight_s) for s in own) or backward / 2
+            again = max(_mean(s.recompute_s) for s in own)
+            times.append(StageTimes(forward_s=forward, input_s=inputs, weight_s=weights, recompute_s=again))
+        orders = best_orders(times, pipeline.place_of_stage, len(pipeline.micro_batches)).orders
+        lines = tuple(" ".join(map(str, row)) for row in orders)
+        pipelines.append(pipeline.model_copy(update={"order": lines}))
+    return plan.model_copy(update={"pipelines": tuple(pipelines)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    """A session in which a model is captured and measured, ready for any plan. Every rank has one."""
+
+    session: Session
+    captured: Captured
+    profile: Profile
+    costs: CostModel
+    settings: Settings
+
+    @classmethod
+    def of(
+        cls, session: Session, model: nn.Module, batch: Mapping[str, Tensor], sizes: tuple[int, ...], budget_s: float
+    ) -> Rig:
+        """Capture and measure; ``sizes``: of micro-batches. Collective."""
+        from heterodyne.api.preparation import Settings, capture_everywhere, measure_everywhere
+        from heterodyne.frontend import loss_of
+        from heterodyne.job import OptimizerSection, ParallelismSection
+        from heterodyne.measure.whole_model import WholeModel
+
+        settings = Settings(
+            global_batch_size=len(next(iter(batch.values()))),
+            precision="fp32",
+            clip=False,
+            optimizer=OptimizerSection(lr=1e-4),
+            parallelism=ParallelismSection(micro_batch_sizes=sizes),
+        )
+        captured = capture_everywhere(session, model, batch)
+        whole = WholeModel(
+            build=lambda device: copy.deepcopy(model).to(device),
+            inputs=captured.graph.inputs,
+            example=batch,
+            loss=loss_of,
+        )
+        profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
+        costs = CostModel(graph=captured.graph, cluster=session.cluster, profile=profile, recipe=Recipe(clip=False))
+        return cls(session=session, captured=captured, profile=profile, costs=costs, settings=settings)
+
+    def agreed(self, plan: Plan) -> Plan:
+        """The plan of rank 0, on every rank. Collective."""
+        return Plan.parse(self.session.communicator.broadcast_object(plan.dump(), 0))
+
+    def program(self, plan: Plan) -> Program:
+        return lower(plan, self.captured.graph, self.session.cluster, clip=False)
+
+    def predicted(self, plan: Plan) -> Simulation:
+        return simulate(self.program(plan), self.costs.of(plan))
+
+    def worker(self, plan: Plan, model: nn.Module) -> Worker:
+        """Collective."""
+        from heterodyne.api.preparation import Prepared, make_worker
+
+        prepared = Prepared(
+            captured=self.captured, profile=self.profile, plan=plan, program=self.program(plan), planned=None
+        )
+        return make_worker(
+            self.session,
+            prepared,
+            model,
+            optimizer=self.settings.optimizer,
+            total_steps=10**6,
+            seed=0,
+            clip_grad_norm=0.0,
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
