@@ -51,11 +51,11 @@ class Builder:
         """With 1F1B, nothing recomputed."""
         return Built(draft=draft, pipeline=self._stages(draft), schedule="1F1B", makespan_s=draft.estimate_s)
 
-    def best(self, draft: Draft) -> Iterator[Built]:
+    def best(self, draft: Draft, *, move: bool = True) -> Iterator[Built]:
         """With the best order that is found, if memory is short also with recomputation, and with borders moved for that order."""
         for built, demands in self._variants(draft):
             yield built
-            if any(stage.recompute for stage in built.pipeline.stages) or len(draft.place_of) == 1:
+            if not move or any(stage.recompute for stage in built.pipeline.stages) or len(draft.place_of) == 1:
                 continue
             orders = orders_of(built.schedule or "1F1B", built.pipeline)
             moved = refined(built.draft, self.drafting, orders, demands.reads, rounds=self.refinements)

@@ -9,7 +9,7 @@ from heterodyne.cost.model import slices_of
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan
-from heterodyne.search.planned import Candidate, Planned, Strategy, serves
+from heterodyne.search.planned import CLEARLY, Candidate, Planned, Strategy, serves
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["AlternativeRow", "ShareRow", "alternatives", "paragraph", "ratio_in_words", "reason", "shares"]
@@ -97,6 +97,8 @@ def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
         ratio = None if candidate.step_s is None or base <= 0 else candidate.step_s / base
         chosen = candidate is planned.chosen
         note = "chosen" if chosen else candidate.why_not or ("" if ratio is None else ratio_in_words(ratio))
+        if candidate.kind == "wide" and ratio is not None and CLEARLY < ratio < 1:
+            note += ", too little for places of several devices"
         rows.append(AlternativeRow(name=candidate.name, chosen=chosen, step_s=candidate.step_s, ratio=ratio, note=note))
     return tuple(sorted(rows, key=lambda row: (row.step_s is None, row.step_s or 0.0, not row.chosen)))
 

@@ -19,7 +19,7 @@ from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
 from heterodyne.search.drafts import Draft, Drafting
 from heterodyne.search.lines import Line, Place, groupings, kinds_of, orders, swaps, wide_lines
-from heterodyne.search.planned import Candidate, Kind
+from heterodyne.search.planned import CLEARLY, Candidate, Kind
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import overflow, plan_of, predict
 from heterodyne.search.runs import Runs
@@ -33,6 +33,7 @@ _MOST_INSIDE = 4
 _FINER = 0.99  # cuts inside blocks are taken if they are so much shorter
 _SMALL = 8 * 16  # places times micro-batches up to which the search for orders is generous
 _MOST_SIZES = 2
+_CLOSE = 1e-9
 _MOST_PLAYED = 3  # orders of one draft that are simulated, beside 1F1B
 
 
@@ -73,6 +74,13 @@ class Pipelines:
         return tuple(device.id for device in self.model.cluster.devices)
 
     @cached_property
+    def usable(self) -> tuple[str, ...]:
+        """The devices that can hold at least some stage."""
+        tables = self._finer.tables
+        size = min(self.sizes)
+        return tuple(d for d in self.devices if tables.holds_any(d, size))
+
+    @cached_property
     def kinds(self) -> dict[str, int]:
         return kinds_of(self.model.cluster, self.model.profile)
 
@@ -87,18 +95,25 @@ class Pipelines:
 
         ``below_s``: the step of the best other plan.
         """
+        if len(self.usable) < 2:
+            why = "fewer than two devices can hold any part of the model"
+            return (Candidate(name="a pipeline", kind="pipeline", why_not=why),)
         try:
-            drafts = self.drafts(self.devices)
+            drafts = self.drafts(self.usable)
         except InfeasibleError as error:
-            return (Candidate(name=f"a pipeline over {self._who(self.devices)}", kind="pipeline", why_not=str(error)),)
-        found = [self._best("pipeline", drafts[:_MOST_SIZES], below_s)]
+            drafts = next(filter(None, map(self._drafts_or_none, groupings(self.usable, self.kinds)[1:])), [])
+            if not drafts:
+                name = f"a pipeline over {self._who(self.usable)}"
+                return (Candidate(name=name, kind="pipeline", why_not=str(error)),)
+        tried = drafts[: _MOST_SIZES if self._small(drafts[0]) else 1]
+        found = [self._best("pipeline", tried, below_s)]
         limit = min(below_s, found[0].step_s or inf)
         for devices in self._fewer(drafts[0].line):
             fewer = self._drafts_or_none(devices)
             if fewer and fewer[0].estimate_s < min(limit, drafts[0].estimate_s):
                 found.append(self._best("pipeline", fewer[:1], limit))
         wide = self._wide(drafts[0])
-        if wide is not None and wide.longest_s < limit:
+        if wide is not None and wide.longest_s < CLEARLY * limit:
             found.append(self._best("wide", [wide], limit))
         return (*found, self._even(drafts[0]))
 
@@ -109,22 +124,25 @@ class Pipelines:
         most = len(self.drafting.points) - 1
         kept = sorted(sorted(devices, key=lambda d: -self.rate[d])[:most], key=list(devices).index)
         lines = orders(kept, self.kinds, memory, self.rate)
-        best: dict[MicroBatches, Draft] = {}
         failure: InfeasibleError | None = None
-        for micro_batches in self._micro_batches(samples):
-            for line in lines:
-                try:
-                    draft = self.drafting.draft(line, micro_batches)
-                except InfeasibleError as error:
-                    failure = failure or error
-                    continue
-                before = best.get(micro_batches)
-                if before is None or draft.estimate_s < before.estimate_s * (1 - 1e-9):
-                    best[micro_batches] = draft
-        if not best:
-            raise failure or InfeasibleError(f"{samples} samples cannot be cut into {self.count} micro-batches")
-        ranked = sorted(best.values(), key=lambda draft: draft.estimate_s)
-        return [self._swapped(ranked[0]), *ranked[1:]]
+        for drafting in (self.drafting, self._finer):  # where memory is short, cuts inside blocks may be what helps
+            best: dict[MicroBatches, Draft] = {}
+            for micro_batches in self._micro_batches(samples):
+                for line in lines:
+                    try:
+                        draft = drafting.draft(line, micro_batches)
+                    except InfeasibleError as error:
+                        failure = error
+                        continue
+                    before = best.get(micro_batches)
+                    if before is None or draft.estimate_s < before.estimate_s * (1 - _CLOSE):
+                        best[micro_batches] = draft
+            if best:
+                ranked = sorted(best.values(), key=lambda draft: draft.estimate_s)
+                return [self._swapped(drafting, ranked[0]), *ranked[1:]]
+        raise failure or InfeasibleError(
+            f"{samples} samples cannot be cut into {self.count} micro-batches of at most {max(self.sizes)}"
+        )
 
     def built(self, draft: Draft) -> list[Built]:
         """Pipelines of a draft, with finer cuts where they pay, and with two stages a place."""
@@ -153,12 +171,15 @@ class Pipelines:
 
     def fine(self, draft: Draft) -> tuple[Draft, Drafting]:
         """The same line cut with more care: inside blocks if that pays."""
-        coarse = self.drafting.draft(draft.line, draft.micro_batches, exact=True)
-        if len(draft.line) == 1:
-            return coarse, self.drafting
-        finer = self._finer.draft(draft.line, draft.micro_batches, exact=True)
-        pays = finer.estimate_s < coarse.estimate_s * _FINER
-        return (finer, self._finer) if pays else (coarse, self.drafting)
+        options: list[tuple[Draft, Drafting]] = []
+        for drafting in (self.drafting, self._finer) if len(draft.line) > 1 else (self.drafting,):
+            try:
+                cut = drafting.draft(draft.line, draft.micro_batches, exact=True)
+            except InfeasibleError:
+                continue  # the other cuts are those that the draft was drawn with
+            if not options or cut.estimate_s < options[0][0].estimate_s * _FINER:
+                options.insert(0, (cut, drafting))
+        return options[0]
 
     def weighed(self, name: str, kind: Kind, pipelines: tuple[Pipeline, ...], schedule: str) -> Candidate:
         """Simulated, and refused if it does not fit."""
@@ -192,11 +213,10 @@ class Pipelines:
         for placement in ("loop", "v") if len(fine.line) > 1 else ():
             folded = drafting.folded(fine.line, fine.micro_batches, placement)
             if folded is not None and folded.longest_s < fine.estimate_s:
-                yield from builder.best(folded)
+                yield from builder.best(folded, move=self._small(fine))
 
     def _builder(self, drafting: Drafting, draft: Draft) -> Builder:
-        work = len(draft.line) * len(draft.micro_batches)
-        small = work <= _SMALL
+        small = self._small(draft)
         return Builder(
             model=self.model,
             drafting=drafting,
@@ -204,15 +224,18 @@ class Pipelines:
             refinements=8 if small else 2,
         )
 
-    def _swapped(self, draft: Draft) -> Draft:
+    def _small(self, draft: Draft) -> bool:
+        return len(draft.line) * len(draft.micro_batches) <= _SMALL
+
+    def _swapped(self, drafting: Drafting, draft: Draft) -> Draft:
         """One round of swaps of two places."""
         best = draft
         for line in swaps(draft.line, self.kinds):
             try:
-                tried = self.drafting.draft(line, draft.micro_batches)
+                tried = drafting.draft(line, draft.micro_batches)
             except InfeasibleError:
                 continue
-            if tried.estimate_s < best.estimate_s * (1 - 1e-9):
+            if tried.estimate_s < best.estimate_s * (1 - _CLOSE):
                 best = tried
         return best
 
@@ -232,9 +255,9 @@ class Pipelines:
 
     def _fewer(self, line: Line) -> list[tuple[str, ...]]:
         """All devices but one, at most four ways, the slowest left out first."""
-        if len(line) < len(self.devices):
+        if len(line) < len(self.usable):
             return []
-        groups = groupings(self.devices, self.kinds)[1:]
+        groups = groupings(self.usable, self.kinds)[1:]
         return sorted(groups, key=lambda group: -sum(self.rate[d] for d in group))[:4]
 
     def _wide(self, draft: Draft) -> Draft | None:
@@ -251,7 +274,7 @@ class Pipelines:
                     tried = self.drafting.draft(line, micro_batches)
                 except InfeasibleError:
                     continue
-                if best is None or tried.estimate_s < best.estimate_s * (1 - 1e-9):
+                if best is None or tried.estimate_s < best.estimate_s * (1 - _CLOSE):
                     best = tried
         return best
 

@@ -12,10 +12,13 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.sim.run import Simulation
 
-__all__ = ["Candidate", "Kind", "Planned", "Strategy", "serves"]
+__all__ = ["CLEARLY", "Candidate", "Kind", "Planned", "Strategy", "serves"]
 
 Strategy = Literal["auto", "data", "pipeline", "equal", "fastest"]
 Kind = Literal["balanced", "equal", "fastest", "fewer", "pipeline", "wide", "replicas", "even", "given"]
+CLEARLY = 0.95
+"""Places of several devices are chosen only if so much faster: what they exchange may turn out not to be cut by samples."""
+
 _OF_DATA = ("balanced", "equal", "fastest", "fewer")
 _OF_PIPELINES = ("pipeline", "wide", "replicas", "even")
 

@@ -24,17 +24,13 @@ from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.explain import reason
 from heterodyne.search.fit import Fit, fit_devices, nothing_fits
 from heterodyne.search.pipelines import Pipelines
-from heterodyne.search.planned import Candidate, Planned, Strategy, serves
+from heterodyne.search.planned import CLEARLY, Candidate, Planned, Strategy, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
 from heterodyne.search.replicas import Replicas
 from heterodyne.search.runs import Runs
 from heterodyne.sim.run import Simulation
 
 __all__ = ["plan"]
-
-_CLEARLY = (
-    0.95  # places of several devices are chosen only if so much faster: what they exchange may not be cut by samples
-)
 
 
 def plan(
@@ -136,7 +132,7 @@ def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[
     serving = [c for c in candidates if serves(c.kind, strategy, only=only)]
     possible = [c for c in serving if c.step_s is not None]
     if possible:
-        return min(possible, key=lambda c: ((c.step_s or 0.0) / (_CLEARLY if c.kind == "wide" else 1), len(c.left_out)))
+        return min(possible, key=lambda c: ((c.step_s or 0.0) / (CLEARLY if c.kind == "wide" else 1), len(c.left_out)))
     if not any(fit.sizes for fit in fits):
         why = next((c.why_not for c in serving if c.kind == "pipeline"), "")
         raise nothing_fits(fits, recipe.optimizer, recipe.precision, pipeline=why)

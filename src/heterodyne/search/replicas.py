@@ -42,7 +42,7 @@ class Replicas:
         nodes = {device.id: device.node for device in model.cluster.devices}
         drawn: list[tuple[float, Parts, list[int]]] = []
         known: dict[tuple[str, ...], list[float] | None] = {}
-        for parts in partitions(self.pipelines.devices, self.pipelines.kinds, self.pipelines.rate, nodes):
+        for parts in partitions(self.pipelines.usable, self.pipelines.kinds, self.pipelines.rate, nodes):
             for part in parts:
                 if part not in known:
                     known[part] = self._table(part)

@@ -97,6 +97,12 @@ class Tables:
             lack_bytes=np.maximum(0.0, short - frees),
         )
 
+    def holds_any(self, device: str, size: int) -> bool:
+        """Whether the device has room for any stage at all, one micro-batch of that size at a time."""
+        count = len(self.points)
+        lack = self.table(device, {size: 1}, 1).lack_bytes
+        return bool((lack[np.triu_indices(count, 1)] <= 0).any())
+
     def update_s(self, device: str) -> Floats:
         """Seconds of clipping and of the optimizer step of every stage."""
         clip = 1 + self.model.recipe.clip_to_step

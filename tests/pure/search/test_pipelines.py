@@ -1,0 +1,261 @@
+"""Pipelines that the planner makes: they can run, they fit, they are no slower than what they are compared with, and it says so."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterodyne.cluster import Link
+from heterodyne.cost import CostModel, MemoryAssumptions
+from heterodyne.errors import InfeasibleError
+from heterodyne.graph import ModelGraph
+from heterodyne.plan import MicroBatches, Plan
+from heterodyne.plan.check import violations
+from heterodyne.search import Planned, alternatives, paragraph, plan, shares
+from heterodyne.search.drafts import Drafting
+from heterodyne.search.lines import Place, groupings, partitions
+from heterodyne.search.points import points_of
+from heterodyne.search.tables import Tables
+from pure.build import cluster, graph, linear, profile
+
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+LINK = Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e9, latency_s=1e-5)
+SPEEDS = (0.7, 0.35, 0.35, 0.2)
+
+
+def asked(
+    model: ModelGraph, speeds: tuple[float, ...], memory: Any = 2**36, *, samples: int = 16, **options: Any
+) -> Planned:
+    machines = cluster(len(speeds), memory=memory, link=LINK)
+    measured = profile(model, machines, [linear(1 / s) for s in speeds], reduce=lambda size: 1e-3 + size * 1e-9)
+    return plan(
+        model,
+        machines,
+        measured,
+        **{"global_batch_size": samples, "micro_batch_sizes": (1,), "strategy": "pipeline", "memory": BARE, **options},
+    )
+
+
+def drawn(problem: dict[str, Any]) -> Planned:
+    model = graph(problem["layers"], saved=problem["saved"])
+    return asked(model, **{key: value for key, value in problem.items() if key not in ("layers", "saved")})
+
+
+def whole_bytes(model: ModelGraph) -> int:
+    machines = cluster(1)
+    costs = CostModel(graph=model, cluster=machines, profile=profile(model, machines, [linear(1.0)]), memory=BARE)
+    return costs.memory_use("n0/cpu:0", 1).total
+
+
+def step_of(planned: Planned, kind: str) -> float:
+    return min((c.step_s for c in planned.candidates if c.kind == kind and c.step_s is not None), default=float("inf"))
+
+
+def stages_of(made: Plan) -> list[int]:
+    return [len(pipeline.stages) for pipeline in made.pipelines]
+
+
+def test_unequal_devices_and_alike_blocks_come_near_the_bound() -> None:
+    """Speeds 0.7, 0.35, 0.35, 0.2; 16 alike blocks; 16 micro-batches: blocks alone cannot be divided 7 : 3.5 : 3.5 : 2."""
+    planned = asked(graph(16), SPEEDS)
+    bound = 16 / sum(SPEEDS)
+    assert step_of(planned, "pipeline") <= bound / 0.88
+    assert step_of(planned, "even") >= 1.6 * step_of(planned, "pipeline")
+    assert planned.simulation.step_s >= bound
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    count = draw(st.integers(2, 4))
+    layers, saved = draw(st.integers(2, 8)), draw(st.sampled_from([100, 4000]))
+    need = whole_bytes(graph(layers, saved=saved))
+    return {
+        "layers": layers,
+        "saved": saved,
+        "speeds": tuple(draw(st.sampled_from([1.0, 0.7, 0.35, 0.2])) for _ in range(count)),
+        "memory": [draw(st.sampled_from([need // 3, need // 2, need, 4 * need])) for _ in range(count)],
+        "samples": draw(st.integers(1, 12)),
+        "micro_batch_sizes": draw(st.sampled_from([(1,), (1, 2), (2, 4)])),
+        "strategy": draw(st.sampled_from(["auto", "pipeline"])),
+        "bucket_bytes": 300,
+    }
+
+
+@given(problems())
+@settings(max_examples=25)
+def test_what_is_planned_can_run_fits_and_is_the_fastest_weighed(problem: dict[str, Any]) -> None:
+    try:
+        planned = drawn(problem)
+    except InfeasibleError:
+        return
+    machines = planned.cluster
+    assert violations(planned.plan, planned.graph, machines) == ()
+    for rank, device in enumerate(machines.devices):
+        assert planned.simulation.peak_bytes[rank] <= device.memory_bytes
+    serving = [
+        c.step_s
+        for c in planned.candidates
+        if c.step_s is not None
+        and c.kind != "wide"
+        and (problem["strategy"] == "auto" or c.kind in ("pipeline", "replicas", "even"))
+    ]
+    assert planned.simulation.step_s <= min(serving, default=float("inf"))
+    predicted = planned.plan.predicted
+    assert predicted is not None
+    assert 0 < predicted.efficiency <= 1 + 1e-9
+    assert set(planned.compute_s) == set(planned.memory) == set(planned.plan.devices)
+    assert Plan.parse(planned.plan.dump()) == planned.plan
+
+
+@given(problems())
+@settings(max_examples=8)
+def test_the_same_question_has_the_same_answer(problem: dict[str, Any]) -> None:
+    try:
+        first = drawn(problem).plan.dump()
+    except InfeasibleError:
+        return
+    assert drawn(problem).plan.dump() == first
+
+
+def test_a_model_that_fits_on_no_device_is_cut() -> None:
+    model = graph(8)
+    need = whole_bytes(model)
+    planned = asked(model, (1.0, 1.0, 0.5), need * 2 // 3, strategy="auto")
+    assert min(stages_of(planned.plan)) > 1
+    assert planned.unfit == {}
+    with pytest.raises(InfeasibleError, match="no device can hold"):
+        asked(model, (1.0, 1.0, 0.5), need * 2 // 3, strategy="data")
+
+
+def test_where_nothing_fits_both_reasons_are_told() -> None:
+    model = graph(8)
+    with pytest.raises(InfeasibleError) as caught:
+        asked(model, (1.0, 1.0), whole_bytes(model) // 5, strategy="auto")
+    assert "no device can hold a copy of the model" in str(caught.value)
+    assert "nor can they hold it together" in str(caught.value)
+    assert set(caught.value.shortfalls) == {"n0/cpu:0", "n0/cpu:1"}
+
+
+def test_a_device_that_can_hold_no_block_stays_idle_and_is_told() -> None:
+    model = graph(8)
+    planned = asked(model, (1.0, 1.0, 1.0), [2**36, 2**36, 100])
+    assert "n0/cpu:2" in planned.plan.idle
+    assert "it lacks" in planned.unfit["n0/cpu:2"]
+
+
+def test_activations_that_do_not_fit_are_recomputed_and_nothing_is_where_they_fit() -> None:
+    """Activations are nearly all of the memory: two thirds of those in flight cannot be kept."""
+    model = graph(12, saved=200_000)
+    kept = whole_bytes(model)
+    tight = asked(model, (1.0, 1.0, 1.0), kept, samples=12)
+    again = [len(stage.recompute) for p in tight.plan.pipelines for stage in p.stages]
+    roomy = asked(model, (1.0, 1.0, 1.0), 100 * kept, samples=12)
+    assert not any(stage.recompute for p in roomy.plan.pipelines for stage in p.stages)
+    assert roomy.simulation.step_s <= tight.simulation.step_s
+    assert tight.simulation.step_s <= 12.0 + 1e-9 or any(again)  # not slower than one device, which keeps everything
+
+
+def test_strategies_name_the_ways() -> None:
+    model = graph(6)
+    data, cut = asked(model, SPEEDS, strategy="data"), asked(model, SPEEDS)
+    assert stages_of(data.plan) == [1] * len(data.plan.pipelines)
+    assert max(stages_of(cut.plan)) > 1
+    best = asked(model, SPEEDS, strategy="auto")
+    assert best.simulation.step_s <= min(data.simulation.step_s, cut.simulation.step_s)
+    with pytest.raises(InfeasibleError, match="two devices"):
+        asked(model, (1.0,))
+
+
+def test_statistics_over_the_batch_keep_the_number_of_micro_batches() -> None:
+    model = graph(6, batch_statistics=True)
+    planned = asked(model, (1.0, 1.0), strategy="auto", samples=8, micro_batch_sizes=(1, 2, 4, 8))
+    counts = {len(p.micro_batches) for c in planned.candidates if c.plan is not None for p in c.plan.pipelines}
+    assert len(counts) == 1
+    small = whole_bytes(model) * 2 // 3
+    alone = asked(model, (1.0, 1.0), small, strategy="auto", samples=8, micro_batch_sizes=(1, 2, 4, 8))
+    assert len(alone.plan.pipelines) == 1
+    assert len(alone.plan.pipelines[0].stages) > 1
+
+
+def test_the_words_tell_stages_blocks_schedule_and_alternatives() -> None:
+    planned = asked(graph(8), (0.7, 0.35, 0.2), strategy="pipeline")
+    text = paragraph(planned)
+    for words in (
+        "A pipeline of",
+        "stage 0 (embed to",
+        "head",
+        "with",
+        "its devices wait",
+        "an even cut with 1F1B would take",
+    ):
+        assert words in text
+    assert "with the model cut into stages that were weighed" in planned.plan.reason
+    names = [row.name for row in alternatives(planned)]
+    assert "an even cut with 1F1B" in names
+    assert any(name.startswith("balanced over all 3 devices") for name in names)
+    rows = shares(planned)
+    assert all(row.samples <= 16 for row in rows)
+    assert all(
+        row.part
+        for row in rows
+        if row.samples and max(stages_of(planned.plan)) > 1 and len(planned.plan.pipelines) == 1
+    )
+
+
+def test_every_table_is_what_the_cost_model_says_of_that_stage() -> None:
+    """Time to the last digit or so; memory never below."""
+    model, machines = graph(4), cluster(2)
+    measured = profile(model, machines, [linear(1.0), linear(3.0)], optimizer_s=0.5)
+    costs = CostModel(graph=model, cluster=machines, profile=measured, memory=BARE)
+    points = points_of(model, inside=1)
+    tables = Tables(model=costs, points=points)
+    table = tables.table("n0/cpu:1", {2: 3}, 2)
+    compute = costs.compute["n0/cpu:1"]
+    for i, start in enumerate(points.positions):
+        for j, stop in enumerate(points.positions[i + 1 :], start=i + 1):
+            ops = (start, stop)
+            passes = 3 * (compute.seconds("F", ops, 2) + compute.seconds("B", ops, 2))
+            update = costs.update_s("n0/cpu:1", [ops]) + costs.clip_s("n0/cpu:1", [ops])
+            assert table.step_s[i, j] == pytest.approx(passes + update)
+            stage = costs.stage("n0/cpu:1", ops, (2,))
+            assert tables.kept("n0/cpu:1", 2)[j] - tables.kept("n0/cpu:1", 2)[i] == pytest.approx(stage.kept_bytes[0])
+
+
+def test_the_points_are_borders_of_blocks_and_alike_inside_alike_blocks() -> None:
+    model = graph(4)
+    assert points_of(model).positions == (0, *(block.start for block in model.blocks[1:]), len(model.ops))
+    inside = set(points_of(model, inside=3).positions) - set(points_of(model).positions)
+    assert inside == {block.start + 1 for block in model.blocks if block.kind == "layer"}
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 20))
+@settings(max_examples=20)
+def test_a_group_of_alike_devices_is_as_fast_as_it_is_wide(width: int, each: int, count: int) -> None:
+    model, machines = graph(3), cluster(width + 1, link=LINK)
+    costs = CostModel(
+        graph=model, cluster=machines, profile=profile(model, machines, [linear(1.0)] * (width + 1)), memory=BARE
+    )
+    drafting = Drafting(model=costs, tables=Tables(model=costs, points=points_of(model)))
+    ids = tuple(device.id for device in machines.devices)
+    line = (Place(devices=ids[:width], shares=(1,) * width), Place(devices=ids[width:]))
+    micro_batches = MicroBatches((width * each,) * count)
+    draft = drafting.draft(line, micro_batches)
+    alone = drafting.draft((Place(devices=ids[:1]), line[1]), micro_batches)
+    assert draft.longest_s <= alone.longest_s
+    parts = [(b - a) / len(model.ops) for a, b in pairwise(draft.borders)]
+    assert sum(parts) == pytest.approx(1)
+
+
+def test_alike_devices_are_one_line_and_one_partition() -> None:
+    ids = ("a", "b", "c", "d")
+    alike = dict.fromkeys(ids, 0)
+    rate, nodes = dict.fromkeys(ids, 1.0), dict.fromkeys(ids, "n")
+    assert [sorted(map(len, parts)) for parts in partitions(ids, alike, rate, nodes)] == [[1, 1, 2], [1, 3], [2, 2]]
+    assert len(groupings(ids, alike)) == 2
+    unlike = {name: number for number, name in enumerate(ids)}
+    assert len(partitions(ids, unlike, rate, nodes)) == 13  # all ways to part four things but the two extremes
+    assert len(groupings(ids, unlike)) == 5
