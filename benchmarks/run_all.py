@@ -16,10 +16,19 @@ from typing import Any
 from results import ROOT
 
 from heterodyne.report.pictures import RatioBar, ratio_picture
+from heterodyne.report.scatter import Foretold, scatter_picture
 
 HERE = Path(__file__).resolve().parent
 MARKS = ("<!-- measured: written by make bench -->", "<!-- end of measured -->")
-BENCHMARKS = ("uneven_data_parallel", "convergence", "capture_large", "kill_and_resume", "simulator_speed")
+BENCHMARKS = (
+    "uneven_data_parallel",
+    "uneven_pipeline",
+    "convergence",
+    "capture_large",
+    "kill_and_resume",
+    "simulator_speed",
+    "simulator_truth",
+)
 
 
 def main() -> int:
@@ -107,7 +116,19 @@ def pictures(found: list[dict[str, Any]]) -> None:
             ratio_picture(
                 bars,
                 ROOT / "docs" / "pictures" / f"{run['name']}.png",
-                title="Step time over that of the planned shares",
+                title="Step time over that of the plan",
+            )
+        points = [
+            Foretold(kind=row["kind"], simulated_s=row["simulated_s"], measured_s=row["measured_s"])
+            for row in run["rows"]
+            if "simulated_s" in row
+        ]
+        if points:
+            scatter_picture(
+                points,
+                ROOT / "docs" / "pictures" / f"{run['name']}.png",
+                title="Step time of plans of many kinds",
+                band=0.12,
             )
 
 

@@ -1,0 +1,233 @@
+"""Plans of many kinds, simulated and then run: how far the simulated step time and memory are from the measured ones.
+
+Four emulated workers (CPU quotas 0.7, 0.35, 0.35, 0.2 of a core) train a small GPT under one plan after the other: cuts, schedules,
+orders that were found, several devices a stage, unequal shares, recompute, pipelines side by side. Each is simulated from one
+measured profile, before it runs. Memory is that of the process, as a run reports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from hand_made import Line, Rig, plan_of, with_best_order
+from results import ROOT, Results, arguments
+from uneven_data_parallel import UNEQUAL, emulated
+from uneven_pipeline import relative_rates
+
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Plan
+
+BATCH = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is trained. ``every``: one plan in so many is taken; ``steps`` are measured of each, after one that warms up."""
+
+    width: int
+    layers: int
+    length: int
+    every: int
+    steps: int
+    budget_s: float
+
+
+FULL = Size(width=256, layers=8, length=128, every=1, steps=4, budget_s=120)
+QUICK = Size(width=128, layers=4, length=64, every=4, steps=2, budget_s=8)
+
+
+def main() -> int:
+    options = arguments(__doc__)
+    results = Results("simulator_truth")
+    found = emulated(UNEQUAL, [], QUICK if options.quick else FULL, Path(__file__))["plans"]
+    errors, margins = [], []
+    for plan in found:
+        error = plan["simulated_s"] / plan["measured_s"] - 1
+        margin = min(s / m for s, m in zip(plan["simulated_bytes"], plan["measured_bytes"], strict=True) if s)
+        errors.append(abs(error))
+        margins.append(margin)
+        seconds = {key: plan[key] for key in ("simulated_s", "measured_s")}
+        results.row(plan["name"], kind=plan["kind"], **seconds, error=error, memory_ratio=margin)
+    results.row("all", plans=len(found))
+    results.bar("mean error of the step time", fmean(errors), "<= 0.05")
+    results.bar("largest error of the step time", max(errors), "<= 0.12")
+    results.bar("least simulated over measured peak memory", min(margins), ">= 1.0")
+    if not options.quick:
+        results.bar("plans", len(found), ">= 30")
+    return results.write(options.json)
+
+
+def plans(rig: Rig, rates: list[float]) -> Iterator[tuple[str, str, Plan]]:
+    """(kind, name, plan) of every kind."""
+    graph, cluster = rig.captured.graph, rig.session.cluster
+    one, two, three, four = (device.id for device in cluster.devices)
+    all_four = ((one,), (two,), (three,), (four,))
+    even, fast = (1.0,) * 4, tuple(rates)
+    sizes = {
+        1: (1,) * BATCH,
+        2: (2,) * (BATCH // 2),
+        4: (4,) * (BATCH // 4),
+        3: MicroBatches.of_samples(BATCH, 3).sizes,
+    }
+
+    def made(lines: list[Line], schedule: str = "1F1B") -> Plan:
+        return plan_of(graph, cluster, lines, schedule)
+
+    def samples(share: int, size: int) -> tuple[int, ...]:
+        return MicroBatches.of_samples(share, size).sizes
+
+    for name, shares, size in (
+        ("by speed", (7, 4, 3, 2), 2),
+        ("equal", (4, 4, 4, 4), 4),
+        ("on three", (8, 4, 4, 0), 1),
+    ):
+        lines = [
+            Line(homes=(home,), parts=(1.0,), micro_batches=samples(share, size))
+            for home, share in zip(all_four, shares, strict=True)
+            if share
+        ]
+        yield "replicas", f"replicas {name}", made(lines)
+    for schedule in ("GPipe", "1F1B", "ZBH1", "ZBH2"):
+        for told, parts in (("even", even), ("by speed", fast)):
+            for size in (1, 2) if schedule in ("1F1B", "ZBH1") else (2,):
+                line = Line(homes=all_four, parts=parts, micro_batches=sizes[size])
+                yield "named", f"{schedule}, {told}, by {size}", made([line], schedule)
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        line = Line(homes=all_four * 2, parts=fast * 2, micro_batches=sizes[2])
+        yield "two stages each", f"{schedule}, by speed", made([line], schedule)
+    for schedule in ("ZBVZeroBubble", "DualPipeV"):
+        line = Line(homes=all_four + all_four[::-1], parts=fast + fast[::-1], micro_batches=sizes[1])
+        yield "two stages each", f"{schedule}, by speed", made([line], schedule)
+    for told, parts, size in (("by speed", fast, 1), ("by speed", fast, 3), ("even", even, 2)):
+        line = Line(homes=all_four, parts=parts, micro_batches=sizes[size])
+        yield "found", f"found, {told}, by {size}", with_best_order(made([line]), rig.costs)
+    line = Line(homes=all_four + all_four[::-1], parts=fast + fast[::-1], micro_batches=sizes[2])
+    yield "found", "found, two stages each", with_best_order(made([line]), rig.costs)
+    for schedule, again in (
+        ("1F1B", (0,)),
+        ("1F1B", (0, 1, 2, 3)),
+        ("ShiftedCriticalPath", (0, 1, 2)),
+        ("ZBH1", (0, 1)),
+    ):
+        line = Line(homes=all_four, parts=fast, micro_batches=sizes[2], recompute=again)
+        yield "recompute", f"{schedule}, recompute on {len(again)} stages", made([line], schedule)
+    wide = ((one,), (two, three), (four,))
+    parts = (rates[0], rates[1] + rates[2], rates[3])
+    for schedule in ("1F1B", "ZBH1"):
+        for size in (2, 4):
+            line = Line(homes=wide, parts=parts, micro_batches=sizes[size], shares=((1,), (1, 1), (1,)))
+            yield "wide", f"{schedule}, a stage on two devices, by {size}", made([line], schedule)
+    pairs = Line(
+        homes=((one, four), (two, three)),
+        parts=(rates[0] + rates[3], rates[1] + rates[2]),
+        micro_batches=sizes[4],
+        shares=((3, 1), (1, 1)),
+    )
+    yield "wide", "1F1B, two stages on two devices each", made([pairs])
+    for schedule, deep, size in (("1F1B", 9, 1), ("ZBH2", 9, 1), ("GPipe", 8, 2)):
+        lines = [
+            Line(homes=((one,), (four,)), parts=(rates[0], rates[3]), micro_batches=samples(deep, size)),
+            Line(homes=((two,), (three,)), parts=(rates[1], rates[2]), micro_batches=samples(BATCH - deep, size)),
+        ]
+        yield (
+            "pipelines side by side",
+            f"{schedule}, two pipelines, {deep} and {BATCH - deep} samples",
+            made(lines, schedule),
+        )
+    lines = [
+        Line(homes=((two,), (three,), (four,)), parts=tuple(rates[1:]), micro_batches=samples(9, 1)),
+        Line(homes=((one,),), parts=(1.0,), micro_batches=samples(7, 1)),
+    ]
+    yield "pipelines side by side", "1F1B, three stages beside one device", made(lines)
+
+
+def worker(options: argparse.Namespace, size: Size) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import heterodyne as hd
+    from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    from gpt import build
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return build(length=size.length, width=size.width, layers=size.layers, heads=4)
+
+    tokens = torch.randint(0, 256, (BATCH, size.length), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    with hd.open_session() as session:
+        rig = Rig.of(session, model(), batch, (1, 2, 4), size.budget_s)
+        found = []
+        _give_back_memory()
+        before = _resident_bytes()
+        for kind, name, drafted in list(plans(rig, relative_rates(rig, 2)))[:: size.every]:
+            plan = rig.agreed(drafted)
+            simulated = rig.predicted(plan)
+            _give_back_memory()
+            left = max(
+                0, _resident_bytes() - before
+            )  # by the plans before this one: caches of the process, no need of this plan
+            made = rig.worker(plan, model())
+            forget_peak_memory(session.device)
+            made.step(batch)
+            seconds = []
+            for _ in range(size.steps):
+                dist.barrier()
+                started = time.perf_counter()
+                made.step(batch)
+                dist.barrier()
+                seconds.append(time.perf_counter() - started)
+            used = peak_memory_bytes(session.device) - made.borrowed_bytes - left
+            made.close()
+            del made
+            found.append(
+                {
+                    "kind": kind,
+                    "name": name,
+                    "simulated_s": simulated.step_s,
+                    "measured_s": median(seconds),
+                    "simulated_bytes": simulated.peak_bytes,
+                    "measured_bytes": session.communicator.all_gather_object(used),
+                }
+            )
+            if session.rank == 0:
+                print(f"{name}: simulated {simulated.step_s:.3f} s, measured {median(seconds):.3f} s", flush=True)
+        if session.rank == 0:
+            Path(options.out).write_text(json.dumps({"plans": found}))
+
+
+def _give_back_memory() -> None:
+    """What an earlier plan has used is not what this one needs."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--worker", action="store_true")
+        parser.add_argument("--out")
+        parser.add_argument("--ways", nargs="*")
+        parser.add_argument("--size", type=json.loads)
+        parsed = parser.parse_args()
+        worker(parsed, Size(**parsed.size))
+    else:
+        sys.exit(main())
