@@ -22,7 +22,6 @@ from heterodyne.measure.session import Request, measure
 from heterodyne.measure.trial import Part, try_share
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.measure.workbench import Workbench
-from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
@@ -194,7 +193,7 @@ def _part(captured: Captured, whole: WholeModel, ops: tuple[int, int]) -> Part:
 
 def _require_fitting(given: Plan, captured: Captured, session: Session, settings: Settings) -> None:
     """Raises PlanError if the plan is of another model, cluster or job, or breaks a rule."""
-    require_valid(given, captured.graph, session.cluster)
+    lower(given, captured.graph, session.cluster)  # also an order that would wait for ever, before anything is measured
     for what, there, here in (
         ("samples a step", given.global_batch_size, settings.global_batch_size),
         ("precision", given.precision, settings.precision),
