@@ -12,6 +12,7 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.graph.size import Size
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline
+from heterodyne.plan.schedules.clock import play
 from heterodyne.search.drafts import Draft, Drafting
 from heterodyne.search.orders import OWN_ORDER, Demands, demands_of, ordered, shortfalls
 from heterodyne.search.predict import plan_of, stage_of
@@ -53,14 +54,17 @@ class Builder:
 
     def best(self, draft: Draft, *, move: bool = True) -> Iterator[Built]:
         """With the best order that is found, if memory is short also with recomputation, and with borders moved for that order."""
-        for built, demands in self._variants(draft):
-            yield built
-            if not move or any(stage.recompute for stage in built.pipeline.stages) or len(draft.place_of) == 1:
-                continue
-            orders = orders_of(built.schedule or "1F1B", built.pipeline)
-            moved = refined(built.draft, self.drafting, orders, demands.reads, rounds=self.refinements)
-            if moved.borders != draft.borders:
-                yield from (again for again, _ in self._variants(moved))
+        found = list(self._variants(draft))
+        yield from (built for built, _ in found)
+        if not move or not found or len(draft.place_of) == 1:
+            return
+        built, demands = min(found, key=lambda entry: entry[0].makespan_s)
+        if any(stage.recompute for stage in built.pipeline.stages):
+            return
+        orders = orders_of(built.schedule or "1F1B", built.pipeline)
+        moved = refined(draft, self.drafting, orders, demands.reads, rounds=self.refinements)
+        if moved.borders != draft.borders:
+            yield from (again for again, _ in self._variants(moved))
 
     def _variants(self, draft: Draft) -> Iterator[tuple[Built, Demands]]:
         """Keeping everything, in as few micro-batches at a time as fit; and with what has to be recomputed for more of them."""
@@ -70,13 +74,19 @@ class Builder:
         in_flight = [min(count, len(draft.line) - (0 if folded else place)) for place in draft.place_of]
         costs = self._costs(pipeline)
         short = shortfalls(pipeline, costs, self.model.cluster, in_flight)
-        made = [(pipeline, costs)]
+        made = [(pipeline, costs, not short)]
         if short:
             again = recomputed(self.model, pipeline, short, in_flight, self._alive)
-            made += [(again, self._costs(again))] if again != pipeline else []
-        for variant, its in made:
+            its = self._costs(again)
+            if again != pipeline:
+                made.append((again, its, not shortfalls(again, its, self.model.cluster, in_flight)))
+        for variant, its, fits in made:
             crossing = self.model.crossings([stage.ops[0] for stage in variant.stages])
             demands = demands_of(variant, its, self.model.cluster, crossing)
+            if fits and not folded:
+                # Recomputed block by block inside the backward, which needs less room than to recompute ahead of it.
+                makespan = play(orders_of("1F1B", variant), demands.times, reads=demands.reads).makespan_s
+                yield Built(draft=draft, pipeline=variant, schedule="1F1B", makespan_s=makespan), demands
             try:
                 schedule, makespan, found = ordered(variant, demands, actions_played=self.actions_played)
             except InfeasibleError:

@@ -86,9 +86,10 @@ def shortfalls(pipeline: Pipeline, costs: StepCosts, cluster: Cluster, in_flight
 
 
 def peak_of_all_kept(rank: RankCosts, in_flight: Sequence[int] | Mapping[int, int]) -> int:
-    """The most bytes of a device whose stages hold so many micro-batches each."""
+    """The most bytes of a device whose stages hold so many micro-batches each, and recompute inside their backwards."""
     kept = sum(in_flight[number] * _most(stage.kept_bytes) for number, stage in rank.stages.items())
-    return rank.fixed_bytes + max(kept + _passing(rank), rank.update_bytes)
+    redone = max((_most(stage.redone_bytes) for stage in rank.stages.values()), default=0)
+    return rank.fixed_bytes + max(kept + redone + _passing(rank), rank.update_bytes)
 
 
 def _active(costs: StepCosts, cluster: Cluster, device: str) -> RankCosts:

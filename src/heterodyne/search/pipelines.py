@@ -34,7 +34,7 @@ _FINER = 0.99  # cuts inside blocks are taken if they are so much shorter
 _SMALL = 8 * 16  # places times micro-batches up to which the search for orders is generous
 _MOST_SIZES = 2
 _CLOSE = 1e-9
-_MOST_PLAYED = 3  # orders of one draft that are simulated, beside 1F1B
+_MOST_PLAYED = 4  # orders of one draft that are simulated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,9 @@ class Pipelines:
         """
         key = (tuple(self.kinds[device] for device in part), samples)
         if key not in self._beside:
-            options = [b for b in self.built(self.drafts(part, samples)[0]) if b.makespan_s < inf]
+            options = self.built(self.drafts(part, samples)[0])
+            if not options:
+                raise InfeasibleError(f"no order of the stages of {' + '.join(part)} fits")
             found = explicit(min(options, key=lambda built: built.makespan_s))
             self._beside[key] = (part, found)
         other, pipeline = self._beside[key]
@@ -198,17 +200,20 @@ class Pipelines:
             fine, drafting = self.fine(draft)
             slow = fine.longest_s >= below_s
             built = [self._builder(drafting, fine).plain(fine)] if slow else self.built(draft)
-            built = [built[0], *sorted(built[1:], key=lambda b: b.makespan_s)[:_MOST_PLAYED]]
+            built = sorted(built, key=lambda b: b.makespan_s)[:_MOST_PLAYED]
             options += [self.weighed(self._name(b), kind, (b.pipeline,), b.schedule or "1F1B") for b in built]
             if slow:
                 break
+        if not options:  # no order fits: what 1F1B lacks is what can be said
+            fine, drafting = self.fine(drafts[0])
+            plain = self._builder(drafting, fine).plain(fine)
+            options = [self.weighed(self._name(plain), kind, (plain.pipeline,), plain.schedule)]
         possible = [option for option in options if option.step_s is not None]
         return min(possible or options, key=lambda c: c.step_s or inf)
 
     def _build(self, draft: Draft) -> Iterator[Built]:
         fine, drafting = self.fine(draft)
         builder = self._builder(drafting, fine)
-        yield builder.plain(fine)
         yield from builder.best(fine)
         for placement in ("loop", "v") if len(fine.line) > 1 else ():
             folded = drafting.folded(fine.line, fine.micro_batches, placement)

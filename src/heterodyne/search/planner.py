@@ -102,7 +102,10 @@ def _candidates(
     model: CostModel, runs: dict[str, Runs], samples: int, sizes: tuple[int, ...], strategy: Strategy
 ) -> tuple[Candidate, ...]:
     """Everything that is weighed: data parallelism first, and pipelines unless something else was asked for."""
-    found = list(DataParallel(model=model, runs=runs, samples=samples).candidates(strategy))
+    # Pipelines take larger parts of the batch, so where that is mathematics they cannot be compared with whole models.
+    alone = strategy == "pipeline" and bool(model.graph.batch_statistics)
+    data = DataParallel(model=model, runs={} if alone else runs, samples=samples)
+    found = list(data.candidates("data" if strategy == "pipeline" else strategy))
     if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
         return tuple(found)
     known = [c.step_s for c in found if c.step_s is not None]

@@ -148,15 +148,17 @@ def test_a_device_that_can_hold_no_block_stays_idle_and_is_told() -> None:
 
 
 def test_activations_that_do_not_fit_are_recomputed_and_nothing_is_where_they_fit() -> None:
-    """Activations are nearly all of the memory: two thirds of those in flight cannot be kept."""
+    """Activations are nearly all of the memory, and no device has a third of what one micro-batch needs."""
     model = graph(12, saved=200_000)
     kept = whole_bytes(model)
-    tight = asked(model, (1.0, 1.0, 1.0), kept, samples=12)
-    again = [len(stage.recompute) for p in tight.plan.pipelines for stage in p.stages]
+    tight = asked(model, (1.0, 1.0, 1.0), kept * 3 // 10, samples=12)
+    again = [stage.recompute for p in tight.plan.pipelines for stage in p.stages]
+    assert any(again)
+    assert not all(len(blocks) == 14 for blocks in again)
     roomy = asked(model, (1.0, 1.0, 1.0), 100 * kept, samples=12)
     assert not any(stage.recompute for p in roomy.plan.pipelines for stage in p.stages)
-    assert roomy.simulation.step_s <= tight.simulation.step_s
-    assert tight.simulation.step_s <= 12.0 + 1e-9 or any(again)  # not slower than one device, which keeps everything
+    # To run every forward twice takes a third more than F + B; with as much waiting, nothing is to be slower than that.
+    assert roomy.simulation.step_s < tight.simulation.step_s <= 4 / 3 * 1.5 * roomy.simulation.step_s
 
 
 def test_strategies_name_the_ways() -> None:
@@ -175,6 +177,7 @@ def test_statistics_over_the_batch_keep_the_number_of_micro_batches() -> None:
     planned = asked(model, (1.0, 1.0), strategy="auto", samples=8, micro_batch_sizes=(1, 2, 4, 8))
     counts = {len(p.micro_batches) for c in planned.candidates if c.plan is not None for p in c.plan.pipelines}
     assert len(counts) == 1
+    assert asked(model, (1.0, 1.0), samples=8, micro_batch_sizes=(1, 2, 4, 8)).chosen.kind in ("pipeline", "even")
     small = whole_bytes(model) * 2 // 3
     alone = asked(model, (1.0, 1.0), small, strategy="auto", samples=8, micro_batch_sizes=(1, 2, 4, 8))
     assert len(alone.plan.pipelines) == 1

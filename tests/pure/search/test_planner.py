@@ -182,7 +182,7 @@ def test_no_device_fits_says_what_each_lacks_and_what_helps() -> None:
     machines = cluster(2, memory=[10_000, 20_000])
     measured = profile(MODEL, machines, [linear(1.0)] * 2)
     with pytest.raises(InfeasibleError) as caught:
-        plan(MODEL, machines, measured, global_batch_size=8, micro_batch_sizes=(2, 4), memory=BARE)
+        plan(MODEL, machines, measured, global_batch_size=8, micro_batch_sizes=(2, 4), memory=BARE, strategy="data")
     model = CostModel(graph=MODEL, cluster=machines, profile=measured, recipe=Recipe(), memory=BARE)
     need = model.memory_use("n0/cpu:0", 2).total
     assert caught.value.shortfalls == {"n0/cpu:0": need - 10_000, "n0/cpu:1": need - 20_000}
