@@ -47,7 +47,7 @@ class Size:
 
 
 FULL = Size(width=256, layers=16, samples=2, length=128, rounds=5, steps=2, budget_s=60)
-QUICK = Size(width=192, layers=16, samples=1, length=96, rounds=2, steps=1, budget_s=6)
+QUICK = Size(width=128, layers=16, samples=1, length=64, rounds=2, steps=1, budget_s=6)
 
 
 def main() -> int:
