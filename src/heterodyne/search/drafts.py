@@ -21,7 +21,7 @@ from heterodyne.search.lines import Line, Place
 from heterodyne.search.points import Points
 from heterodyne.search.tables import Floats, PlaceTable, Tables
 
-__all__ = ["Draft", "Drafting", "sizes_of"]
+__all__ = ["Draft", "Drafting", "even_draft", "sizes_of"]
 
 _FILLED = 0.7  # of what the other stages take for one micro-batch: the weights' half of a backward can wait for the end
 _TURNS = 2  # on both sides of the middle: where the second stages may begin
@@ -174,3 +174,17 @@ def sizes_of(place: Place, micro_batches: MicroBatches) -> dict[str, dict[int, i
         for device, (_, own) in zip(place.devices, slices(size, place.shares), strict=True):
             found[device][own] += number
     return {device: dict(sizes) for device, sizes in found.items()}
+
+
+def even_draft(line: Line, micro_batches: MicroBatches, points: Points) -> Draft:
+    """As many parts between the points for each place, whatever they cost; nothing is estimated."""
+    cut = tuple(round(stage * (len(points) - 1) / len(line)) for stage in range(len(line) + 1))
+    return Draft(
+        line=line,
+        micro_batches=micro_batches,
+        place_of=tuple(range(len(line))),
+        borders=tuple(points.positions[at] for at in cut),
+        points=cut,
+        estimate_s=inf,
+        longest_s=inf,
+    )

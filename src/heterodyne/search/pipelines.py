@@ -17,10 +17,10 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
-from heterodyne.search.drafts import Draft, Drafting
+from heterodyne.search.drafts import Draft, Drafting, even_draft
 from heterodyne.search.lines import Line, Place, groupings, kinds_of, orders, swaps, wide_lines
 from heterodyne.search.planned import CLEARLY, Candidate, Kind
-from heterodyne.search.points import points_of
+from heterodyne.search.points import points_of, sliceable
 from heterodyne.search.predict import overflow, plan_of, predict
 from heterodyne.search.runs import Runs
 from heterodyne.search.tables import Tables
@@ -270,7 +270,7 @@ class Pipelines:
 
         Not where ops mix samples, nor where what crosses does not follow the batch: neighbours exchange slices of it.
         """
-        if self.model.graph.batch_statistics or not self._slices_exist():
+        if self.model.graph.batch_statistics or not sliceable(self.model.graph):
             return None
         best: Draft | None = None
         for micro_batches in self._micro_batches(self.samples):
@@ -283,29 +283,11 @@ class Pipelines:
                     best = tried
         return best
 
-    def _slices_exist(self) -> bool:
-        return all(
-            spec.shape and not spec.shape[0].is_constant
-            for op in self.model.graph.ops
-            if any(op.differentiable)
-            for spec in op.outputs[:1]
-        )
-
     def _even(self, draft: Draft) -> Candidate:
         """As many blocks for each device, in the order of the cluster, with 1F1B: what is done where nothing is known."""
-        positions = self.drafting.points.positions
-        places = len(draft.line)
-        points = tuple(round(stage * (len(positions) - 1) / places) for stage in range(places + 1))
         used = {device for place in draft.line for device in place.devices}
-        even = Draft(
-            line=tuple(Place(devices=(d,)) for d in self.devices if d in used),
-            micro_batches=draft.micro_batches,
-            place_of=tuple(range(places)),
-            borders=tuple(positions[at] for at in points),
-            points=points,
-            estimate_s=inf,
-            longest_s=inf,
-        )
+        line = tuple(Place(devices=(d,)) for d in self.devices if d in used)
+        even = even_draft(line, draft.micro_batches, self.drafting.points)
         pipeline = self._builder(self.drafting, even).plain(even).pipeline
         return self.weighed("an even cut with 1F1B", "even", (pipeline,), "1F1B")
 
