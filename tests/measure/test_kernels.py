@@ -130,11 +130,13 @@ def test_a_rank_computes_until_the_last_one_comes_also_when_it_left_the_section_
             computed.append(clock.runs - before)
         return [word]
 
-    measure_blocks({"a": FakeProgram(clock, 0.1, 0.1, most=2)}, [1, 2, 4], bench_of(clock, gather=gather))
+    # The budget is large: how long a thread computes while it waits, in the time of this clock, is chance.
+    full = {"a": FakeProgram(clock, 0.1, 0.1, most=2)}
+    measure_blocks(full, [1, 2, 4], bench_of(clock, gather=gather), budget_s=1e9)
     assert len(computed) == 2  # at 4 samples the memory was full: nothing is left that could be computed
     computed.clear()
     room = {"memory_bytes": 100, "needs": lambda _kind, size: 50 * size}
-    measure_blocks({"a": FakeProgram(clock, 0.1, 0.1)}, [1, 2, 4], bench_of(clock, gather=gather), **room)  # type: ignore[arg-type]
+    measure_blocks({"a": FakeProgram(clock, 0.1, 0.1)}, [1, 2, 4], bench_of(clock, gather=gather), budget_s=1e9, **room)  # type: ignore[arg-type]
     assert len(computed) == 3  # 4 samples were not tried, so the run at 2 is still there
 
 
