@@ -85,13 +85,17 @@ def gradient_buckets(
 
     groups: list[tuple[tuple[str, ...], list[Parameter]]] = []
     open_groups: dict[tuple[tuple[str, ...], str], list[Parameter]] = {}
+    filled: dict[tuple[tuple[str, ...], str], int] = {}
     for parameter in ordered:
         of = () if owners is None else owners[parameter.name]
-        group = open_groups.get((of, parameter.dtype))
-        if group is None or sum(p.bytes for p in group) >= bucket_bytes:
-            group = open_groups[of, parameter.dtype] = []
+        key = (of, parameter.dtype)
+        group = open_groups.get(key)
+        if group is None or filled[key] >= bucket_bytes:
+            group = open_groups[key] = []
+            filled[key] = 0
             groups.append((of, group))
         group.append(parameter)
+        filled[key] += parameter.bytes
     # The order of the last parameter of each, for only then is a bucket complete.
     groups.sort(key=lambda entry: min(first_use.get(p.name, -1) for p in entry[1]), reverse=True)
     return tuple(

@@ -1,8 +1,8 @@
 """The two halves of a backward: the gradients of a stage's inputs first, those of its weights when there is time.
 
 `DeferredWeights` is a function mode for the forward. A product with a parameter gets a backward that passes the gradient of its
-input on at once, and keeps what the gradient of the weight is made of, for `run`. Only products are worth it (linear layers,
-convolutions): they are what a backward spends its time on, half of it on weights. Everything else is done in the first half.
+input on at once, and keeps what the gradient of the weight is made of, for `run`. Linear layers are worth it: they are what the
+backward of a transformer spends its time on, half of it on weights. Everything else is done in the first half, convolutions too.
 """
 
 from __future__ import annotations
