@@ -99,6 +99,8 @@ def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
         note = "chosen" if chosen else candidate.why_not or ("" if ratio is None else ratio_in_words(ratio))
         if candidate.kind == "wide" and ratio is not None and CLEARLY < ratio < 1:
             note += ", too little for places of several devices"
+        elif ratio is not None and ratio < 1 and candidate.weighed_s > planned.chosen.weighed_s:
+            note += ", too little to cut the model for"
         rows.append(AlternativeRow(name=candidate.name, chosen=chosen, step_s=candidate.step_s, ratio=ratio, note=note))
     return tuple(sorted(rows, key=lambda row: (row.step_s is None, row.step_s or 0.0, not row.chosen)))
 

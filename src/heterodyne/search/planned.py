@@ -12,12 +12,17 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.sim.run import Simulation
 
-__all__ = ["CLEARLY", "Candidate", "Kind", "Planned", "Strategy", "serves"]
+__all__ = ["CLEARLY", "CUTTING_PAYS", "Candidate", "Kind", "Planned", "Strategy", "serves"]
 
 Strategy = Literal["auto", "data", "pipeline", "equal", "fastest"]
 Kind = Literal["balanced", "equal", "fastest", "fewer", "pipeline", "wide", "replicas", "even", "given"]
 CLEARLY = 0.95
 """Places of several devices are chosen only if so much faster: what they exchange may turn out not to be cut by samples."""
+
+CUTTING_PAYS = 0.9
+"""A model is cut only if that makes a step so much faster than whole models beside each other: what stages cost on top of their
+computation (halves of backwards, messages that a processor has to copy) is known less well than what whole models cost.
+"""
 
 _OF_DATA = ("balanced", "equal", "fastest", "fewer")
 _OF_PIPELINES = ("pipeline", "wide", "replicas", "even")
@@ -41,6 +46,15 @@ class Candidate:
     def step_s(self) -> float | None:
         """Predicted seconds of a step."""
         return None if self.simulation is None else self.simulation.step_s
+
+    @property
+    def weighed_s(self) -> float:
+        """Predicted seconds, lengthened by what is doubtful about them: by these candidates are compared."""
+        if self.step_s is None:
+            return float("inf")
+        return self.step_s / (
+            (CUTTING_PAYS if self.kind in _OF_PIPELINES else 1) * (CLEARLY if self.kind == "wide" else 1)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.explain import reason
 from heterodyne.search.fit import Fit, fit_devices, nothing_fits
 from heterodyne.search.pipelines import Pipelines
-from heterodyne.search.planned import CLEARLY, Candidate, Planned, Strategy, serves
+from heterodyne.search.planned import Candidate, Planned, Strategy, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
 from heterodyne.search.replicas import Replicas
 from heterodyne.search.runs import Runs
@@ -130,12 +130,15 @@ def _counted(pipelines: Pipelines, found: Sequence[Candidate]) -> Sequence[Pipel
 
 
 def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:
-    """The fastest of those that serve; of equals the one that leaves out fewest devices, then the first. Raises InfeasibleError."""
+    """The fastest of those that serve, doubt counted in; of equals the one that leaves out fewest devices, then the first.
+
+    Raises InfeasibleError.
+    """
     only = sum(c.kind in ("balanced", "equal", "fewer", "fastest") for c in candidates) == 1
     serving = [c for c in candidates if serves(c.kind, strategy, only=only)]
     possible = [c for c in serving if c.step_s is not None]
     if possible:
-        return min(possible, key=lambda c: ((c.step_s or 0.0) / (CLEARLY if c.kind == "wide" else 1), len(c.left_out)))
+        return min(possible, key=lambda c: (c.weighed_s, len(c.left_out)))
     if not any(fit.sizes for fit in fits):
         why = next((c.why_not for c in serving if c.kind == "pipeline"), "")
         raise nothing_fits(fits, recipe.optimizer, recipe.precision, pipeline=why)

@@ -97,13 +97,13 @@ def test_what_is_planned_can_run_fits_and_is_the_fastest_weighed(problem: dict[s
     for rank, device in enumerate(machines.devices):
         assert planned.simulation.peak_bytes[rank] <= device.memory_bytes
     serving = [
-        c.step_s
+        c.weighed_s
         for c in planned.candidates
         if c.step_s is not None
         and c.kind != "wide"
         and (problem["strategy"] == "auto" or c.kind in ("pipeline", "replicas", "even"))
     ]
-    assert planned.simulation.step_s <= min(serving, default=float("inf"))
+    assert planned.chosen.weighed_s <= min(serving, default=float("inf"))
     predicted = planned.plan.predicted
     assert predicted is not None
     assert 0 < predicted.efficiency <= 1 + 1e-9
