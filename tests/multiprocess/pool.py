@@ -192,6 +192,7 @@ def _perform(call: _Call) -> Any:
             world_size=call.world.world_size,
             timeout=timedelta(seconds=call.timeout_s),
         )
+        dist.barrier()  # a job without a collective could leave while another rank still connects
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
