@@ -8,7 +8,10 @@ from torch import Tensor
 
 from heterodyne.errors import CaptureError
 
-__all__ = ["loss_of"]
+__all__ = ["LOSS", "loss_of"]
+
+LOSS = "loss"
+"""Under which name a model, or a stage of one, hands out its loss."""
 
 
 def loss_of(output: object) -> Tensor:
@@ -20,7 +23,7 @@ def loss_of(output: object) -> Tensor:
     if isinstance(output, Tensor):
         loss: object = output
     elif isinstance(output, Mapping):
-        loss = output.get("loss")
+        loss = output.get(LOSS)
     elif hasattr(output, "loss"):
         loss = output.loss
     elif isinstance(output, tuple | list) and output:

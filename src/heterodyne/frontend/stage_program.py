@@ -21,12 +21,11 @@ from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.regions import Regions
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import stage_graph
-from heterodyne.frontend.stage_values import Pieces, Value, values_between
-from heterodyne.graph import Size
+from heterodyne.frontend.stage_values import Pieces, values_between
+from heterodyne.graph import Size, Value
+from heterodyne.model_output import LOSS
 
 __all__ = ["BoundStage", "StageProgram", "stage_program"]
-
-LOSS = "loss"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,37 +22,9 @@ from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.replay import Observed
 from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import spec_of
-from heterodyne.graph import ModelGraph, Size, computed_again
+from heterodyne.graph import ModelGraph, Value, computed_again
 
-__all__ = ["Pieces", "Value", "values_between"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Value:
-    """A tensor that crosses between stages.
-
-    Args:
-        name: of the node that makes it; unique in the graph.
-        producer: the stage that makes it.
-        consumers: the later stages that read it, in order.
-        shape, dtype: as it was traced; it is sent in this dtype also where autocast has made another.
-        batch_dim: the dim whose size is ``rows_a_sample`` times the number of samples; None if there is none. With ``ordered``,
-            None says that the value is the same for every slice of the batch.
-        rows_a_sample: rows of that dim for each sample.
-        ordered: whether sample i has rows ``i * rows_a_sample`` to ``(i + 1) * rows_a_sample``. If not, samples cannot be cut out
-            of it or put together, and producer and consumers must hold the same samples.
-        differentiable: gradients come back for it.
-    """
-
-    name: str
-    producer: int
-    consumers: tuple[int, ...]
-    shape: tuple[Size, ...]
-    dtype: str
-    batch_dim: int | None
-    rows_a_sample: int
-    ordered: bool
-    differentiable: bool
+__all__ = ["Pieces", "values_between"]
 
 
 @dataclass(frozen=True, kw_only=True)

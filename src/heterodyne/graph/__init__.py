@@ -1,6 +1,6 @@
 """What the model is: the ModelGraph, without weights and without torch."""
 
-from heterodyne.graph.cut import Crossing, computed_again, crossings
+from heterodyne.graph.cut import Crossing, Value, computed_again, crossings
 from heterodyne.graph.ir import Block, Input, Loss, ModelGraph, Op, Parameter, TensorSpec
 from heterodyne.graph.size import Size
 
@@ -14,6 +14,7 @@ __all__ = [
     "Parameter",
     "Size",
     "TensorSpec",
+    "Value",
     "computed_again",
     "crossings",
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from heterodyne.graph.ir import ModelGraph, Op, TensorSpec
 from heterodyne.graph.size import Size
 
-__all__ = ["Crossing", "computed_again", "crossings"]
+__all__ = ["Crossing", "Value", "computed_again", "crossings"]
 
 _FLOPS_A_BYTE = 64  # to send a byte over a fast link takes longer than so many operations take on a slow device
 
@@ -36,6 +36,34 @@ class Crossing:
     def bytes(self) -> Size:
         """Of all its outputs, in samples."""
         return Size.total(spec.bytes for spec in self.specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A tensor that crosses between stages.
+
+    Args:
+        name: of the node that makes it; unique in the graph.
+        producer: the stage that makes it.
+        consumers: the later stages that read it, in order.
+        shape, dtype: as it was traced; it is sent in this dtype also where autocast has made another.
+        batch_dim: the dim whose size is ``rows_a_sample`` times the number of samples; None if there is none. With ``ordered``,
+            None says that the value is the same for every slice of the batch.
+        rows_a_sample: rows of that dim for each sample.
+        ordered: whether sample i has rows ``i * rows_a_sample`` to ``(i + 1) * rows_a_sample``. If not, samples cannot be cut out
+            of it or put together, and producer and consumers must hold the same samples.
+        differentiable: gradients come back for it.
+    """
+
+    name: str
+    producer: int
+    consumers: tuple[int, ...]
+    shape: tuple[Size, ...]
+    dtype: str
+    batch_dim: int | None
+    rows_a_sample: int
+    ordered: bool
+    differentiable: bool
 
 
 def crossings(graph: ModelGraph, starts: Sequence[int]) -> tuple[Crossing, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
+from heterodyne.graph.cut import Value
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
@@ -18,7 +19,7 @@ from heterodyne.plan.program import Action, Program
 from heterodyne.runtime.forward import Forward
 from heterodyne.runtime.meeting.communicator import Channel, Communicator
 from heterodyne.runtime.placement import Place, Placement
-from heterodyne.runtime.segments import Runnable, Segment, Value, WholeModel
+from heterodyne.runtime.segments import Runnable, Segment, WholeModel
 from heterodyne.runtime.stages import Stages
 from heterodyne.runtime.transfers import Edge, Team, Transfers
 

@@ -19,8 +19,6 @@ from heterodyne.runtime.exact.interception import Interception
 
 __all__ = ["DeferredWeights"]
 
-Product = Callable[[Tensor], Tensor]
-
 
 class DeferredWeights(Interception):
     """What one forward of one stage leaves for later."""
@@ -38,14 +36,14 @@ class DeferredWeights(Interception):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _is_trained(weight) or (bias is not None and bias.requires_grad and not bias.is_leaf):
             return F.linear(input, weight, bias)
-        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self._later)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self._later, False)  # type: ignore[no-untyped-call]
         return output
 
     def _addmm(self, bias: Tensor, input: Tensor, weight: Tensor, **scales: Any) -> Tensor:
         """``input @ weight + bias``, the linear layer of models that keep their weights transposed."""
-        if scales or not _is_trained(weight) or (bias.requires_grad and not bias.is_leaf):
+        if scales or bias.dim() != 1 or not _is_trained(weight) or (bias.requires_grad and not bias.is_leaf):
             return torch.addmm(bias, input, weight, **scales)
-        output: Tensor = _Addmm.apply(*_cast(input, weight, bias), weight, bias, self._later)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self._later, True)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -63,7 +61,10 @@ def _cast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 class _Linear(torch.autograd.Function):
-    """y = x w^T + b. ``weight`` and ``bias`` are passed again as parameters, so that y depends on something that is trained."""
+    """y = x w^T + b; with ``transposed`` weights y = x w + b.
+
+    ``weight`` and ``bias`` are passed again as parameters, so that y depends on something that is trained.
+    """
 
     @staticmethod
     def forward(
@@ -74,55 +75,26 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         later: list[Callable[[], None]],
+        transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.weight, ctx.bias, ctx.later = weight, bias, later  # type: ignore[attr-defined]
-        return F.linear(x, w, b)
+        ctx.parameters, ctx.later, ctx.transposed = (weight, bias), later, transposed  # type: ignore[attr-defined]
+        return F.linear(x, w.t() if transposed else w, b)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
+        weight, bias = ctx.parameters
 
         def make() -> None:
-            flat = upstream.reshape(-1, upstream.shape[-1])
-            _accumulate(weight, flat.t() @ x.reshape(-1, x.shape[-1]))
+            entering, leaving = x.reshape(-1, x.shape[-1]), upstream.reshape(-1, upstream.shape[-1])
+            _accumulate(weight, entering.t() @ leaving if ctx.transposed else leaving.t() @ entering)
             if bias is not None and bias.requires_grad:
-                _accumulate(bias, flat.sum(0))
+                _accumulate(bias, leaving.sum(0))
 
         ctx.later.append(make)
-        return upstream @ w if ctx.needs_input_grad[0] else None, None, None, None, None, None
-
-
-class _Addmm(torch.autograd.Function):
-    """y = b + x w."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        later: list[Callable[[], None]],
-    ) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.weight, ctx.bias, ctx.later = weight, bias, later  # type: ignore[attr-defined]
-        return torch.addmm(b, x, w)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
-
-        def make() -> None:
-            _accumulate(weight, x.t() @ upstream)
-            if bias.requires_grad:
-                _accumulate(bias, upstream.sum_to_size(bias.shape))
-
-        ctx.later.append(make)
-        return upstream @ w.t() if ctx.needs_input_grad[0] else None, None, None, None, None, None
+        of_input = upstream @ (w.t() if ctx.transposed else w) if ctx.needs_input_grad[0] else None
+        return of_input, *([None] * 7)
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:

@@ -8,40 +8,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from heterodyne.graph.size import Size
-from heterodyne.model_output import loss_of
+from heterodyne.graph.cut import Value
+from heterodyne.model_output import LOSS, loss_of
 
-__all__ = ["LOSS", "Runnable", "Segment", "Value", "WholeModel"]
-
-LOSS = "loss"
-
-
-class Value(Protocol):
-    """A tensor that one segment makes and later ones read.
-
-    ``producer`` and ``consumers`` are numbers of segments. ``shape`` is in samples; along ``batch_dim`` lie the samples, in order,
-    ``rows_a_sample`` rows each. Without ``batch_dim`` the value is the same for every sample. If it is not ``ordered``, samples cannot be
-    cut out of it.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def producer(self) -> int: ...
-    @property
-    def consumers(self) -> tuple[int, ...]: ...
-    @property
-    def shape(self) -> tuple[Size, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def batch_dim(self) -> int | None: ...
-    @property
-    def rows_a_sample(self) -> int: ...
-    @property
-    def ordered(self) -> bool: ...
-    @property
-    def differentiable(self) -> bool: ...
+__all__ = ["Runnable", "Segment", "WholeModel"]
 
 
 class Runnable(Protocol):

@@ -10,11 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from heterodyne.model_output import LOSS
 from heterodyne.runtime.deferred import DeferredWeights
 from heterodyne.runtime.exact.dropout import Draws
 from heterodyne.runtime.forward import Forward
 from heterodyne.runtime.recompute import Recomputation
-from heterodyne.runtime.segments import LOSS, Segment
+from heterodyne.runtime.segments import Segment
 from heterodyne.runtime.transfers import Transfers
 
 __all__ = ["Stages"]

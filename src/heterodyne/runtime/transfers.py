@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from heterodyne.graph.cut import Value
 from heterodyne.plan.program import Action
 from heterodyne.plan.slices import overlap, slices
 from heterodyne.runtime.meeting.mail import Arrival, Mail
-from heterodyne.runtime.segments import Value
 
 __all__ = ["Edge", "Team", "Transfers"]
 
