@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.materialise import stored_tensors
 from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.optimizer import initialise_state, state_by_name
 from heterodyne.runtime.ownership import Ownership
 
-__all__ = ["gathered_model", "gathered_optimizer", "restored_model"]
+__all__ = ["gathered_model", "gathered_optimizer", "restored_model", "share_whole_state"]
 
 
 def gathered_model(module: nn.Module, ownership: Ownership, communicator: Communicator) -> dict[str, Any]:
@@ -64,3 +65,30 @@ def restored_model(module: nn.Module, state: Mapping[str, Any]) -> None:
             )
         with torch.no_grad():
             entry.copy_(state[name])
+
+
+def share_whole_state(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    communicator: Communicator,
+    *,
+    leader: int,
+) -> None:
+    """Where each rank holds the whole model: give it the leader's weights, buffers and optimizer state, in place. Collective."""
+    control = communicator.control
+    for _, tensor in stored_tensors(module):
+        control.broadcast(tensor.data, leader)
+    own = state_by_name(optimizer, parameters)
+    names = communicator.broadcast_object(sorted(own), leader)
+    if sorted(own) != names:
+        initialise_state(optimizer)
+    for name, parameter in parameters.items():
+        if name not in names:
+            optimizer.state.pop(parameter, None)
+            continue
+        for key, value in sorted(optimizer.state[parameter].items()):
+            if isinstance(value, Tensor):
+                control.broadcast(value, leader)
+            else:
+                optimizer.state[parameter][key] = communicator.broadcast_object(value, leader)

@@ -22,10 +22,9 @@ from heterodyne.runtime.evaluation import evaluate
 from heterodyne.runtime.exact.weighting import LossCount, Weights, counts
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.gradients import GradientBuckets
-from heterodyne.runtime.materialise import place_weights, stored_tensors
+from heterodyne.runtime.materialise import place_weights
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.optimizer import (
-    initialise_state,
     learning_rate,
     load_state_by_name,
     make_optimizer,
@@ -35,9 +34,10 @@ from heterodyne.runtime.ownership import Ownership
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, as_source
-from heterodyne.runtime.whole_state import gathered_model, gathered_optimizer, restored_model
+from heterodyne.runtime.trainable import trainable_parameters
+from heterodyne.runtime.whole_state import gathered_model, gathered_optimizer, restored_model, share_whole_state
 
-__all__ = ["OptimizerFactory", "StepResult", "Worker", "trainable_parameters"]
+__all__ = ["OptimizerFactory", "StepResult", "Worker"]
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -125,8 +125,7 @@ class Worker:
         self._section = optimizer if isinstance(optimizer, OptimizerSection) else None
         self._total_steps = total_steps
         self._alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
-        trained = trainable_parameters(module, graph)
-        self._trained = list(trained)
+        self._trained = list(trainable_parameters(module, graph))
         place_weights(module, communicator, lambda name: self.ownership.holds(self.rank, name))
         self._buffers = dict(module.named_buffers())
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
@@ -221,14 +220,14 @@ class Worker:
 
         Ranks that are idle, have no samples, or whose device rounds differently from the leader's are given its values first.
         """
-        own = state_by_name(self.optimizer, self._parameters)
         if self.ownership.whole:
             self.synchronise()
             model: dict[str, Any] = self.module.state_dict()
             own = state_by_name(self.optimizer, self._parameters)
         else:
             model = gathered_model(self.module, self.ownership, self._communicator)
-            own = gathered_optimizer(own, self.ownership, self._communicator, self._trained)
+            held = state_by_name(self.optimizer, self._parameters)
+            own = gathered_optimizer(held, self.ownership, self._communicator, self._trained)
         return {"model": model, "optimizer": own, "step": self.steps_done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,22 +253,9 @@ class Worker:
         """
         if self._alike and len(self.placement.sharing) == len(self.placement.places):
             return
-        leader, control = self.placement.leader, self._communicator.control
-        for _, tensor in stored_tensors(self.module):
-            control.broadcast(tensor.data, leader)
-        own = state_by_name(self.optimizer, self._parameters)
-        names = self._communicator.broadcast_object(sorted(own), leader)
-        if sorted(own) != names:
-            initialise_state(self.optimizer)
-        for name, parameter in self._parameters.items():
-            if name not in names:
-                self.optimizer.state.pop(parameter, None)
-                continue
-            for key, value in sorted(self.optimizer.state[parameter].items()):
-                if isinstance(value, Tensor):
-                    control.broadcast(value, leader)
-                else:
-                    self.optimizer.state[parameter][key] = self._communicator.broadcast_object(value, leader)
+        share_whole_state(
+            self.module, self.optimizer, self._parameters, self._communicator, leader=self.placement.leader
+        )
 
     def close(self) -> None:
         """Take the hooks off the model. The communicator stays open."""
@@ -335,27 +321,6 @@ class Worker:
             return Clipping(self._parameters, frozenset(), largest, None)
         counted = frozenset(name for name in self._parameters if self.ownership.keeper(name) == self.rank)
         return Clipping(self._parameters, counted, largest, self._communicator.channel(self.placement.active))
-
-
-def trainable_parameters(module: nn.Module, graph: ModelGraph) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by the graph's names, in the module's order. Raises PlanError if the two do not agree."""
-    by_name = dict(module.named_parameters(remove_duplicate=False))
-    trained = [entry.name for entry in graph.parameters if entry.trainable]
-    unknown = [name for name in trained if name not in by_name]
-    known = {id(by_name[name]) for name in trained if name in by_name}
-    forgotten = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
-    if unknown or forgotten:
-        raise PlanError(
-            "the model is not the one that was captured: "
-            + "; ".join(
-                f"{what} {', '.join(names[:5])}"
-                for what, names in (("it lacks", unknown), ("the capture lacks", forgotten))
-                if names
-            )
-            + ". Capture the model again after changing which parameters it has or trains"
-        )
-    name_of = {id(by_name[name]): name for name in trained}
-    return {name_of[id(p)]: p for p in module.parameters() if id(p) in name_of}
 
 
 def _require_together(module: nn.Module, program: Program, cluster: Cluster, communicator: Communicator) -> None:

@@ -14,7 +14,7 @@ from heterodyne.runtime.exact.weighting import LossCount, counts
 from heterodyne.runtime.forward import Forward, Precision
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, as_source, union
-from heterodyne.runtime.worker import trainable_parameters
+from heterodyne.runtime.trainable import trainable_parameters
 
 __all__ = ["Comparison", "compare", "one_device_gradients"]
 

@@ -1,0 +1,31 @@
+"""Which of a module's parameters the captured graph trains."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from heterodyne.errors import PlanError
+from heterodyne.graph.ir import ModelGraph
+
+__all__ = ["trainable_parameters"]
+
+
+def trainable_parameters(module: nn.Module, graph: ModelGraph) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by the graph's names, in the module's order. Raises PlanError if the two do not agree."""
+    by_name = dict(module.named_parameters(remove_duplicate=False))
+    trained = [entry.name for entry in graph.parameters if entry.trainable]
+    unknown = [name for name in trained if name not in by_name]
+    known = {id(by_name[name]) for name in trained if name in by_name}
+    forgotten = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+    if unknown or forgotten:
+        raise PlanError(
+            "the model is not the one that was captured: "
+            + "; ".join(
+                f"{what} {', '.join(names[:5])}"
+                for what, names in (("it lacks", unknown), ("the capture lacks", forgotten))
+                if names
+            )
+            + ". Capture the model again after changing which parameters it has or trains"
+        )
+    name_of = {id(by_name[name]): name for name in trained}
+    return {name_of[id(p)]: p for p in module.parameters() if id(p) in name_of}
