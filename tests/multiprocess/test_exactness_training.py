@@ -13,8 +13,8 @@ from heterodyne.errors import DataError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.optimizer import learning_rate, make_optimizer
 from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer
 from multiprocess.models import MIXING, NAMES, build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.work import Shares, cluster_of, plan_of, worker_of

@@ -17,8 +17,8 @@ from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.export import WEIGHTS, export_model
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.meeting.agreement import Agreement
-from heterodyne.runtime.optimizer import learning_rate, make_optimizer
 from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, build, captured
 from multiprocess.pool import Pool, World

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heterodyne.runtime.deferred import DeferredWeights
+from heterodyne.runtime.stages.deferred import DeferredWeights
 
 
 class Model(nn.Module):

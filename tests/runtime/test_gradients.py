@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.plan.buckets import Bucket
-from heterodyne.runtime.gradients import GradientBuckets
 from heterodyne.runtime.meeting.communicator import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.weights.gradients import GradientBuckets
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from heterodyne.errors import CheckpointError
 from heterodyne.job import OptimizerSection
-from heterodyne.runtime.optimizer import (
+from heterodyne.runtime.weights.optimizer import (
     initialise_state,
     learning_rate,
     load_state_by_name,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from heterodyne.errors import HeterodyneError
-from heterodyne.runtime.recompute import Recomputation
+from heterodyne.runtime.stages.recompute import Recomputation
 
 
 class Block:

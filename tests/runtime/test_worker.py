@@ -10,8 +10,8 @@ from torch import nn
 
 from heterodyne.errors import DataError, PlanError, WorkerError
 from heterodyne.job import OptimizerSection
-from heterodyne.runtime.optimizer import learning_rate
 from heterodyne.runtime.slices import as_source
+from heterodyne.runtime.weights.optimizer import learning_rate
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, build, captured
 from multiprocess.pool import World

@@ -28,7 +28,7 @@ class StageCutter:
     def __call__(
         self, start: int, stop: int, starts: Sequence[int], batch: Mapping[str, Tensor] | None
     ) -> StageProgram:
-        """See `heterodyne.runtime.assembly.StagePrograms`. Raises DataError if these shapes give other ops."""
+        """See `heterodyne.runtime.stages.assembly.StagePrograms`. Raises DataError if these shapes give other ops."""
         captured = self._captured if batch is None else self._at(batch)
         return captured.stage(start, stop, starts=starts)
 

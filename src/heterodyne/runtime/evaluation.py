@@ -11,11 +11,11 @@ from torch import nn
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.program import Action
-from heterodyne.runtime.assembly import Parts
 from heterodyne.runtime.exact.weighting import LossCount, counts
 from heterodyne.runtime.meeting.communicator import Channel
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.stages.assembly import Parts
 
 __all__ = ["evaluate", "evaluation_parts"]
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from heterodyne.plan.program import Action, Program
-from heterodyne.runtime.assembly import Parts
-from heterodyne.runtime.clipping import Clipping
 from heterodyne.runtime.exact.weighting import Weights
-from heterodyne.runtime.gradients import GradientBuckets
 from heterodyne.runtime.meeting.communicator import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.stages.assembly import Parts
+from heterodyne.runtime.weights.clipping import Clipping
+from heterodyne.runtime.weights.gradients import GradientBuckets
 
 __all__ = ["Executor", "Step", "Watch"]
 

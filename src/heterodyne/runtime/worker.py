@@ -16,26 +16,26 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
-from heterodyne.runtime.assembly import Assembly, Parts, StagePrograms, bucket_channels, completed_gradients
-from heterodyne.runtime.clipping import Clipping
 from heterodyne.runtime.evaluation import evaluate
 from heterodyne.runtime.exact.weighting import LossCount, Weights, counts
 from heterodyne.runtime.executor import Executor, Step, Watch
-from heterodyne.runtime.gradients import GradientBuckets
-from heterodyne.runtime.materialise import place_weights
 from heterodyne.runtime.meeting.communicator import Communicator
-from heterodyne.runtime.optimizer import (
+from heterodyne.runtime.placement import Place, Placement
+from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, as_source
+from heterodyne.runtime.stages.assembly import Assembly, Parts, StagePrograms, bucket_channels, completed_gradients
+from heterodyne.runtime.weights.clipping import Clipping
+from heterodyne.runtime.weights.gradients import GradientBuckets
+from heterodyne.runtime.weights.materialise import place_weights
+from heterodyne.runtime.weights.optimizer import (
     learning_rate,
     load_state_by_name,
     make_optimizer,
     state_by_name,
 )
-from heterodyne.runtime.ownership import Ownership
-from heterodyne.runtime.placement import Place, Placement
-from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, as_source
-from heterodyne.runtime.trainable import trainable_parameters
-from heterodyne.runtime.whole_state import gathered_model, gathered_optimizer, restored_model, share_whole_state
+from heterodyne.runtime.weights.ownership import Ownership
+from heterodyne.runtime.weights.trainable import trainable_parameters
+from heterodyne.runtime.weights.whole_state import gathered_model, gathered_optimizer, restored_model, share_whole_state
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from heterodyne.errors import DataError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.exact.weighting import LossCount, counts
-from heterodyne.runtime.forward import Forward, Precision
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, as_source, union
-from heterodyne.runtime.trainable import trainable_parameters
+from heterodyne.runtime.stages.forward import Forward, Precision
+from heterodyne.runtime.weights.trainable import trainable_parameters
 
 __all__ = ["Comparison", "compare", "one_device_gradients"]
 

@@ -16,12 +16,12 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
-from heterodyne.runtime.forward import Forward
 from heterodyne.runtime.meeting.communicator import Channel, Communicator
 from heterodyne.runtime.placement import Place, Placement
-from heterodyne.runtime.segments import Runnable, Segment, WholeModel
-from heterodyne.runtime.stages import Stages
-from heterodyne.runtime.transfers import Edge, Team, Transfers
+from heterodyne.runtime.stages.forward import Forward
+from heterodyne.runtime.stages.segments import Runnable, Segment, WholeModel
+from heterodyne.runtime.stages.stages import Stages
+from heterodyne.runtime.stages.transfers import Edge, Team, Transfers
 
 __all__ = ["Assembly", "Parts", "StagePrograms", "bucket_channels", "completed_gradients"]
 

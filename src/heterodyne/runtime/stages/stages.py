@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from heterodyne.model_output import LOSS
-from heterodyne.runtime.deferred import DeferredWeights
 from heterodyne.runtime.exact.dropout import Draws
-from heterodyne.runtime.forward import Forward
-from heterodyne.runtime.recompute import Recomputation
-from heterodyne.runtime.segments import Segment
-from heterodyne.runtime.transfers import Transfers
+from heterodyne.runtime.stages.deferred import DeferredWeights
+from heterodyne.runtime.stages.forward import Forward
+from heterodyne.runtime.stages.recompute import Recomputation
+from heterodyne.runtime.stages.segments import Segment
+from heterodyne.runtime.stages.transfers import Transfers
 
 __all__ = ["Stages"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
-from heterodyne.runtime.materialise import stored_tensors
 from heterodyne.runtime.meeting.communicator import Communicator
-from heterodyne.runtime.optimizer import initialise_state, state_by_name
-from heterodyne.runtime.ownership import Ownership
+from heterodyne.runtime.weights.materialise import stored_tensors
+from heterodyne.runtime.weights.optimizer import initialise_state, state_by_name
+from heterodyne.runtime.weights.ownership import Ownership
 
 __all__ = ["gathered_model", "gathered_optimizer", "restored_model", "share_whole_state"]
 

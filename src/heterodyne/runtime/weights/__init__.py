@@ -1,0 +1,1 @@
+"""Which weights a rank holds, and their gradients, updates and whole state."""
