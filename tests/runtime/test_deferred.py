@@ -56,18 +56,41 @@ def test_the_first_half_gives_the_inputs_and_the_second_the_weights(precision: t
         torch.testing.assert_close(found[name], gradient, **tolerance)
 
 
-def test_hooks_on_gradients_see_the_second_half() -> None:
-    model, seen = Model(), []
-    # PyTorch calls it in the first half too, when there is no gradient yet.
-    model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
-    deferred = DeferredWeights()
-    with deferred:
-        loss = model(torch.randn(2, 3, 4))
-    loss.backward()
-    assert not any(seen)
-    deferred.run()
-    assert seen[-1]
-    assert seen.count(True) == 1
+class Home:
+    """Gradients side by side in one tensor, as a bucket has them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places = {id(p): torch.full_like(p, torch.nan) for p in model.parameters()}
+        self.seen: list[int] = []
+
+    def place(self, parameter: Tensor) -> Tensor | None:
+        return self.places[id(parameter)]
+
+    def added(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.seen.append(id(parameter))
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_the_second_half_writes_into_the_place_of_a_gradient_and_adds_to_what_is_there(
+    precision: torch.dtype | None,
+) -> None:
+    _, expected = whole(precision)
+    model, x = Model(), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    home = Home(model)
+    for times in (1, 2):
+        deferred = DeferredWeights(home)
+        with torch.autocast("cpu", precision, enabled=precision is not None), deferred:
+            loss = model(x)
+        loss.backward()
+        deferred.run()
+        tolerance = {} if precision is None else {"rtol": 0.02, "atol": 0.02 * times}
+        for name in ("first.weight", "first.bias", "twice.weight", "transposed", "offset"):
+            parameter = model.get_parameter(name)
+            assert parameter.grad is home.places[id(parameter)]
+            torch.testing.assert_close(parameter.grad, times * expected[name], **tolerance)
+    assert home.seen.count(id(model.first.weight)) == 2
+    assert home.seen.count(id(model.twice.weight)) == 4, "it is used twice in each"
 
 
 def test_without_gradients_nothing_is_deferred() -> None:

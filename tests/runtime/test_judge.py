@@ -74,7 +74,9 @@ def test_who_works_too_long_is_blamed_only_while_somebody_waits() -> None:
     it = judge()
     it.observe(1, long_action)
     assert it.verdict() is None
-    it.observe(2, long_action | {1: beat(2, "wait")})
+    it.observe(2, long_action | {1: beat(2, "wait", age_s=19.0)})
+    assert it.verdict() is None, "the other has only come to wait, and may have been as long about it"
+    it.observe(3, long_action | {1: beat(3, "wait", age_s=21.0)})
     verdict = it.verdict()
     assert verdict is not None
     assert verdict.rank == 2
@@ -84,15 +86,17 @@ def test_who_works_too_long_is_blamed_only_while_somebody_waits() -> None:
 
 def test_a_slow_worker_may_take_as_long_as_it_said() -> None:
     it = judge()
-    it.observe(1, {0: beat(1, "wait"), 1: beat(1, "wait"), 2: beat(1, age_s=300.0, limit_s=400.0)})
+    waiting = beat(1, "wait", age_s=300.0)
+    it.observe(1, {0: waiting, 1: waiting, 2: beat(1, age_s=300.0, limit_s=400.0)})
     assert it.verdict() is None
 
 
 def test_a_phase_may_last_until_its_own_limit() -> None:
     it = judge()
-    it.observe(1, {0: beat(1, "wait"), 1: beat(1, "wait"), 2: beat(1, "phase", age_s=99.0, limit_s=100.0)})
+    waiting = {rank: beat(1, "wait", age_s=99.0) for rank in (0, 1)}
+    it.observe(1, waiting | {2: beat(1, "phase", age_s=99.0, limit_s=100.0)})
     assert it.verdict() is None
-    it.observe(2, {0: beat(2, "wait"), 1: beat(2, "wait"), 2: beat(2, "phase", age_s=101.0, limit_s=100.0)})
+    it.observe(2, waiting | {2: beat(2, "phase", age_s=101.0, limit_s=100.0)})
     assert it.verdict() is not None
 
 

@@ -130,6 +130,13 @@ class Worker:
         self._buffers = dict(module.named_buffers())
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self.optimizer = self._make_optimizer(optimizer)
+        buckets = bucket_channels(plan, graph, cluster, communicator)
+        self._gradients = GradientBuckets(
+            self._parameters,
+            [(b, channel) for b, channel in buckets if self._place.device in b.owners],
+            self.recorder,
+            completed_gradients(program.ranks[self.rank], plan, graph, self._place),
+        )
         self._assembly = Assembly(
             module,
             graph=graph,
@@ -139,16 +146,10 @@ class Worker:
             placement=self.placement,
             communicator=communicator,
             programs=stage_programs,
+            home=self._gradients,
             seed=seed,
         )
         self._assembly.parts()
-        buckets = bucket_channels(plan, graph, cluster, communicator)
-        self._gradients = GradientBuckets(
-            self._parameters,
-            [(b, channel) for b, channel in buckets if self._place.device in b.owners],
-            self.recorder,
-            completed_gradients(program.ranks[self.rank], plan, graph, self._place),
-        )
         self._executor = Executor(
             rank=self.rank,
             program=program,

@@ -26,7 +26,7 @@ class WatchLimits:
         interval_s: between two signs of life.
         silence_s: without a sign of life, while it works.
         phase_silence_s: the same during an announced phase (set-up), where other threads may starve for long.
-        stuck_s: without progress while others wait for it, though it gives signs of life.
+        stuck_s: without progress while others wait for it so long, though it gives signs of life.
         stuck_factor: as many times the longest action seen of that worker, if that is more than `stuck_s`.
         phase_s: the longest that a phase may take unless it says otherwise; also for the very first action.
     """
@@ -139,15 +139,18 @@ class Judge:
         return None
 
     def _stuck(self) -> Verdict | None:
-        """A worker that works longer than it may, while at least one other waits."""
-        waiting = {rank for rank, beat in self._beats.items() if beat.kind == "wait"}
+        """A worker that works longer than it may, while at least one other waits, and not only since just now: what a script does
+        between two steps may take long, as long as it takes all workers alike."""
+        waits_s = {rank: b.age_s + self._silence_s[rank] for rank, b in self._beats.items() if b.kind == "wait"}
         for rank, beat in self._beats.items():
             age_s = beat.age_s + self._silence_s[rank]
-            if beat.kind in {"work", "phase"} and age_s > beat.limit_s and waiting - {rank}:
+            waited_s = max((s for other, s in waits_s.items() if other != rank), default=0.0)
+            enough_s = min(beat.limit_s, self._limits.stuck_s)
+            if beat.kind in {"work", "phase"} and age_s > beat.limit_s and waited_s > enough_s:
                 return self._blame(
                     rank,
                     f"hangs in {beat.state}: no progress for {age_s:.0f} s (it may take {beat.limit_s:.0f} s) while "
-                    f"{_ranks(sorted(waiting - {rank}))} for it",
+                    f"{_ranks(sorted(waits_s.keys() - {rank}))} for it",
                 )
         return None
 

@@ -18,6 +18,7 @@ from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.runtime.meeting.communicator import Channel, Communicator
 from heterodyne.runtime.placement import Place, Placement
+from heterodyne.runtime.stages.deferred import GradientHome
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.segments import Runnable, Segment, WholeModel
 from heterodyne.runtime.stages.stages import Stages
@@ -86,6 +87,7 @@ class Assembly:
         placement: Placement,
         communicator: Communicator,
         programs: StagePrograms | None,
+        home: GradientHome,
         seed: int,
     ) -> None:
         self._module = module
@@ -93,6 +95,7 @@ class Assembly:
         self._cluster = cluster
         self._place = placement.places[communicator.rank]
         self._programs = programs
+        self._home = home
         self._forward = Forward(
             module,
             graph,
@@ -139,7 +142,12 @@ class Assembly:
         }
         transfers = self._transfers(found.values(), self._pipeline)
         stages = Stages(
-            self._segments(found), forward=self._forward, device=self._device, transfers=transfers, halves=self._halves
+            self._segments(found),
+            forward=self._forward,
+            device=self._device,
+            transfers=transfers,
+            halves=self._halves,
+            home=self._home,
         )
         return Parts(stages=stages, transfers=transfers)
 

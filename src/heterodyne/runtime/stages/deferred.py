@@ -3,12 +3,15 @@
 `DeferredWeights` is a function mode for the forward. A product with a parameter gets a backward that passes the gradient of its
 input on at once, and keeps what the gradient of the weight is made of, for `run`. Linear layers are worth it: they are what the
 backward of a transformer spends its time on, half of it on weights. Everything else is done in the first half, convolutions too.
+
+A product is written where it is to lie, or added there, in one go: to make it first and add it then would cost the halves more
+memory traffic than a whole backward has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,34 +20,79 @@ from torch.nn import functional as F
 
 from heterodyne.runtime.exact.interception import Interception
 
-__all__ = ["DeferredWeights"]
+__all__ = ["DeferredWeights", "GradientHome"]
+
+
+class GradientHome(Protocol):
+    """Where gradients of weights live."""
+
+    def place(self, parameter: Tensor) -> Tensor | None:
+        """Memory for the first gradient of a step; None: wherever."""
+
+    def added(self, parameter: Tensor) -> None:
+        """``parameter.grad`` has had one more gradient added."""
 
 
 class DeferredWeights(Interception):
-    """What one forward of one stage leaves for later."""
+    """What one forward of one stage leaves for later. ``home`` None: gradients live where they are made."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: GradientHome | None = None) -> None:
         super().__init__({F.linear: self._linear, torch.addmm: self._addmm})
+        self._home = home
         self._later: list[Callable[[], None]] = []
 
     def run(self) -> None:
         """Make the gradients of the weights, in the order in which the backward came to them."""
         later, self._later = self._later, []
-        for make in later:
-            make()
+        with torch.no_grad():
+            for make in later:
+                make()
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _is_trained(weight) or (bias is not None and bias.requires_grad and not bias.is_leaf):
             return F.linear(input, weight, bias)
-        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self._later, False)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self, False)  # type: ignore[no-untyped-call]
         return output
 
     def _addmm(self, bias: Tensor, input: Tensor, weight: Tensor, **scales: Any) -> Tensor:
         """``input @ weight + bias``, the linear layer of models that keep their weights transposed."""
         if scales or bias.dim() != 1 or not _is_trained(weight) or (bias.requires_grad and not bias.is_leaf):
             return torch.addmm(bias, input, weight, **scales)
-        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self._later, True)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self, True)  # type: ignore[no-untyped-call]
         return output
+
+    def defer(self, make: Callable[[], None]) -> None:
+        self._later.append(make)
+
+    def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add ``left @ right`` to the gradient of a parameter."""
+        if parameter.grad is None:
+            place = None if self._home is None else self._home.place(parameter)
+            if place is None or left.dtype is not place.dtype:
+                self._begin(parameter, (left @ right).to(parameter.dtype), place)
+            else:
+                parameter.grad = torch.mm(left, right, out=place)
+        elif left.dtype is parameter.grad.dtype:
+            parameter.grad.addmm_(left, right)
+        else:
+            parameter.grad += left @ right
+        self._tell(parameter)
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a parameter."""
+        if parameter.grad is None:
+            place = None if self._home is None else self._home.place(parameter)
+            self._begin(parameter, gradient.to(parameter.dtype), place)
+        else:
+            parameter.grad += gradient
+        self._tell(parameter)
+
+    def _begin(self, parameter: Tensor, gradient: Tensor, place: Tensor | None) -> None:
+        parameter.grad = gradient if place is None else place.copy_(gradient)
+
+    def _tell(self, parameter: Tensor) -> None:
+        if self._home is not None:
+            self._home.added(parameter)
 
 
 def _is_trained(weight: Tensor) -> bool:
@@ -74,29 +122,25 @@ class _Linear(torch.autograd.Function):
         b: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        later: list[Callable[[], None]],
+        deferred: DeferredWeights,
         transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.parameters, ctx.later, ctx.transposed = (weight, bias), later, transposed  # type: ignore[attr-defined]
+        ctx.parameters, ctx.deferred, ctx.transposed = (weight, bias), deferred, transposed  # type: ignore[attr-defined]
         return F.linear(x, w.t() if transposed else w, b)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         weight, bias = ctx.parameters
+        deferred, transposed = ctx.deferred, ctx.transposed
 
         def make() -> None:
             entering, leaving = x.reshape(-1, x.shape[-1]), upstream.reshape(-1, upstream.shape[-1])
-            _accumulate(weight, entering.t() @ leaving if ctx.transposed else leaving.t() @ entering)
+            deferred.add_product(weight, *((entering.t(), leaving) if transposed else (leaving.t(), entering)))
             if bias is not None and bias.requires_grad:
-                _accumulate(bias, leaving.sum(0))
+                deferred.add(bias, leaving.sum(0))
 
-        ctx.later.append(make)
-        of_input = upstream @ (w.t() if ctx.transposed else w) if ctx.needs_input_grad[0] else None
+        deferred.defer(make)
+        of_input = upstream @ (w.t() if transposed else w) if ctx.needs_input_grad[0] else None
         return of_input, *([None] * 7)
-
-
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """As a backward would, with its hooks."""
-    torch.autograd.backward(parameter, gradient.to(parameter.dtype))

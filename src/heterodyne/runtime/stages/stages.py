@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heterodyne.model_output import LOSS
 from heterodyne.runtime.exact.dropout import Draws
-from heterodyne.runtime.stages.deferred import DeferredWeights
+from heterodyne.runtime.stages.deferred import DeferredWeights, GradientHome
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.recompute import Recomputation
 from heterodyne.runtime.stages.segments import Segment
@@ -44,6 +44,7 @@ class Stages:
         device: of this rank.
         transfers: from and to other ranks; None: there is one stage, and the rank has it all to itself.
         halves: the stages whose backwards come in two halves.
+        home: of the gradients of their second halves.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Stages:
         device: torch.device,
         transfers: Transfers | None = None,
         halves: frozenset[int] = frozenset(),
+        home: GradientHome | None = None,
     ) -> None:
         self._segments = segments
         self._forward = forward
         self._device = device
         self._transfers = transfers
         self._halves = halves
+        self._home = home
         self._alive: dict[tuple[int, int], _Alive] = {}
         # Values on their way to a stage, by micro-batch, and gradients on their way to one, by stage and micro-batch.
         self._values: dict[int, dict[str, Tensor]] = {}
@@ -107,7 +110,7 @@ class Stages:
         alive = _Alive(draws, self._leaves(segments, values), {})
         local = {**values, **alive.leaves}
         if stage in self._halves and torch.is_grad_enabled():
-            alive.deferred = DeferredWeights()
+            alive.deferred = DeferredWeights(self._home)
         with self._forward.around_forward(draws), alive.deferred or nullcontext():
             for segment in segments:
                 local.update(self._run(segment, inputs, local, len(samples), alive))

@@ -75,6 +75,7 @@ class GradientBuckets:
         self._completed = completed
         self._buckets = self._allocate(buckets, parameters)
         self._entries = [entry for bucket in self._buckets for entry in bucket.entries]
+        self._entry_of = {id(entry.parameter): entry for entry in self._entries}
         self._untouched: frozenset[str] | None = None
         self._armed: frozenset[str] = frozenset()
         self._next = 0
@@ -95,6 +96,14 @@ class GradientBuckets:
     def arm(self, stage: int) -> None:
         """The backward that follows is the last one of that stage in this step."""
         self._armed = self._completed.get(stage, frozenset())
+
+    def place(self, parameter: Tensor) -> Tensor | None:
+        """Where the first gradient of a parameter in a step belongs; None: it has no place of its own."""
+        return self._entry_of[id(parameter)].view
+
+    def added(self, parameter: Tensor) -> None:
+        """To be called where something else than a backward has added to ``parameter.grad``."""
+        self._on_gradient(self._entry_of[id(parameter)])
 
     def launch(self, number: int) -> None:
         """See to it that buckets up to ``number`` are launched; what is still missing in them is zero."""
@@ -161,27 +170,33 @@ class GradientBuckets:
 
     def _hook(self, entry: _Entry) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return  # a backward has come by and left nothing: what it has for this one comes later
-            if parameter.grad.is_sparse:
-                raise CaptureError(
-                    f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
-                )
-            if entry.view is not None and parameter.grad is not entry.view:
-                entry.view.copy_(parameter.grad)
-                parameter.grad = entry.view
-            if self._untouched and entry.name in self._untouched:
-                raise CaptureError(
-                    f"{entry.name!r} got a gradient, which it had not in the first step: the model goes another way from step to step, "
-                    "by chance, by a counter or by a choice in Python. Let it do the same in each step"
-                )
-            entry.filled = True
-            if entry.name in self._armed:
-                self._mark_ready(entry)
-            elif self._buckets[entry.bucket].pending is not None:
-                raise _too_late(entry.name)
+            if (
+                parameter.grad is not None
+            ):  # else a backward has come by and left nothing: what it has for this one comes later
+                self._on_gradient(entry)
 
         return on_gradient
+
+    def _on_gradient(self, entry: _Entry) -> None:
+        parameter = entry.parameter
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise CaptureError(
+                f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
+            )
+        if entry.view is not None and parameter.grad is not entry.view:
+            entry.view.copy_(parameter.grad)
+            parameter.grad = entry.view
+        if self._untouched and entry.name in self._untouched:
+            raise CaptureError(
+                f"{entry.name!r} got a gradient, which it had not in the first step: the model goes another way from step to step, "
+                "by chance, by a counter or by a choice in Python. Let it do the same in each step"
+            )
+        entry.filled = True
+        if entry.name in self._armed:
+            self._mark_ready(entry)
+        elif self._buckets[entry.bucket].pending is not None:
+            raise _too_late(entry.name)
 
     def _mark_ready(self, entry: _Entry) -> None:
         bucket = self._buckets[entry.bucket]
