@@ -18,6 +18,7 @@ from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
 from heterodyne.plan.program import Program
 from heterodyne.plan.schedules.best import best_orders
 from heterodyne.plan.schedules.times import StageTimes
+from heterodyne.search.planner import plan as search_plan
 from heterodyne.sim.run import Simulation, simulate
 
 if TYPE_CHECKING:
@@ -163,6 +164,18 @@ class Rig:
         profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
         costs = CostModel(graph=captured.graph, cluster=session.cluster, profile=profile, recipe=Recipe(clip=False))
         return cls(session=session, captured=captured, profile=profile, costs=costs, settings=settings)
+
+    def planned(self, sizes: Sequence[int]) -> Plan:
+        """The pipeline that the planner chooses; ``sizes``: of micro-batches that it may take."""
+        return search_plan(
+            self.captured.graph,
+            self.session.cluster,
+            self.profile,
+            global_batch_size=self.settings.global_batch_size,
+            micro_batch_sizes=sizes,
+            clip=False,
+            strategy="pipeline",
+        ).plan
 
     def agreed(self, plan: Plan) -> Plan:
         """The plan of rank 0, on every rank. Collective."""

@@ -13,12 +13,16 @@ from heterodyne.measure.workbench import Workbench
 
 
 class FakeClock:
-    """Also the wall clock. ``factor`` slows everything down, ``noise`` gives the factor of each single run."""
+    """Also the wall clock. ``factor`` slows everything down, ``noise`` gives the factor of each single run.
+
+    While ``put_off`` is not 0, backwards leave that part of their work undone: ``left_s``.
+    """
 
     def __init__(self, noise: Callable[[int], float] = lambda _: 1.0) -> None:
         self.time = 0.0
         self.factor = 1.0
         self.runs = 0
+        self.put_off = self.left_s = 0.0
         self._noise = noise
 
     def mark(self) -> float:
@@ -60,7 +64,9 @@ class _Timed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        ctx.clock.run(ctx.backward_s)
+        clock = ctx.clock
+        clock.run(ctx.backward_s * (1 - clock.put_off))
+        clock.left_s += ctx.backward_s * clock.put_off
         return gradient, torch.zeros(1), None, None, None
 
 

@@ -68,6 +68,31 @@ def test_the_whole_model_is_measured_at_one_size_and_that_one_gives_the_composit
     assert compute.forward.composition == ((4, pytest.approx(1.2)),)
 
 
+def test_the_halves_of_a_backward_are_measured_apart_and_the_whole_model_is_not_halved() -> None:
+    """A backward of twice the forward, of which a third is left for the second half."""
+    clock = FakeClock()
+    layer = FakeProgram(clock, 0.001, 0.003)
+
+    class Thirds:
+        def __enter__(self) -> None:
+            clock.put_off = 1 / 3
+
+        def __exit__(self, *exception: object) -> None:
+            return
+
+        def run(self) -> None:
+            clock.put_off, left_s = 0.0, clock.left_s
+            clock.left_s = 0.0
+            clock.run(left_s)
+
+    blocks = measure_blocks({"layer": layer, "*": layer}, [1, 2, 4], bench_of(clock, halves=Thirds))
+    for s in blocks["layer"]:
+        assert s.backward_s == pytest.approx(2 * s.forward_s)
+        assert s.input_s == pytest.approx(2 / 3 * s.backward_s)
+        assert s.weight_s == pytest.approx(1 / 3 * s.backward_s)
+    assert [(s.input_s, s.weight_s) for s in blocks["*"]] == [(0.0, 0.0)]
+
+
 @pytest.mark.parametrize("budget_s", [1e9, 20.0, 0.0])
 @pytest.mark.parametrize("most", [1, 4, 10**9])
 def test_all_ranks_meet_as_often_whatever_each_leaves_out(budget_s: float, most: int) -> None:

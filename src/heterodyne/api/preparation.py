@@ -26,6 +26,7 @@ from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.stages.deferred import DeferredWeights
 from heterodyne.runtime.worker import OptimizerFactory, Worker
 from heterodyne.search.planned import Planned
 from heterodyne.search.planner import plan as search_plan
@@ -95,6 +96,7 @@ def measure_everywhere(
         precision="bf16" if settings.precision == "bf16" else "fp32",
         optimizer=settings.optimizer.name,
         budget_s=budget_s,
+        halves=DeferredWeights if len(session.cluster.devices) > 1 else None,
     )
     with session.announced(f"measuring {session.world_size} devices, which may take {format_seconds(budget_s)}"):
         return measure(

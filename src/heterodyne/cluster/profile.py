@@ -16,7 +16,7 @@ from heterodyne.errors import MeasureError
 
 __all__ = ["WHOLE", "BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 WHOLE: Final = "*"  # the kind under which the whole model stands among its blocks
 
 

@@ -14,6 +14,7 @@ from heterodyne.frontend.counting import on_device
 from heterodyne.frontend.describe import differentiable, producer_of
 from heterodyne.frontend.export import Region, Traced, region_of, tensors_of
 from heterodyne.frontend.index_bounds import index_bounds
+from heterodyne.frontend.python_calls import to_python
 from heterodyne.frontend.regions import Regions, Switches
 from heterodyne.frontend.replay import Observed
 from heterodyne.frontend.sizes import size_of, spec_of
@@ -118,6 +119,7 @@ class BlockProgram:
             on_device(copies[node], device)
             if dtype is not None:
                 _in_dtype(copies[node], dtype)
+            to_python(copies[node])  # as stages call it: a block is timed for what it will cost them
         switches.to(Region())
         graph.output(tuple(copies[node] for node in self._results))
         return graph

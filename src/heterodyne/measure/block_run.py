@@ -1,8 +1,11 @@
-"""One forward and backward of a block, as it runs inside training: gradients accumulate, inputs are fresh."""
+"""One forward and backward of a block, as it runs inside training: gradients accumulate, inputs are fresh.
+
+The backward may come in two halves, as in schedules without bubbles: the gradients of the inputs, then those of the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -13,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from heterodyne.measure.clock import Clock, Mark
 from heterodyne.measure.kept import bytes_kept
 
-__all__ = ["BlockProgram", "BlockRun", "Precision"]
+__all__ = ["BlockProgram", "BlockRun", "Halves", "Precision"]
 
 Precision = Literal["fp32", "bf16"]
 
@@ -26,8 +29,16 @@ class BlockProgram(Protocol):
         ...
 
 
+class Halves(Protocol):
+    """Active during a forward, it lets the backward leave out the gradients of the weights, which `run` makes afterwards."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *exception: Any) -> object: ...
+    def run(self) -> None: ...
+
+
 class BlockRun:
-    """Runs a block again and again; each call returns the marks before forward, between, and after backward."""
+    """Runs a block again and again; each call returns the marks before forward, after it, before backward and after it."""
 
     def __init__(
         self,
@@ -48,9 +59,20 @@ class BlockRun:
         self._cotangents: list[torch.Tensor] | None = None
 
     def __call__(self) -> tuple[Mark, ...]:
+        return self._run(nullcontext())
+
+    def halved(self, halves: Callable[[], Halves]) -> tuple[Mark, ...]:
+        """The same with a backward in halves, and one mark more, after the second."""
+        deferred = halves()
+        marks = self._run(deferred)
+        deferred.run()
+        return *marks, self._clock.mark()
+
+    def _run(self, around_forward: Halves | AbstractContextManager[Any]) -> tuple[Mark, ...]:
         inputs = self._fresh()
         start = self._clock.mark()
-        outputs = self._forward(inputs)
+        with around_forward:
+            outputs = self._forward(inputs)
         middle = self._clock.mark()
         differentiable = list(_differentiable(outputs))
         cotangents = self._cotangents_of(differentiable)

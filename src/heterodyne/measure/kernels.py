@@ -7,12 +7,13 @@ all ranks meet after each, whatever one of them leaves out; what happens inside 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from heterodyne.cluster.profile import WHOLE, BlockSample
 from heterodyne.errors import MeasureError
-from heterodyne.measure.block_run import BlockProgram, BlockRun
+from heterodyne.measure.block_run import BlockProgram, BlockRun, Halves
 from heterodyne.measure.notes import words_of
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
@@ -79,6 +80,8 @@ def extrapolate(samples: Sequence[BlockSample], size: int) -> BlockSample:
         saved_bytes=round(onward("saved_bytes")),
         peak_bytes=round(onward("peak_bytes")),
         extrapolated=True,
+        input_s=onward("input_s"),
+        weight_s=onward("weight_s"),
     )
 
 
@@ -127,7 +130,10 @@ class _Survey:
             try:
                 self.run = self._bench.run_of(self._programs[kind], size)
                 leniency = self._leniency(kind, size)
-                self._measured[kind].append(_measure_one(self.run, size, self._bench, left_s * share, leniency))
+                sample = _measure_one(self.run, size, self._bench, left_s * share, leniency)
+                if kind != WHOLE and self._bench.halves is not None:
+                    sample = _with_halves(sample, self.run, self._bench.halves, self._bench, left_s * share, leniency)
+                self._measured[kind].append(sample)
                 return None
             except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
                 self.run = None
@@ -199,6 +205,15 @@ def _measure_one(run: BlockRun, size: int, bench: Workbench, budget_s: float, le
         saved_bytes=kept,
         peak_bytes=peak,
     )
+
+
+def _with_halves(
+    sample: BlockSample, run: BlockRun, halves: Callable[[], Halves], bench: Workbench, budget_s: float, leniency: float
+) -> BlockSample:
+    run_s = sample.forward_s + sample.backward_s
+    timing = bench.time(lambda: run.halved(halves), budget_s=budget_s / 2, run_s=run_s, leniency=leniency)
+    _, _, inputs, weights = timing.laps
+    return replace(sample, input_s=inputs, weight_s=weights)
 
 
 def _lack(error: Exception) -> str | None:

@@ -13,7 +13,7 @@ from heterodyne.cluster.profile import WHOLE, BlockSample, DeviceProfile, LinkSa
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.measure.block_run import BlockProgram, Precision
+from heterodyne.measure.block_run import BlockProgram, Halves, Precision
 from heterodyne.measure.cache import Cache, profile_key
 from heterodyne.measure.clock import Clock
 from heterodyne.measure.confirm import changes
@@ -45,6 +45,7 @@ class Request:
         micro_batch_sizes: sizes to measure.
         optimizer: ``adamw`` or ``sgd``.
         budget_s: about the seconds that all of it may take.
+        halves: makes what splits a backward into halves; None: backwards are measured as a whole only.
     """
 
     graph: ModelGraph
@@ -56,6 +57,7 @@ class Request:
     optimizer: str = "adamw"
     budget_s: float = 60.0
     sampling: Sampling = field(default_factory=Sampling)
+    halves: Callable[[], Halves] | None = None
 
     def __post_init__(self) -> None:
         missing = [kind for kind in self.graph.kinds if kind not in self.programs]
@@ -137,6 +139,7 @@ class _Session:
             names=request.graph.kind_names,
             say=self._notes.append,
             progress=progress or (lambda _what, _done, _total: None),
+            halves=request.halves,
         )
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ import torch
 
 from heterodyne.cluster.profile import WHOLE
 from heterodyne.errors import MeasureError
-from heterodyne.measure.block_run import BlockProgram, BlockRun, Precision
-from heterodyne.measure.clock import Clock, clock_of
+from heterodyne.measure.block_run import BlockProgram, BlockRun, Halves, Precision
+from heterodyne.measure.clock import Clock, Mark, clock_of
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.sampling import Sampling, Timing, sample
 
@@ -56,6 +56,7 @@ class Workbench:
         say: is told what was left out and why.
         progress: (what is measured now, the how manyth of, how many), for people who wait.
         seed: of weights and inputs.
+        halves: makes what splits a backward into halves; None: backwards are measured as a whole only.
     """
 
     device: torch.device
@@ -69,6 +70,7 @@ class Workbench:
     say: Callable[[str], None] = _quiet
     progress: Callable[[str, int, int], None] = _no_progress
     seed: int = 0
+    halves: Callable[[], Halves] | None = None
 
     @property
     def stopwatch(self) -> Clock:
@@ -82,11 +84,17 @@ class Workbench:
         return BlockRun(program, size, self.device, precision=self.precision, seed=self.seed, clock=self.stopwatch)
 
     def time(
-        self, run: BlockRun, *, budget_s: float = float("inf"), run_s: float = 0.0, leniency: float = 1.0
+        self,
+        run: Callable[[], tuple[Mark, ...]],
+        *,
+        budget_s: float = float("inf"),
+        run_s: float = 0.0,
+        leniency: float = 1.0,
     ) -> Timing:
         """Laps: forward, the gap between (not counted), backward.
 
         Args:
+            run: called again and again; it returns its marks.
             run_s: seconds of a run before this, 0 if there was none.
             leniency: how many times less steady than usual is steady enough.
         """
