@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from heterodyne.cluster.spec import Cluster
@@ -18,7 +19,6 @@ from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
 from heterodyne.plan.program import Program
 from heterodyne.plan.schedules.best import best_orders
 from heterodyne.plan.schedules.times import StageTimes
-from heterodyne.search.planner import plan as search_plan
 from heterodyne.sim.run import Simulation, simulate
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from heterodyne.api.session import Session
     from heterodyne.cluster.profile import Profile
     from heterodyne.frontend import Captured
+    from heterodyne.measure.whole_model import WholeModel
     from heterodyne.runtime.worker import Worker
 
 __all__ = ["Line", "Rig", "cuts_at", "plan_of", "with_best_order"]
@@ -133,8 +134,8 @@ class Rig:
 
     session: Session
     captured: Captured
+    whole: WholeModel
     profile: Profile
-    costs: CostModel
     settings: Settings
 
     @classmethod
@@ -152,7 +153,7 @@ class Rig:
             precision="fp32",
             clip=False,
             optimizer=OptimizerSection(lr=1e-4),
-            parallelism=ParallelismSection(micro_batch_sizes=sizes),
+            parallelism=ParallelismSection(micro_batch_sizes=sizes, strategy="pipeline"),
         )
         captured = capture_everywhere(session, model, batch)
         whole = WholeModel(
@@ -162,20 +163,20 @@ class Rig:
             loss=loss_of,
         )
         profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
-        costs = CostModel(graph=captured.graph, cluster=session.cluster, profile=profile, recipe=Recipe(clip=False))
-        return cls(session=session, captured=captured, profile=profile, costs=costs, settings=settings)
+        return cls(session=session, captured=captured, whole=whole, profile=profile, settings=settings)
 
-    def planned(self, sizes: Sequence[int]) -> Plan:
-        """The pipeline that the planner chooses; ``sizes``: of micro-batches that it may take."""
-        return search_plan(
-            self.captured.graph,
-            self.session.cluster,
-            self.profile,
-            global_batch_size=self.settings.global_batch_size,
-            micro_batch_sizes=sizes,
-            clip=False,
-            strategy="pipeline",
-        ).plan
+    @cached_property
+    def costs(self) -> CostModel:
+        return CostModel(
+            graph=self.captured.graph, cluster=self.session.cluster, profile=self.profile, recipe=Recipe(clip=False)
+        )
+
+    def planned(self) -> tuple[Rig, Plan]:
+        """The pipeline that the planner chooses, tried as in any job; and the rig as it knows the devices then. Collective."""
+        from heterodyne.api.preparation import prepare
+
+        prepared = prepare(self.session, self.captured, self.whole, self.settings)
+        return replace(self, profile=prepared.profile), prepared.plan
 
     def agreed(self, plan: Plan) -> Plan:
         """The plan of rank 0, on every rank. Collective."""

@@ -109,7 +109,9 @@ def worker(options: argparse.Namespace, size: Size) -> None:
     with hd.open_session() as session:
         rig = Rig.of(session, model(), batch, (size.samples,), size.budget_s)
         rates = relative_rates(rig, size.samples)
-        plans = {way: rig.agreed(plan) for way, plan in plans_for(options.ways, rig, size).items()}
+        rig, planned = rig.planned()
+        drafts = {OURS: planned, **hand_made(rig, size)}
+        plans = {way: rig.agreed(plan) for way, plan in drafts.items() if way in options.ways}
         predicted = {way: rig.predicted(plan).step_s for way, plan in plans.items()}
         workers = {way: rig.worker(plan, model()) for way, plan in plans.items()}
         run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
@@ -150,31 +152,26 @@ def relative_rates(rig: Rig, samples: int) -> list[float]:
     return [1 / (stage.forward_s[0] + stage.backward_s[0]) for stage in costs]
 
 
-def plans_for(ways: list[str], rig: Rig, size: Size) -> dict[str, Plan]:
-    """The plans of our own runtime."""
+def hand_made(rig: Rig, size: Size) -> dict[str, Plan]:
+    """Even cuts of our own runtime, in named orders."""
     graph, cluster = rig.captured.graph, rig.session.cluster
     homes = tuple((device.id,) for device in cluster.devices)
     sizes = (size.samples,) * COUNT
-
-    def line(parts: list[float], *, twice: bool = False) -> Line:
-        if not twice:
-            return Line(homes=homes, parts=tuple(parts), micro_batches=sizes)
-        return Line(homes=homes + homes[::-1], parts=tuple(parts + parts[::-1]), micro_batches=sizes)
-
-    even = [1.0] * len(homes)
-    made = {
-        EVEN: plan_of(graph, cluster, [line(even)], "1F1B", blocks_only=True),
-        "ZBH2": plan_of(graph, cluster, [line(even)], "ZBH2", blocks_only=True),
-        "ZBVZeroBubble": plan_of(graph, cluster, [line(even, twice=True)], "ZBVZeroBubble", blocks_only=True),
+    once = Line(homes=homes, parts=(1.0,) * len(homes), micro_batches=sizes)
+    twice = Line(homes=homes + homes[::-1], parts=(1.0,) * 2 * len(homes), micro_batches=sizes)
+    return {
+        EVEN: plan_of(graph, cluster, [once], "1F1B", blocks_only=True),
+        "ZBH2": plan_of(graph, cluster, [once], "ZBH2", blocks_only=True),
+        "ZBVZeroBubble": plan_of(graph, cluster, [twice], "ZBVZeroBubble", blocks_only=True),
     }
-    if OURS in ways:
-        made[OURS] = rig.planned([size.samples])
-    return {way: plan for way, plan in made.items() if way in ways}
 
 
 def told(plan: Plan) -> str:
-    stages = plan.pipelines[0].stages
-    return f"{len(stages)} stages of {', '.join(str(s.ops[1] - s.ops[0]) for s in stages)} ops"
+    return "; ".join(
+        f"{sum(p.micro_batches.sizes)} samples over "
+        + " > ".join(f"{' + '.join(s.devices)} {s.ops[1] - s.ops[0]} ops" for s in p.stages)
+        for p in plan.pipelines
+    )
 
 
 def torch_pipeline(whole: torch.nn.Module, tokens: torch.Tensor, rank: int, ranks: int) -> Callable[[], object]:
