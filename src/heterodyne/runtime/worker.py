@@ -120,7 +120,7 @@ class Worker:
         self.placement = Placement.of(plan, cluster)
         self.ownership = Ownership.of(plan, graph, cluster)
         self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
-        self._communicator = communicator
+        self._communicator = communicator = communicator.branch()
         self._loss_count = loss_count
         self._section = optimizer if isinstance(optimizer, OptimizerSection) else None
         self._total_steps = total_steps
@@ -259,8 +259,9 @@ class Worker:
         )
 
     def close(self) -> None:
-        """Take the hooks off the model. The communicator stays open."""
+        """Take the hooks off the model, and leave the channels that this worker made. The communicator stays open."""
         self._gradients.close()
+        self._communicator.close()
 
     @property
     def device(self) -> torch.device:

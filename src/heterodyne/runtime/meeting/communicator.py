@@ -8,6 +8,7 @@ to a pinned buffer, summed by gloo, copied back. CPU workers of one machine sum 
 
 from __future__ import annotations
 
+import copy
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -219,6 +220,7 @@ class Communicator:
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._channels: list[Channel] = []
         self._mails: list[Mail] = []
+        self._is_branch = False
         everyone = range(world_size)
         self._control_group = self._group(everyone, "gloo")
         self.control = Channel(everyone, self._control_group, device=device, staged=True)
@@ -257,6 +259,15 @@ class Communicator:
         self._mails.append(made)
         return made
 
+    def branch(self) -> Communicator:
+        """The same ranks and the same control channel, and channels of its own: closing it closes those, and no more.
+
+        Each gloo group has a thread that wakes a hundred times a second, so groups that are done with should go.
+        """
+        made = copy.copy(self)
+        made._channels, made._mails, made._is_branch = [], [], True
+        return made
+
     def all_gather_object(self, value: T) -> list[T]:
         """The picklable values of all ranks, in order of rank."""
         if self._control_group is None:
@@ -293,12 +304,14 @@ class Communicator:
 
     def close(self) -> None:
         """Leave all channels. The default group of torch.distributed stays, for it was not made here."""
-        for channel in (*self._channels, self.control):
+        for channel in self._channels:
             channel.close()
         for mail in self._mails:
             mail.close()
         self._channels.clear()
         self._mails.clear()
+        if not self._is_branch:
+            self.control.close()
         self._control_group = None
 
     def __enter__(self) -> Self:
