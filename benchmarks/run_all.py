@@ -27,6 +27,7 @@ BENCHMARKS = (
     "capture_large",
     "kill_and_resume",
     "simulator_speed",
+    "greedy_schedules",
     "simulator_truth",
 )
 

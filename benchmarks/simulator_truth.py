@@ -42,7 +42,7 @@ class Size:
     budget_s: float
 
 
-FULL = Size(width=256, layers=8, length=128, every=1, steps=4, budget_s=120)
+FULL = Size(width=384, layers=8, length=128, every=1, steps=3, budget_s=120)
 QUICK = Size(width=128, layers=4, length=64, every=4, steps=2, budget_s=8)
 
 
@@ -168,7 +168,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
     tokens = torch.randint(0, 256, (BATCH, size.length), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
     with hd.open_session() as session:
-        rig = Rig.of(session, model(), batch, (1, 2, 4), size.budget_s)
+        rig, _ = Rig.of(session, model(), batch, (1, 2, 4), size.budget_s).planned()
         found = []
         _give_back_memory()
         before = _resident_bytes()

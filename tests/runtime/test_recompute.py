@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import nullcontext
 
@@ -49,6 +50,28 @@ def test_gradients_are_those_of_one_run_bit_for_bit(ahead: bool) -> None:
     block = Block()
     assert all(torch.equal(a, b) for a, b in zip(gradients(block, again=True, ahead=ahead), expected, strict=True))
     assert block.runs == 2
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_nothing_of_the_second_run_stays(ahead: bool) -> None:
+    """An op that keeps its output (sigmoid) must not hold itself through what is kept in its place."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+    def once() -> None:
+        x = torch.randn(3, 4, requires_grad=True)
+        recomputation = Recomputation(lambda values: {"y": values["x"].exp().sigmoid()}, {"x": x}, nullcontext)
+        y = recomputation.first()["y"]
+        if ahead:
+            recomputation.now()
+        y.sum().backward()
+
+    once()
+    before = alive()
+    once()
+    assert alive() == before
 
 
 def test_nothing_in_between_is_kept() -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.pipelining import schedules as theirs
 
 from heterodyne.plan.schedules import SCHEDULES
-from heterodyne.plan.schedules.check import order_violations
+from heterodyne.plan.schedules.check import order_faults
 from heterodyne.plan.schedules.csv_file import computing, load_csv, parse_csv, save_csv
 
 SHAPES = [(2, 4), (4, 4), (4, 8), (4, 10), (3, 7), (8, 32), (5, 2)]
@@ -60,7 +60,7 @@ def test_named_schedules_are_those_of_pytorch(name: str, chunks: int, places: in
         expected = their_schedule(name, places, chunks, micro_batches)
     except ValueError:  # they do not take every number of micro-batches; here any number runs
         orders = SCHEDULES[name].orders(places, chunks, micro_batches)
-        assert order_violations(orders, SCHEDULES[name].stage_places(places, chunks), micro_batches) == ()
+        assert order_faults(orders, SCHEDULES[name].stage_places(places, chunks), micro_batches) == ()
     else:
         assert SCHEDULES[name].orders(places, chunks, micro_batches) == parse_csv(as_text(expected))
 
@@ -81,7 +81,7 @@ def test_their_files_are_read_simple_and_lowered(name: str, chunks: int, tmp_pat
     lowered = load_csv(tmp_path / "lowered.csv")
     kinds = {action.kind for row in lowered for action in row}
     assert {"SEND_F", "RECV_F", "SEND_B", "RECV_B"} <= kinds
-    assert order_violations(computing(lowered), SCHEDULES[name].stage_places(4, chunks), 8) == ()
+    assert order_faults(computing(lowered), SCHEDULES[name].stage_places(4, chunks), 8) == ()
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "ShiftedCriticalPath"])  # they know no R

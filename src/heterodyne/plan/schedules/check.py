@@ -15,7 +15,7 @@ from heterodyne.plan.schedules.held import held_along
 from heterodyne.plan.schedules.schedule import Orders
 from heterodyne.plan.schedules.times import Read, StageBytes, chain
 
-__all__ = ["Fault", "order_faults", "order_violations"]
+__all__ = ["Fault", "order_faults"]
 
 _KINDS = ("F", "B", "I", "W", "R")
 
@@ -29,35 +29,6 @@ class Fault:
     position: int | None = None
 
 
-def order_violations(
-    orders: Orders,
-    place_of_stage: Sequence[int],
-    micro_batches: int,
-    *,
-    reads: Sequence[Read] | None = None,
-    held_bytes: Sequence[StageBytes] | None = None,
-    free_bytes: Sequence[int] | None = None,
-    recomputes: Collection[int] | None = None,
-) -> tuple[str, ...]:
-    """Every rule that the orders break, as sentences; none if they can run.
-
-    Args:
-        reads: which stage reads from which (the seconds do not matter here); by default each from the one before it.
-        held_bytes: by stage, what a micro-batch holds; ``free_bytes``: by place, the room for it. Without both, any amount fits.
-        recomputes: the stages that do not keep everything, so that R has a meaning; None: any may.
-    """
-    found = order_faults(
-        orders,
-        place_of_stage,
-        micro_batches,
-        reads=reads,
-        held_bytes=held_bytes,
-        free_bytes=free_bytes,
-        recomputes=recomputes,
-    )
-    return tuple(fault.message for fault in found)
-
-
 def order_faults(
     orders: Orders,
     place_of_stage: Sequence[int],
@@ -68,7 +39,13 @@ def order_faults(
     free_bytes: Sequence[int] | None = None,
     recomputes: Collection[int] | None = None,
 ) -> tuple[Fault, ...]:
-    """The same as `order_violations`, with where each fault is."""
+    """Every rule that the orders break, with where; none if they can run.
+
+    Args:
+        reads: which stage reads from which (the seconds do not matter here); by default each from the one before it.
+        held_bytes: by stage, what a micro-batch holds; ``free_bytes``: by place, the room for it. Without both, any amount fits.
+        recomputes: the stages that do not keep everything, so that R has a meaning; None: any may.
+    """
     places = 1 + max(place_of_stage, default=-1)
     if len(orders) != places:
         message = f"there are {len(orders)} orders for {places} places: give each place one, an empty one if it has nothing to do"

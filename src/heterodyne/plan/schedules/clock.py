@@ -48,7 +48,7 @@ def play(
 ) -> Played:
     """Play orders with one `StageTimes` a stage. ``reads``: by default each stage reads from the one before it.
 
-    Raises PlanError if some actions can never run; `check.order_violations` tells why.
+    Raises PlanError if some actions can never run; `check.order_faults` tells why.
     """
     micro_batches = 1 + max((action.index or 0 for row in orders for action in row), default=-1)
     clock = Clock(times, place_of_stage(orders, len(times)), micro_batches, reads)
@@ -56,7 +56,7 @@ def play(
     starts, ends = clock.run(rows)
     stuck = [str(row[len(done)]) for row, done in zip(orders, ends, strict=True) if len(done) < len(row)]
     if stuck:
-        raise PlanError(f"the orders stop at {', '.join(stuck)}, which wait for ever: check them with order_violations")
+        raise PlanError(f"the orders stop at {', '.join(stuck)}, which wait for ever: check them with order_faults")
     makespan = max((done[-1] for done in ends if done), default=0.0)
     busy = [sum(map(clock.duration.__getitem__, row)) for row in rows]
     return Played(
@@ -83,7 +83,7 @@ class Clock:
     """Tables for one pipeline, to play many orders. An action is a number (see `code`), a row is a list of them.
 
     ``duration``: seconds by code. `run` does not look at the order of one micro-batch's actions on its own place: whoever makes
-    rows keeps F before R before I or B before W, and `check.order_violations` sees to it.
+    rows keeps F before R before I or B before W, and `check.order_faults` sees to it.
     """
 
     def __init__(

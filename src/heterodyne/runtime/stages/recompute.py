@@ -51,8 +51,9 @@ class Recomputation:
         inputs = {name: t.detach().requires_grad_(t.requires_grad) for name, t in self._values.items()}
 
         def keep(tensor: Tensor) -> Tensor:
+            # Without its graph: an output that its own op keeps would hold itself for ever.
             kept.append(tensor.detach())
-            return tensor
+            return kept[-1]
 
         with self._around(), torch.random.fork_rng([]), torch.enable_grad():
             torch.set_rng_state(self._before)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.best import best_orders, named_orders
-from heterodyne.plan.schedules.check import order_violations
+from heterodyne.plan.schedules.check import order_faults
 from heterodyne.plan.schedules.clock import play
 from heterodyne.plan.schedules.held import peak_bytes
 from heterodyne.plan.schedules.schedule import stage_places
@@ -62,14 +62,14 @@ def test_found_orders_keep_all_rules_and_beat_all_named_ones_that_fit(problem: d
     found = best_orders(**problem, actions_played=3000)
     times, on, count = problem["times"], problem["places"], problem["micro_batches"]
     rules = {"reads": problem["reads"], "held_bytes": problem["held"], "free_bytes": problem["free_bytes"]}
-    assert order_violations(found.orders, on, count, **rules) == ()
+    assert order_faults(found.orders, on, count, **rules) == ()
     result = play(found.orders, times, reads=problem["reads"], held=problem["held"])
     assert result.makespan_s == pytest.approx(found.makespan_s)
     assert result.peak_bytes == found.peak_bytes
     assert found.makespan_s >= found.bound_s * (1 - 1e-9)
     for orders in named_orders(on, count, frozenset()).values():
         # as the schedules have it: recompute, if any, inside the backward
-        if order_violations(orders, on, count, **rules) == ():
+        if order_faults(orders, on, count, **rules) == ():
             assert found.makespan_s <= play(orders, times, reads=problem["reads"]).makespan_s * (1 + 1e-9)
 
 

@@ -10,7 +10,7 @@ from heterodyne.errors import PlanError
 from heterodyne.plan import MicroBatches, Pipeline, Stage
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.schedules import SCHEDULES, Schedule
-from heterodyne.plan.schedules.check import order_violations
+from heterodyne.plan.schedules.check import order_faults
 from heterodyne.plan.schedules.clock import play
 from heterodyne.plan.schedules.times import StageTimes
 
@@ -28,7 +28,7 @@ def test_any_shape_keeps_all_rules(shape: tuple[Schedule, int, int, int]) -> Non
     schedule, places, chunks, micro_batches = shape
     orders = schedule.orders(places, chunks, micro_batches)
     on = schedule.stage_places(places, chunks)
-    assert order_violations(orders, on, micro_batches) == ()
+    assert order_faults(orders, on, micro_batches) == ()
     assert len(orders) == places
     result = play(orders, [StageTimes(forward_s=1, input_s=1, weight_s=1)] * len(on))
     assert result.makespan_s >= 3 * chunks * micro_batches
