@@ -51,7 +51,7 @@ class Compute:
     Args:
         graph: the model.
         forward, backward: of the whole model.
-        halves: for the kinds of blocks that were also measured in halves: seconds of I and of W.
+        halves: for the kinds of blocks that were also measured in halves: seconds of I and of W, which tell how a backward divides.
     """
 
     device: str
@@ -123,12 +123,14 @@ class Compute:
         return self._borders[key]
 
     def _halved(self, kind: Pass, whole: list[float], size: float) -> list[float]:
-        """The half of each block's backward: as measured, else by operations."""
+        """The half of each block's backward: divided as measured, else by operations. Together they take what the whole takes: that
+        they do is what the runtime is built for, and to measure how they divide is easier than to measure what they add."""
         flops = {"I": self._split.input_flops, "W": self._split.weight_flops}
         halves = []
         for block, seconds in zip(self.graph.blocks, whole, strict=True):
             if block.kind in self.halves:
-                halves.append(self.halves[block.kind][0 if kind == "I" else 1](size))
+                inputs, weights = (curve(size) for curve in self.halves[block.kind])
+                halves.append(seconds * (inputs if kind == "I" else weights) / (inputs + weights))
                 continue
             own = {half: Size.total(of[block.start : block.stop])(size) for half, of in flops.items()}
             together = own["I"] + own["W"]

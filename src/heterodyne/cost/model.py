@@ -28,6 +28,7 @@ __all__ = ["CostModel", "slices_of"]
 
 Ops = tuple[int, int]
 _NORM_BYTES = 8
+_UNDER_WAY = 2  # messages of a kind, before they are asked for or after they were sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +249,10 @@ class CostModel:
         memory = self.device_memory[device]
         largest = {number: max(own, default=0) for number, own in sizes.items()}
         # Room for the next message of each kind is made while the one before is worked on.
-        ahead = sum(max(route.bytes, default=0) for route in travel if route.destination[0] == rank)
+        # Room is made for messages ahead, and what is sent stays until it has left.
+        ahead = _UNDER_WAY * sum(
+            max(route.bytes, default=0) for route in travel if rank in (route.destination[0], route.source[0])
+        )
         return RankCosts(
             stages=costs,
             ready={

@@ -105,15 +105,15 @@ def test_an_op_with_weights_spends_half_of_its_backward_on_them_or_all_where_not
     assert compute_of(frozen, "d", device_profile(frozen, linear(0.6))).seconds("W", (0, END), 4) == 0
 
 
-def test_measured_halves_are_believed() -> None:
+def test_measured_halves_tell_how_a_backward_divides() -> None:
     measured = device_profile(MODEL, linear(0.6))
     halved = tuple(
         replace(s, input_s=s.backward_s * 0.8, weight_s=s.backward_s * 0.3) for s in measured.blocks["layer"]
     )
     compute = compute_of(MODEL, "d", replace(measured, blocks={**measured.blocks, "layer": halved}))
     layer = compute.seconds("B", (1, 3), 4)
-    assert compute.seconds("I", (1, 3), 4) == pytest.approx(0.8 * layer)
-    assert compute.seconds("W", (1, 3), 4) == pytest.approx(0.3 * layer)
+    assert compute.seconds("I", (1, 3), 4) == pytest.approx(8 / 11 * layer)
+    assert compute.seconds("W", (1, 3), 4) == pytest.approx(3 / 11 * layer)
 
 
 def test_between_its_halves_a_backward_holds_what_enters_and_what_comes_back() -> None:

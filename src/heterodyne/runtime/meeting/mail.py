@@ -3,13 +3,16 @@
 What goes to a higher rank and what goes to a lower one travel in groups of their own, so that neither waits behind the other:
 device backends carry what two ranks send each other in one order. Between two ranks, in one direction, messages are received in
 the order in which they are sent; backends that know tags (gloo) hold it with tags. Between unlike devices, tensors go through
-host memory.
+host memory. What was sent is let go of as soon as it has left.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -54,7 +57,9 @@ class Mail:
         ranks = list(range(world_size))
         groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for _ in range(2 if world_size > 1 else 0)]
         self._groups = [group for group in groups if isinstance(group, dist.ProcessGroup)]
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[tuple[dist.Work, Tensor, Future[object] | None]] = []
+        # gloo knows that a message has left only when it is waited for; a thread does that.
+        self._waiter = _Waiter() if backend == "gloo" else None
         self._counts: dict[tuple[int, int], int] = {}
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -64,7 +69,8 @@ class Mail:
             packed = packed.cpu()
         work = dist.isend(packed, dst=to, group=self._group(self._rank, to), tag=self._tag(self._rank, to))
         if work is not None:
-            self._sent.append((work, packed))
+            self._sent = [sent for sent in self._sent if not _has_left(*sent)]
+            self._sent.append((work, packed, None if self._waiter is None else self._waiter.left(work)))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Arrival:
         """Make room for the next message of a rank that was not yet asked for."""
@@ -76,11 +82,13 @@ class Mail:
     def settle(self) -> None:
         """Wait until everything that was sent has left. Raises WorkerError."""
         sent, self._sent = self._sent, []
-        for work, _ in sent:
-            _finish(work.wait)
+        for work, _, left in sent:
+            _finish(work.wait if left is None else left.result)
 
     def close(self) -> None:
         """Leave the groups."""
+        if self._waiter is not None:
+            self._waiter.close()
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -93,6 +101,40 @@ class Mail:
         number = self._counts.get((source, to), 0)
         self._counts[source, to] = (number + 1) % 2**30
         return number
+
+
+class _Waiter:
+    """Waits for messages to leave. A daemon: a process that ends does not wait for what never will."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[dist.Work, Future[object]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="mail", daemon=True).start()
+
+    def left(self, work: dist.Work) -> Future[object]:
+        """Done when the message has left, or failed."""
+        future: Future[object] = Future()
+        self._queue.put((work, future))
+        return future
+
+    def close(self) -> None:
+        """End when all is done that was asked for."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (asked := self._queue.get()) is not None:
+            work, future = asked
+            try:
+                future.set_result(work.wait())
+            except BaseException as error:  # noqa: BLE001  # raised again by result()
+                future.set_exception(error)
+            del asked, work, future
+
+
+def _has_left(work: dist.Work, _packed: Tensor, left: Future[object] | None) -> bool:
+    """Whether it has, and well: what has gone wrong is told by `Mail.settle`."""
+    if left is None:
+        return work.is_completed()
+    return left.done() and left.exception() is None
 
 
 def _finish(wait: Callable[[], object]) -> None:
