@@ -27,7 +27,7 @@ def test_only_the_latest_steps_are_kept() -> None:
     recorder = Recorder(rank=0, device=CPU, keep_steps=2)
     for step in range(5):
         recorder.begin()
-        with recorder.compute(Action(0, "F", 0)):
+        with recorder.during(Action(0, "F", 0)):
             pass
         recorder.end(step)
     assert [e.step for e in recorder.events()] == [3, 4]
@@ -36,7 +36,7 @@ def test_only_the_latest_steps_are_kept() -> None:
 def test_nothing_is_kept_while_it_is_off() -> None:
     recorder = Recorder(rank=0, device=CPU, on=False)
     recorder.begin()
-    with recorder.compute(Action(0, "F", 0)):
+    with recorder.during(Action(0, "F", 0)):
         pass
     recorder.collective("REDUCE_GRAD", 0, recorder.now(), Pending())
     recorder.end(0)
@@ -46,9 +46,9 @@ def test_nothing_is_kept_while_it_is_off() -> None:
 def test_a_timeline_begins_with_its_first_event() -> None:
     recorder = Recorder(rank=0, device=CPU)
     recorder.begin()
-    with recorder.compute(Action(0, "F", 0)):
+    with recorder.during(Action(0, "F", 0)):
         pass
-    with recorder.compute(Action(0, "B", 0)):
+    with recorder.during(Action(0, "B", 0)):
         pass
     recorder.end(7)
     with Communicator(rank=0, world_size=1, device=CPU) as communicator:

@@ -18,6 +18,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
 from heterodyne.runtime.exact.determinism import make_deterministic
+from heterodyne.runtime.host_heap import keep_freed_memory
 from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.meeting.distributed import init_distributed
@@ -103,6 +104,8 @@ def open_session(cluster_file: Path | None = None) -> Iterator[Session]:
         local_rank = 0 if environment is None else environment.local_rank
         device = _own_device(local_rank)
         make_deterministic(device)
+        if device.type == "cpu":
+            keep_freed_memory()
         communicator = stack.enter_context(
             Communicator(
                 rank=0 if environment is None else environment.rank,

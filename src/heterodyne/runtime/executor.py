@@ -141,7 +141,7 @@ class Executor:
         elif kind in _UPDATE:
             self._wait_for_gradients()
             self._turn(self._names[action])
-            with self._recorder.compute(action):
+            with self._recorder.during(action):
                 if kind == "CLIP":
                     step.grad_norm = self._clipping.clip()
                 else:
@@ -155,7 +155,8 @@ class Executor:
             if self._watch is not None:
                 self._watch.waiting(self._names[action])
             receive = stages.receive_forward if kind == "RECV_F" else stages.receive_backward
-            receive(stage, index)
+            with self._recorder.during(action, "comm"):
+                receive(stage, index)
             return
         if kind in ("SEND_F", "SEND_B"):
             send = stages.send_forward if kind == "SEND_F" else stages.send_backward
@@ -164,7 +165,7 @@ class Executor:
         has_loss = stage == self._loss_stage
         weight = step.weights.of(index) if has_loss and kind in ("B", "I") else 0.0
         self._turn(self._names[action])
-        with self._recorder.compute(action):
+        with self._recorder.during(action):
             if kind == "F":
                 self._do_forward(stage, index, step)
             elif kind == "R":

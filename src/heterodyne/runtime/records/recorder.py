@@ -25,6 +25,7 @@ __all__ = ["Recorder", "clock_offsets_s", "joined"]
 
 Moment: TypeAlias = float | torch.Event
 EXCHANGES = 8
+_COLLECTIVES = ("REDUCE_GRAD",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +76,14 @@ class Recorder:
         return event
 
     @contextmanager
-    def compute(self, action: Action) -> Iterator[None]:
-        """What happens inside is that action, on the lane ``compute``."""
+    def during(self, action: Action, lane: Lane = "compute") -> Iterator[None]:
+        """What happens inside is that action: work on the lane ``compute``, or waiting for a message on ``comm``."""
         if not self.on:
             yield
             return
         start = self.now()
         yield
-        self._marks.append(_Mark("compute", action, start, self.now()))
+        self._marks.append(_Mark(lane, action, start, self.now()))
 
     def collective(self, kind: ActionKind, index: int, started: Moment, pending: Pending) -> None:
         """A collective that was started, on the lane ``comm``."""
@@ -141,11 +142,11 @@ def joined(events: Iterable[Event]) -> tuple[Event, ...]:
     events = tuple(events)
     last: dict[tuple[int, str], float] = {}
     for event in events:
-        if event.lane == "comm":
+        if event.kind in _COLLECTIVES:
             key = (event.step, event.name)
             last[key] = max(last.get(key, event.start_s), event.start_s)
     return tuple(
-        replace(event, start_s=min(event.end_s, last[event.step, event.name])) if event.lane == "comm" else event
+        replace(event, start_s=min(event.end_s, last[event.step, event.name])) if event.kind in _COLLECTIVES else event
         for event in events
     )
 

@@ -1,0 +1,35 @@
+"""Freed memory stays with the process, so that using it again makes no new pages."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys, torch
+from heterodyne.runtime.host_heap import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+def once():
+    tensors = [torch.ones(2**18) for _ in range(20)]  # a MiB each
+once()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    once()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def new_pages(way: str) -> int:
+    found = subprocess.run([sys.executable, "-c", PROGRAM, way], check=True, capture_output=True, text=True)
+    return int(found.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+def test_memory_that_was_freed_is_used_again() -> None:
+    """Twenty tensors of 256 pages, ten times over: told, glibc makes a few anew at most; else at least one each time."""
+    assert new_pages("keep") < 1024
+    assert new_pages("as it is") > 2560
