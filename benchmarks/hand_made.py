@@ -162,7 +162,7 @@ class Rig:
             example=batch,
             loss=loss_of,
         )
-        profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
+        profile = measure_everywhere(session, captured, whole, settings, fresh=True, budget_s=budget_s)
         return cls(session=session, captured=captured, whole=whole, profile=profile, settings=settings)
 
     @cached_property

@@ -23,9 +23,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from emulation import UNEQUAL, emulated, worker_arguments
 from hand_made import Line, Rig, plan_of, with_best_order
 from results import ROOT, Results, arguments
-from uneven_data_parallel import UNEQUAL, emulated
 from uneven_pipeline import relative_rates
 
 from heterodyne.plan.micro_batches import MicroBatches
@@ -220,7 +220,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
                 told = f"simulated {row['simulated_s']:.3f} s, measured {median(seconds):.3f} s"
                 print(f"{name}: {told} at a pace of {row['pace'][-1]:.3f}", flush=True)
         if session.rank == 0:
-            Path(options.out).write_text(json.dumps({"plans": found}))
+            options.out.write_text(json.dumps({"plans": found}))
 
 
 class Pace:
@@ -266,13 +266,5 @@ def _resident_bytes() -> int:
 
 
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--worker", action="store_true")
-        parser.add_argument("--out")
-        parser.add_argument("--ways", nargs="*")
-        parser.add_argument("--size", type=json.loads)
-        parsed = parser.parse_args()
-        worker(parsed, Size(**parsed.size))
-    else:
-        sys.exit(main())
+    given = worker_arguments()
+    sys.exit(main() if given is None else worker(given, Size(**given.size)))

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from emulation import EQUAL, UNEQUAL, emulated, in_rounds, ratios, worker_arguments
 from results import ROOT, Results, arguments, spread
 
-UNEQUAL = (0.7, 0.35, 0.35, 0.2)
-EQUAL = (0.4, 0.4, 0.4, 0.4)
+HERE = Path(__file__)
 CLIP = 1.0
 
 
@@ -55,7 +52,7 @@ def main() -> int:
     results = Results("uneven_data_parallel")
     size = QUICK if options.quick else FULL
 
-    jobs = [emulated(UNEQUAL, ["planned", "equal shares", "DDP", "alone"], size) for _ in range(size.jobs)]
+    jobs = [emulated(UNEQUAL, ["planned", "equal shares", "DDP", "alone"], size, HERE) for _ in range(size.jobs)]
     report(results, "unequal", jobs)
     ratio = ratios(jobs, "DDP", "planned")
     results.row("unequal: DDP / planned", step_ratio=spread(ratio))
@@ -77,7 +74,7 @@ def main() -> int:
             shares=job["shares"],
         )
 
-    equal = [emulated(EQUAL, ["planned", "DDP"], replace(size, rounds=size.equal_rounds, steps=1))]
+    equal = [emulated(EQUAL, ["planned", "DDP"], replace(size, rounds=size.equal_rounds, steps=1), HERE)]
     report(results, "equal", equal)
     even = ratios(equal, "DDP", "planned")
     results.row("equal: DDP / planned", step_ratio=spread(even), shares=equal[0]["shares"])
@@ -95,35 +92,8 @@ def report(results: Results, devices: str, jobs: list[dict[str, Any]]) -> None:
             results.row(f"{devices}: {way}", step_s=spread([step for job in jobs for step in job[way]]))
 
 
-def ratios(jobs: list[dict[str, Any]], way: str, base: str) -> list[float]:
-    """Round by round, so that what slows the machine down cancels out."""
-    return [a / b for job in jobs for a, b in zip(job[way], job[base], strict=True)]
-
-
-def emulated(speeds: tuple[float, ...], ways: list[str], size: Any, script: Path | None = None) -> dict[str, Any]:
-    """Run a script (None: this file) once for each speed under emulation, and read what rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "measured.json"
-        command = [
-            sys.executable,
-            "-m",
-            "heterodyne",
-            "emulate",
-            "--speeds",
-            ",".join(map(str, speeds)),
-            "--",
-            sys.executable,
-            str(script or __file__),
-        ]
-        command += ["--worker", "--out", str(out), "--ways", *ways]
-        command += ["--size", json.dumps(asdict(size))]
-        subprocess.run(command, check=True)
-        return json.loads(out.read_text())
-
-
 def worker(options: argparse.Namespace, size: Size) -> None:
     import torch
-    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     import heterodyne as hd
@@ -186,44 +156,22 @@ def worker(options: argparse.Namespace, size: Size) -> None:
 
         run: dict[str, Callable[[], object]] = {way: (lambda d=d: d.step(batch)) for way, d in made.items()}
         run |= {"DDP": ddp_step, "alone": alone_step}
-        seconds: dict[str, list[float]] = {way: [] for way in options.ways}
-        ideal: list[float] = []
-        for number in range(size.rounds + 1):
-            for way in options.ways:
-                dist.barrier()
-                started = time.perf_counter()
-                for _ in range(size.steps):
-                    run[way]()
-                own = (time.perf_counter() - started) / size.steps
-                dist.barrier()
-                whole = (time.perf_counter() - started) / size.steps
-                if not number:
-                    continue  # the first round warms up
-                seconds[way].append(whole)
-                if way == "alone":
-                    ideal.append(sum(session.communicator.all_gather_object(samples / own)))
-                if session.rank == 0:
-                    print(f"round {number}/{size.rounds} {way}: {whole:.3f} s a step", flush=True)
+        found = in_rounds(
+            {way: run[way] for way in options.ways}, session.communicator, rounds=size.rounds, steps=size.steps
+        )
+        shares = [p.micro_batches.samples for p in planned.plan.pipelines]
+        ideal = [sum(n / s for n, s in zip(shares, own, strict=True)) for own in found.own.get("alone", [])]
         if session.rank == 0:
             predicted = planned.plan.predicted
             assert predicted is not None
-            shares = [str(p.micro_batches) for p in planned.plan.pipelines]
             facts = {
                 "predicted step_s": predicted.step_s,
                 "predicted efficiency": predicted.efficiency,
-                "shares": shares,
+                "shares": [str(p.micro_batches) for p in planned.plan.pipelines],
             }
-            Path(options.out).write_text(json.dumps({**seconds, "ideal samples/s": ideal, **facts}))
+            options.out.write_text(json.dumps({**found.seconds, "ideal samples/s": ideal, **facts}))
 
 
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--worker", action="store_true")
-        parser.add_argument("--out")
-        parser.add_argument("--ways", nargs="+")
-        parser.add_argument("--size", type=json.loads)
-        found = parser.parse_args()
-        worker(found, Size(**found.size))
-    else:
-        sys.exit(main())
+    given = worker_arguments()
+    sys.exit(main() if given is None else worker(given, Size(**given.size)))

@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from emulation import EQUAL, UNEQUAL, emulated, in_rounds, ratios, worker_arguments
 from hand_made import Line, Rig, plan_of
 from results import ROOT, Results, arguments, spread
-from uneven_data_parallel import EQUAL, UNEQUAL, emulated, ratios
 
 from heterodyne.plan.plan import Plan
 
@@ -46,7 +45,7 @@ class Size:
     budget_s: float
 
 
-FULL = Size(width=256, layers=16, samples=2, length=128, rounds=5, steps=2, budget_s=60)
+FULL = Size(width=384, layers=16, samples=2, length=128, rounds=6, steps=1, budget_s=60)
 QUICK = Size(width=128, layers=16, samples=1, length=64, rounds=2, steps=1, budget_s=6)
 
 
@@ -92,7 +91,6 @@ def report(results: Results, devices: str, job: dict[str, Any]) -> None:
 
 def worker(options: argparse.Namespace, size: Size) -> None:
     import torch
-    import torch.distributed as dist
 
     import heterodyne as hd
 
@@ -117,32 +115,20 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
         if TORCH in options.ways:
             run[TORCH] = torch_pipeline(model(), tokens, session.rank, session.world_size)
-        mine = max(1, round(COUNT * rates[session.rank] / sum(rates)))
+        counts = [max(1, round(COUNT * rate / sum(rates))) for rate in rates]
         if ALONE in options.ways:
-            run[ALONE] = alone(model(), tokens[: size.samples], mine)
-        seconds: dict[str, list[float]] = {way: [] for way in options.ways}
-        ideal: list[float] = []
-        for number in range(size.rounds + 1):
-            for way in options.ways:
-                dist.barrier()
-                started = time.perf_counter()
-                for _ in range(size.steps):
-                    run[way]()
-                own = (time.perf_counter() - started) / size.steps
-                dist.barrier()
-                whole = (time.perf_counter() - started) / size.steps
-                if session.rank == 0:
-                    print(f"round {number}/{size.rounds} {way}: {whole:.3f} s a step", flush=True)
-                if not number:
-                    continue  # the first round warms up
-                seconds[way].append(whole)
-                if way == ALONE:
-                    ideal.append(sum(session.communicator.all_gather_object(mine * size.samples / own)))
+            run[ALONE] = alone(model(), tokens[: size.samples], counts[session.rank])
+        found = in_rounds(
+            {way: run[way] for way in options.ways}, session.communicator, rounds=size.rounds, steps=size.steps
+        )
+        ideal = [
+            size.samples * sum(n / s for n, s in zip(counts, own, strict=True)) for own in found.own.get(ALONE, [])
+        ]
         for made in workers.values():
             made.close()
         if session.rank == 0:
             facts = {"predicted": predicted, "ideal samples/s": ideal, "order": told(plans[OURS])}
-            Path(options.out).write_text(json.dumps({**seconds, **facts}))
+            options.out.write_text(json.dumps({**found.seconds, **facts}))
 
 
 def relative_rates(rig: Rig, samples: int) -> list[float]:
@@ -230,13 +216,5 @@ def alone(module: torch.nn.Module, part: torch.Tensor, count: int) -> Callable[[
 
 
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--worker", action="store_true")
-        parser.add_argument("--out")
-        parser.add_argument("--ways", nargs="+")
-        parser.add_argument("--size", type=json.loads)
-        found = parser.parse_args()
-        worker(found, Size(**found.size))
-    else:
-        sys.exit(main())
+    given = worker_arguments()
+    sys.exit(main() if given is None else worker(given, Size(**given.size)))

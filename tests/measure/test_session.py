@@ -73,11 +73,12 @@ def test_blocks_and_the_whole_model_of_every_device(alone: Communicator) -> None
     assert profile.links == ()
     assert device.overlap == 0
     assert machine.steps == [
-        ("layers.0 at 1 sample", 1, 5),
-        ("heads.1 at 1 sample", 2, 5),
-        ("layers.0 at 2 samples", 3, 5),
-        ("heads.1 at 2 samples", 4, 5),
-        ("the whole model at 2 samples", 5, 5),
+        ("layers.0 at 1 sample", 1, 6),
+        ("heads.1 at 1 sample", 2, 6),
+        ("the whole model at 1 sample", 3, 6),
+        ("layers.0 at 2 samples", 4, 6),
+        ("heads.1 at 2 samples", 5, 6),
+        ("the whole model at 2 samples", 6, 6),
         ("the optimizer", 1, 1),
     ]
 

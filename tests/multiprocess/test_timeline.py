@@ -12,7 +12,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.timeline import Timeline
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World
-from multiprocess.work import cluster_of, worker_of
+from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_worker, worker_of
 
 SHARES = ((2, 2), (1,), (), None)
 
@@ -27,6 +27,31 @@ def record(world: World, graph: ModelGraph, steps: int, keep: int) -> tuple[list
     cluster = cluster_of(world.world_size)
     communicator = Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
     return actions, recorder.timeline(communicator, [device.id for device in cluster.devices])
+
+
+def record_stages(world: World, graph: ModelGraph) -> tuple[list[str], Timeline | None]:
+    case, device = build(graph, 4), torch.device("cpu")
+    recorder = Recorder(rank=world.rank, device=device)
+    ops = len(graph.ops)
+    stages = tuple(StageOf(stop, (rank,), (1,)) for rank, stop in enumerate((ops // 3, ops // 2, ops)))
+    worker = staged_worker(world, case, (PipelineOf((1, 1, 2), stages),), "ZBH1", recorder=recorder)
+    worker.step(case.batch)
+    actions = [str(action) for action in worker._executor._actions]
+    communicator = Communicator(rank=world.rank, world_size=world.world_size, device=device)
+    return actions, recorder.timeline(communicator, [device.id for device in cluster_of(world.world_size).devices])
+
+
+def test_a_rank_computes_when_what_it_waited_for_has_come(pool: Pool) -> None:
+    (_, timeline), *_ = results = pool.run(3, record_stages, captured("gpt"))
+    assert timeline is not None
+    for rank, (actions, _) in enumerate(results):
+        own = {event.name: event for event in timeline.events if event.rank == rank}
+        assert sorted(own) == sorted(name for name in actions if "SEND" not in name)
+        waits = [name for name in own if "RECV_F" in name]
+        assert len(waits) == (3 if rank else 0)
+        for name in waits:
+            assert own[name].lane == "comm"
+            assert own[name].end_s <= own[name.replace("RECV_", "")].start_s
 
 
 def test_the_timeline_holds_each_action_of_each_rank_once_a_step(pool: Pool) -> None:

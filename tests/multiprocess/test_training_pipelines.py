@@ -146,14 +146,17 @@ def take_over(
     for _ in range(2):
         worker.step(case.batch)
     checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
-    checkpoints.save(2, worker.state_dict(), identity={}, plan=worker.plan.dump())
+    checkpoints.save(2, worker.own_state(), identity={}, plan=worker.plan.dump())
     losses = [worker.step(case.batch).loss for _ in range(3)]
     worker.close()
     other = build(graph, SAMPLES, seed=1)
     resumed = worker_under(world, other, after)
     found = checkpoints.latest()
     assert found is not None
-    resumed.load_state_dict(checkpoints.load(found, identity={}).state)
+    state = checkpoints.load(found, identity={}, wanted=resumed.needs).state
+    held = {n for n, entry in other.module.state_dict().items() if not entry.is_meta}
+    assert set(state["model"]) == held, "a rank reads what it holds, and no more"
+    resumed.load_state_dict(state)
     assert resumed.steps_done == 2
     return losses, [resumed.step(case.batch).loss for _ in range(3)]
 
@@ -203,7 +206,8 @@ def export(world: World, graph: ModelGraph, spread: Spread, folder: Path) -> flo
     case = build(graph, SAMPLES)
     worker = worker_under(world, case, spread)
     worker.step(case.batch)
-    weights = worker.state_dict()["model"]
+    weights = worker.weights()
+    assert bool(weights) == (world.rank == 0)
     if world.rank == 0:
         export_model(worker.module, folder / "model", weights)
     return worker.evaluate(case.batch)

@@ -24,7 +24,7 @@ from torch import nn
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state
-from heterodyne.runtime.checkpoint.state_tree import graft, strip
+from heterodyne.runtime.checkpoint.state_tree import graft, merged, strip
 
 IDENTITY = {"job": {"training": {"seed": 0, "steps": 5}}, "data": {"tokens": "abc"}}
 PLAN = '{"version": 1}\n'
@@ -92,6 +92,26 @@ def test_a_state_is_what_is_stripped_and_grafted(state: Any) -> None:
     except ValueError:
         return  # the key 1 and the key "1" side by side
     assert equal(graft(skeleton, tensors), state)
+
+
+def test_parts_of_a_state_are_merged_to_the_whole_and_read_in_parts() -> None:
+    whole = {
+        "model": {"a": torch.zeros(1), "b": torch.ones(1)},
+        "optimizer": {"a": {"step": torch.ones(()), "kind": "x"}, "b": {"step": torch.ones(()), "kind": "y"}},
+        "step": 3,
+    }
+    parts = [
+        {"model": {"a": whole["model"]["a"]}, "optimizer": {"a": whole["optimizer"]["a"]}, "step": 3},
+        None,
+        {"model": {"b": whole["model"]["b"]}, "optimizer": {"b": whole["optimizer"]["b"]}, "step": 3},
+    ]
+    stripped = [strip(part, "root") for part in parts]
+    tensors = {name: tensor for own, _ in stripped for name, tensor in own.items()}
+    skeleton = merged([skeleton for _, skeleton in stripped])
+    assert equal(graft(skeleton, tensors), whole)
+    assert equal(graft(skeleton, stripped[2][0], partly=True), parts[2])
+    with pytest.raises(KeyError):
+        graft(skeleton, stripped[2][0])
 
 
 @given(state=states)

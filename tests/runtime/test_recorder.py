@@ -12,15 +12,19 @@ from heterodyne.timeline import Event
 CPU = torch.device("cpu")
 
 
-def event(rank: int, name: str, start_s: float, end_s: float, lane: str = "comm", step: int = 0) -> Event:
-    return Event(rank=rank, lane=lane, kind="REDUCE_GRAD", name=name, step=step, start_s=start_s, end_s=end_s)
+def event(rank: int, name: str, start_s: float, end_s: float, step: int = 0, kind: str = "REDUCE_GRAD") -> Event:
+    return Event(rank=rank, lane="comm", kind=kind, name=name, step=step, start_s=start_s, end_s=end_s)
 
 
 def test_collectives_start_when_the_last_rank_comes() -> None:
-    found = joined(
-        [event(0, "r", 1, 9), event(1, "r", 5, 8), event(0, "r", 11, 12, step=1), event(0, "f", 0, 2, "compute")]
-    )
+    found = joined([event(0, "r", 1, 9), event(1, "r", 5, 8), event(0, "r", 11, 12, step=1), event(0, "f", 0, 2)])
     assert [(e.start_s, e.end_s) for e in found] == [(5, 9), (5, 8), (11, 12), (0, 2)]
+
+
+def test_a_wait_for_a_message_is_that_of_one_rank() -> None:
+    """Two pipelines have messages of the same name."""
+    found = joined([event(0, "1RECV_F0", 1, 9, kind="RECV_F"), event(3, "1RECV_F0", 5, 8, kind="RECV_F")])
+    assert [e.start_s for e in found] == [1, 5]
 
 
 def test_only_the_latest_steps_are_kept() -> None:

@@ -91,7 +91,13 @@ class Worker:
         with torch.no_grad():
             return self._loss(batch).item() * batch.size, batch.size
 
-    def state_dict(self) -> Any:
+    def needs(self, keys: Any) -> bool:
+        return True
+
+    def weights(self) -> Any:
+        return self.module.state_dict()
+
+    def own_state(self) -> Any:
         return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: Any) -> None:

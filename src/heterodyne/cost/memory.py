@@ -36,12 +36,15 @@ class MemoryAssumptions:
             worker with torch 2.13, gloo and transformers 5, after an export, occupies 357 MiB; 512 are counted.
         other_context_bytes: the same for a backend that is not listed: a CUDA context with cuBLAS workspace and NCCL buffers stays
             under 1 GiB.
+        growth_bytes: what a measured context grows by until training has begun: libraries that are loaded when first used, the tables of
+            the planner, the interpreter's own pools. 10 to 20 MiB were seen.
         fragmentation: the part of the tensors' bytes that the allocator loses to rounding and gaps. PyTorch's caching
             allocator rounds large blocks to 2 MiB; 5% is counted.
     """
 
     context_bytes: Mapping[str, int] = field(default_factory=lambda: dict(_CONTEXT_BYTES))
     other_context_bytes: int = 2**30
+    growth_bytes: int = 24 * 2**20
     fragmentation: float = 0.05
 
     def context(self, backend: str) -> int:
@@ -123,9 +126,9 @@ class DeviceMemory:
 
     @property
     def _context(self) -> int:
-        """As measured, or else as assumed."""
+        """As measured, and what comes to it until the first step; or else as assumed."""
         measured = 0 if self.profile is None else self.profile.context_bytes
-        return measured or self.assumptions.context(self.device.backend)
+        return measured + self.assumptions.growth_bytes if measured else self.assumptions.context(self.device.backend)
 
     def activations(self, size: int, ops: Ops | None = None) -> int:
         """Bytes that one micro-batch of that many samples keeps from its forward to its backward.

@@ -18,7 +18,7 @@ from heterodyne.measure.notes import words_of
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
 
-__all__ = ["extrapolate", "measure_blocks", "whole_size"]
+__all__ = ["extrapolate", "measure_blocks", "whole_sizes"]
 
 _MOST_LENIENCY = 5.0
 _MEMORY_RUNS = 2  # what looking at the memory of a block takes; less on a CPU, more elsewhere
@@ -38,7 +38,7 @@ def measure_blocks(
 
     Args:
         programs: what to measure, by kind, the same kinds in the same order on every rank. ``*`` is the whole model, measured at
-            `whole_size` only; it is left out where it does not fit into memory or time.
+            `whole_sizes` only; it is left out where it does not fit into memory or time.
         micro_batch_sizes: the same on every rank.
         budget_s: about the seconds that this may take; small sizes come first, and what is left out is continued from them.
         memory_bytes, needs: what the device has, and an estimate of what a kind needs at a size; more than there is is not tried.
@@ -49,7 +49,7 @@ def measure_blocks(
     """
     sizes = sorted(set(micro_batch_sizes))
     survey = _Survey(programs, bench, memory_bytes, needs, dict.fromkeys(programs, 1) if counts is None else counts)
-    sections = [(size, kind) for size in sizes for kind in programs if kind != WHOLE or size == whole_size(sizes)]
+    sections = [(size, kind) for size in sizes for kind in programs if kind != WHOLE or size in whole_sizes(sizes)]
     work = [size * survey.blocks_in(kind) for size, kind in sections]
     deadline = bench.now() + budget_s
     bench.meet()
@@ -85,9 +85,11 @@ def extrapolate(samples: Sequence[BlockSample], size: int) -> BlockSample:
     )
 
 
-def whole_size(sizes: Sequence[int]) -> int:
-    """At which of the sizes the whole model is measured: one tells how far it is from the sum of its blocks."""
-    return sorted(sizes)[len(sizes) // 2]
+def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """At which of the sizes the whole model is measured: the smallest and the middle one tell how far it is from the sum of its
+    blocks, and how that changes. A small micro-batch in a block by itself costs more than in the model."""
+    ordered = sorted(set(sizes))
+    return tuple(dict.fromkeys((ordered[0], ordered[len(ordered) // 2])))
 
 
 class _Survey:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,11 +67,17 @@ class TrainingWorker(Protocol):
     def evaluate_sum(self, batch: GlobalBatch) -> tuple[float, float]:
         """Sum and count of the losses of a batch of any size, without training on it."""
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Model, optimizer and step, equal on all ranks."""
+    def own_state(self) -> Mapping[str, Any]:
+        """Model, optimizer and step: the part that this rank answers for."""
+
+    def needs(self, keys: Sequence[str]) -> bool:
+        """Whether this rank reads what these keys lead to in the state of all."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Take of the state of all what is needed here."""
+
+    def weights(self) -> Mapping[str, Any]:
+        """The state dict of the whole model, on rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +186,7 @@ class Trainer:
     def export(self) -> Path:
         """Write the weights as they are now into the run's ``model/``; where they are. Raises CheckpointError."""
         with self._phase("writing the weights"):
-            weights = self._worker.state_dict()["model"]
+            weights = self._worker.weights()
             return self._ranks.first(lambda: export_model(self._worker.module, self._run.model, weights))
 
     def _loop(self, stop: StopRequest, sinks: list[_Sink]) -> bool:
@@ -248,12 +254,12 @@ class Trainer:
     def _save(self) -> None:
         with self._phase("writing a checkpoint"):
             self._checkpoints.save(
-                self._done, self._worker.state_dict(), identity=self._identity, plan=self._plan.dump()
+                self._done, self._worker.own_state(), identity=self._identity, plan=self._plan.dump()
             )
         self._saved = self._done
 
     def _restore(self, found: Checkpoint) -> None:
-        restored = self._checkpoints.load(found, identity=self._identity)
+        restored = self._checkpoints.load(found, identity=self._identity, wanted=self._worker.needs)
         self._worker.load_state_dict(restored.state)
         if restored.random is not None:
             restore_random_state(restored.random)

@@ -35,7 +35,14 @@ from heterodyne.runtime.weights.optimizer import (
 )
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.trainable import trainable_parameters
-from heterodyne.runtime.weights.whole_state import gathered_model, gathered_optimizer, restored_model, share_whole_state
+from heterodyne.runtime.weights.whole_state import (
+    gathered_model,
+    gathered_optimizer,
+    held_entries,
+    kept_model,
+    restored_model,
+    share_whole_state,
+)
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
 
@@ -127,6 +134,7 @@ class Worker:
         self._alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
         self._trained = list(trainable_parameters(module, graph))
         place_weights(module, communicator, lambda name: self.ownership.holds(self.rank, name))
+        self._held = held_entries(module)
         self._buffers = dict(module.named_buffers())
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self.optimizer = self._make_optimizer(optimizer)
@@ -231,8 +239,37 @@ class Worker:
             own = gathered_optimizer(held, self.ownership, self._communicator, self._trained)
         return {"model": model, "optimizer": own, "step": self.steps_done}
 
+    def own_state(self) -> dict[str, Any]:
+        """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective, and nothing is copied.
+
+        Where every rank has the whole model, each gives all of it.
+        """
+        if self.ownership.whole:
+            return self.state_dict()
+        held = state_by_name(self.optimizer, self._parameters)
+        return {
+            "model": kept_model(self.module, self.ownership, self.rank),
+            "optimizer": {n: values for n, values in held.items() if self.ownership.keeper(n) == self.rank},
+            "step": self.steps_done,
+        }
+
+    def needs(self, keys: Sequence[str]) -> bool:
+        """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
+        if self.ownership.whole:
+            return True
+        part, *path = keys
+        # A name may contain what keys are joined by.
+        return "/".join(path) in self._held if part == "model" else "/".join(path[:-1]) in self._parameters
+
+    def weights(self) -> dict[str, Any]:
+        """The whole model's state dict on rank 0, nothing on the others. Collective."""
+        if self.ownership.whole:
+            self.synchronise()
+            return self.module.state_dict() if self.rank == 0 else {}
+        return gathered_model(self.module, self.ownership, self._communicator, on=0)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; every rank passes the same state. Raises CheckpointError."""
+        """The inverse of `state_dict`; a rank may leave out what it does not `need`. Raises CheckpointError."""
         if self.ownership.whole:
             self.module.load_state_dict(state["model"])
         else:

@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_entries
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.checkpoint.manifest import Manifest, differences, record
 from heterodyne.runtime.checkpoint.random_state import random_state
-from heterodyne.runtime.checkpoint.state_tree import graft, strip
+from heterodyne.runtime.checkpoint.state_tree import graft, merged, strip
 from heterodyne.runtime.meeting.agreement import Agreement
 
 __all__ = ["Checkpoint", "Checkpoints", "Restored"]
@@ -81,7 +81,7 @@ class Restored:
 
     Args:
         step: optimizer steps that were done.
-        state: as it was given to `Checkpoints.save`, tensors on the CPU.
+        state: as it was given to `Checkpoints.save`, by all ranks together, tensors on the CPU; only what was wanted of it.
         random: this rank's `random_state`, None if the checkpoint was written by fewer ranks.
     """
 
@@ -118,8 +118,8 @@ class Checkpoints:
 
         Args:
             step: optimizer steps that were done.
-            state: nested dicts and lists with tensors; what several ranks hold under one name must be equal. A rank without
-                any state gives None.
+            state: nested dicts and lists with tensors, or the part of them that this rank has; what several ranks hold under one
+                name must be equal. A rank without any state gives None.
             identity: what a run must agree in to continue this one, as nested JSON values.
             plan: its text.
 
@@ -128,9 +128,8 @@ class Checkpoints:
         partial = self._ranks.first(lambda: self._begin(step))
         try:
             tensors, skeleton = strip(state, _STATE)
-            entries: dict[str, Any] = {**tensors, f"{_RANDOM}/{self._ranks.rank}": random_state()}
-            if state is not None:
-                entries[_SKELETON] = skeleton
+            whole = merged(self._ranks.each(lambda: skeleton))
+            entries: dict[str, Any] = {**tensors, f"{_RANDOM}/{self._ranks.rank}": random_state(), _SKELETON: whole}
             with self._explained(f"the checkpoint of step {step} cannot be written to {self.directory}", _REMEDY):
                 write_entries(
                     entries,
@@ -160,8 +159,16 @@ class Checkpoints:
         """
         return self._ranks.first(self._latest)
 
-    def load(self, checkpoint: Checkpoint, *, identity: Mapping[str, Any]) -> Restored:
-        """Read a checkpoint that `latest` or `at` found. Raises CheckpointError if it is of a run of another identity."""
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        identity: Mapping[str, Any],
+        wanted: Callable[[Sequence[str]], bool] = lambda _: True,
+    ) -> Restored:
+        """Read a checkpoint that `latest` or `at` found, or of its tensors those that are ``wanted`` here: it is asked for the keys that
+        lead to each. Raises CheckpointError if it is of a run of another identity.
+        """
         checkpoint.require(identity)
         entries: dict[str, Any] = {}
         with self._explained(f"{checkpoint.path} cannot be read", "resume from an earlier one by moving it away"):
@@ -169,7 +176,8 @@ class Checkpoints:
             mine = f"{_RANDOM}/{self._ranks.rank}"
             for name, entry in reader.read_metadata().state_dict_metadata.items():
                 if isinstance(entry, TensorStorageMetadata):
-                    entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+                    if wanted(name.split("/")[1:]):
+                        entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
                 elif name in (_SKELETON, mine):
                     entries[name] = None
             read_entries(
@@ -180,7 +188,7 @@ class Checkpoints:
                 no_dist=self._ranks.size == 1,
             )
         tensors: dict[str, Tensor] = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
-        state = graft(entries.get(_SKELETON), tensors)
+        state = graft(entries.get(_SKELETON), tensors, partly=True)
         return Restored(step=checkpoint.step, state=state, random=entries.get(mine))
 
     def at(self, path: Path) -> Checkpoint:

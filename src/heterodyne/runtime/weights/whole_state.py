@@ -1,4 +1,4 @@
-"""The state of the whole model on every rank, wherever its parts are kept."""
+"""The state of the whole model, wherever its parts are kept: brought together, or the part that a rank answers for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,43 @@ from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import initialise_state, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
 
-__all__ = ["gathered_model", "gathered_optimizer", "restored_model", "share_whole_state"]
+__all__ = ["gathered_model", "gathered_optimizer", "held_entries", "kept_model", "restored_model", "share_whole_state"]
 
 
-def gathered_model(module: nn.Module, ownership: Ownership, communicator: Communicator) -> dict[str, Any]:
-    """What ``module.state_dict()`` would be, with every value from its keeper. Collective. What is held here is not copied."""
+def held_entries(module: nn.Module) -> frozenset[str]:
+    """The entries of the module's state dict that are on this rank."""
+    kept = module.state_dict(keep_vars=True)
+    return frozenset(name for name, entry in kept.items() if not (isinstance(entry, Tensor) and entry.is_meta))
+
+
+def kept_model(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Any]:
+    """The entries of ``module.state_dict()`` that a rank answers for, not copied: each is one rank's."""
+    keeper = {id(tensor): ownership.keeper(name) for name, tensor in stored_tensors(module)}
+    kept = module.state_dict(keep_vars=True)
+    return {
+        name: entry.detach() if isinstance(entry, Tensor) else entry
+        for name, entry in kept.items()
+        if keeper.get(id(entry), ownership.active[0]) == rank
+    }
+
+
+def gathered_model(
+    module: nn.Module, ownership: Ownership, communicator: Communicator, *, on: int | None = None
+) -> dict[str, Any]:
+    """What ``module.state_dict()`` would be, with every value from its keeper; ``on`` one rank (nothing on the others), or on all.
+
+    Collective. What is held here is not copied.
+    """
     values: dict[int, Tensor] = {}
     for name, tensor in stored_tensors(module):
         keeper = ownership.keeper(name)
         mine = tensor.detach() if not tensor.is_meta else torch.empty_like(tensor, device="cpu", requires_grad=False)
         # A holder that is not the keeper may have drifted from it in the last bits.
         communicator.control.broadcast(mine, keeper)
-        values[id(tensor)] = mine
+        if on is None or on == communicator.rank:
+            values[id(tensor)] = mine
+    if on is not None and on != communicator.rank:
+        return {}
     kept = module.state_dict(keep_vars=True)
     return {name: values.get(id(entry), entry) for name, entry in kept.items()}
 
