@@ -273,13 +273,14 @@ class Worker:
         if self.ownership.whole:
             self.module.load_state_dict(state["model"])
         else:
-            restored_model(self.module, state["model"])
-        unknown = sorted(set(state["optimizer"]) - set(self._trained))
+            restored_model(self.module, state.get("model", {}))  # nothing, on an idle rank
+        optimizer = state.get("optimizer", {})
+        unknown = sorted(set(optimizer) - set(self._trained))
         if unknown:
             raise CheckpointError(
                 f"the optimizer's state names parameters that the model does not train: {', '.join(unknown[:5])}"
             )
-        own = {name: values for name, values in state["optimizer"].items() if name in self._parameters}
+        own = {name: values for name, values in optimizer.items() if name in self._parameters}
         load_state_by_name(self.optimizer, self._parameters, own)
         self.steps_done = int(state["step"])
 
