@@ -45,7 +45,7 @@ class Size:
     budget_s: float
 
 
-FULL = Size(width=384, layers=16, samples=2, length=128, rounds=6, steps=1, budget_s=60)
+FULL = Size(width=256, layers=16, samples=2, length=128, rounds=8, steps=1, budget_s=60)
 QUICK = Size(width=128, layers=16, samples=1, length=64, rounds=2, steps=1, budget_s=6)
 
 
