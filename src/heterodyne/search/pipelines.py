@@ -209,7 +209,7 @@ class Pipelines:
             plain = self._builder(drafting, fine).plain(fine)
             options = [self.weighed(self._name(plain), kind, (plain.pipeline,), plain.schedule)]
         possible = [option for option in options if option.step_s is not None]
-        return min(possible or options, key=lambda c: c.step_s or inf)
+        return min(possible or options, key=lambda c: c.weighed_s)
 
     def _build(self, draft: Draft) -> Iterator[Built]:
         fine, drafting = self.fine(draft)

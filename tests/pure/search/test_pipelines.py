@@ -167,7 +167,7 @@ def test_strategies_name_the_ways() -> None:
     assert stages_of(data.plan) == [1] * len(data.plan.pipelines)
     assert max(stages_of(cut.plan)) > 1
     best = asked(model, SPEEDS, strategy="auto")
-    assert best.simulation.step_s <= min(data.simulation.step_s, cut.simulation.step_s)
+    assert best.chosen.weighed_s <= min(data.chosen.weighed_s, cut.chosen.weighed_s)
     with pytest.raises(InfeasibleError, match="two devices"):
         asked(model, (1.0,))
 
