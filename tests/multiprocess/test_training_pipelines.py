@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from heterodyne.graph.ir import ModelGraph
@@ -17,6 +18,7 @@ from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.export import WEIGHTS, export_model
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer
 from heterodyne.runtime.worker import Worker
@@ -135,6 +137,26 @@ def test_two_runs_are_equal_bit_for_bit(pool: Pool, spread: Any) -> None:
         assert losses == first[0][0]
         for key, value in first[0][2].items():
             assert torch.equal(state[key], value), key
+
+
+def one_after_the_other(world: World, graph: ModelGraph, spreads: Sequence[Spread]) -> list[int]:
+    """How many process groups there are: before, and after each worker was closed."""
+    with Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")) as communicator:
+        counts = [len(dist.distributed_c10d._world.pg_map)]
+        for schedule, pipelines in spreads:
+            case = build(graph, SAMPLES)
+            worker = staged_worker(world, case, pipelines, schedule, clip=CLIP, communicator=communicator)
+            worker.step(case.batch)
+            worker.close()
+            counts.append(len(dist.distributed_c10d._world.pg_map))
+            worker.state_dict()  # what a worker knows can still be asked for
+    return counts
+
+
+def test_a_closed_worker_leaves_its_groups(pool: Pool) -> None:
+    graph = captured("gpt2")
+    for counts in pool.run(4, one_after_the_other, graph, [spread(graph) for spread in SPREADS]):
+        assert len(set(counts)) == 1
 
 
 def take_over(

@@ -158,6 +158,7 @@ def staged_worker(
     seed: int = 5,
     precision: str = "fp32",
     recorder: Recorder | None = None,
+    communicator: Communicator | None = None,
 ) -> Worker:
     cluster = cluster_of(world.world_size)
     plan = staged_plan(case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision)
@@ -167,7 +168,8 @@ def staged_worker(
         plan=plan,
         program=lower(plan, case.graph, cluster, clip=clip > 0),
         cluster=cluster,
-        communicator=Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")),
+        communicator=communicator
+        or Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")),
         loss_count=case.count,
         optimizer=optimizer or OptimizerSection(lr=1e-2, warmup_steps=2),
         total_steps=20,

@@ -303,7 +303,7 @@ class Communicator:
         dist.recv(tensor, src=source, group=self._control_group)
 
     def close(self) -> None:
-        """Leave all channels. The default group of torch.distributed stays, for it was not made here."""
+        """Leave all channels, a branch those of its own. The default group of torch.distributed stays, for it was not made here."""
         for channel in self._channels:
             channel.close()
         for mail in self._mails:
@@ -312,7 +312,7 @@ class Communicator:
         self._mails.clear()
         if not self._is_branch:
             self.control.close()
-        self._control_group = None
+            self._control_group = None
 
     def __enter__(self) -> Self:
         return self
