@@ -15,11 +15,10 @@ from time import process_time
 
 from results import Results, arguments, spread
 
-from heterodyne.errors import InfeasibleError
 from heterodyne.plan.schedules.best import best_orders, named_orders
-from heterodyne.plan.schedules.check import order_faults
+from heterodyne.plan.schedules.check import Fault, order_faults
 from heterodyne.plan.schedules.clock import play
-from heterodyne.plan.schedules.schedule import stage_places
+from heterodyne.plan.schedules.schedule import Orders, stage_places
 from heterodyne.plan.schedules.times import Read, StageBytes, StageTimes, chain
 
 CASES, QUICK_CASES = 200, 30
@@ -35,6 +34,23 @@ class Case:
     reads: tuple[Read, ...]
     held: list[StageBytes]
     free_bytes: list[int]
+
+    def require_runnable(self, orders: Orders) -> None:
+        faults = self.faults(orders)
+        assert not faults, faults
+
+    def faults(self, orders: Orders) -> tuple[Fault, ...]:
+        return order_faults(
+            orders,
+            self.places,
+            self.micro_batches,
+            reads=self.reads,
+            held_bytes=self.held,
+            free_bytes=self.free_bytes,
+        )
+
+    def seconds(self, orders: Orders) -> float:
+        return play(orders, self.times, reads=self.reads, held=self.held).makespan_s
 
     @property
     def recomputing(self) -> frozenset[int]:
@@ -66,17 +82,9 @@ def main() -> int:
             free_bytes=case.free_bytes,
         )
         seconds.append(process_time() - began)
-        faults = order_faults(
-            found.orders,
-            case.places,
-            case.micro_batches,
-            reads=case.reads,
-            held_bytes=case.held,
-            free_bytes=case.free_bytes,
-        )
-        assert not faults, faults
-        makespan = play(found.orders, case.times, reads=case.reads, held=case.held).makespan_s
-        gains.append(named[1] / makespan - 1)
+        case.require_runnable(found.orders)
+        makespan = case.seconds(found.orders)
+        gains.append(named / makespan - 1)
         bounds.append(found.bound_s / makespan)
         by_origin[found.came_from] = by_origin.get(found.came_from, 0) + 1
         if len(gains) % 20 == 0:
@@ -119,25 +127,10 @@ def drawn(chance: random.Random) -> Case:
     )
 
 
-def best_named(case: Case) -> tuple[str, float] | None:
-    """Of those that fit, played with the same times."""
-    found = []
-    try:
-        orders = named_orders(case.places, case.micro_batches, case.recomputing)
-    except InfeasibleError:
-        return None
-    for name, rows in orders.items():
-        faults = order_faults(
-            rows,
-            case.places,
-            case.micro_batches,
-            reads=case.reads,
-            held_bytes=case.held,
-            free_bytes=case.free_bytes,
-        )
-        if not faults:
-            found.append((name, play(rows, case.times, reads=case.reads, held=case.held).makespan_s))
-    return min(found, key=lambda item: item[1], default=None)
+def best_named(case: Case) -> float | None:
+    """Seconds of the best of those that fit, played with the same times; None: none fits."""
+    orders = named_orders(case.places, case.micro_batches, case.recomputing)
+    return min((case.seconds(rows) for rows in orders.values() if not case.faults(rows)), default=None)
 
 
 if __name__ == "__main__":

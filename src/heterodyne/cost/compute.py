@@ -123,16 +123,14 @@ class Compute:
         return self._borders[key]
 
     def _halved(self, kind: Pass, whole: list[float], size: float) -> list[float]:
-        """The half of each block's backward: divided as measured, else by operations. Together they take what the whole takes: that
-        they do is what the runtime is built for, and to measure how they divide is easier than to measure what they add."""
+        """The half of each block's backward: divided as measured, else by operations; together they take what the whole takes."""
         flops = {"I": self._split.input_flops, "W": self._split.weight_flops}
         halves = []
         for block, seconds in zip(self.graph.blocks, whole, strict=True):
             if block.kind in self.halves:
-                inputs, weights = (curve(size) for curve in self.halves[block.kind])
-                halves.append(seconds * (inputs if kind == "I" else weights) / (inputs + weights))
-                continue
-            own = {half: Size.total(of[block.start : block.stop])(size) for half, of in flops.items()}
+                own = {half: curve(size) for half, curve in zip("IW", self.halves[block.kind], strict=True)}
+            else:
+                own = {half: Size.total(of[block.start : block.stop])(size) for half, of in flops.items()}
             together = own["I"] + own["W"]
             # A block without any operations that count has no weights to speak of.
             part = own[kind] / together if together > 0 else float(kind == "I")

@@ -23,12 +23,12 @@ from heterodyne.graph.size import ZERO, Size
 from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.slices import slices
+from heterodyne.plan.traffic import PARCELS_AHEAD
 
 __all__ = ["CostModel", "slices_of"]
 
 Ops = tuple[int, int]
 _NORM_BYTES = 8
-_UNDER_WAY = 2  # messages of a kind, before they are asked for or after they were sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +248,8 @@ class CostModel:
         stages = tuple(stage.ops for stage in mine.values())
         memory = self.device_memory[device]
         largest = {number: max(own, default=0) for number, own in sizes.items()}
-        # Room for the next message of each kind is made while the one before is worked on.
         # Room is made for messages ahead, and what is sent stays until it has left.
-        ahead = _UNDER_WAY * sum(
+        under_way = PARCELS_AHEAD * sum(
             max(route.bytes, default=0) for route in travel if rank in (route.destination[0], route.source[0])
         )
         return RankCosts(
@@ -263,7 +262,7 @@ class CostModel:
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
             fixed_bytes=self.memory_use(device, 0, stages).fixed,
-            workspace_bytes=ahead + max(memory.workspace(largest[n], stage.ops) for n, stage in mine.items()),
+            workspace_bytes=under_way + max(memory.workspace(largest[n], stage.ops) for n, stage in mine.items()),
             update_bytes=self.memory_use(device, 0, stages).update,
         )
 

@@ -132,10 +132,11 @@ class _Survey:
             try:
                 self.run = self._bench.run_of(self._programs[kind], size)
                 leniency = self._leniency(kind, size)
-                sample = _measure_one(self.run, size, self._bench, left_s * share, leniency)
+                samples = self._measured[kind]
+                samples.append(_measure_one(self.run, size, self._bench, left_s * share, leniency))
                 if kind != WHOLE and self._bench.halves is not None:
-                    sample = _with_halves(sample, self.run, self._bench.halves, self._bench, left_s * share, leniency)
-                self._measured[kind].append(sample)
+                    halves = self._bench.halves
+                    samples[-1] = _with_halves(samples[-1], self.run, halves, self._bench, left_s * share, leniency)
                 return None
             except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
                 self.run = None

@@ -1,8 +1,8 @@
 """The C heap of a worker that computes on the CPU: what was freed is kept for the next tensor.
 
 glibc gives large blocks back to the kernel when they are freed, and asks for them again in the next micro-batch; then each page is
-made and zeroed anew. A worker on a fifth of a core loses a tenth of its step in that, and not in every step alike. Kept, the heap
-stays as large as the most that was ever needed, which is what memory is planned for anyway.
+made and zeroed anew: time that a weak worker has not got, and not in every step alike. Kept, the heap stays as large as the most that
+was ever needed, which is what memory is planned for anyway.
 """
 
 from __future__ import annotations

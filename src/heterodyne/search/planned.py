@@ -27,8 +27,7 @@ computation (waits that add up, messages that a processor has to copy) is known 
 
 FOLDING_PAYS = 0.92
 """Several stages a place are chosen only if so much faster: their passes are short and each waits for another, so what holds up one
-device for a moment (a quota's period, a neighbour on the same processor) holds up all. Measured steps of such plans were 5 to 25%
-over the predicted ones, those of other plans within 10% of them.
+device for a moment (a quota's period, a neighbour on the same processor) holds up all, which no prediction counts.
 """
 
 _OF_DATA = ("balanced", "equal", "fastest", "fewer")

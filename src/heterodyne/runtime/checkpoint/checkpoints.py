@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_entries
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.checkpoint.manifest import Manifest, differences, record
 from heterodyne.runtime.checkpoint.random_state import random_state
-from heterodyne.runtime.checkpoint.state_tree import graft, merged, strip
+from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, strip
 from heterodyne.runtime.meeting.agreement import Agreement
 
 __all__ = ["Checkpoint", "Checkpoints", "Restored"]
@@ -171,12 +171,15 @@ class Checkpoints:
         """
         checkpoint.require(identity)
         entries: dict[str, Any] = {}
+        left_out: set[str] = set()
         with self._explained(f"{checkpoint.path} cannot be read", "resume from an earlier one by moving it away"):
             reader = FileSystemReader(checkpoint.path)
             mine = f"{_RANDOM}/{self._ranks.rank}"
             for name, entry in reader.read_metadata().state_dict_metadata.items():
                 if isinstance(entry, TensorStorageMetadata):
-                    if wanted(name.split("/")[1:]):
+                    if not wanted(keys_of(name)):
+                        left_out.add(name)
+                    else:
                         entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
                 elif name in (_SKELETON, mine):
                     entries[name] = None
@@ -188,7 +191,7 @@ class Checkpoints:
                 no_dist=self._ranks.size == 1,
             )
         tensors: dict[str, Tensor] = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
-        state = graft(entries.get(_SKELETON), tensors, partly=True)
+        state = graft(entries.get(_SKELETON), tensors, without=left_out)
         return Restored(step=checkpoint.step, state=state, random=entries.get(mine))
 
     def at(self, path: Path) -> Checkpoint:

@@ -6,13 +6,13 @@ the skeleton, with a `Leaf` in place of each tensor. Where each rank has a part 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Leaf", "graft", "merged", "strip"]
+__all__ = ["Leaf", "graft", "keys_of", "merged", "strip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +52,30 @@ def merged(skeletons: Sequence[Any]) -> Any:
     return {key: merged([part[key] for part in parts if key in part]) for key in keys}
 
 
-def graft(skeleton: Any, tensors: dict[str, Tensor], *, partly: bool = False) -> Any:
+def keys_of(name: str) -> list[str]:
+    """The keys that lead to a tensor from the root, of which `strip` made its name; a key may have been cut where it has a ``/``."""
+    return name.split("/")[1:]
+
+
+def graft(skeleton: Any, tensors: dict[str, Tensor], *, without: Collection[str] = ()) -> Any:
     """The inverse of `strip`; tensors that the skeleton has no place for are left out.
 
-    A tensor that is missing is a KeyError, or with ``partly``, what it would be in a dict is left out, and the dict if nothing is
-    left of it.
+    ``without``: names of tensors that are not asked for; in dicts, what has no other tensors is left out with them. Raises KeyError
+    for any other that is missing.
     """
     if isinstance(skeleton, Leaf):
         return tensors[skeleton.name]
     if isinstance(skeleton, dict):
-        kept = {k: item for k, item in skeleton.items() if not partly or _is_there(item, tensors)}
-        return {key: graft(item, tensors, partly=partly) for key, item in kept.items()}
+        kept = {key: item for key, item in skeleton.items() if not without or not _is_without(item, without)}
+        return {key: graft(item, tensors, without=without) for key, item in kept.items()}
     if type(skeleton) in (list, tuple):
-        return type(skeleton)(graft(item, tensors, partly=partly) for item in skeleton)
+        return type(skeleton)(graft(item, tensors, without=without) for item in skeleton)
     return skeleton
 
 
-def _is_there(skeleton: Any, tensors: dict[str, Tensor]) -> bool:
-    """Whether it has no tensors, or some that are there."""
+def _is_without(skeleton: Any, without: Collection[str]) -> bool:
     leaves = list(_leaves(skeleton))
-    return not leaves or any(leaf.name in tensors for leaf in leaves)
+    return bool(leaves) and all(leaf.name in without for leaf in leaves)
 
 
 def _leaves(skeleton: Any) -> Iterator[Leaf]:

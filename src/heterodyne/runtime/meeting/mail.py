@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 
@@ -39,6 +40,25 @@ class Arrival:
         return self._buffer.to(self._device, non_blocking=True)
 
 
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """A message on its way from here, whose tensor must stay; ``left``: done when it has left, None: ``work`` tells."""
+
+    work: dist.Work
+    tensor: Tensor
+    left: Future[object] | None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has, and well: what has gone wrong is told by `wait`."""
+        if self.left is None:
+            return self.work.is_completed()
+        return self.left.done() and self.left.exception() is None
+
+    def wait(self) -> object:
+        return self.work.wait() if self.left is None else self.left.result()
+
+
 class Mail:
     """Sends and receives of one rank. Making one is collective over all ranks.
 
@@ -57,7 +77,7 @@ class Mail:
         ranks = list(range(world_size))
         groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for _ in range(2 if world_size > 1 else 0)]
         self._groups = [group for group in groups if isinstance(group, dist.ProcessGroup)]
-        self._sent: list[tuple[dist.Work, Tensor, Future[object] | None]] = []
+        self._sent: list[_Sent] = []
         # gloo knows that a message has left only when it is waited for; a thread does that.
         self._waiter = _Waiter() if backend == "gloo" else None
         self._counts: dict[tuple[int, int], int] = {}
@@ -69,8 +89,8 @@ class Mail:
             packed = packed.cpu()
         work = dist.isend(packed, dst=to, group=self._group(self._rank, to), tag=self._tag(self._rank, to))
         if work is not None:
-            self._sent = [sent for sent in self._sent if not _has_left(*sent)]
-            self._sent.append((work, packed, None if self._waiter is None else self._waiter.left(work)))
+            self._sent = [sent for sent in self._sent if not sent.has_left]
+            self._sent.append(_Sent(work, packed, None if self._waiter is None else self._waiter.left(work)))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Arrival:
         """Make room for the next message of a rank that was not yet asked for."""
@@ -82,8 +102,8 @@ class Mail:
     def settle(self) -> None:
         """Wait until everything that was sent has left. Raises WorkerError."""
         sent, self._sent = self._sent, []
-        for work, _, left in sent:
-            _finish(work.wait if left is None else left.result)
+        for message in sent:
+            _finish(message.wait)
 
     def close(self) -> None:
         """Leave the groups."""
@@ -127,14 +147,7 @@ class _Waiter:
                 future.set_result(work.wait())
             except BaseException as error:  # noqa: BLE001  # raised again by result()
                 future.set_exception(error)
-            del asked, work, future
-
-
-def _has_left(work: dist.Work, _packed: Tensor, left: Future[object] | None) -> bool:
-    """Whether it has, and well: what has gone wrong is told by `Mail.settle`."""
-    if left is None:
-        return work.is_completed()
-    return left.done() and left.exception() is None
+            del asked, work, future  # or they would stay until the next message
 
 
 def _finish(wait: Callable[[], object]) -> None:

@@ -25,7 +25,7 @@ __all__ = ["Recorder", "clock_offsets_s", "joined"]
 
 Moment: TypeAlias = float | torch.Event
 EXCHANGES = 8
-_COLLECTIVES = ("REDUCE_GRAD",)
+_COLLECTIVE = "REDUCE_GRAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ def joined(events: Iterable[Event]) -> tuple[Event, ...]:
     events = tuple(events)
     last: dict[tuple[int, str], float] = {}
     for event in events:
-        if event.kind in _COLLECTIVES:
+        if event.kind == _COLLECTIVE:
             key = (event.step, event.name)
             last[key] = max(last.get(key, event.start_s), event.start_s)
     return tuple(
-        replace(event, start_s=min(event.end_s, last[event.step, event.name])) if event.kind in _COLLECTIVES else event
+        replace(event, start_s=min(event.end_s, last[event.step, event.name])) if event.kind == _COLLECTIVE else event
         for event in events
     )
 

@@ -66,29 +66,26 @@ class DeferredWeights(Interception):
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """Add ``left @ right`` to the gradient of a parameter."""
+        if left.dtype is not parameter.dtype:
+            self.add(parameter, left @ right)
+            return
         if parameter.grad is None:
-            place = None if self._home is None else self._home.place(parameter)
-            if place is None or left.dtype is not place.dtype:
-                self._begin(parameter, (left @ right).to(parameter.dtype), place)
-            else:
-                parameter.grad = torch.mm(left, right, out=place)
-        elif left.dtype is parameter.grad.dtype:
-            parameter.grad.addmm_(left, right)
+            parameter.grad = torch.mm(left, right, out=self._place(parameter))
         else:
-            parameter.grad += left @ right
+            parameter.grad.addmm_(left, right)
         self._tell(parameter)
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add to the gradient of a parameter."""
         if parameter.grad is None:
-            place = None if self._home is None else self._home.place(parameter)
-            self._begin(parameter, gradient.to(parameter.dtype), place)
+            place = self._place(parameter)
+            parameter.grad = gradient.to(parameter.dtype) if place is None else place.copy_(gradient)
         else:
             parameter.grad += gradient
         self._tell(parameter)
 
-    def _begin(self, parameter: Tensor, gradient: Tensor, place: Tensor | None) -> None:
-        parameter.grad = gradient if place is None else place.copy_(gradient)
+    def _place(self, parameter: Tensor) -> Tensor | None:
+        return None if self._home is None else self._home.place(parameter)
 
     def _tell(self, parameter: Tensor) -> None:
         if self._home is not None:

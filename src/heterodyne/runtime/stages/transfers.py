@@ -18,11 +18,10 @@ from torch import Tensor
 from heterodyne.graph.cut import Value
 from heterodyne.plan.program import Action
 from heterodyne.plan.slices import overlap, slices
+from heterodyne.plan.traffic import PARCELS_AHEAD
 from heterodyne.runtime.meeting.mail import Arrival, Mail
 
 __all__ = ["Edge", "Team", "Transfers"]
-
-_AHEAD = 2  # parcels of one rank for which room is made before they are waited for
 
 
 class _Parcel(NamedTuple):
@@ -189,7 +188,7 @@ class Transfers:
         """Ask for the next parcels of a rank; for all up to one, if that is named."""
         waiting = self._expected[other]
         open_ = sum(source == other for source, _ in self._posted)
-        while waiting and (open_ < _AHEAD or (upto is not None and (other, upto) not in self._posted)):
+        while waiting and (open_ < PARCELS_AHEAD or (upto is not None and (other, upto) not in self._posted)):
             parcel = waiting.pop(0)
             self._posted[other, parcel] = self._post(other, parcel)
             open_ += 1
