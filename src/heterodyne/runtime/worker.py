@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.cluster.spec import Cluster
-from heterodyne.errors import CheckpointError, DataError, PlanError, WorkerError
+from heterodyne.errors import DataError, PlanError, WorkerError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.plan import Plan
@@ -29,20 +29,11 @@ from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.materialise import place_weights
 from heterodyne.runtime.weights.optimizer import (
     learning_rate,
-    load_state_by_name,
     make_optimizer,
-    state_by_name,
 )
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.trainable import trainable_parameters
-from heterodyne.runtime.weights.whole_state import (
-    gathered_model,
-    gathered_optimizer,
-    held_entries,
-    kept_model,
-    restored_model,
-    share_whole_state,
-)
+from heterodyne.runtime.weights.worker_state import WorkerState
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
 
@@ -131,10 +122,8 @@ class Worker:
         self._loss_count = loss_count
         self._section = optimizer if isinstance(optimizer, OptimizerSection) else None
         self._total_steps = total_steps
-        self._alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
-        self._trained = list(trainable_parameters(module, graph))
+        trained = list(trainable_parameters(module, graph))
         place_weights(module, communicator, lambda name: self.ownership.holds(self.rank, name))
-        self._held = held_entries(module)
         self._buffers = dict(module.named_buffers())
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self.optimizer = self._make_optimizer(optimizer)
@@ -144,6 +133,17 @@ class Worker:
             [(b, channel) for b, channel in buckets if self._place.device in b.owners],
             self.recorder,
             completed_gradients(program.ranks[self.rank], plan, graph, self._place),
+        )
+        alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
+        drifts = not alike or len(self.placement.sharing) < len(self.placement.places)
+        self._state = WorkerState(
+            module,
+            self.optimizer,
+            self._parameters,
+            trained=trained,
+            ownership=self.ownership,
+            communicator=communicator,
+            leader=self.placement.leader if drifts else None,
         )
         self._assembly = Assembly(
             module,
@@ -229,72 +229,24 @@ class Worker:
 
         Ranks that are idle, have no samples, or whose device rounds differently from the leader's are given its values first.
         """
-        if self.ownership.whole:
-            self.synchronise()
-            model: dict[str, Any] = self.module.state_dict()
-            own = state_by_name(self.optimizer, self._parameters)
-        else:
-            model = gathered_model(self.module, self.ownership, self._communicator)
-            held = state_by_name(self.optimizer, self._parameters)
-            own = gathered_optimizer(held, self.ownership, self._communicator, self._trained)
-        return {"model": model, "optimizer": own, "step": self.steps_done}
+        return {**self._state.whole(), "step": self.steps_done}
 
     def own_state(self) -> dict[str, Any]:
-        """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective, and nothing is copied.
-
-        Where every rank has the whole model, each gives all of it.
-        """
-        if self.ownership.whole:
-            return self.state_dict()
-        held = state_by_name(self.optimizer, self._parameters)
-        return {
-            "model": kept_model(self.module, self.ownership, self.rank),
-            "optimizer": {n: values for n, values in held.items() if self.ownership.keeper(n) == self.rank},
-            "step": self.steps_done,
-        }
+        """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective."""
+        return {**self._state.own(), "step": self.steps_done}
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
-        if self.ownership.whole:
-            return True
-        part, *path = keys
-        # A name may contain what keys are joined by.
-        return "/".join(path) in self._held if part == "model" else "/".join(path[:-1]) in self._parameters
+        return self._state.needs(keys)
 
     def weights(self) -> dict[str, Any]:
         """The whole model's state dict on rank 0, nothing on the others. Collective."""
-        if self.ownership.whole:
-            self.synchronise()
-            return self.module.state_dict() if self.rank == 0 else {}
-        return gathered_model(self.module, self.ownership, self._communicator, on=0)
+        return self._state.weights()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; a rank may leave out what it does not `need`. Raises CheckpointError."""
-        if self.ownership.whole:
-            self.module.load_state_dict(state["model"])
-        else:
-            restored_model(self.module, state.get("model", {}))  # nothing, on an idle rank
-        optimizer = state.get("optimizer", {})
-        unknown = sorted(set(optimizer) - set(self._trained))
-        if unknown:
-            raise CheckpointError(
-                f"the optimizer's state names parameters that the model does not train: {', '.join(unknown[:5])}"
-            )
-        own = {name: values for name, values in optimizer.items() if name in self._parameters}
-        load_state_by_name(self.optimizer, self._parameters, own)
+        """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
+        self._state.load(state)
         self.steps_done = int(state["step"])
-
-    def synchronise(self) -> None:
-        """Where each rank has the whole model: give it the leader's weights, buffers and optimizer state, if they can differ. Collective.
-
-        They can where ranks are idle or without samples, and where devices are unlike: equal gradients, rounded differently in the
-        update, drift apart in the last bits.
-        """
-        if self._alike and len(self.placement.sharing) == len(self.placement.places):
-            return
-        share_whole_state(
-            self.module, self.optimizer, self._parameters, self._communicator, leader=self.placement.leader
-        )
 
     def close(self) -> None:
         """Take the hooks off the model, and leave the channels that this worker made. The communicator stays open."""

@@ -1,0 +1,119 @@
+"""What a rank keeps from step to step, weights and optimizer state: brought together, in parts, and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from heterodyne.errors import CheckpointError
+from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.weights.optimizer import load_state_by_name, state_by_name
+from heterodyne.runtime.weights.ownership import Ownership
+from heterodyne.runtime.weights.whole_state import (
+    gathered_model,
+    gathered_optimizer,
+    held_entries,
+    kept_model,
+    restored_model,
+    share_whole_state,
+)
+
+__all__ = ["WorkerState"]
+
+
+class WorkerState:
+    """The state of one rank: ``model`` as a state dict, ``optimizer`` by parameter name.
+
+    Args:
+        module: whose weights are in place on this rank.
+        optimizer: of ``parameters``, those trained ones that this rank holds.
+        trained: the names of all that are trained.
+        ownership: who holds what.
+        leader: whose values count where every rank has the whole model and they may differ; None: they never do. They do where ranks
+            are idle or without samples, and where devices are unlike: equal gradients, rounded differently in the update, drift apart
+            in the last bits.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        trained: Sequence[str],
+        ownership: Ownership,
+        communicator: Communicator,
+        leader: int | None,
+    ) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._trained = list(trained)
+        self._ownership = ownership
+        self._communicator = communicator
+        self._leader = leader
+        self._held = held_entries(module)
+
+    def whole(self) -> dict[str, Any]:
+        """All of it, on every rank. Collective. What is held here is not copied."""
+        if self._ownership.whole:
+            self._synchronise()
+            return {"model": self._module.state_dict(), "optimizer": self._of_optimizer()}
+        return {
+            "model": gathered_model(self._module, self._ownership, self._communicator),
+            "optimizer": gathered_optimizer(self._of_optimizer(), self._ownership, self._communicator, self._trained),
+        }
+
+    def own(self) -> dict[str, Any]:
+        """The part that this rank answers for; all parts together are the whole. Collective, and nothing is copied.
+
+        Where every rank has the whole model, each gives all of it.
+        """
+        if self._ownership.whole:
+            return self.whole()
+        rank = self._communicator.rank
+        return {
+            "model": kept_model(self._module, self._ownership, rank),
+            "optimizer": {n: v for n, v in self._of_optimizer().items() if self._ownership.keeper(n) == rank},
+        }
+
+    def weights(self) -> dict[str, Any]:
+        """The whole model's state dict on rank 0, nothing on the others. Collective."""
+        if self._ownership.whole:
+            self._synchronise()
+            return self._module.state_dict() if self._communicator.rank == 0 else {}
+        return gathered_model(self._module, self._ownership, self._communicator, on=0)
+
+    def needs(self, keys: Sequence[str]) -> bool:
+        """Whether `load` reads on this rank what these keys lead to."""
+        if self._ownership.whole:
+            return True
+        part, *path = keys
+        # A name may contain what keys are joined by.
+        return "/".join(path) in self._held if part == "model" else "/".join(path[:-1]) in self._parameters
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `whole`; what is not needed here may be left out. Raises CheckpointError."""
+        if self._ownership.whole:
+            self._module.load_state_dict(state["model"])
+        else:
+            restored_model(self._module, state.get("model", {}))  # nothing, on an idle rank
+        optimizer = state.get("optimizer", {})
+        unknown = sorted(set(optimizer) - set(self._trained))
+        if unknown:
+            raise CheckpointError(
+                f"the optimizer's state names parameters that the model does not train: {', '.join(unknown[:5])}"
+            )
+        own = {name: values for name, values in optimizer.items() if name in self._parameters}
+        load_state_by_name(self._optimizer, self._parameters, own)
+
+    def _synchronise(self) -> None:
+        """Give every rank the leader's values, if they can differ. Collective."""
+        if self._leader is not None:
+            share_whole_state(self._module, self._optimizer, self._parameters, self._communicator, leader=self._leader)
+
+    def _of_optimizer(self) -> dict[str, Any]:
+        return state_by_name(self._optimizer, self._parameters)
