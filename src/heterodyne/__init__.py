@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from heterodyne.annotate import replicate, set_default_strategy, split
     from heterodyne.api import Distributed, capture, distribute, open_session
     from heterodyne.cluster import Cluster, Profile
     from heterodyne.errors import HeterodyneError
@@ -38,6 +39,9 @@ _HOMES = {
     "capture": "heterodyne.api",
     "distribute": "heterodyne.api",
     "open_session": "heterodyne.api",
+    "replicate": "heterodyne.annotate",
+    "set_default_strategy": "heterodyne.annotate",
+    "split": "heterodyne.annotate",
 }
 
 __all__ = [
@@ -53,6 +57,9 @@ __all__ = [
     "capture",
     "distribute",
     "open_session",
+    "replicate",
+    "set_default_strategy",
+    "split",
 ]
 
 

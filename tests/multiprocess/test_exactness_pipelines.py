@@ -15,6 +15,7 @@ from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.best import best_orders
 from heterodyne.plan.schedules.times import StageTimes
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
+from heterodyne.runtime.weights.boxed import boxed
 from multiprocess.models import BRANCHED, MIXING, build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.work import PipelineOf, StageOf, copied, staged_worker
@@ -55,6 +56,7 @@ def errors_of(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str
     place = worker.placement.places[world.rank]
     buffers = {n: b.detach().clone() for n, b in case.module.named_buffers() if not b.is_meta}
     held = {name for name in worker.ownership.owners if worker.ownership.holds(world.rank, name)}
+    boxes = {name: worker.ownership.box(world.rank, name) for name in held}
     worker.close()
     expected_loss, expected = one_device_gradients(
         alone.module,
@@ -67,11 +69,11 @@ def errors_of(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str
         seed=SEED,
         step=STEP,
     )
-    of_mine = {name: gradient for name, gradient in expected.items() if name in held}
+    of_mine = {name: boxed(gradient, boxes[name]) for name, gradient in expected.items() if name in held}
     found = compare(loss, gradients if place.active else of_mine, expected_loss, of_mine)
     errors = [("loss", found.loss), *found.gradients[:2]]
     if place.active and place.micro_batches.samples:
-        wanted = {n: b for n, b in alone.module.named_buffers() if n in held and n in buffers}
+        wanted = {n: boxed(b, boxes[n]) for n, b in alone.module.named_buffers() if n in held and n in buffers}
         errors += compare(0.0, {n: buffers[n] for n in wanted}, 0.0, wanted).gradients[:1]
     return errors
 

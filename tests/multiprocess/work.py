@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.cluster.spec import Cluster, Device
 from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
@@ -94,12 +95,21 @@ def copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class StageOf:
-    """Ops up to ``stop`` on ``ranks``, who take ``shares`` of each micro-batch; ``recompute``: blocks."""
+    """Ops up to ``stop`` on ``ranks``, who take ``shares``, as ``kind`` says; ``recompute``: blocks; ``marked``: layouts of TaskGraphs."""
 
     stop: int
     ranks: tuple[int, ...]
     shares: tuple[int, ...]
     recompute: tuple[int, ...] = ()
+    kind: str = "replicate"
+    marked: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return (
+            Region(layout=Layout(kind=self.kind, shares=self.shares)),
+            *(Region(task_graph=name, layout=Layout(kind=kind, shares=shares)) for name, kind, shares in self.marked),
+        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,7 @@ def staged_plan(
                 Stage(
                     ops=(start, stage.stop),
                     devices=tuple(cluster.devices[rank].id for rank in stage.ranks),
-                    regions=(Region(layout=Layout(kind="replicate", shares=stage.shares)),),
+                    regions=stage.regions,
                     recompute=stage.recompute,
                 )
             )
@@ -176,5 +186,5 @@ def staged_worker(
         seed=seed,
         clip_grad_norm=clip,
         recorder=recorder,
-        stage_programs=lambda start, stop, starts, _: program_of(case.graph.name).stage(start, stop, starts=starts),
+        stage_programs=StageCutter(program_of(case.graph.name), case.module),
     )

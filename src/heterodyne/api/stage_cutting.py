@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from heterodyne.errors import DataError
 from heterodyne.frontend import Captured, trace
 from heterodyne.frontend.stage_program import StageProgram
+from heterodyne.plan.plan import Pipeline
+from heterodyne.plan.sharded_stage import shard_stage
 
 __all__ = ["StageCutter"]
 
@@ -26,11 +28,27 @@ class StageCutter:
         self._others: dict[tuple[tuple[str, tuple[int, ...]], ...], Captured] = {}
 
     def __call__(
-        self, start: int, stop: int, starts: Sequence[int], batch: Mapping[str, Tensor] | None
+        self,
+        start: int,
+        stop: int,
+        starts: Sequence[int],
+        batch: Mapping[str, Tensor] | None,
+        sharded: tuple[Pipeline, int] | None = None,
     ) -> StageProgram:
-        """See `heterodyne.runtime.stages.assembly.StagePrograms`. Raises DataError if these shapes give other ops."""
+        """See `heterodyne.runtime.stages.assembly.StagePrograms`. Raises DataError if these shapes give other ops, or other parts."""
         captured = self._captured if batch is None else self._at(batch)
-        return captured.stage(start, stop, starts=starts)
+        if sharded is None:
+            return captured.stage(start, stop, starts=starts)
+        sharding = shard_stage(captured.graph, *sharded)
+        planned = shard_stage(self._captured.graph, *sharded)
+        assert sharding is not None
+        assert planned is not None
+        if any(sharding.stored(p.name) != planned.stored(p.name) for p in captured.graph.parameters):
+            raise DataError(
+                "for inputs of these shapes the weights would be cut in another way than for those that the model was planned with: pad "
+                "the batches to one length, or plan for these"
+            )
+        return captured.stage(start, stop, starts=starts, sharding=sharding)
 
     def _at(self, batch: Mapping[str, Tensor]) -> Captured:
         shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(batch.items()))

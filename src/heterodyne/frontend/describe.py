@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -13,21 +14,31 @@ from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.flops import flops
 from heterodyne.frontend.replay import Observed
-from heterodyne.frontend.sizes import spec_of
-from heterodyne.graph import Op, Size, TensorSpec
+from heterodyne.frontend.sizes import size_of, spec_of
+from heterodyne.graph import Argument, Op, Ref, Size, TensorSpec
 from heterodyne.graph.size import ZERO
 
-__all__ = ["batch_statistics", "describe", "differentiable", "producer_of", "random_ops"]
+__all__ = ["batch_statistics", "describe", "differentiable", "producer_of", "random_ops", "ref_of"]
 
 # Of a table these read no more than the rows that they return.
 _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
-_ANNOTATION = "heterodyne"
 
 
-def describe(traced: Traced, observed: dict[fx.Node, Observed]) -> tuple[Op, ...]:
-    """One Op for each node that computes tensors, in order."""
+def describe(
+    traced: Traced,
+    observed: dict[fx.Node, Observed],
+    memory: Mapping[fx.Node, str],
+    sample_dims: Mapping[fx.Node, int | None],
+) -> tuple[Op, ...]:
+    """One Op for each node that computes tensors, in order.
+
+    Args:
+        memory: which one a node lies in, if it is written into.
+        sample_dims: of tensors in which the samples lie in order.
+    """
     return tuple(
-        _op(traced, node, observed[node], lambda n: differentiable(traced, observed, n)) for node in traced.ops
+        _op(traced, node, observed[node], lambda n: differentiable(traced, observed, n), memory, sample_dims)
+        for node in traced.ops
     )
 
 
@@ -39,7 +50,14 @@ def differentiable(traced: Traced, observed: dict[fx.Node, Observed], node: fx.N
     return node in observed and any(observed[node].differentiable)
 
 
-def _op(traced: Traced, node: fx.Node, seen: Observed, differentiable: Callable[[fx.Node], bool]) -> Op:
+def _op(
+    traced: Traced,
+    node: fx.Node,
+    seen: Observed,
+    differentiable: Callable[[fx.Node], bool],
+    memory: Mapping[fx.Node, str],
+    sample_dims: Mapping[fx.Node, int | None],
+) -> Op:
     forward, backward = flops(node, differentiable)
     outputs = tuple(spec_of(tensor) for tensor in tensors_of(node))
     read, written = _traffic(node, outputs, seen)
@@ -64,8 +82,62 @@ def _op(traced: Traced, node: fx.Node, seen: Observed, differentiable: Callable[
         bytes_read=read,
         bytes_written=written,
         bytes_saved=seen.saved,
-        annotation=_annotation(node),
+        annotation=traced.annotations.names.get(node),
+        arguments=_arguments(traced, node),
+        memory=memory.get(node),
+        writes=tuple(dict.fromkeys(memory[changed] for changed in mutates(node))),
+        samples=_sample_dims(node, len(outputs), sample_dims),
     )
+
+
+def _sample_dims(node: fx.Node, outputs: int, dims: Mapping[fx.Node, int | None]) -> tuple[int | None, ...]:
+    if isinstance(node.meta.get("val"), Tensor):
+        return (dims.get(node),)
+    of_output = {_place(user): dims.get(user) for user in node.users if user.target is operator.getitem}
+    return tuple(of_output.get(place) for place in range(outputs))
+
+
+def _arguments(traced: Traced, node: fx.Node) -> tuple[tuple[str, Argument], ...]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return tuple((str(place), _argument(traced, value)) for place, value in enumerate(node.args))
+    declared = node.target._schema.arguments
+    return tuple((entry.name, _argument(traced, argument(node, entry.name))) for entry in declared)
+
+
+def _argument(traced: Traced, value: Any) -> Argument:
+    if isinstance(value, fx.Node):
+        return _tensor_or_size(traced, value)
+    if isinstance(value, list | tuple):
+        return tuple(_argument(traced, entry) for entry in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value).removeprefix("torch.")
+
+
+def _tensor_or_size(traced: Traced, node: fx.Node) -> Argument:
+    producer = producer_of(node)
+    tensors = tensors_of(node)
+    if not tensors:
+        known = node.meta.get("val")
+        return size_of(known) if isinstance(known, int | torch.SymInt) else str(node.target)
+    role = traced.roles.get(producer)
+    name = role.name if role is not None else producer.name
+    if node is not producer:
+        return ref_of(node)
+    return Ref(name) if isinstance(node.meta["val"], Tensor) else tuple(Ref(name, i) for i in range(len(tensors)))
+
+
+def ref_of(node: fx.Node) -> Ref:
+    """What an op, or one output of several, is called in the ModelGraph."""
+    producer = producer_of(node)
+    return Ref(producer.name, 0 if node is producer else _place(node))
+
+
+def _place(node: fx.Node) -> int:
+    """Which of the outputs of its op a node is."""
+    place = node.args[1]
+    assert isinstance(place, int)
+    return place
 
 
 def producer_of(node: fx.Node) -> fx.Node:
@@ -113,8 +185,3 @@ def _traffic(node: fx.Node, outputs: tuple[TensorSpec, ...], seen: Observed) -> 
         sources = [tensor for tensor in sources if not tensor.is_floating_point()]
         return written + Size.total(spec_of(tensor).bytes for tensor in sources), written
     return Size.total(spec_of(tensor).bytes for tensor in sources), written
-
-
-def _annotation(node: fx.Node) -> str | None:
-    value = (node.meta.get("custom") or {}).get(_ANNOTATION)
-    return None if value is None else str(value)

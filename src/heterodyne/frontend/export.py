@@ -22,7 +22,9 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from heterodyne.annotate import capturing
 from heterodyne.errors import CaptureError
+from heterodyne.frontend.annotations import Annotations, read_annotations
 from heterodyne.frontend.changes import refuse_changes, refuse_new_buffers
 from heterodyne.frontend.example import Example, trace_sizes
 from heterodyne.frontend.faults import explain, line_that_fixed_a_size, refuse_unknown_sizes
@@ -63,6 +65,7 @@ class Traced:
     aliases: dict[str, tuple[str, ...]]
     loss: fx.Node
     ops: tuple[fx.Node, ...]
+    annotations: Annotations
 
     def module_of(self, node: fx.Node) -> str:
         """The path of the module that called the op, "" for the model itself."""
@@ -116,7 +119,7 @@ def export(model: nn.Module, example: Example) -> Traced:
 
 def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: int, strict: bool) -> ExportedProgram:
     dims = tuple({0: Dim.DYNAMIC} if follows else {} for follows in example.follows)
-    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), _quiet():  # annotations are kept as node meta
+    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), capturing(), _quiet():
         return torch.export.export(wrapped, (example.fake(mode, size),), dynamic_shapes=(dims,), strict=strict)
 
 
@@ -150,6 +153,7 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
     (results,) = graph.output_node().args
     if not isinstance(results, tuple) or not isinstance(results[0], fx.Node):
         raise CaptureError("the loss does not depend on the inputs; there is nothing to train")
+    ops = tuple(node for node in graph.nodes if is_op(node))
     return Traced(
         model=model,
         graph=graph,
@@ -158,7 +162,8 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
         constants={name.removeprefix(_PREFIX): value for name, value in program.constants.items()},
         aliases=aliases,
         loss=results[0],
-        ops=tuple(node for node in graph.nodes if is_op(node)),
+        ops=ops,
+        annotations=read_annotations(ops),
     )
 
 

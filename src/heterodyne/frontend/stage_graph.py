@@ -22,7 +22,7 @@ from heterodyne.frontend.sizes import size_of
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Size
 
-__all__ = ["stage_graph"]
+__all__ = ["Writer", "stage_graph"]
 
 
 def stage_graph(
@@ -34,13 +34,15 @@ def stage_graph(
     results: Sequence[fx.Node],
 ) -> fx.GraphModule:
     """``nodes`` to run, in order; ``given``: what they are given, in the order of the call; ``results``: what is returned."""
-    writer = _Writer(pieces, device)
+    writer = Writer(pieces, device)
     writer.take(given, nodes)
     root = writer.run(nodes)
     return fx.GraphModule(root, writer.returning(results))
 
 
-class _Writer:
+class Writer:
+    """Writes the graph of a stage, node by node."""
+
     def __init__(self, pieces: Pieces, device: torch.device) -> None:
         self._pieces = pieces
         self._device = device
@@ -48,6 +50,7 @@ class _Writer:
         self._samples = self._graph.placeholder("samples")
         self._training = self._graph.placeholder("training")
         self._regions = self._graph.placeholder("regions")
+        self._switches = Switches(self._graph, device, self._regions)
         self._copies: dict[fx.Node, Any] = {}
 
     def take(self, given: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> None:
@@ -64,22 +67,24 @@ class _Writer:
     def run(self, nodes: Sequence[fx.Node]) -> nn.Module:
         """The ops, in their regions. Returns the module that holds what the graph refers to by name."""
         root = nn.Module()
-        switches = Switches(self._graph, self._device, self._regions)
         for node in nodes:
             if node.op == "get_attr":
                 name = str(node.target).replace(".", "__")
                 root.add_module(name, self._pieces.traced.root.get_submodule(str(node.target)))
                 self._copies[node] = self._graph.get_attr(name)
             elif tensors_of(node):
-                switches.to(region_of(node))
                 self._copies[node] = self._op(node)
             else:
                 self._copies[node] = self._size(node)
-        switches.to(Region())
+        self._switches.to(Region())
         return root
 
-    def _op(self, node: fx.Node) -> fx.Node:
-        copy = self._graph.node_copy(node, lambda n: self._copies[n])
+    def _op(self, node: fx.Node) -> Any:
+        self._switches.to(region_of(node))
+        return self._finish(node, self._graph.node_copy(node, lambda n: self._copies[n]))
+
+    def _finish(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        """An op as the stage calls it: on its device, in its mode, by its Python function."""
         on_device(copy, self._device)
         follow_training(copy, self._training)
         if self._changes_kept(node):
@@ -115,8 +120,11 @@ class _Writer:
         self._graph.output(tuple(self._as_traced(node) for node in results))
         return self._graph
 
+    def _result(self, node: fx.Node) -> Any:
+        return self._copies[node]
+
     def _as_traced(self, node: fx.Node) -> Any:
-        copy = self._copies[node]
+        copy = self._result(node)
         dtype = node.meta["val"].dtype
         if not dtype.is_floating_point or node is self._pieces.traced.loss:
             return copy

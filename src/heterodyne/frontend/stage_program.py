@@ -7,10 +7,10 @@ reads and what it receives; its sizes follow the number of samples, so a micro-b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,13 +19,25 @@ from heterodyne.errors import CaptureError, DataError, PlanError
 from heterodyne.frontend.describe import producer_of
 from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.regions import Regions
+from heterodyne.frontend.sharded_graph import Members, Numbered, sharded_graph
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import stage_graph
 from heterodyne.frontend.stage_values import Pieces, values_between
 from heterodyne.graph import Size, Value
+from heterodyne.graph.sharding import Sharding
 from heterodyne.model_output import LOSS
 
-__all__ = ["BoundStage", "StageProgram", "stage_program"]
+__all__ = ["BoundStage", "StageProgram", "Team", "stage_program"]
+
+
+class Team(Protocol):
+    """The devices on which a stage lies in parts, seen by one of them."""
+
+    @property
+    def position(self) -> int: ...
+
+    def members(self, sharding: Sharding, numbered: Numbered) -> Callable[[int], Members]:
+        """For each number of samples of a micro-batch what a graph calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +62,15 @@ class StageProgram:
     _pieces: Pieces = field(repr=False)
     _nodes: tuple[fx.Node, ...] = field(repr=False)
     _sources: tuple[fx.Node, ...] = field(repr=False)
+    _sharding: Sharding | None = field(default=None, repr=False)
 
-    def bind(self, module: nn.Module, device: torch.device) -> BoundStage:
-        """The stage on a device, with the parameters and buffers of the user's own module.
+    def bind(self, module: nn.Module, device: torch.device, team: Team | None = None) -> BoundStage:
+        """The stage on a device, with the parameters and buffers of the user's own module, of which some may be slices.
 
-        They are looked up by name at each call, so that the module may be given others; those that the stage does not read may be
-        on the meta device. Raises CaptureError if one is missing, or of another shape or dtype than the model that was captured.
+        ``team``: the devices of a stage that lies on them in parts.
+
+        Parameters are looked up by name at each call, so that the module may be given others; those that the stage does not read may
+        be on the meta device. Raises CaptureError if one is missing, or of another shape or dtype than the model that was captured.
         """
         traced = self._pieces.traced
         roles = traced.roles
@@ -65,11 +80,23 @@ class StageProgram:
         named = {node.name: node for node in self._nodes}
         results = [*(named[value.name] for value in self.sends), *([traced.loss] if self.is_last else [])]
         given = (*inputs, *received, *kept)
+        members: Callable[[int], Members] | None = None
+        if self._sharding is None:
+            run = stage_graph(self._pieces, device, nodes=self._nodes, given=given, results=results)
+        else:
+            assert team is not None, "a stage that lies in parts needs the devices that hold them"
+            run, numbered = sharded_graph(
+                self._pieces, device, self._sharding, nodes=self._nodes, given=given, results=results
+            )
+            members = team.members(self._sharding, numbered)
+        stored = (lambda _: None) if self._sharding is None else self._sharding.stored
+        position = 0 if team is None else team.position
         return BoundStage(
-            run=stage_graph(self._pieces, device, nodes=self._nodes, given=given, results=results),
+            run=run,
+            members=members,
             inputs={roles[n].name: spec_of(n.meta["val"]).shape for n in inputs},
             received=tuple(n.name for n in received),
-            kept=tuple(_place(traced, n, module, device) for n in kept),
+            kept=tuple(_place(traced, n, module, device, stored(roles[n].name), position) for n in kept),
             results=(*(value.name for value in self.sends), *([LOSS] if self.is_last else [])),
             training=module.training,
         )
@@ -87,8 +114,10 @@ class BoundStage:
         kept: tuple[tuple[dict[str, Any], str], ...],
         results: tuple[str, ...],
         training: bool,
+        members: Callable[[int], Members] | None = None,
     ) -> None:
         self.training = training
+        self._members = members
         self._run = run
         self._inputs = inputs
         self._received = received
@@ -117,6 +146,7 @@ class BoundStage:
                 samples,
                 self.training,
                 regions,
+                *([] if self._members is None else [self._members(samples)]),
                 *[inputs[name] for name in self._inputs],
                 *[received[name] for name in self._received],
                 *[owner[name] for owner, name in self._kept],
@@ -124,8 +154,10 @@ class BoundStage:
         return dict(zip(self._results, results, strict=True))
 
 
-def stage_program(pieces: Pieces, start: int, stop: int, starts: Sequence[int]) -> StageProgram:
-    """The stage with the ops ``[start, stop)`` of a graph that is cut at ``starts``.
+def stage_program(
+    pieces: Pieces, start: int, stop: int, starts: Sequence[int], sharding: Sharding | None = None
+) -> StageProgram:
+    """The stage with the ops ``[start, stop)`` of a graph that is cut at ``starts``; ``sharding``: as it lies on its devices.
 
     Raises PlanError if these are not the bounds of one of the stages, or if the cut would change the result.
     """
@@ -155,6 +187,7 @@ def stage_program(pieces: Pieces, start: int, stop: int, starts: Sequence[int]) 
         _pieces=pieces,
         _nodes=nodes,
         _sources=sources,
+        _sharding=sharding,
     )
 
 
@@ -216,8 +249,18 @@ def _constant(traced: Traced, name: str, module: nn.Module) -> Tensor:
     return value.detach()
 
 
-def _place(traced: Traced, node: fx.Node, module: nn.Module, device: torch.device) -> tuple[dict[str, Any], str]:
-    """Where the module keeps a parameter or buffer; a constant is kept here, on the device."""
+def _place(
+    traced: Traced,
+    node: fx.Node,
+    module: nn.Module,
+    device: torch.device,
+    sliced: tuple[int, tuple[int, ...]] | None,
+    position: int,
+) -> tuple[dict[str, Any], str]:
+    """Where the module keeps a parameter or buffer; a constant is kept here, on the device.
+
+    ``sliced``: the dim in which it is cut, and the sizes of the slices, of which the module has the ``position``-th.
+    """
     role = traced.roles[node]
     if role.kind == "constant":
         return {role.name: _constant(traced, role.name, module).to(device)}, role.name
@@ -229,9 +272,12 @@ def _place(traced: Traced, node: fx.Node, module: nn.Module, device: torch.devic
     found, known = kept.get(name), node.meta["val"]
     if found is None:
         raise CaptureError(f"the model has no {role.kind} {role.name!r}; it is not the one that was captured")
-    if found.dtype is not known.dtype or tuple(found.shape) != tuple(known.shape):
+    shape = list(known.shape)
+    if sliced is not None:
+        shape[sliced[0]] = sliced[1][position]
+    if found.dtype is not known.dtype or list(found.shape) != shape:
         raise CaptureError(
-            f"the {role.kind} {role.name!r} is {found.dtype} {list(found.shape)}, and was {known.dtype} {list(known.shape)} when the "
+            f"the {role.kind} {role.name!r} is {found.dtype} {list(found.shape)}, and was {known.dtype} {shape} when the "
             "model was captured; capture it as it is now"
         )
     return kept, name

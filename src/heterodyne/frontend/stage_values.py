@@ -17,7 +17,7 @@ from heterodyne.errors import PlanError
 from heterodyne.frontend.aliases import Memory, shared_memory
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import differentiable, producer_of
-from heterodyne.frontend.export import Traced, is_op
+from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.replay import Observed
 from heterodyne.frontend.sample_order import Samples, samples_in
@@ -52,32 +52,9 @@ class Pieces:
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
-        """The ops that each stage makes again for itself: those of `computed_again`, but for memory that others write into.
-
-        What writes into a buffer is not among them either: it is done once.
-        """
+        """The ops that each stage makes again for itself."""
         named = computed_again(self.graph)
-        found = {op for op in self.traced.ops if op.name in named}
-        kept = {self.memory.group_of[node] for node, role in self.traced.roles.items() if role.kind != "input"}
-        while True:
-            lost = {op for op in found if not self._can_be_made_again(op, found, kept)}
-            if not lost:
-                return frozenset(found)
-            found -= lost
-
-    def _can_be_made_again(self, op: fx.Node, found: set[fx.Node], kept: set[fx.Node]) -> bool:
-        if any(self.memory.group_of[changed] in kept for changed in mutates(op)):
-            return False
-        sources = [producer_of(n) for n in op.all_input_nodes]
-        written = self._members[self.memory.group_of[op]] if self.memory.writers_of(op) else ()
-        return all(n in found for n in (*written, *self.memory.writers_of(op), *sources) if is_op(n))
-
-    @cached_property
-    def _members(self) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
-        members: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        for node, group in self.memory.group_of.items():
-            members[group] = (*members.get(group, ()), producer_of(node))
-        return members
+        return frozenset(op for op in self.traced.ops if op.name in named)
 
 
 def values_between(pieces: Pieces, starts: Sequence[int]) -> tuple[Value, ...]:

@@ -8,18 +8,21 @@ from functools import cached_property
 
 from torch import Tensor, fx, nn
 
+from heterodyne.frontend.aliases import shared_memory
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
 from heterodyne.frontend.counting import LossCounter
-from heterodyne.frontend.describe import batch_statistics, describe, random_ops
+from heterodyne.frontend.describe import batch_statistics, describe, random_ops, ref_of
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.export import Traced, export
 from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.replay import Observed, observe
+from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_program import StageProgram, stage_program
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Block, Input, ModelGraph, Parameter
+from heterodyne.graph.sharding import Sharding
 
 __all__ = ["Captured", "capture", "trace"]
 
@@ -49,13 +52,14 @@ class Captured:
         """The ops of a block as something that runs by itself, with random weights and inputs."""
         return extract(self._traced, self._observed, block, self._buffers)
 
-    def stage(self, start: int, stop: int, *, starts: Sequence[int]) -> StageProgram:
+    def stage(self, start: int, stop: int, *, starts: Sequence[int], sharding: Sharding | None = None) -> StageProgram:
         """The ops ``[start, stop)`` as something that runs on real tensors with the model's own parameters.
 
-        ``starts``: the first ops of all stages of the pipeline, which say what crosses. The model must have been captured in training
+        ``starts``: the first ops of all stages of the pipeline, which say what crosses; ``sharding``: how this one lies on its
+        devices, None: whole on each. The model must have been captured in training
         mode for the stage to train. Raises PlanError for a cut that would change the result, with the op and its line.
         """
-        return stage_program(self._pieces, start, stop, starts)
+        return stage_program(self._pieces, start, stop, starts, sharding)
 
     @cached_property
     def _pieces(self) -> Pieces:
@@ -89,11 +93,14 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
             _parameter(n, p, traced, trainable=p.requires_grad) for n, p in traced.model.named_parameters()
         ),
         buffers=tuple(_parameter(n, b, traced, trainable=False) for n, b in traced.model.named_buffers()),
-        ops=describe(traced, observed),
+        ops=describe(traced, observed, _written_memory(traced, observed), _sample_dims(traced)),
         blocks=find_blocks(traced, observed),
         loss=found.loss,
         batch_statistics=batch_statistics(traced),
         random=random_ops(traced),
+        task_graphs=traced.annotations.task_graphs,
+        constants=tuple(_constant(name, value) for name, value in traced.constants.items()),
+        output=ref_of(traced.loss),
     )
     return Captured(
         graph=graph,
@@ -109,6 +116,23 @@ def _inputs(traced: Traced, example: Example) -> tuple[Input, ...]:
     return tuple(
         Input(name=name, spec=spec_of(nodes[name].meta["val"]), batch_dim=0 if follows else None)
         for name, follows in zip(example.names, example.follows, strict=True)
+    )
+
+
+def _sample_dims(traced: Traced) -> dict[fx.Node, int | None]:
+    return {node: samples.dim for node, samples in samples_in(traced.graph).items() if samples.ordered}
+
+
+def _written_memory(traced: Traced, observed: dict[fx.Node, Observed]) -> dict[fx.Node, str]:
+    """For each node that lies in memory which is written into, what that memory is called."""
+    memory = shared_memory(traced.graph, observed)
+    named = {memory.group_of[n]: role.name for n, role in traced.roles.items() if role.kind != "input"}
+    return {node: named.get(group, group.name) for node, group in memory.group_of.items() if memory.writers.get(group)}
+
+
+def _constant(name: str, tensor: Tensor) -> Parameter:
+    return Parameter(
+        name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), trainable=False
     )
 
 

@@ -1,10 +1,12 @@
 """What the model is: the ModelGraph, without weights and without torch."""
 
-from heterodyne.graph.cut import Crossing, Value, computed_again, crossings
-from heterodyne.graph.ir import Block, Input, Loss, ModelGraph, Op, Parameter, TensorSpec
+from heterodyne.graph.cut import Crossing, Value, computed_again, crossings, stage_ops
+from heterodyne.graph.ir import Argument, Block, Input, Loss, ModelGraph, Op, Parameter, Ref, TensorSpec
 from heterodyne.graph.size import Size
+from heterodyne.graph.task_graphs import TaskGraph, TaskGraphRun, task_graph_runs
 
 __all__ = [
+    "Argument",
     "Block",
     "Crossing",
     "Input",
@@ -12,9 +14,14 @@ __all__ = [
     "ModelGraph",
     "Op",
     "Parameter",
+    "Ref",
     "Size",
+    "TaskGraph",
+    "TaskGraphRun",
     "TensorSpec",
     "Value",
     "computed_again",
     "crossings",
+    "stage_ops",
+    "task_graph_runs",
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from heterodyne.graph.ir import ModelGraph, Op, TensorSpec
 from heterodyne.graph.size import Size
 
-__all__ = ["Crossing", "Value", "computed_again", "crossings"]
+__all__ = ["Crossing", "Value", "computed_again", "crossings", "stage_ops"]
 
 _FLOPS_A_BYTE = 64  # to send a byte over a fast link takes longer than so many operations take on a slow device
 
@@ -89,22 +89,69 @@ def crossings(graph: ModelGraph, starts: Sequence[int]) -> tuple[Crossing, ...]:
 
 
 def computed_again(graph: ModelGraph) -> frozenset[str]:
-    """The ops that each stage makes again for itself: no gradient, no chance, no weight but buffers, and all behind them are such."""
+    """The ops that each stage makes again for itself: no gradient, no chance, no weight but buffers, and all behind them are such.
+
+    What lies in memory that another op writes into is made again only with all of these ops. What writes into a buffer is not among
+    them either: it is done once.
+    """
     random = set(graph.random)
     stored = {p.name for p in graph.parameters}
-    made_by = {op.name: op for op in graph.ops}
+    kept = stored | {b.name for b in graph.buffers}
     again: dict[str, Size] = {}  # with the operations that it takes, from the inputs on
     for op in graph.ops:
-        sources = [name for name in op.inputs if name in made_by]
+        sources = [name for name in op.inputs if name in graph.op_by_name]
         if op.name in random or op.name in graph.batch_statistics or any(op.differentiable):
             continue
         if any(name in stored for name in op.parameters) or any(name not in again for name in sources):
             continue
         flops = Size.total([op.flops_forward, *(again[name] for name in sources)])
         size = Size.total(spec.bytes for spec in op.outputs)
-        if flops(1) <= _FLOPS_A_BYTE * max(1.0, size(1)):
+        if flops(1) <= _FLOPS_A_BYTE * max(1.0, size(1)) and not kept.intersection(op.writes):
             again[op.name] = flops
-    return frozenset(again)
+    return _with_whole_memories(graph, set(again))
+
+
+def _with_whole_memories(graph: ModelGraph, found: set[str]) -> frozenset[str]:
+    """Without those that share written memory with others that are not made again, and without what reads these."""
+    together: dict[str, set[str]] = {}
+    for op in graph.ops:
+        for memory in {op.memory, *op.writes} - {None}:
+            together.setdefault(str(memory), set()).add(op.name)
+    while True:
+        lost = {
+            name
+            for name in found
+            if any(source in graph.op_by_name and source not in found for source in graph.op_by_name[name].inputs)
+            or not together.get(graph.op_by_name[name].memory or "", set()) <= found
+        }
+        if not lost:
+            return frozenset(found)
+        found -= lost
+
+
+def stage_ops(graph: ModelGraph, start: int, stop: int) -> tuple[Op, ...]:
+    """What a stage with the ops ``[start, stop)`` runs: its own, and those that it makes again because they are read."""
+    again = computed_again(graph)
+    position = {op.name: place for place, op in enumerate(graph.ops)}
+    writers: dict[str, list[str]] = {}
+    for op in graph.ops:
+        for memory in op.writes:
+            if op.name in again and position[op.name] < stop:
+                writers.setdefault(memory, []).append(op.name)
+    waiting = [op.name for op in graph.ops[start:stop] if op.name not in again]
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for source in graph.op_by_name[name].inputs:
+            if source in again:
+                waiting.append(source)
+            made_by = graph.op_by_name.get(source)
+            lies_in = source if made_by is None else made_by.memory
+            waiting += writers.get(lies_in or "", [])
+    return tuple(op for op in graph.ops if op.name in found)
 
 
 def _sources(op: Op, made_by: dict[str, int], again: frozenset[str]) -> list[int]:

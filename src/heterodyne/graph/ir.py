@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from heterodyne.graph.size import Size
+from heterodyne.graph.task_graphs import TaskGraph
 
-__all__ = ["Block", "Input", "Loss", "ModelGraph", "Op", "Parameter", "TensorSpec", "dtype_bytes"]
+__all__ = ["Argument", "Block", "Input", "Loss", "ModelGraph", "Op", "Parameter", "Ref", "TensorSpec", "dtype_bytes"]
 
 _DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -79,6 +81,18 @@ class Parameter:
         return self.numel * dtype_bytes(self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor that an op reads: an output of the op ``name``, or the input, parameter, buffer or constant of that name."""
+
+    name: str
+    output: int = 0
+
+
+Argument: TypeAlias = "Ref | Size | bool | int | float | str | tuple[Argument, ...] | None"
+"""What an op is called with. Sizes that follow the batch are `Size`; dtypes, devices and the like are their text."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """One op of the graph.
@@ -95,7 +109,11 @@ class Op:
         flops_forward, flops_backward: floating point operations (a multiply-add counts 2).
         bytes_read, bytes_written: memory traffic of the forward.
         bytes_saved: what it alone keeps for its backward (tensors that an earlier op already keeps are not counted).
-        annotation: name of the TaskGraph annotation that encloses it, if any.
+        annotation: name of the TaskGraph that it belongs to, if any.
+        arguments: by the names of the operator's schema, defaults included.
+        memory: for what lies in memory that an op writes into after it was made, which memory that is.
+        writes: the memories that it writes into; that of a parameter or buffer has its name.
+        samples: for each output the dim in which its samples lie, in order; None where there is none, or not in order.
     """
 
     name: str
@@ -112,6 +130,36 @@ class Op:
     bytes_written: Size
     bytes_saved: Size
     annotation: str | None = None
+    arguments: tuple[tuple[str, Argument], ...] = ()
+    memory: str | None = None
+    writes: tuple[str, ...] = ()
+    samples: tuple[int | None, ...] = ()
+
+    def argument(self, name: str) -> Argument:
+        """The value of an argument; None if there is none of that name."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Argument]:
+        return dict(self.arguments)
+
+    @cached_property
+    def operands(self) -> tuple[Ref, ...]:
+        """The tensors that it reads, in the order of the call; one that is passed twice is there twice."""
+        return tuple(_refs(value for _, value in self.arguments))
+
+    @property
+    def kind(self) -> str:
+        """The operator without its overload: ``linear`` for ``aten.linear.default``."""
+        return self.target.split(".")[1] if self.target.count(".") else self.target
+
+
+def _refs(values: Iterable[Argument]) -> Iterator[Ref]:
+    for value in values:
+        if isinstance(value, Ref):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _refs(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +199,9 @@ class ModelGraph:
         loss: how the loss is averaged.
         batch_statistics: names of the ops that mix the samples of a micro-batch (BatchNorm in training).
         random: names of the ops that draw random numbers (dropout).
+        constants: tensors of the trace that are no parameters or buffers.
+        output: the loss; None: not told.
+        task_graphs: what the author has marked, in the order of their first ops.
     """
 
     name: str
@@ -162,6 +213,9 @@ class ModelGraph:
     loss: Loss
     batch_statistics: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
+    constants: tuple[Parameter, ...] = ()
+    output: Ref | None = None
+    task_graphs: tuple[TaskGraph, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -169,6 +223,8 @@ class ModelGraph:
         content = asdict(self)
         for op in content["ops"]:
             del op["source"]
+        for task_graph in content["task_graphs"]:
+            del task_graph["source"]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -187,6 +243,23 @@ class ModelGraph:
     @property
     def buffer_bytes(self) -> int:
         return sum(b.bytes for b in self.buffers)
+
+    def spec(self, ref: Ref) -> TensorSpec:
+        """Shape and dtype of what an op reads. Raises KeyError if there is nothing of that name."""
+        return self._specs[ref.name][ref.output]
+
+    @cached_property
+    def _specs(self) -> dict[str, tuple[TensorSpec, ...]]:
+        stored = (*self.parameters, *self.buffers, *self.constants)
+        return {
+            **{p.name: (TensorSpec(shape=tuple(map(Size.of, p.shape)), dtype=p.dtype),) for p in stored},
+            **{entry.name: (entry.spec,) for entry in self.inputs},
+            **{op.name: op.outputs for op in self.ops},
+        }
+
+    @cached_property
+    def op_by_name(self) -> dict[str, Op]:
+        return {op.name: op for op in self.ops}
 
     def ops_of(self, block: Block) -> tuple[Op, ...]:
         return self.ops[block.start : block.stop]

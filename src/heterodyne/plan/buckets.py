@@ -3,20 +3,35 @@
 Parameters are taken in the reverse of the order in which the forward first uses them, which is about the order in which the
 backward completes their gradients, and are gathered in buckets of at least ``bucket_bytes`` each (Li et al., "PyTorch
 Distributed", VLDB 2020, section 3.2), one bucket for each set of devices that own the same parameters. A device owns what the
-ops of its stages read, so a parameter that is tied across stages has owners in all of them. Every rank, and the simulator,
-must cut buckets alike, so this is a pure function.
+ops of its stages read, so a parameter that is tied across stages has owners in all of them; where a stage lies in parts on its devices,
+each owns its part, and where pipelines cut a parameter in different ways, what the same devices own is reduced together. Every rank,
+and the simulator, must cut buckets alike, so this is a pure function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
 
+from heterodyne.errors import PlanError
 from heterodyne.graph.cut import computed_again
-from heterodyne.graph.ir import ModelGraph, Parameter
+from heterodyne.graph.ir import ModelGraph, Parameter, dtype_bytes
+from heterodyne.graph.sharding import Sharding
+from heterodyne.plan.boxes import Box, Slice, numel, refined
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.sharded_stage import shard_stage
 
-__all__ = ["Bucket", "gradient_buckets", "owners_of", "planned_buckets"]
+__all__ = ["Bucket", "Holdings", "Part", "gradient_buckets", "holdings_of", "owners_of", "planned_buckets"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A parameter, or the box of it that the same devices hold. ``box``: see `heterodyne.plan.boxes`."""
+
+    name: str
+    box: Box = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +39,15 @@ class Bucket:
     """``owners``: the devices whose gradients are summed, in the order of the plan. ``blocks``: those that read any of the parameters."""
 
     index: int
-    parameters: tuple[str, ...]
+    parts: tuple[Part, ...]
     bytes: int
     blocks: tuple[int, ...]
     owners: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters of which it has parts."""
+        return tuple(dict.fromkeys(part.name for part in self.parts))
 
     def ready_block(self, first: int = 0) -> int:
         """The block whose backward completes the last of these gradients on a stage that begins with block ``first``.
@@ -37,20 +57,51 @@ class Bucket:
         return min((block for block in self.blocks if block >= first), default=first)
 
 
-def owners_of(plan: Plan, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
-    """For each parameter and buffer the devices that hold it, in the order of the plan; what no op reads, every device."""
-    read: dict[str, list[str]] = {stored.name: [] for stored in (*graph.parameters, *graph.buffers)}
+Holdings: TypeAlias = Mapping[str, Mapping[str, Box]]
+"""For each parameter and buffer the devices that hold it, in the order of the plan, and which box of it."""
+
+
+def holdings_of(plan: Plan, graph: ModelGraph) -> Holdings:
+    """Who holds what. What no op reads, every device holds.
+
+    Raises PlanError where stages on the same devices would cut the same parameter in different ways.
+    """
+    held: dict[str, dict[str, Box]] = {stored.name: {} for stored in (*graph.parameters, *graph.buffers)}
     again = _read_again(graph)
     for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
+        for number, stage in enumerate(pipeline.stages):
             names: set[str] = set()
             for op in graph.ops[stage.ops[0] : stage.ops[1]]:
                 names.update(op.parameters, *(again[source] for source in op.inputs if source in again))
-            for name in names & read.keys():
-                read[name] += [device for device in stage.devices if device not in read[name]]
+            sharding = shard_stage(graph, pipeline, number)
+            for name in names & held.keys():
+                for device, box in zip(stage.devices, _boxes(sharding, name, len(stage.devices)), strict=True):
+                    if held[name].setdefault(device, box) != box:
+                        raise PlanError(
+                            f"{name!r} is read by several stages on {', '.join(stage.devices)}, which would cut it in different ways: give "
+                            "them one layout, or put these stages on other devices"
+                        )
     everyone = tuple(dict.fromkeys(plan.devices))
     place = {device: number for number, device in enumerate(everyone)}
-    return {name: tuple(sorted(devices, key=place.__getitem__)) or everyone for name, devices in read.items()}
+    return {
+        name: dict(sorted(of.items(), key=lambda entry: place[entry[0]])) or dict.fromkeys(everyone, ())
+        for name, of in held.items()
+    }
+
+
+def _boxes(sharding: Sharding | None, name: str, members: int) -> Sequence[Box]:
+    cut = None if sharding is None else sharding.stored(name)
+    if cut is None:
+        return [()] * members
+    dim, sizes = cut
+    return [
+        (Slice(dim, first, first + size),) for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
+    ]
+
+
+def owners_of(plan: Plan, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
+    """For each parameter and buffer the devices that hold it or a part of it, in the order of the plan."""
+    return {name: tuple(of) for name, of in holdings_of(plan, graph).items()}
 
 
 def _read_again(graph: ModelGraph) -> dict[str, frozenset[str]]:
@@ -65,13 +116,14 @@ def _read_again(graph: ModelGraph) -> dict[str, frozenset[str]]:
 
 def planned_buckets(plan: Plan, graph: ModelGraph) -> tuple[Bucket, ...]:
     """The buckets of a plan."""
-    return gradient_buckets(graph, plan.bucket_bytes, owners_of(plan, graph))
+    return gradient_buckets(graph, plan.bucket_bytes, holdings_of(plan, graph))
 
 
-def gradient_buckets(
-    graph: ModelGraph, bucket_bytes: int, owners: Mapping[str, tuple[str, ...]] | None = None
-) -> tuple[Bucket, ...]:
-    """Every trainable parameter in exactly one bucket, one dtype and one set of owners a bucket; none for a model without any."""
+def gradient_buckets(graph: ModelGraph, bucket_bytes: int, holdings: Holdings | None = None) -> tuple[Bucket, ...]:
+    """Every part of every trainable parameter in exactly one bucket, one dtype and one set of owners a bucket.
+
+    None for a model without any. ``holdings`` None: nobody is named, and nothing is cut.
+    """
     first_use: dict[str, int] = {}
     blocks: dict[str, set[int]] = {}
     for block in graph.blocks:
@@ -83,28 +135,37 @@ def gradient_buckets(
     trainable = [p for p in graph.parameters if p.trainable]
     ordered = sorted(trainable, key=lambda p: first_use.get(p.name, -1), reverse=True)
 
-    groups: list[tuple[tuple[str, ...], list[Parameter]]] = []
-    open_groups: dict[tuple[tuple[str, ...], str], list[Parameter]] = {}
+    groups: list[tuple[tuple[str, ...], list[Part]]] = []
+    open_groups: dict[tuple[tuple[str, ...], str], list[Part]] = {}
     filled: dict[tuple[tuple[str, ...], str], int] = {}
+    bytes_of: dict[Part, int] = {}
     for parameter in ordered:
-        of = () if owners is None else owners[parameter.name]
-        key = (of, parameter.dtype)
-        group = open_groups.get(key)
-        if group is None or filled[key] >= bucket_bytes:
-            group = open_groups[key] = []
-            filled[key] = 0
-            groups.append((of, group))
-        group.append(parameter)
-        filled[key] += parameter.bytes
+        for box, of in _parts(parameter, holdings):
+            part = Part(name=parameter.name, box=box)
+            bytes_of[part] = numel(box, parameter.shape) * dtype_bytes(parameter.dtype)
+            key = (of, parameter.dtype)
+            group = open_groups.get(key)
+            if group is None or filled[key] >= bucket_bytes:
+                group = open_groups[key] = []
+                filled[key] = 0
+                groups.append((of, group))
+            group.append(part)
+            filled[key] += bytes_of[part]
     # The order of the last parameter of each, for only then is a bucket complete.
     groups.sort(key=lambda entry: min(first_use.get(p.name, -1) for p in entry[1]), reverse=True)
     return tuple(
         Bucket(
             index=index,
-            parameters=tuple(p.name for p in group),
-            bytes=sum(p.bytes for p in group),
+            parts=tuple(group),
+            bytes=sum(bytes_of[part] for part in group),
             blocks=tuple(sorted(set().union(*(blocks.get(p.name, set()) for p in group)))),
             owners=of,
         )
         for index, (of, group) in enumerate(groups)
     )
+
+
+def _parts(parameter: Parameter, holdings: Holdings | None) -> Sequence[tuple[Box, tuple[str, ...]]]:
+    if holdings is None:
+        return [((), ())]
+    return refined(holdings[parameter.name], parameter.shape)

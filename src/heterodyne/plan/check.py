@@ -165,8 +165,8 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
     for region in stage.regions:
         if region.task_graph not in known:
             broken.append(f"has region {region.task_graph!r}; the model has {', '.join(sorted(known))}")
-        if region.layout.kind != "replicate" or len(region.layout.shares) != len(stage.devices):
-            broken.append(f"has region {region.task_graph!r}, which must be 'replicate' with one share a device")
+        if len(region.layout.shares) != len(stage.devices):
+            broken.append(f"has region {region.task_graph!r}, which must have one share a device")
         elif sum(region.layout.shares) == 0:
             broken.append(f"has region {region.task_graph!r} with no share; only ratios count, so write 1")
     for index in stage.recompute:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from heterodyne.errors import PlanError
 from heterodyne.plan.micro_batches import MicroBatches
 
-__all__ = ["PLAN_VERSION", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
+__all__ = ["PLAN_VERSION", "Exchange", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
 
 PLAN_VERSION: Final = 1
 
@@ -53,10 +53,22 @@ class Region(_Part):
     layout: Layout
 
 
+class Exchange(_Part):
+    """What exchanging is worth beside computing on a stage's devices: what decides how its tensors lie (`graph.sharding.Price`).
+
+    ``latency_bytes``: bytes that could be sent while a collective begins; ``flops_per_byte``: operations that the devices do
+    together while a byte is sent.
+    """
+
+    latency_bytes: Annotated[int, Field(ge=0)] = 2**16
+    flops_per_byte: Annotated[int, Field(ge=1)] = 5000
+
+
 class Stage(_Part):
     """A contiguous cut of the graph, ops ``[start, stop)``, on a group of devices.
 
-    ``recompute`` holds indices of blocks; ``state_shares`` one whole number a device (ratios), None: each device holds all of it.
+    ``recompute`` holds indices of blocks; ``state_shares`` one whole number a device (ratios), None: each device holds all of it;
+    ``exchange`` is only read where a region is not replicated.
     """
 
     ops: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
@@ -64,6 +76,12 @@ class Stage(_Part):
     regions: tuple[Region, ...]
     recompute: tuple[int, ...] = ()
     state_shares: tuple[int, ...] | None = None
+    exchange: Exchange = Exchange()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its devices hold parts of the same tensors, and not just samples of their own."""
+        return len(self.devices) > 1 and any(region.layout.kind != "replicate" for region in self.regions)
 
     @property
     def shares(self) -> tuple[int, ...]:

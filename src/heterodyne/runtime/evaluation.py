@@ -55,7 +55,7 @@ def evaluate(
                     if loss is not None:
                         (own,) = counts(graph.loss, [inputs], [samples], loss_count, buffers)
                         total += own * loss.item() if own else 0.0
-                        count += own
+                        count += own if place.answers else 0.0
         if transfers is not None:
             transfers.settle()
     if graph.loss.reduction == "sum":

@@ -23,6 +23,7 @@ class Place:
         last: whether the last one, which makes the loss, is among them.
         first_sample, micro_batches: of its pipeline in the global batch.
         shares: of each of its stages how the devices share a micro-batch, and which of them this one is.
+        sharded: those of its stages that lie in parts on their devices, each of which then works on all samples.
     """
 
     rank: int
@@ -33,6 +34,12 @@ class Place:
     first_sample: int = 0
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
     shares: tuple[tuple[tuple[int, ...], int], ...] = ()
+    sharded: frozenset[int] = frozenset()
+
+    @property
+    def answers(self) -> bool:
+        """Whether it tells what the samples of its last stage count, which the other devices of a stage in parts would tell again."""
+        return not (self.last and self.stages[-1] in self.sharded and self.shares[-1][1])
 
     @property
     def active(self) -> bool:
@@ -40,16 +47,20 @@ class Place:
         return self.pipeline is not None
 
     def spans(self, stage: int | None = None) -> tuple[tuple[int, int], ...]:
-        """``(first sample in the global batch, count)`` of its slice of each micro-batch on a stage; None: on its last stage."""
+        """``(first sample in the global batch, count)`` of what it works on of each micro-batch on a stage; None: on its last stage."""
         return self.spans_of(self.first_sample, self.micro_batches.sizes, stage)
 
     def spans_of(self, first: int, sizes: Sequence[int], stage: int | None = None) -> tuple[tuple[int, int], ...]:
         """The same for micro-batches of other sizes, from sample ``first`` on."""
         if not self.stages:
             return ()
-        shares, position = self.shares[-1 if stage is None else self.stages.index(stage)]
+        stage = self.stages[-1] if stage is None else stage
+        shares, position = self.shares[self.stages.index(stage)]
         spans = []
         for offset, size in zip(accumulate(sizes, initial=first), sizes, strict=False):
+            if stage in self.sharded:
+                spans.append((offset, size))
+                continue
             start, count = slices(size, shares)[position]
             spans.append((offset + start, count))
         return tuple(spans)
@@ -77,6 +88,7 @@ class Placement:
                         first_sample=first,
                         micro_batches=pipeline.micro_batches,
                         shares=tuple((pipeline.stages[stage].shares, position) for stage in held),
+                        sharded=frozenset(stage for stage in held if pipeline.stages[stage].sharded),
                     )
         return cls(places=tuple(places[device.id] for device in cluster.devices))
 

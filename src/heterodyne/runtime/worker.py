@@ -14,6 +14,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import DataError, PlanError, WorkerError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
+from heterodyne.plan.boxes import inside
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.runtime.evaluation import evaluate
@@ -123,7 +124,12 @@ class Worker:
         self._section = optimizer if isinstance(optimizer, OptimizerSection) else None
         self._total_steps = total_steps
         trained = list(trainable_parameters(module, graph))
-        place_weights(module, communicator, lambda name: self.ownership.holds(self.rank, name))
+        place_weights(
+            module,
+            communicator,
+            lambda name: self.ownership.holds(self.rank, name),
+            lambda name: self.ownership.box(self.rank, name),
+        )
         self._buffers = dict(module.named_buffers())
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self.optimizer = self._make_optimizer(optimizer)
@@ -133,6 +139,7 @@ class Worker:
             [(b, channel) for b, channel in buckets if self._place.device in b.owners],
             self.recorder,
             completed_gradients(program.ranks[self.rank], plan, graph, self._place),
+            {name: self.ownership.box(self.rank, name) for name in self._parameters},
         )
         alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
         drifts = not alike or len(self.placement.sharing) < len(self.placement.places)
@@ -275,6 +282,8 @@ class Worker:
             )
         place = self._place
         slices, own = self._counted(source, place.spans() if place.last else ())
+        # Where the devices of the last stage lie in parts, all of them count the same samples.
+        answers = place.answers
         return Step(
             number=number,
             source=source,
@@ -282,7 +291,7 @@ class Worker:
             sizes=place.micro_batches.sizes,
             spans={stage: place.spans(stage) for stage in place.stages},
             slices=slices,
-            weights=Weights(self.graph.loss, own, source.size, self._communicator.control),
+            weights=Weights(self.graph.loss, own, source.size, self._communicator.control, answers=answers),
             learning_rate=None if self._section is None else learning_rate(self._section, number, self._total_steps),
         )
 
@@ -310,8 +319,15 @@ class Worker:
     def _clipping(self, largest: float) -> Clipping:
         """Collective."""
         if self.ownership.whole:
-            return Clipping(self._parameters, frozenset(), largest, None)
-        counted = frozenset(name for name in self._parameters if self.ownership.keeper(name) == self.rank)
+            return Clipping(self._parameters, {}, largest, None)
+        counted = {
+            name: [
+                inside(self.ownership.box(self.rank, name), box)
+                for box, rank in self.ownership.parts(name)
+                if rank == self.rank
+            ]
+            for name in self._parameters
+        }
         return Clipping(self._parameters, counted, largest, self._communicator.channel(self.placement.active))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -26,9 +27,33 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.exact.interception import Interception
 from heterodyne.runtime.exact.noise import COVERED, SampleNoise
 
-__all__ = ["Draws", "SampleDropout", "require_samples_own_draws", "splitmix64"]
+__all__ = ["Draws", "SampleDropout", "in_part", "require_samples_own_draws", "splitmix64"]
 
 _MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A slice of a dim of what numbers are drawn for: from ``first`` on, of ``full``."""
+
+    dim: int
+    first: int
+    full: int
+
+
+_PART: ContextVar[_Part | None] = ContextVar("part", default=None)
+
+
+@contextmanager
+def in_part(dim: int, first: int, full: int) -> Iterator[None]:
+    """What is drawn for a tensor inside is a slice of what the whole tensor would be given: in ``dim`` (counted from 0), from place
+    ``first`` on of ``full`` places.
+    """
+    token = _PART.set(_Part(dim, first, full))
+    try:
+        yield
+    finally:
+        _PART.reset(token)
 
 
 def splitmix64(*numbers: int) -> int:
@@ -162,6 +187,9 @@ class SampleDropout(Interception):
 
     def _bits(self, shape: torch.Size) -> Tensor:
         """A hash for each element of a tensor that begins with the samples: int32 of that shape."""
+        part = _PART.get()
+        if part is not None:
+            return self._bits_of_part(shape, part)
         samples = len(self._draws.samples)
         if samples == 0 or not shape or shape[0] % samples:
             raise HeterodyneError(
@@ -169,6 +197,15 @@ class SampleDropout(Interception):
                 "samples (or a multiple, sample by sample), so that each sample keeps its draws under any plan. Move the batch to dim 0"
             )
         return self._hashes(self._call_number(), math.prod(shape) // samples).view(shape)
+
+    def _bits_of_part(self, shape: torch.Size, part: _Part) -> Tensor:
+        """The same, of a slice of the tensor."""
+        full = torch.Size((*shape[: part.dim], part.full, *shape[part.dim + 1 :]))
+        token = _PART.set(None)
+        try:
+            return self._bits(full).narrow(part.dim, part.first, shape[part.dim])
+        finally:
+            _PART.reset(token)
 
     def _call_number(self) -> int:
         drawn = int(torch.randint(2**63 - 1, ()).item())

@@ -45,14 +45,16 @@ class Weights:
     """The weights of this rank's micro-batches in one step.
 
     Counting tokens takes an all-reduce of one number over all ranks; it is started here, and waited for when a weight is first
-    asked for, which is before the first backward.
+    asked for, which is before the first backward. ``answers``: what this rank counts is not counted by another one too.
     """
 
-    def __init__(self, loss: Loss, own: Sequence[float], global_batch_size: int, channel: Channel) -> None:
+    def __init__(
+        self, loss: Loss, own: Sequence[float], global_batch_size: int, channel: Channel, *, answers: bool = True
+    ) -> None:
         self.own = tuple(own)
         self._summed = loss.reduction == "sum"
         self._known = None if loss.reduction == "mean" and loss.count == "tokens" else float(global_batch_size)
-        self._sum = torch.tensor([sum(own)], dtype=torch.float64)
+        self._sum = torch.tensor([sum(own) if answers else 0.0], dtype=torch.float64)
         self._pending = channel.all_reduce(self._sum) if self._known is None else None
 
     def require_some(self) -> None:

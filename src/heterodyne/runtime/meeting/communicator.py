@@ -141,6 +141,26 @@ class Channel:
             with torch.no_grad():
                 tensor.copy_(direct)
 
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send the flat ``parts[j]`` to the j-th rank of the channel; get ``sizes[i]`` elements from the i-th. Blocks.
+
+        One dtype for all; sizes may be 0, and differ from rank to rank. Raises WorkerError.
+        """
+        if self._group is None:
+            return list(parts)
+        device = parts[0].device
+        sent = torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
+        if self._staged:
+            sent = sent.cpu()
+        received = sent.new_empty(sum(sizes))
+        try:
+            dist.all_to_all_single(
+                _bytes(received), _bytes(sent), *_in_bytes(received, sizes, parts), group=self._group
+            )
+        except RuntimeError as error:
+            raise WorkerError(f"a collective broke off, so another worker has probably died: {error}") from error
+        return list(received.to(device).split_with_sizes(list(sizes)))
+
     def close(self) -> None:
         """End the thread of this channel, if it has one, and leave the group."""
         if self._thread is not None:
@@ -325,6 +345,16 @@ class Communicator:
             return None
         group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
         return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """As bytes: not every backend carries every dtype."""
+    return tensor.view(torch.uint8)
+
+
+def _in_bytes(received: Tensor, sizes: Sequence[int], parts: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    each = received.element_size()
+    return [size * each for size in sizes], [part.numel() * each for part in parts]
 
 
 def _timed(pending: Pending, future: Future[None], *, timed: bool) -> Pending:

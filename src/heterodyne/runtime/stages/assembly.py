@@ -18,6 +18,8 @@ from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.runtime.meeting.communicator import Channel, Communicator
 from heterodyne.runtime.placement import Place, Placement
+from heterodyne.runtime.split.group import Group
+from heterodyne.runtime.split.team import SplitTeam
 from heterodyne.runtime.stages.deferred import GradientHome
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.segments import Runnable, Segment, WholeModel
@@ -36,7 +38,7 @@ class _Program(Protocol):
     def sends(self) -> tuple[Value, ...]: ...
     @property
     def random_before(self) -> int: ...
-    def bind(self, module: nn.Module, device: torch.device) -> Runnable: ...
+    def bind(self, module: nn.Module, device: torch.device, team: SplitTeam | None = None) -> Runnable: ...
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -46,9 +48,16 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 class StagePrograms(Protocol):
     """Cuts pieces out of the captured model."""
 
-    def __call__(self, start: int, stop: int, starts: Sequence[int], batch: Mapping[str, Tensor] | None) -> _Program:
+    def __call__(
+        self,
+        start: int,
+        stop: int,
+        starts: Sequence[int],
+        batch: Mapping[str, Tensor] | None,
+        sharded: tuple[Pipeline, int] | None,
+    ) -> _Program:
         """The ops ``[start, stop)`` of the model, which is cut at ``starts``; for inputs of the shapes of ``batch``, None: those that
-        it was captured with.
+        it was captured with. ``sharded``: the stage that they are of, if it lies in parts on its devices.
         """
 
 
@@ -109,6 +118,7 @@ class Assembly:
         self._pipeline = None if self._place.pipeline is None else plan.pipelines[self._place.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
         self._captured = captured_shapes(graph)
+        self._team = _team(plan, cluster, communicator)
         self._made: dict[Shapes, Parts] = {}
         if self.cut and programs is None:
             raise PlanError(
@@ -118,7 +128,8 @@ class Assembly:
     @property
     def cut(self) -> bool:
         """Whether this rank runs pieces of the captured model, and not the module as it is."""
-        return len(self._pieces) > 1 or bool(self._halves) or any(piece.recompute for piece in self._pieces)
+        in_pieces = len(self._pieces) > 1 or any(piece.recompute for piece in self._pieces)
+        return in_pieces or bool(self._halves) or bool(self._place.sharded)
 
     def parts(self, batch: Mapping[str, Tensor] | None = None) -> Parts:
         """For inputs of these shapes; None: those that the model was captured with. Raises DataError if the model is another then."""
@@ -136,7 +147,7 @@ class Assembly:
         assert self._programs is not None
         starts = [piece.start for piece in self._pieces]
         found = {
-            number: self._programs(piece.start, piece.stop, starts, batch)
+            number: self._programs(piece.start, piece.stop, starts, batch, self._sharded(piece.stage))
             for number, piece in enumerate(self._pieces)
             if piece.stage in self._place.stages
         }
@@ -151,12 +162,20 @@ class Assembly:
         )
         return Parts(stages=stages, transfers=transfers)
 
+    def _sharded(self, stage: int) -> tuple[Pipeline, int] | None:
+        assert self._pipeline is not None
+        return (self._pipeline, stage) if stage in self._place.sharded else None
+
     def _segments(self, found: Mapping[int, _Program]) -> dict[int, list[Segment]]:
         segments: dict[int, list[Segment]] = {stage: [] for stage in self._place.stages}
         for number, program in found.items():
             segments[self._pieces[number].stage].append(
                 Segment(
-                    run=program.bind(self._module, self._device),
+                    run=program.bind(
+                        self._module,
+                        self._device,
+                        self._team if self._pieces[number].stage in self._place.sharded else None,
+                    ),
                     receives=program.receives,
                     sends=program.sends,
                     recompute=self._pieces[number].recompute,
@@ -237,6 +256,20 @@ def _statistics(placement: Placement, communicator: Communicator) -> Channel | N
         groups.setdefault(placement.places[rank].stages, []).append(rank)
     made = [communicator.channel(ranks) for ranks in groups.values()]
     return next((channel for channel in made if channel is not None), None)
+
+
+def _team(plan: Plan, cluster: Cluster, communicator: Communicator) -> SplitTeam | None:
+    """The devices with which this rank holds parts of a stage. Collective."""
+    found = None
+    for pipeline in plan.pipelines:
+        for devices in pipeline.places:
+            if not any(stage.sharded for stage in pipeline.stages if stage.devices == devices):
+                continue
+            ranks = [cluster.rank(device) for device in devices]
+            channel = communicator.channel(sorted(ranks))
+            if communicator.rank in ranks:
+                found = SplitTeam(Group(channel, ranks.index(communicator.rank), len(ranks)))
+    return found
 
 
 def _pieces(pipeline: Pipeline, graph: ModelGraph) -> list[_Piece]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from heterodyne.plan.boxes import Box
 from heterodyne.runtime.meeting.communicator import Channel
+from heterodyne.runtime.weights.boxed import boxed
 
 __all__ = ["Clipping"]
 
@@ -17,7 +19,7 @@ class Clipping:
 
     Args:
         parameters: those of this rank that are trained.
-        counted: the names of those whose norm this rank adds to that of the others; each parameter is counted once.
+        counted: of which parameters this rank adds the norm of which boxes to that of the others; each element is counted once.
         largest: the norm to scale down to; smaller gradients stay as they are.
         channel: joins the ranks that count; None: this rank has all parameters, and needs no others.
     """
@@ -25,7 +27,7 @@ class Clipping:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        counted: frozenset[str],
+        counted: Mapping[str, Sequence[Box]],
         largest: float,
         channel: Channel | None,
     ) -> None:
@@ -39,7 +41,12 @@ class Clipping:
         if self._channel is None:
             norm: Tensor = nn.utils.clip_grad_norm_(self._parameters.values(), self._largest)
             return norm
-        counted = [p.grad for name, p in self._parameters.items() if name in self._counted and p.grad is not None]
+        counted = [
+            boxed(p.grad, box)
+            for name, p in self._parameters.items()
+            for box in self._counted.get(name, ())
+            if p.grad is not None
+        ]
         own = nn.utils.get_total_norm(counted) if counted else torch.zeros(())
         total = own.detach().to("cpu", torch.float64).square()
         self._channel.all_reduce(total).wait()

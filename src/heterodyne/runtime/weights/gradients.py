@@ -17,23 +17,41 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from heterodyne.errors import CaptureError
+from heterodyne.plan.boxes import Box, inside, numel
 from heterodyne.plan.buckets import Bucket
 from heterodyne.runtime.meeting.communicator import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.weights.boxed import boxed
 
 __all__ = ["GradientBuckets"]
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A parameter's place in its bucket. ``filled``: it has a gradient in this step; ``ready``: that is complete."""
+    """The place of a parameter, or of a box of it, in its bucket.
+
+    ``box``: of the parameter as it is on this rank; () is all of it. ``filled``: it has a gradient in this step; ``ready``: that is
+    complete.
+    """
 
     name: str
     parameter: nn.Parameter
     view: Tensor | None
     bucket: int
+    box: Box = ()
     filled: bool = False
     ready: bool = False
+
+    @property
+    def staged(self) -> bool:
+        """Its gradient is one of several boxes, so it is copied into the bucket and back."""
+        return bool(self.box) and self.view is not None
+
+    def of_gradient(self) -> Tensor:
+        """The box of the parameter's gradient, which is zero where there was none."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        return boxed(self.parameter.grad, self.box)
 
 
 @dataclass(eq=False)
@@ -57,6 +75,7 @@ class GradientBuckets:
             one rank: this worker is alone with them.
         recorder: is told when each reduction starts and ends.
         completed: for each stage, the parameters whose gradients its last backward completes.
+        boxes: of the parameters of which this rank has a box.
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
     has a gradient for keeps ``grad=None``, as on one device, so that the optimizer leaves it alone.
@@ -70,16 +89,20 @@ class GradientBuckets:
         buckets: Sequence[tuple[Bucket, Channel | None]],
         recorder: Recorder,
         completed: Mapping[int, frozenset[str]],
+        boxes: Mapping[str, Box] | None = None,
     ) -> None:
+        self._boxes = boxes or {}
         self._recorder = recorder
         self._completed = completed
         self._buckets = self._allocate(buckets, parameters)
         self._entries = [entry for bucket in self._buckets for entry in bucket.entries]
-        self._entry_of = {id(entry.parameter): entry for entry in self._entries}
+        self._entries_of: dict[int, list[_Entry]] = {}
+        for entry in self._entries:
+            self._entries_of.setdefault(id(entry.parameter), []).append(entry)
         self._untouched: frozenset[str] | None = None
         self._armed: frozenset[str] = frozenset()
         self._next = 0
-        self._hooks = [_on_gradient(entry.parameter, self._hook(entry)) for entry in self._entries]
+        self._hooks = [_on_gradient(of[0].parameter, self._hook(of)) for of in self._entries_of.values()]
 
     def begin(self) -> None:
         """Start a step: every gradient is None, nothing is launched."""
@@ -99,11 +122,13 @@ class GradientBuckets:
 
     def place(self, parameter: Tensor) -> Tensor | None:
         """Where the first gradient of a parameter in a step belongs; None: it has no place of its own."""
-        return self._entry_of[id(parameter)].view
+        entries = self._entries_of[id(parameter)]
+        return None if len(entries) > 1 or entries[0].staged else entries[0].view
 
     def added(self, parameter: Tensor) -> None:
         """To be called where something else than a backward has added to ``parameter.grad``."""
-        self._on_gradient(self._entry_of[id(parameter)])
+        for entry in self._entries_of[id(parameter)]:
+            self._on_gradient(entry)
 
     def launch(self, number: int) -> None:
         """See to it that buckets up to ``number`` are launched; what is still missing in them is zero."""
@@ -115,12 +140,20 @@ class GradientBuckets:
         for bucket in self._buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
+                self._give_back(bucket)
         shared = [bucket for bucket in self._buckets if bucket.channel is not None]
         if self._untouched is None and all(bucket.pending is not None for bucket in shared):
             self._untouched = self._find_untouched()
         for entry in self._entries:
             if self._untouched and entry.name in self._untouched:
                 entry.parameter.grad = None
+
+    def _give_back(self, bucket: _Flat) -> None:
+        """Bring the sums of boxes back to where the gradient lies."""
+        for entry in bucket.entries:
+            if entry.staged:
+                assert entry.view is not None
+                entry.of_gradient().copy_(entry.view)
 
     def _find_untouched(self) -> frozenset[str]:
         """The parameters that no rank has a gradient for. A captured graph is static, so this is asked once."""
@@ -154,25 +187,26 @@ class GradientBuckets:
                 by_channel.setdefault(channel, []).append(bucket)
         buffers: dict[int, Tensor] = {}
         for channel, of in by_channel.items():
-            sizes = [_size_of([parameters[name] for name in bucket.parameters]) for bucket in of]
+            sizes = [_size_of(bucket, parameters, self._boxes) for bucket in of]
             buffers |= {bucket.index: buffer for bucket, buffer in zip(of, channel.buffers(sizes), strict=True)}
         flats = []
         for place, (bucket, channel) in enumerate(buckets):
             buffer = buffers.get(bucket.index)
             flat = _Flat(bucket.index, buffer, None if buffer is None else channel)
             offset = 0
-            for name in bucket.parameters:
-                view = None if buffer is None else _view(buffer, offset, parameters[name])
-                flat.entries.append(_Entry(name, parameters[name], view, place))
-                offset += parameters[name].numel()
+            for part in bucket.parts:
+                parameter, box = parameters[part.name], inside(self._boxes.get(part.name, ()), part.box)
+                view = None if buffer is None else _view(buffer, offset, parameter, box)
+                flat.entries.append(_Entry(part.name, parameter, view, place, box))
+                offset += numel(box, parameter.shape)
             flats.append(flat)
         return flats
 
-    def _hook(self, entry: _Entry) -> Callable[[Tensor], None]:
+    def _hook(self, entries: Sequence[_Entry]) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
-            if (
-                parameter.grad is not None
-            ):  # else a backward has come by and left nothing: what it has for this one comes later
+            if parameter.grad is None:
+                return  # a backward has come by and left nothing: what it has for this one comes later
+            for entry in entries:
                 self._on_gradient(entry)
 
         return on_gradient
@@ -184,7 +218,7 @@ class GradientBuckets:
             raise CaptureError(
                 f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
             )
-        if entry.view is not None and parameter.grad is not entry.view:
+        if entry.view is not None and not entry.staged and parameter.grad is not entry.view:
             entry.view.copy_(parameter.grad)
             parameter.grad = entry.view
         if self._untouched and entry.name in self._untouched:
@@ -210,7 +244,10 @@ class GradientBuckets:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         for entry in bucket.entries:
-            if entry.view is not None and not entry.filled:
+            if entry.staged:
+                assert entry.view is not None
+                entry.view.copy_(entry.of_gradient())
+            elif entry.view is not None and not entry.filled:
                 entry.parameter.grad = entry.view.zero_()
         bucket.pending = self._reduce(bucket)
         self._next += 1
@@ -231,8 +268,11 @@ def _too_late(name: str) -> CaptureError:
     )
 
 
-def _size_of(parameters: Sequence[nn.Parameter]) -> tuple[int, torch.dtype]:
-    return sum(p.numel() for p in parameters), parameters[0].dtype
+def _size_of(
+    bucket: Bucket, parameters: Mapping[str, nn.Parameter], boxes: Mapping[str, Box]
+) -> tuple[int, torch.dtype]:
+    sizes = [numel(inside(boxes.get(p.name, ()), p.box), parameters[p.name].shape) for p in bucket.parts]
+    return sum(sizes), parameters[bucket.parts[0].name].dtype
 
 
 def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
@@ -249,9 +289,10 @@ def _require_no_hooks(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _view(buffer: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
-    """A view shaped as the parameter, with its strides where it is dense in channels-last order."""
+def _view(buffer: Tensor, offset: int, parameter: nn.Parameter, box: Box) -> Tensor:
+    """A view shaped as the parameter, or a box of it, with its strides where it is dense in channels-last order."""
     channels_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-    if channels_last and not parameter.is_contiguous():
+    if not box and channels_last and not parameter.is_contiguous():
         return buffer.as_strided(parameter.shape, parameter.stride(), offset)
-    return buffer[offset : offset + parameter.numel()].view(parameter.shape)
+    shape = boxed(parameter.detach(), box).shape
+    return buffer[offset : offset + shape.numel()].view(shape)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import WorkerError
+from heterodyne.plan.boxes import Box
 from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.weights.boxed import boxed
 
 __all__ = ["place_weights", "stored_tensors"]
 
@@ -20,9 +22,14 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def place_weights(
-    module: nn.Module, communicator: Communicator, holds: Callable[[str], bool], *, source: int = 0
+    module: nn.Module,
+    communicator: Communicator,
+    holds: Callable[[str], bool],
+    box: Callable[[str], Box],
+    *,
+    source: int = 0,
 ) -> None:
-    """Give every rank those parameters and buffers of rank ``source`` that it holds, on its device; the others go, in place.
+    """Give every rank those parameters and buffers of rank ``source`` that it holds, or their boxes, on its device; the others go.
 
     What is not held is left on the meta device, where it takes no memory. Ties are kept. One tensor is on its way at a time.
     Collective. Raises WorkerError if the ranks have built different models.
@@ -33,14 +40,20 @@ def place_weights(
         if communicator.rank == source:
             sent = tensor.data
         else:
-            sent = torch.empty_like(tensor, device=communicator.device if holds(name) else "cpu", requires_grad=False)
+            here = holds(name) and not box(name)
+            sent = torch.empty_like(tensor, device=communicator.device if here else "cpu", requires_grad=False)
         communicator.control.broadcast(sent, source)
-        placed[id(tensor)] = _placed(tensor, sent.to(communicator.device) if holds(name) else None)
+        placed[id(tensor)] = _placed(tensor, _own(sent, box(name)).to(communicator.device) if holds(name) else None)
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, entry in table.items():
                 if entry is not None:
                     table[name] = placed[id(entry)]  # type: ignore[assignment]  # of the same kind as it was
+
+
+def _own(tensor: Tensor, box: Box) -> Tensor:
+    """A box of its own memory; all of a tensor as it is."""
+    return boxed(tensor, box).clone() if box else tensor
 
 
 def _placed(tensor: Tensor, value: Tensor | None) -> Tensor:

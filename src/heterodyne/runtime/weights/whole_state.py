@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
+from heterodyne.plan.boxes import inside
 from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import initialise_state, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
 
-__all__ = ["gathered_model", "gathered_optimizer", "held_entries", "kept_model", "restored_model", "share_whole_state"]
+__all__ = [
+    "gathered_model",
+    "gathered_optimizer",
+    "held_entries",
+    "kept_model",
+    "own_boxes",
+    "restored_model",
+    "share_whole_state",
+]
 
 
 def held_entries(module: nn.Module) -> frozenset[str]:
@@ -23,14 +33,23 @@ def held_entries(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, entry in kept.items() if not (isinstance(entry, Tensor) and entry.is_meta))
 
 
-def kept_model(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Any]:
-    """The entries of ``module.state_dict()`` that a rank answers for, not copied: each is one rank's."""
-    keeper = {id(tensor): ownership.keeper(name) for name, tensor in stored_tensors(module)}
+def kept_model(module: nn.Module, ownership: Ownership, communicator: Communicator) -> dict[str, Any]:
+    """The entries of ``module.state_dict()`` that this rank answers for, not copied unless they are cut: each is one rank's. Collective."""
+    values: dict[int, Tensor] = {}
+    for name, tensor in stored_tensors(module):
+        if name in ownership.boxes:
+            whole = _brought_together(name, tensor.detach(), ownership, communicator)
+            if ownership.keeper(name) == communicator.rank:
+                values[id(tensor)] = whole
+        elif ownership.keeper(name) == communicator.rank:
+            values[id(tensor)] = tensor.detach()
+    known = {id(tensor) for _, tensor in stored_tensors(module)}
     kept = module.state_dict(keep_vars=True)
+    first = communicator.rank == ownership.active[0]
     return {
-        name: entry.detach() if isinstance(entry, Tensor) else entry
+        name: values.get(id(entry), entry)
         for name, entry in kept.items()
-        if keeper.get(id(entry), ownership.active[0]) == rank
+        if id(entry) in values or (id(entry) not in known and first)
     }
 
 
@@ -39,57 +58,98 @@ def gathered_model(
 ) -> dict[str, Any]:
     """What ``module.state_dict()`` would be, with every value from its keeper; ``on`` one rank (nothing on the others), or on all.
 
-    Collective. What is held here is not copied.
+    Collective. What is held here is not copied, unless it is cut.
     """
     values: dict[int, Tensor] = {}
     for name, tensor in stored_tensors(module):
-        keeper = ownership.keeper(name)
-        mine = tensor.detach() if not tensor.is_meta else torch.empty_like(tensor, device="cpu", requires_grad=False)
         # A holder that is not the keeper may have drifted from it in the last bits.
-        communicator.control.broadcast(mine, keeper)
+        whole = _brought_together(name, tensor.detach(), ownership, communicator)
         if on is None or on == communicator.rank:
-            values[id(tensor)] = mine
+            values[id(tensor)] = whole
     if on is not None and on != communicator.rank:
         return {}
     kept = module.state_dict(keep_vars=True)
     return {name: values.get(id(entry), entry) for name, entry in kept.items()}
 
 
+def _brought_together(name: str, own: Tensor, ownership: Ownership, communicator: Communicator) -> Tensor:
+    """A tensor, each part of it from the rank whose values count. ``own``: what is held of it here, or a stand-in. Collective."""
+    parts = ownership.parts(name)
+    if len(parts) == 1:
+        whole = own if not own.is_meta else torch.empty_like(own, device="cpu", requires_grad=False)
+        communicator.control.broadcast(whole, parts[0][1])
+        return whole
+    device = "cpu" if own.is_meta else own.device
+    whole = torch.empty(ownership.shapes[name], dtype=own.dtype, device=device)
+    for box, rank in parts:
+        of_whole = boxed(whole, box)
+        part = torch.empty(of_whole.shape, dtype=own.dtype, device=device)
+        if rank == communicator.rank:
+            part.copy_(boxed(own, inside(ownership.box(rank, name), box)))
+        communicator.control.broadcast(part, rank)
+        of_whole.copy_(part)
+    return whole
+
+
 def gathered_optimizer(
-    own: Mapping[str, Mapping[str, Any]], ownership: Ownership, communicator: Communicator, names: list[str]
+    own: Mapping[str, Mapping[str, Any]],
+    ownership: Ownership,
+    communicator: Communicator,
+    names: Iterable[str],
 ) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of each parameter, from its keeper. Collective. ``own``: what is held here; ``names``: all that are trained."""
+    """The optimizer's state of each parameter, from its keeper. Collective. ``own``: what is held here; ``names``: which parameters."""
     gathered: dict[str, dict[str, Any]] = {}
     for name in names:
-        keeper = ownership.keeper(name)
+        keeper = ownership.parts(name)[0][1]
         mine = own.get(name, {})
         described = {k: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for k, v in sorted(mine.items())}
         wanted = communicator.broadcast_object(described, keeper)
         values: dict[str, Any] = {}
         for key, shape in wanted.items():
-            if shape is None:
-                values[key] = communicator.broadcast_object(mine.get(key), keeper)
-                continue
             held = mine.get(key)
-            values[key] = held if isinstance(held, Tensor) else torch.empty(shape[0], dtype=shape[1])
-            communicator.control.broadcast(values[key], keeper)
+            if shape is None:
+                values[key] = communicator.broadcast_object(held, keeper)
+            elif name in ownership.boxes and len(shape[0]) == len(ownership.shapes[name]):
+                # It lies as its parameter does: what has as many dims is cut alike.
+                stand_in = torch.empty(ownership.shapes[name], dtype=shape[1], device="meta")
+                values[key] = _brought_together(
+                    name, held if isinstance(held, Tensor) else stand_in, ownership, communicator
+                )
+            else:
+                values[key] = held if isinstance(held, Tensor) else torch.empty(shape[0], dtype=shape[1])
+                communicator.control.broadcast(values[key], keeper)
         if values:
             gathered[name] = values
     return gathered
 
 
-def restored_model(module: nn.Module, state: Mapping[str, Any]) -> None:
+def restored_model(module: nn.Module, state: Mapping[str, Any], ownership: Ownership, rank: int) -> None:
     """Take what is held here from a whole state. Raises CheckpointError if something is missing."""
     kept = module.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in stored_tensors(module)}
     for name, entry in kept.items():
         if not isinstance(entry, Tensor) or entry.is_meta:
             continue
-        if name not in state or state[name].shape != entry.shape:
-            raise CheckpointError(
-                f"the checkpoint has no {name!r} of shape {tuple(entry.shape)}: it is of another model"
-            )
+        box = ownership.box(rank, names.get(id(entry), name))
+        shape = tuple(ownership.shapes[names[id(entry)]]) if box else tuple(entry.shape)
+        if name not in state or tuple(state[name].shape) != shape:
+            raise CheckpointError(f"the checkpoint has no {name!r} of shape {shape}: it is of another model")
         with torch.no_grad():
-            entry.copy_(state[name])
+            entry.copy_(boxed(state[name], box))
+
+
+def own_boxes(state: Mapping[str, Mapping[str, Any]], ownership: Ownership, rank: int) -> dict[str, dict[str, Any]]:
+    """Of the optimizer's state of whole parameters, what belongs to the boxes that a rank has."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, values in state.items():
+        box, shape = ownership.box(rank, name), ownership.shapes.get(name)
+        found[name] = {
+            key: boxed(value, box).clone()
+            if box and isinstance(value, Tensor) and tuple(value.shape) == shape
+            else value
+            for key, value in values.items()
+        }
+    return found
 
 
 def share_whole_state(

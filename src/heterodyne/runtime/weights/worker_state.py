@@ -17,6 +17,7 @@ from heterodyne.runtime.weights.whole_state import (
     gathered_optimizer,
     held_entries,
     kept_model,
+    own_boxes,
     restored_model,
     share_whole_state,
 )
@@ -74,10 +75,12 @@ class WorkerState:
         """
         if self._ownership.whole:
             return self.whole()
-        rank = self._communicator.rank
+        rank, own = self._communicator.rank, self._of_optimizer()
+        cut = [name for name in self._trained if name in self._ownership.boxes]
+        together = gathered_optimizer(own, self._ownership, self._communicator, cut)
         return {
-            "model": kept_model(self._module, self._ownership, rank),
-            "optimizer": {n: v for n, v in self._of_optimizer().items() if self._ownership.keeper(n) == rank},
+            "model": kept_model(self._module, self._ownership, self._communicator),
+            "optimizer": {n: v for n, v in (own | together).items() if self._ownership.keeper(n) == rank},
         }
 
     def weights(self) -> dict[str, Any]:
@@ -100,7 +103,8 @@ class WorkerState:
         if self._ownership.whole:
             self._module.load_state_dict(state["model"])
         else:
-            restored_model(self._module, state.get("model", {}))  # nothing, on an idle rank
+            # Nothing, on an idle rank.
+            restored_model(self._module, state.get("model", {}), self._ownership, self._communicator.rank)
         optimizer = state.get("optimizer", {})
         unknown = sorted(set(optimizer) - set(self._trained))
         if unknown:
@@ -108,6 +112,7 @@ class WorkerState:
                 f"the optimizer's state names parameters that the model does not train: {', '.join(unknown[:5])}"
             )
         own = {name: values for name, values in optimizer.items() if name in self._parameters}
+        own = own_boxes(own, self._ownership, self._communicator.rank)
         load_state_by_name(self._optimizer, self._parameters, own)
 
     def _synchronise(self) -> None:

@@ -1,0 +1,283 @@
+"""The nodes of a stage that lies in parts on several devices, written out as the graph of one of them.
+
+It is the graph of the stage with three changes: what an op reads is laid out first as its strategy wants it; sizes that name a dim
+which is cut name the slice; and an op that needs something of the other devices is done by them together (`Members`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from heterodyne.errors import PlanError
+from heterodyne.frontend.arguments import argument, mutates, operator_name
+from heterodyne.frontend.describe import ref_of
+from heterodyne.frontend.export import Region, is_op, region_of, tensors_of
+from heterodyne.frontend.stage_graph import Writer
+from heterodyne.frontend.stage_values import Pieces
+from heterodyne.graph import Ref
+from heterodyne.graph.sharding import Layout, Sharding, Strategy
+from heterodyne.graph.sharding.rules import rule_of
+
+__all__ = ["Members", "Numbered", "sharded_graph"]
+
+Slot = tuple[Ref, Layout]
+"""A tensor as it is cut."""
+Step = tuple[Ref, Layout, Layout]
+"""A tensor, how it lies, and how it is wanted."""
+
+
+class Numbered(NamedTuple):
+    """What the numbers in a graph stand for."""
+
+    slots: tuple[Slot, ...]
+    steps: tuple[Step, ...]
+    functions: tuple[Callable[..., Any], ...]
+
+
+class Members(Protocol):
+    """The devices of a stage, for a micro-batch of some number of samples. Steps, slots and functions are named by number."""
+
+    def convert(self, tensor: Tensor, step: int) -> Tensor:
+        """Lay a tensor out otherwise."""
+
+    def length(self, slot: int) -> int:
+        """Of this device's slice."""
+
+    def portion(self, slot: int, count: int) -> int:
+        """Of a number of equal parts of the dim that is cut, those of this device."""
+
+    def drawn(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
+        """Call a function that draws random numbers for a slice of a tensor."""
+
+    def part_of_mean(self, slot: int, tensor: Tensor, *arguments: Any, **options: Any) -> Tensor: ...
+    def embedding(self, slot: int, ids: Tensor, weight: Tensor, **options: Any) -> Tensor: ...
+    def softmax(self, slot: int, tensor: Tensor, dim: int, *options: Any) -> Tensor: ...
+    def log_softmax(self, slot: int, tensor: Tensor, dim: int, *options: Any) -> Tensor: ...
+    def cross_entropy_of_classes(self, slot: int, logits: Tensor, labels: Tensor, *options: Any) -> Tensor: ...
+    def cross_entropy_of_samples(self, slot: int, logits: Tensor, labels: Tensor, *options: Any) -> Tensor: ...
+    def part_of_mean_loss(self, slot: int, function: int, *arguments: Any) -> Tensor: ...
+    def attention(self, slot: int, *arguments: Any, **options: Any) -> Tensor: ...
+
+
+# The arguments that are shapes of what an op returns.
+_SHAPES: Final[Mapping[str, str]] = {
+    "view": "size", "_unsafe_view": "size", "reshape": "shape", "expand": "size", "broadcast_to": "size", "unflatten": "sizes",
+}  # fmt: skip
+_GROUPED: Final = {"group_norm": 1, "conv1d": 6, "conv2d": 6, "conv3d": 6}  # and where they name the number of groups
+_MEAN: Final = 1  # as torch counts reductions
+
+
+def sharded_graph(
+    pieces: Pieces,
+    device: torch.device,
+    sharding: Sharding,
+    *,
+    nodes: Sequence[fx.Node],
+    given: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+) -> tuple[fx.GraphModule, Numbered]:
+    """``nodes`` to run, in order; ``given``: what they are given; ``results``: what is returned, as it is wanted.
+
+    Returns the graph, and what the numbers in it stand for.
+    """
+    writer = _ShardedWriter(pieces, device, sharding)
+    writer.take(given, nodes)
+    root = writer.run(nodes)
+    graph = writer.returning(results)
+    return fx.GraphModule(root, graph), Numbered(tuple(writer.slots), tuple(writer.steps), tuple(writer.functions))
+
+
+class _ShardedWriter(Writer):
+    def __init__(self, pieces: Pieces, device: torch.device, sharding: Sharding) -> None:
+        super().__init__(pieces, device)
+        self._members = self._graph.placeholder("members")
+        self._sharding = sharding
+        self.slots: dict[Slot, int] = {}
+        self.steps: dict[Step, int] = {}
+        self.functions: dict[Callable[..., Any], int] = {}
+        self._converted: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        self._received: dict[Ref, Layout] = {}
+
+    def take(self, given: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> None:
+        """As it is taken; what another piece of this stage has made for others too has been laid out for them."""
+        super().take(given, nodes)
+        refs = {self._ref(node) for node in given if node not in self._pieces.traced.roles}
+        self._received = {ref: layout for ref, layout in self._sharding.wanted.items() if ref in refs}
+
+    def _op(self, node: fx.Node) -> Any:
+        if not is_op(node):
+            return super()._op(node)
+        strategy = self._sharding.strategies[node.name]
+        operands = self._operands(node, strategy)
+        self._switches.to(region_of(node))
+        copy = self._graph.node_copy(node, lambda n: self._copies[n])
+        copy.args, copy.kwargs = operands
+        self._local_sizes(node, copy, strategy)
+        written = self._pieces.memory.writers_of(node) or mutates(node)
+        finished = self._finish(node, copy)
+        if strategy.divides:
+            self._together(node, finished, strategy)
+        if written:
+            self._forget(node)
+        return finished
+
+    def _operands(self, node: fx.Node, strategy: Strategy) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of an op as its strategy wants them, in the order of its schema, as `Op.operands` has them."""
+        layouts = iter(strategy.operands)
+
+        def laid_out(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(laid_out(entry) for entry in value)
+            if not isinstance(value, fx.Node):
+                return value
+            if not tensors_of(value):
+                return self._copies[value]
+            if not isinstance(value.meta["val"], Tensor):  # all outputs of an op at once
+                return [self._in_layout(value, next(layouts), place) for place in range(len(tensors_of(value)))]
+            return self._in_layout(value, next(layouts))
+
+        assert isinstance(node.target, OpOverload)
+        placed: dict[str, Any] = {}
+        for position, declared in enumerate(node.target._schema.arguments):
+            if position < len(node.args):
+                placed[declared.name] = laid_out(node.args[position])
+            elif declared.name in node.kwargs:
+                placed[declared.name] = laid_out(node.kwargs[declared.name])
+        names = [declared.name for declared in node.target._schema.arguments]
+        return (
+            tuple(placed[name] for name in names[: len(node.args)]),
+            {name: placed[name] for name in node.kwargs},
+        )
+
+    def _in_layout(self, node: fx.Node, want: Layout, place: int | None = None) -> Any:
+        copy = self._copies[node]
+        ref = self._ref(node)
+        if place is not None:
+            ref, copy = Ref(ref.name, place), self._graph.call_function(operator.getitem, (copy, place))
+        have = self._received.get(ref, self._sharding.layouts[ref])
+        if have == want:
+            return copy
+        key = (copy, want)
+        if key not in self._converted:
+            self._switches.to(Region())  # what is converted under no_grad would have no gradient elsewhere
+            number = self.steps.setdefault((ref, have, want), len(self.steps))
+            self._converted[key] = self._graph.call_method("convert", (self._members, copy, number))
+        return self._converted[key]
+
+    def _ref(self, node: fx.Node) -> Ref:
+        role = self._pieces.traced.roles.get(node)
+        return ref_of(node) if role is None else Ref(role.name)
+
+    def _forget(self, node: fx.Node) -> None:
+        """What was converted of memory that has been written into is out of date."""
+        changed = {self._pieces.memory.group_of[n] for n in mutates(node)}
+        of = {copy: original for original, copy in self._copies.items() if isinstance(copy, fx.Node)}
+        for copy, want in list(self._converted):
+            original = of.get(copy)
+            if original is not None and self._pieces.memory.group_of.get(original) in changed:
+                del self._converted[copy, want]
+
+    def _slot(self, ref: Ref, layout: Layout) -> int:
+        return self.slots.setdefault((ref, layout), len(self.slots))
+
+    def _local_sizes(self, node: fx.Node, copy: fx.Node, strategy: Strategy) -> None:
+        """The shape of what is returned names this device's slice."""
+        name = operator_name(node)
+        layout = strategy.outputs[0]
+        if layout.kind != "cut":
+            return
+        if name == "repeat_interleave" and "output_size" in copy.kwargs:
+            copy.kwargs = {**copy.kwargs, "output_size": None}
+        wanted = _SHAPES.get(name)
+        if wanted is None:
+            return
+        dim = layout.dim - (_whole_number(argument(node, "dim"), node) if name == "unflatten" else 0)
+        names = [declared.name for declared in node.target._schema.arguments]  # type: ignore[union-attr]  # `_operands` has asserted it
+        at = names.index(wanted)
+        shape = list(copy.args[at] if at < len(copy.args) else copy.kwargs[wanted])  # type: ignore[arg-type]
+        if 0 <= dim < len(shape) and shape[dim] != -1:
+            with self._graph.inserting_before(copy):
+                shape[dim] = self._graph.call_method("length", (self._members, self._slot(ref_of(node), layout)))
+        if at < len(copy.args):
+            copy.args = (*copy.args[:at], shape, *copy.args[at + 1 :])
+        else:
+            copy.kwargs = {**copy.kwargs, wanted: shape}
+
+    def _together(self, node: fx.Node, copy: fx.Node, strategy: Strategy) -> None:
+        """Ops that need to know where their slice lies, or something of the other devices, become calls of `Members`."""
+        name = operator_name(node).rstrip("_")
+        cuts = _cuts(node, strategy, self._operand_refs(node))
+        slot = next(cuts, None)
+        if slot is None:
+            return
+        number = self._slot(*slot)
+        if node.name in self._pieces.graph.random:
+            layout = strategy.outputs[0]
+            assert layout.kind == "cut"
+            self._call(copy, "drawn", self._slot(ref_of(node), layout), self._function(copy.target))
+        elif name == "mean" and strategy.outputs[0].kind == "sum":
+            self._call(copy, "part_of_mean", number)
+        elif name == "embedding" and strategy.operands[0].kind == "cut" and strategy.operands[0].dim == 0:
+            self._call(copy, "embedding", number)
+        elif name in ("softmax", "log_softmax") and strategy.name == "Z":
+            self._call(copy, name, number)
+        elif name == "cross_entropy_loss" and strategy.name == "C":
+            self._call(copy, "cross_entropy_of_classes", number)
+        elif name == "cross_entropy_loss" and strategy.outputs[0].kind == "sum":
+            self._call(copy, "cross_entropy_of_samples", number)
+        elif strategy.outputs[0].kind == "sum" and argument(node, "reduction") == _MEAN:
+            self._call(copy, "part_of_mean_loss", number, self._function(copy.target))
+        elif name == "scaled_dot_product_attention" and strategy.name == "l":
+            self._call(copy, "attention", self._slot(ref_of(node), strategy.outputs[0]))
+        elif name in _GROUPED and strategy.name in self._rule_units(node):
+            self._local_groups(node, copy)
+
+    def _rule_units(self, node: fx.Node) -> Mapping[str, object]:
+        graph = self._pieces.graph
+        return rule_of(graph.op_by_name[node.name], graph).units
+
+    def _local_groups(self, node: fx.Node, copy: fx.Node) -> None:
+        """The number of groups is that of this device's channels."""
+        at = _GROUPED[operator_name(node)]
+        with self._graph.inserting_before(copy):
+            slot = self._slot(ref_of(node), self._sharding.strategies[node.name].outputs[0])
+            groups = self._graph.call_method("portion", (self._members, slot, copy.args[at]))
+        copy.update_arg(at, groups)
+
+    def _function(self, function: Any) -> int:
+        """The text of a graph cannot name a function as an argument, so it goes by number."""
+        return self.functions.setdefault(function, len(self.functions))
+
+    def _operand_refs(self, node: fx.Node) -> tuple[Ref, ...]:
+        return self._pieces.graph.op_by_name[node.name].operands
+
+    def _call(self, copy: fx.Node, method: str, *before: Any) -> None:
+        copy.op = "call_method"
+        copy.target, arguments = method, copy.args
+        copy.args = (self._members, *before, *arguments)
+
+    def _result(self, node: fx.Node) -> Any:
+        ref = self._ref(node)
+        return self._in_layout(node, self._sharding.wanted.get(ref, self._sharding.layouts[ref]))
+
+
+def _cuts(node: fx.Node, strategy: Strategy, operands: Sequence[Ref]) -> Iterator[Slot]:
+    """The tensors that an op reads or returns cut, those that it reads first."""
+    for ref, layout in zip(operands, strategy.operands, strict=True):
+        if layout.kind == "cut":
+            yield ref, layout
+    for place, layout in enumerate(strategy.outputs):
+        if layout.kind == "cut":
+            yield Ref(ref_of(node).name, place), layout
+
+
+def _whole_number(value: Any, node: fx.Node) -> int:
+    if not isinstance(value, int):
+        raise PlanError(f"{node.name}: {value!r} is no dim")
+    return value % max(1, len(node.meta["val"].shape))

@@ -1,0 +1,42 @@
+"""Who gets how many of a number of units, by unequal shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Final
+
+__all__ = ["dealt", "dealt_to_all"]
+
+_EIGHT: Final = 8
+
+
+def dealt(units: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """How many units each share takes, contiguous, in order; a count may be 0.
+
+    The borders are the exact ones of the cumulative shares, rounded (halves upwards), so nobody is more than one unit away
+    from its due, and what is cut for 2:1:1 has a border in common with what is cut for 1:1. Only ratios count.
+    Raises ValueError for shares that are negative or all 0.
+    """
+    total = sum(shares)
+    if total <= 0 or min(shares) < 0:
+        raise ValueError(f"shares must not be negative, and one of them must be positive: {tuple(shares)}")
+    borders = [(2 * units * reached + total) // (2 * total) for reached in accumulate(shares, initial=0)]
+    return tuple(high - low for low, high in pairwise(borders))
+
+
+def dealt_to_all(units: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """The same, but where there are units for all, no one with a share goes without.
+
+    Where there are many, they are dealt out by eights, which kernels like.
+    """
+    if units % _EIGHT == 0 and units >= 4 * _EIGHT * len(shares):
+        return tuple(_EIGHT * count for count in dealt_to_all(units // _EIGHT, shares))
+    counts = list(dealt(units, shares))
+    takers = [place for place, share in enumerate(shares) if share > 0]
+    if units >= len(takers):
+        for place in takers:
+            if counts[place] == 0:
+                counts[max(takers, key=lambda p: (counts[p] - units * shares[p] / sum(shares), counts[p]))] -= 1
+                counts[place] = 1
+    return tuple(counts)

@@ -1,0 +1,168 @@
+"""How a stage lies on its devices: what the plan says, worked out to the last tensor.
+
+A pure function of the graph and the stage, so planner, simulator and every rank come to the same result, and a plan need not list
+what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from heterodyne.graph.ir import ModelGraph, Op, Ref
+from heterodyne.graph.sharding.dealing import dealt, dealt_to_all
+from heterodyne.graph.sharding.layout import Conversion, Layout, conversion
+from heterodyne.graph.sharding.rule import Strategy
+from heterodyne.graph.sharding.rules import rule_of
+from heterodyne.graph.sharding.solve import Choice, Problem, solve
+from heterodyne.graph.sharding.units import Families, Family, families_of, limits
+from heterodyne.graph.size import Size
+
+__all__ = ["Exchange", "Narrow", "Sharding", "shard"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """A conversion ahead of an op (of what is wanted at the end: ``before`` is None)."""
+
+    before: str | None
+    tensor: Ref
+    have: Layout
+    want: Layout
+    steps: Conversion
+    bytes: Size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Narrow:
+    """An op that could not be cut as wide as was asked for: it has ``units`` for more devices than that."""
+
+    op: str
+    letter: str
+    units: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Args:
+    strategies: how each op runs, by name.
+    layouts: how each tensor lies when it is made, received or kept.
+    families: in what units it is cut.
+    shares: the lists of shares that cuts go by.
+    wanted: how what leaves the stage lies.
+    exchanges: in the order in which the forward meets them.
+    narrow: ops that were not cut because they have too few units.
+    """
+
+    strategies: Mapping[str, Strategy]
+    layouts: Mapping[Ref, Layout]
+    families: Families
+    shares: tuple[tuple[int, ...], ...]
+    wanted: Mapping[Ref, Layout]
+    exchanges: tuple[Exchange, ...]
+    narrow: tuple[Narrow, ...] = ()
+    graph: ModelGraph = field(repr=False)
+
+    @property
+    def members(self) -> int:
+        return len(self.shares[0])
+
+    def sizes(self, ref: Ref, layout: Layout, samples: int) -> tuple[int, ...]:
+        """Of each device's slice of a tensor in the dim that is cut."""
+        full = int(self.graph.spec(ref).shape[layout.dim](samples))
+        of_family = self.families.units(ref, layout)
+        units = int(of_family(samples))
+        # Samples are dealt out as the stage's neighbours expect it, so somebody may go without.
+        deal = dealt_to_all if of_family.is_constant else dealt
+        return tuple(count * (full // max(1, units)) for count in deal(units, self.shares[layout.by]))
+
+    def stored(self, name: str) -> tuple[int, tuple[int, ...]] | None:
+        """For a parameter or buffer that is cut its dim and the sizes of the slices; None for one that every device has."""
+        layout = self.layouts.get(Ref(name))
+        if layout is None or layout.kind != "cut":
+            return None
+        return layout.dim, self.sizes(Ref(name), layout, 1)
+
+
+def shard(problem: Problem, shares: Sequence[Sequence[int]], fixed: Mapping[tuple[Ref, Layout], Size]) -> Sharding:
+    """Work it out. ``shares``: the lists that modes name; ``fixed``: units that were agreed on outside of the stage."""
+    rules = {op.name: rule_of(op, problem.graph) for op in problem.ops}
+    narrow: list[Narrow] = []
+    while True:
+        choice = solve(problem)
+        families = families_of(problem.graph, rules, choice.strategies, fixed)
+        too_narrow = _too_narrow(problem, choice, families, shares)
+        if not too_narrow:
+            break
+        narrow += too_narrow
+        problem = replace(problem, forbidden=problem.forbidden | {(entry.op, entry.letter) for entry in too_narrow})
+    return Sharding(
+        strategies=choice.strategies,
+        layouts=choice.layouts,
+        families=families,
+        shares=tuple(tuple(row) for row in shares),
+        wanted=problem.wanted,
+        exchanges=tuple(_exchanges(problem, choice)),
+        narrow=tuple(narrow),
+        graph=problem.graph,
+    )
+
+
+def _too_narrow(problem: Problem, choice: Choice, families: Families, shares: Sequence[Sequence[int]]) -> list[Narrow]:
+    """Ops whose cut leaves a device that has a share without any of it. Samples may be fewer than devices."""
+    found: list[Narrow] = []
+    for family in dict.fromkeys(families.of.values()):
+        wide = sum(share > 0 for share in shares[family.by])
+        if not family.units.is_constant or int(family.units(1)) >= wide:
+            continue
+        found += _at_fault(problem, choice, family, wide)
+    return found
+
+
+def _at_fault(problem: Problem, choice: Choice, family: Family, wide: int) -> list[Narrow]:
+    """The ops that by themselves have too few units; all of the family, if they have too few only together."""
+    graph = problem.graph
+    each = [
+        Narrow(op=name, letter=choice.strategies[name].name, units=_units_of(graph.op_by_name[name], choice, graph))
+        for name in family.ops
+    ]
+    return [entry for entry in each if entry.units < wide] or each
+
+
+def _units_of(op: Op, choice: Choice, graph: ModelGraph) -> int:
+    units = limits(op, rule_of(op, graph), choice.strategies[op.name].name, graph)
+    return int(units(1)) if units.is_constant else 2**31
+
+
+def _exchanges(problem: Problem, choice: Choice) -> list[Exchange]:
+    """What is exchanged, each conversion of a tensor once, until something writes into its memory."""
+    graph, found = problem.graph, []
+    done: set[tuple[Ref, Layout]] = set()
+    flows = {p.name: p.trainable for p in graph.parameters}
+
+    def add(before: str | None, ref: Ref, want: Layout) -> None:
+        have = choice.layouts[ref]
+        if have == want or (ref, want) in done:
+            return
+        done.add((ref, want))
+        op = graph.op_by_name.get(ref.name)
+        differentiable = flows.get(ref.name, False) if op is None else op.differentiable[ref.output]
+        steps = conversion(have, want, differentiable=differentiable)
+        found.append(
+            Exchange(before=before, tensor=ref, have=have, want=want, steps=steps, bytes=graph.spec(ref).bytes)
+        )
+
+    for op in problem.ops:
+        for ref, want in zip(op.operands, choice.strategies[op.name].operands, strict=True):
+            add(op.name, ref, want)
+        if op.writes:
+            memory = {ref for ref, _ in done if _lies_in(graph, ref, op.writes)}
+            done = {entry for entry in done if entry[0] not in memory}
+    for ref, want in problem.wanted.items():
+        add(None, ref, want)
+    return found
+
+
+def _lies_in(graph: ModelGraph, ref: Ref, memories: Sequence[str]) -> bool:
+    op = graph.op_by_name.get(ref.name)
+    return (ref.name if op is None else op.memory) in memories

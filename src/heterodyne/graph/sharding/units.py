@@ -1,0 +1,116 @@
+"""Where the cuts of a dim may lie: in units that every op on the way can bear.
+
+A linear layer's columns may be cut anywhere, until they become heads, in whole groups of which keys and values are shared. So dims that
+are cut together, through all ops and tensors that pass the cut on, are one family, and its units are what all of them have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from heterodyne.graph.ir import ModelGraph, Op, Ref
+from heterodyne.graph.sharding.layout import Layout
+from heterodyne.graph.sharding.rule import Rule, Strategy, common_units
+from heterodyne.graph.size import Size
+
+__all__ = ["Families", "Family", "families_of", "limits"]
+
+_Slot = tuple[Ref, Layout]  # a tensor as it is cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """``units``: how many there are; ``by``: the list of shares that they are dealt out by; ``ops``: names of those that it passes."""
+
+    units: Size
+    by: int
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Families:
+    """The family of each tensor that is cut, in each way in which it is."""
+
+    of: Mapping[_Slot, Family]
+
+    def units(self, ref: Ref, layout: Layout) -> Size:
+        """How many units that dim of the tensor is dealt out in. Raises KeyError for a tensor that is never cut so."""
+        return self.of[ref, layout].units
+
+
+def families_of(
+    graph: ModelGraph,
+    rules: Mapping[str, Rule],
+    strategies: Mapping[str, Strategy],
+    fixed: Mapping[_Slot, Size],
+) -> Families:
+    """The families of a stage.
+
+    Args:
+        rules, strategies: of its ops, by name.
+        fixed: cuts that somebody else has agreed on (samples, at the borders of a stage), and their units.
+    """
+    parent: dict[_Slot, _Slot] = {}
+    units: dict[_Slot, Size] = {}
+    passed: dict[_Slot, set[str]] = {}
+
+    def find(slot: _Slot) -> _Slot:
+        parent.setdefault(slot, slot)
+        while parent[slot] != slot:
+            slot = parent[slot]
+        return slot
+
+    def join(slot: _Slot, limit: Size) -> None:
+        root = find(slot)
+        units[root] = limit if root not in units else common_units(units[root], limit)
+
+    def unite(a: _Slot, b: _Slot) -> None:
+        one, other = find(a), find(b)
+        if one != other:
+            parent[other] = one
+            if other in units:
+                join(one, units.pop(other))
+            passed.setdefault(one, set()).update(passed.pop(other, ()))
+
+    for slot, limit in fixed.items():
+        join(slot, limit)
+    for name, strategy in strategies.items():
+        if not strategy.divides:
+            continue
+        op = graph.op_by_name[name]
+        slots = [
+            (ref, layout) for ref, layout in zip(op.operands, strategy.operands, strict=True) if layout.kind == "cut"
+        ]
+        slots += [(Ref(name, i), layout) for i, layout in enumerate(strategy.outputs) if layout.kind == "cut"]
+        for slot in slots:
+            join(slot, graph.spec(slot[0]).shape[slot[1].dim])
+            unite(slots[0], slot)
+        if slots:
+            if strategy.name in rules[name].units:
+                join(slots[0], rules[name].units[strategy.name])
+            passed.setdefault(find(slots[0]), set()).add(name)
+    made = {
+        root: Family(units=units[root], by=root[1].by, ops=_in_order(passed.get(root, set()), graph))
+        for root in {find(slot) for slot in parent}
+    }
+    return Families(of={slot: made[find(slot)] for slot in list(parent)})
+
+
+def _in_order(names: set[str], graph: ModelGraph) -> tuple[str, ...]:
+    return tuple(op.name for op in graph.ops if op.name in names)
+
+
+def limits(op: Op, rule: Rule, letter: str, graph: ModelGraph) -> Size:
+    """Into how many units an op by itself can be cut along a letter."""
+    found: Size | None = rule.units.get(letter)
+    for ref, dims in (*zip(op.operands, rule.operands, strict=True),):
+        if letter in dims:
+            size = graph.spec(ref).shape[dims.index(letter)]
+            found = size if found is None else common_units(found, size)
+    for spec, dims in zip(op.outputs, rule.outputs, strict=True):
+        if letter in dims:
+            size = spec.shape[dims.index(letter)]
+            found = size if found is None else common_units(found, size)
+    assert found is not None
+    return found

@@ -1,0 +1,90 @@
+"""How the tensors of a stage lie on its devices, worked out from the plan.
+
+The plan says for each TaskGraph how it lies (`Region`). Which weights are cut where, and what is exchanged, follows from that and from
+the graph alone, so all ranks and the planner find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from heterodyne.errors import PlanError
+from heterodyne.graph.cut import crossings, stage_ops
+from heterodyne.graph.ir import ModelGraph, Op, Ref
+from heterodyne.graph.sharding import COPY, SUM, Layout, Mode, Price, Problem, Sharding, cut, shard
+from heterodyne.graph.size import Size
+from heterodyne.plan.plan import Pipeline, Stage
+
+__all__ = ["shard_stage"]
+
+
+@lru_cache(maxsize=256)
+def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding | None:
+    """How stage ``number`` of a pipeline lies on its devices; None where they only share the samples.
+
+    Raises PlanError for tensors at its borders out of which no samples can be cut.
+    """
+    stage = pipeline.stages[number]
+    if not stage.sharded:
+        return None
+    regions = sorted(stage.regions, key=lambda region: region.task_graph != "*")
+    by_name = {region.task_graph: place for place, region in enumerate(regions)}
+    ops = stage_ops(graph, *stage.ops)
+    given, wanted = _borders(graph, pipeline, number)
+    problem = Problem(
+        graph=graph,
+        ops=ops,
+        modes={op.name: _mode(op, stage, by_name) for op in ops},
+        given=given,
+        wanted=wanted,
+        samples=max(pipeline.micro_batches.sizes, default=1),
+        price=_price(stage),
+    )
+    borders = {**given, **wanted}
+    fixed = {(ref, layout): Size.per_sample(1) for ref, layout in borders.items() if layout.kind == "cut"}
+    return shard(problem, [region.layout.shares for region in regions], fixed)
+
+
+def _mode(op: Op, stage: Stage, by_name: Mapping[str, int]) -> Mode:
+    place = by_name.get(op.annotation or "*", 0)
+    regions = sorted(stage.regions, key=lambda region: region.task_graph != "*")
+    kind = regions[place].layout.kind
+    return Mode("split" if kind == "expert" else kind, place)
+
+
+def _price(stage: Stage) -> Price:
+    shares = [share for share in stage.shares if share > 0]
+    return Price(
+        members=len(stage.devices),
+        unevenness=sum(shares) / min(shares),
+        latency_bytes=stage.exchange.latency_bytes,
+        flops_per_byte=stage.exchange.flops_per_byte,
+    )
+
+
+def _borders(graph: ModelGraph, pipeline: Pipeline, number: int) -> tuple[dict[Ref, Layout], dict[Ref, Layout]]:
+    """What the stage receives and sends, by samples as its devices share them; and the loss, in parts."""
+    given: dict[Ref, Layout] = {}
+    wanted: dict[Ref, Layout] = {}
+    for crossing in crossings(graph, [stage.ops[0] for stage in pipeline.stages]):
+        into = given if number in crossing.consumers else wanted if number == crossing.producer else None
+        if into is not None:
+            op = graph.op_by_name[crossing.name]
+            into.update({Ref(op.name, place): _at_the_border(op, place, number) for place in range(len(op.outputs))})
+    if number == len(pipeline.stages) - 1:
+        assert graph.output is not None, "the graph does not say which op makes the loss"
+        wanted[graph.output] = SUM
+    return given, wanted
+
+
+def _at_the_border(op: Op, place: int, number: int) -> Layout:
+    dim = op.samples[place]
+    if dim is not None:
+        return cut(dim)
+    if all(size.is_constant for size in op.outputs[place].shape):
+        return COPY
+    raise PlanError(
+        f"{op.name} ({op.source}) crosses into or out of stage {number}, which lies in parts on several devices, and samples cannot be "
+        "cut out of it: give both stages one device each, or cut elsewhere"
+    )

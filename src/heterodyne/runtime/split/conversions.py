@@ -1,0 +1,158 @@
+"""Laying a tensor out otherwise on the devices of a stage, forward and backward.
+
+What each conversion exchanges is said in `heterodyne.graph.sharding.layout`. Each of them is a node of autograd on every member, also
+where a member has nothing to give, so that all members meet the collectives of the backward in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from heterodyne.graph.sharding.layout import Layout
+from heterodyne.runtime.split.group import Group
+
+__all__ = ["converted"]
+
+Step = Callable[[Tensor], Tensor]
+
+
+def converted(
+    group: Group, tensor: Tensor, have: Layout, want: Layout, have_sizes: Sequence[int], want_sizes: Sequence[int]
+) -> Tensor:
+    """The tensor that lies as ``have``, as ``want``. Collective.
+
+    ``have_sizes``, ``want_sizes``: of the members' slices, where that layout is a cut.
+    """
+    if have == want or group.size == 1:
+        return tensor
+    forward = _STEPS[have.kind, want.kind](group, have.dim, want.dim, have_sizes, want_sizes)
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return forward(tensor)
+    # The gradient lies in the dual layout, and goes the way back.
+    back = _STEPS[_DUAL[want.kind], _DUAL[have.kind]](group, want.dim, have.dim, want_sizes, have_sizes)
+    made: Tensor = _Converted.apply(tensor, forward, back)  # type: ignore[no-untyped-call]
+    return made
+
+
+_DUAL = {"whole": "whole", "copy": "sum", "sum": "whole", "cut": "cut"}
+"""How the gradient of a layout lies. That of a sum is the same on each member; that of a whole is too."""
+
+
+class _Converted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: Step, backward: Step) -> Tensor:
+        ctx.back = backward
+        result = forward(tensor)
+        return result.view_as(tensor) if result is tensor else result
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None  # type: ignore[attr-defined]
+
+
+def _identity(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
+    del group, dim, other, sizes, others
+    return lambda tensor: tensor
+
+
+def _reduced(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
+    del dim, other, sizes, others
+    return group.all_reduce
+
+
+def _kept_by_the_first(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
+    del dim, other, sizes, others
+    return lambda tensor: tensor if group.position == 0 else torch.zeros_like(tensor)
+
+
+def _gathered(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
+    del other, others
+    return lambda tensor: group.all_gather(tensor, dim, sizes)
+
+
+def _scattered(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
+    del dim, sizes
+    return lambda tensor: group.reduce_scatter(tensor, other, others)
+
+
+def _sliced(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
+    del dim, sizes
+    first, stop = group.bounds(others)
+    # A slice of its own: a view would keep the whole tensor.
+    return lambda tensor: tensor.narrow(other, first, stop - first).clone()
+
+
+def _among_zeros(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
+    del other, others
+    first, stop = group.bounds(sizes)
+
+    def place(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        shape[dim] = sum(sizes)
+        result = tensor.new_zeros(shape)
+        result.narrow(dim, first, stop - first).copy_(tensor)
+        return result
+
+    return place
+
+
+def _turned(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
+    """From slices of one dim to slices of another, or to other slices of the same."""
+    if dim == other:
+        return _moved(group, dim, sizes, others)
+
+    def exchange(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        shape[other] = others[group.position]
+        shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
+        return torch.cat(group.all_to_all(list(tensor.split_with_sizes(list(others), other)), shapes), dim)
+
+    return exchange
+
+
+def _moved(group: Group, dim: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
+    """What each member has and another one wants of a dim: the overlaps of two cuts of it."""
+
+    def overlaps(a: tuple[int, int], cuts: Sequence[int]) -> list[tuple[int, int]]:
+        found, first = [], 0
+        for size in cuts:
+            low, high = max(a[0], first), min(a[1], first + size)
+            found.append((low, max(0, high - low)))
+            first += size
+        return found
+
+    own, wanted = group.bounds(sizes), group.bounds(others)
+
+    def exchange(tensor: Tensor) -> Tensor:
+        parts = [
+            tensor.narrow(dim, min(max(low - own[0], 0), tensor.shape[dim]), count)
+            for low, count in overlaps(own, others)
+        ]
+        shapes = [[*tensor.shape[:dim], count, *tensor.shape[dim + 1 :]] for _, count in overlaps(wanted, sizes)]
+        return torch.cat(group.all_to_all(parts, shapes), dim)
+
+    return exchange
+
+
+_STEPS: dict[tuple[str, str], Callable[[Group, int, int, Sequence[int], Sequence[int]], Step]] = {
+    ("whole", "whole"): _identity,
+    ("whole", "copy"): _identity,
+    ("copy", "whole"): _identity,
+    ("whole", "sum"): _kept_by_the_first,
+    ("copy", "sum"): _kept_by_the_first,
+    ("whole", "cut"): _sliced,
+    ("copy", "cut"): _sliced,
+    ("sum", "sum"): _identity,
+    ("sum", "whole"): _reduced,
+    ("sum", "copy"): _reduced,
+    ("sum", "cut"): _scattered,
+    ("cut", "whole"): _gathered,
+    ("cut", "copy"): _gathered,
+    ("cut", "sum"): _among_zeros,
+    ("cut", "cut"): _turned,
+}

@@ -1,0 +1,216 @@
+"""The devices of a stage that lies on them in parts, as the graph of one of them calls them.
+
+The graph names tensors by number (slots and steps); here the numbers become sizes, for each number of samples that a micro-batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heterodyne.graph.ir import Ref
+from heterodyne.graph.sharding import Layout, Sharding
+from heterodyne.runtime.exact.dropout import in_part
+from heterodyne.runtime.split import vocabulary
+from heterodyne.runtime.split.conversions import converted
+from heterodyne.runtime.split.group import Group
+
+__all__ = ["MicroBatch", "SplitTeam"]
+
+
+class Numbered(Protocol):
+    """What the numbers in a graph stand for: tensors as they are cut, conversions, functions."""
+
+    @property
+    def slots(self) -> Sequence[tuple[Ref, Layout]]: ...
+    @property
+    def steps(self) -> Sequence[tuple[Ref, Layout, Layout]]: ...
+    @property
+    def functions(self) -> Sequence[Callable[..., Any]]: ...
+
+
+_NO_SIZES: tuple[int, ...] = ()
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+class SplitTeam:
+    """Args:
+    group: of the devices.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @property
+    def position(self) -> int:
+        return self._group.position
+
+    def members(self, sharding: Sharding, numbered: Numbered) -> Callable[[int], MicroBatch]:
+        """For a number of samples, what a graph with these numbers calls."""
+        made: dict[int, MicroBatch] = {}
+
+        def at(samples: int) -> MicroBatch:
+            if samples not in made:
+                made[samples] = self._at(sharding, numbered, samples)
+            return made[samples]
+
+        return at
+
+    def _at(self, sharding: Sharding, numbered: Numbered, samples: int) -> MicroBatch:
+        def sizes(ref: Ref, layout: Layout) -> tuple[int, ...]:
+            return sharding.sizes(ref, layout, samples) if layout.kind == "cut" else _NO_SIZES
+
+        return MicroBatch(
+            group=self._group,
+            slots=tuple((layout.dim, sizes(ref, layout)) for ref, layout in numbered.slots),
+            steps=tuple((have, want, sizes(ref, have), sizes(ref, want)) for ref, have, want in numbered.steps),
+            functions=tuple(numbered.functions),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What the graph of a member calls while it runs on a micro-batch. All calls that exchange something are collective.
+
+    Args:
+        slots: for each the dim that is cut, and the sizes of the members' slices.
+        steps: for each how a tensor lies and how it is wanted, with the sizes of the slices.
+        functions: what the graph calls by number.
+    """
+
+    group: Group
+    slots: tuple[tuple[int, tuple[int, ...]], ...]
+    steps: tuple[tuple[Layout, Layout, tuple[int, ...], tuple[int, ...]], ...] = field(repr=False)
+    functions: tuple[Callable[..., Any], ...] = ()
+
+    def convert(self, tensor: Tensor, step: int) -> Tensor:
+        """Lay a tensor out otherwise."""
+        have, want, have_sizes, want_sizes = self.steps[step]
+        return converted(self.group, tensor, have, want, have_sizes, want_sizes)
+
+    def length(self, slot: int) -> int:
+        """Of this member's slice."""
+        return self.slots[slot][1][self.group.position]
+
+    def portion(self, slot: int, count: int) -> int:
+        """Of ``count`` equal parts of the dim that is cut, those of this member."""
+        return count * self.length(slot) // sum(self.slots[slot][1])
+
+    def drawn(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
+        """Call a function that draws random numbers for a slice of a tensor: those that the whole tensor would have there."""
+        dim, sizes = self.slots[slot]
+        with in_part(dim, self.group.bounds(sizes)[0], sum(sizes)):
+            result: Tensor = self.functions[function](*arguments, **options)
+            return result
+
+    def part_of_mean(
+        self, slot: int, tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """This member's part of a mean: its sum, over the number of all elements."""
+        cut_dim, sizes = self.slots[slot]
+        dims = range(tensor.dim()) if not dim and dim != 0 else [dim] if isinstance(dim, int) else dim
+        count = 1
+        for place in {place % tensor.dim() for place in dims}:
+            count *= sum(sizes) if place == cut_dim else tensor.shape[place]
+        return torch.sum(tensor, list(dims), keepdim=keepdim, dtype=dtype) / count
+
+    def part_of_mean_loss(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
+        """The same of a loss that takes the mean over everything: of the members' means, each by its part of the elements."""
+        cut_dim, sizes = self.slots[slot]
+        if not arguments[0].numel():
+            empty: Tensor = arguments[0].sum() + arguments[1].sum()
+            return empty
+        mean: Tensor = self.functions[function](*arguments, **options)
+        return mean * (int(arguments[0].shape[cut_dim]) / sum(sizes))
+
+    def embedding(self, slot: int, ids: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        """Rows of a table that is cut along its rows: this member's, among zeros."""
+        padding = options.pop("padding_idx", None)
+        return vocabulary.embedding(
+            self.group, ids, weight, self.slots[slot][1], padding_idx=-1 if padding is None else padding, **options
+        )
+
+    def softmax(self, slot: int, tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Along the dim that is cut."""
+        tensor = tensor if dtype is None else tensor.to(dtype)
+        return vocabulary.softmax(self.group, tensor, dim, self.slots[slot][1])
+
+    def log_softmax(self, slot: int, tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Along the dim that is cut."""
+        tensor = tensor if dtype is None else tensor.to(dtype)
+        return vocabulary.log_softmax(self.group, tensor, dim, self.slots[slot][1])
+
+    def cross_entropy_of_classes(
+        self,
+        slot: int,
+        logits: Tensor,
+        labels: Tensor,
+        weight: Tensor | None = None,
+        reduction: int = 1,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """Of logits that are cut along the classes; the same on each member."""
+        return vocabulary.cross_entropy(
+            self.group,
+            logits,
+            labels,
+            self.slots[slot][1],
+            weight,
+            _REDUCTIONS[reduction],  # type: ignore[arg-type]  # one of the three
+            ignore_index,
+            label_smoothing,
+        )
+
+    def cross_entropy_of_samples(
+        self,
+        slot: int,
+        logits: Tensor,
+        labels: Tensor,
+        weight: Tensor | None = None,
+        reduction: int = 1,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """This member's part: the sum over its slice of the samples, for a mean over what all members count."""
+        del slot
+        total = F.cross_entropy(
+            logits, labels, weight, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
+        )
+        if reduction == _REDUCTIONS.index("sum"):
+            return total
+        counted = labels != ignore_index
+        own = (
+            counted.sum() if weight is None else weight[labels.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+        )
+        return total / self.group.all_reduce(own.to(total.dtype))
+
+    def attention(
+        self,
+        slot: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Of a slice of the queries with all keys; where it is causal the slice sees the keys up to its own places."""
+        dim, sizes = self.slots[slot]
+        first, stop = self.group.bounds(sizes)
+        if is_causal:
+            places = torch.arange(first, stop, device=query.device).unsqueeze(1)
+            attn_mask = places >= torch.arange(min(stop, key.shape[-2]), device=query.device)
+            key, value = key[..., :stop, :], value[..., :stop, :]
+        with in_part(dim, first, sum(sizes)):
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+            )

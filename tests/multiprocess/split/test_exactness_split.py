@@ -1,0 +1,76 @@
+"""Law 1 for stages that lie in parts on their devices: any widths, alone and combined with pipelines and replicas."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from multiprocess.models import BRANCHED, captured
+from multiprocess.pool import Pool
+from multiprocess.test_exactness_pipelines import BAR, Spread, errors_of
+from multiprocess.work import PipelineOf, StageOf
+
+MODELS = ("gpt", "weighted", "llama", "gpt2", "bert", *BRANCHED)
+
+
+def spread(world: int, *pipelines: PipelineOf, schedule: str = "1F1B") -> Spread:
+    return Spread(world=world, schedule=schedule, pipelines=pipelines)
+
+
+def require_exact(pool: Pool, name: str, given_spread: Spread) -> None:
+    graph = captured(name)
+    errors = [error for errors in pool.run(given_spread.world, errors_of, graph, given_spread) for error in errors]
+    assert max(value for _, value in errors) <= BAR, sorted(errors, key=lambda e: -e[1])[:3]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["split", "context"])
+def test_a_stage_in_parts_of_unequal_widths(pool: Pool, name: str, kind: str) -> None:
+    graph = captured(name)
+    stage = StageOf(len(graph.ops), (0, 1), (2, 1), kind=kind)
+    require_exact(pool, name, spread(2, PipelineOf((2, 3), (stage,))))
+
+
+@st.composite
+def spreads(draw: st.DrawFn, name: str) -> Spread:
+    """Pipelines of up to three stages, each on one to three devices, in parts or by samples; one may be beside."""
+    graph = captured(name)
+    ops, rank, made = len(graph.ops), 0, []
+    for _ in range(draw(st.integers(1, 2))):
+        count = draw(st.integers(1, 2))
+        cuts = sorted(draw(st.lists(st.integers(1, ops - 1), min_size=count - 1, max_size=count - 1, unique=True)))
+        stages = []
+        for stop in [*cuts, ops]:
+            width = draw(st.integers(1, min(3, 6 - rank))) if rank < 6 else 0
+            if not width:
+                break
+            start = stages[-1].stop if stages else 0
+            whole = [n for n, block in enumerate(graph.blocks) if start <= block.start < block.stop <= stop]
+            stages.append(
+                StageOf(
+                    stop,
+                    tuple(range(rank, rank + width)),
+                    tuple(draw(st.integers(1, 3)) for _ in range(width)),
+                    tuple(n for n in whole if draw(st.integers(0, 3)) == 0),
+                    kind=draw(st.sampled_from(("split", "split", "context", "replicate"))),
+                )
+            )
+            rank += width
+        if stages and stages[-1].stop == ops:
+            made.append(PipelineOf(tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))), tuple(stages)))
+    if not made:
+        made = [PipelineOf((2,), (StageOf(ops, (0, 1), (1, 2), kind="split"),))]
+        rank = 2
+    world = 1 + max(r for pipeline in made for stage in pipeline.stages for r in stage.ranks)
+    schedule = draw(st.sampled_from(("1F1B", "GPipe", "ZBH1")))
+    return Spread(
+        world=world, schedule=schedule, pipelines=tuple(made), bucket_bytes=draw(st.sampled_from((256, 4096)))
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_plans(pool: Pool, name: str, data: st.DataObject) -> None:
+    require_exact(pool, name, data.draw(spreads(name)))

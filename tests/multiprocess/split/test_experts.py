@@ -1,0 +1,397 @@
+"""Experts on several processes give what they give on one: outputs and all gradients, wherever experts and tokens lie."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from heterodyne.frontend import trace
+from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.split import experts as functions
+from heterodyne.runtime.split.group import Group
+from multiprocess.pool import Pool, World
+from multiprocess.split import moe_model
+
+WIDTH, INNER = 6, 5
+OF_BALANCE, OF_Z = 0.3, 0.2
+
+quick = settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """A case: experts and tokens of each member, k choices, the capacity factor or None, seed and dtype."""
+
+    experts: tuple[int, ...]
+    tokens: tuple[int, ...]
+    k: int = 2
+    factor: float | None = None
+    normalise: bool = True
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+
+    def values(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Tokens [N, H], router [E, H], gate_up [E, 2 I, H], down [E, H, I], and what weighs the outputs [N, H]."""
+        generator = torch.Generator().manual_seed(self.seed)
+        n, e = sum(self.tokens), sum(self.experts)
+        shapes = ((n, WIDTH), (e, WIDTH), (e, 2 * INNER, WIDTH), (e, WIDTH, INNER), (n, WIDTH))
+        tokens, router, gate_up, down, upstream = (
+            torch.randn(s, generator=generator, dtype=torch.float64).to(self.dtype) for s in shapes
+        )
+        router[0] += tokens.mean(0)  # the first expert is liked best, so that capacities bite
+        return tokens, router, gate_up, down, upstream
+
+
+# ---- one device, as plainly as possible --------------------------------------------------------------------------------
+
+
+def on_one_device(case: Mixture) -> dict[str, Tensor]:
+    """Token by token, choice by choice."""
+    tokens, router, gate_up, down, upstream = case.values()
+    leaves = [t.requires_grad_() for t in (tokens, router, gate_up, down)]
+    logits = tokens @ router.T
+    probabilities = logits.softmax(-1)
+    weights, indices = probabilities.topk(case.k)
+    if case.normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    n, e = logits.shape
+    room = [math.inf if case.factor is None else math.ceil(case.k * n * case.factor / e)] * e
+    outputs = torch.zeros_like(tokens)
+    rows: list[Tensor] = [torch.zeros_like(tokens[0])] * n
+    for choice in range(case.k):
+        for token in range(n):
+            expert = int(indices[token, choice])
+            if room[expert] > 0:
+                room[expert] -= 1
+                gate, up = (gate_up[expert] @ tokens[token]).chunk(2)
+                rows[token] = rows[token] + weights[token, choice] * (down[expert] @ (F.silu(gate) * up))
+    outputs = torch.stack(rows)
+    fractions = torch.stack([(indices[:, 0] == expert).to(case.dtype).mean() for expert in range(e)])
+    balance = e * (fractions * probabilities.mean(0)).sum()
+    z = (logits.exp().sum(-1).log() ** 2).mean()
+    ((outputs * upstream).sum() + OF_BALANCE * balance + OF_Z * z).backward()
+    gradients = [leaf.grad for leaf in leaves]
+    names = ("tokens", "router", "gate_up", "down")
+    return {"outputs": outputs.detach(), "balance": balance.detach(), "z": z.detach()} | {
+        name: grad for name, grad in zip(names, gradients, strict=True) if grad is not None
+    }
+
+
+# ---- several -----------------------------------------------------------------------------------------------------------
+
+
+def cut_over_members(world: World, case: Mixture) -> dict[str, Tensor]:
+    """What this member finds: outputs and token gradients of its own tokens, its part of the router's gradient, its experts'."""
+    with joined(world) as group:
+        tokens, router, gate_up, down, upstream = case.values()
+        first, stop = group.bounds(case.tokens)
+        held = slice(*group.bounds(case.experts))
+        tokens, router, gate_up, down = (
+            t.requires_grad_() for t in (tokens[first:stop].clone(), router, gate_up[held].clone(), down[held].clone())
+        )
+        logits = tokens @ router.T
+        gate = functions.top_k_gate(logits, case.k, normalise=case.normalise)
+        served = None
+        if case.factor is not None:
+            served = functions.within_capacity(gate.indices, sum(case.experts), case.factor, group)
+        run = functools.partial(functions.swiglu_experts, gate_up=gate_up, down=down)
+        outputs = functions.experts_between(
+            group, tokens, gate.indices, gate.weights, sizes=case.experts, run=run, served=served
+        )
+        balance = functions.load_balance_loss(gate.probabilities, gate.indices[:, :1], group)
+        z = functions.router_z_loss(logits, group)
+        ((outputs * upstream[first:stop]).sum() + OF_BALANCE * balance + OF_Z * z).backward()
+        return _found(outputs, balance, z, tokens, router, gate_up, down)
+
+
+def whole_on_members(world: World, case: Mixture) -> dict[str, Tensor]:
+    """Each has all tokens: outputs and the gradients of tokens and router are parts that add up."""
+    with joined(world) as group:
+        tokens, router, gate_up, down, upstream = case.values()
+        held = slice(*group.bounds(case.experts))
+        tokens, router, gate_up, down = (
+            t.requires_grad_() for t in (tokens, router, gate_up[held].clone(), down[held].clone())
+        )
+        logits = tokens @ router.T
+        gate = functions.top_k_gate(logits, case.k, normalise=case.normalise)
+        served = None
+        if case.factor is not None:
+            served = functions.within_capacity(gate.indices, sum(case.experts), case.factor)
+        run = functools.partial(functions.swiglu_experts, gate_up=gate_up, down=down)
+        outputs = functions.experts_here(
+            group, tokens, gate.indices, gate.weights, sizes=case.experts, run=run, served=served
+        )
+        balance = functions.load_balance_loss(gate.probabilities, gate.indices[:, :1]) / group.size
+        z = functions.router_z_loss(logits) / group.size
+        ((outputs * upstream).sum() + OF_BALANCE * balance + OF_Z * z).backward()
+        return _found(outputs, balance, z, tokens, router, gate_up, down)
+
+
+def _found(
+    outputs: Tensor, balance: Tensor, z: Tensor, tokens: Tensor, router: Tensor, gate_up: Tensor, down: Tensor
+) -> dict[str, Tensor]:
+    leaves = {"tokens": tokens, "router": router, "gate_up": gate_up, "down": down}
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {"outputs": outputs.detach(), "balance": balance.detach(), "z": z.detach()} | gradients
+
+
+@contextmanager
+def joined(world: World) -> Iterator[Group]:
+    """The group of all ranks."""
+    device = torch.device("cpu")
+    with Communicator(rank=world.rank, world_size=world.world_size, device=device, timeout_s=20.0) as communicator:
+        yield Group(communicator.channel(range(world.world_size)), world.rank, world.world_size)
+        communicator.barrier()  # not all of these jobs send something, and who leaves early may cut off who still connects
+
+
+def assembled(results: Sequence[dict[str, Tensor]], *, cut: bool) -> dict[str, Tensor]:
+    """What the members found, as one device has it."""
+    names = ("outputs", "balance", "z", "tokens", "router", "gate_up", "down")
+    side_by_side = {"gate_up", "down"} | ({"outputs", "tokens"} if cut else set())
+    same = {"balance", "z"} if cut else set()
+    whole = {}
+    for name in names:
+        # No member that holds no experts has a gradient for them, and one that holds some always has.
+        parts = [result[name] for result in results if name in result]
+        if name in side_by_side:
+            whole[name] = torch.cat(parts)
+        elif name in same:
+            assert all(torch.equal(part, parts[0]) for part in parts)
+            whole[name] = parts[0]
+        else:
+            whole[name] = torch.stack(parts).sum(0)
+    return whole
+
+
+def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-3))
+        for name in expected
+    )
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> Mixture:
+    members = draw(st.integers(2, 4))
+    experts = draw(st.lists(st.integers(0, 3), min_size=members, max_size=members).filter(any))
+    tokens = draw(st.lists(st.integers(0, 9), min_size=members, max_size=members).filter(any))
+    return Mixture(
+        experts=tuple(experts),
+        tokens=tuple(tokens),
+        k=draw(st.integers(1, min(3, sum(experts)))),
+        factor=draw(st.sampled_from([None, 0.3, 0.75, 1.0, 1.25])),
+        normalise=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@pytest.mark.parametrize("job", [cut_over_members, whole_on_members])
+@quick
+@given(case=mixtures())
+def test_outputs_and_gradients_are_those_of_one_device(
+    pool: Pool, job: Callable[[World, Mixture], dict[str, Tensor]], case: Mixture
+) -> None:
+    results = pool.run(len(case.experts), job, case)
+    assert largest_error(assembled(results, cut=job is cut_over_members), on_one_device(case)) <= 1e-12
+
+
+@pytest.mark.parametrize("factor", [None, 0.5])
+@pytest.mark.parametrize("job", [cut_over_members, whole_on_members])
+def test_in_single_precision(
+    pool: Pool, job: Callable[[World, Mixture], dict[str, Tensor]], factor: float | None
+) -> None:
+    case = Mixture(experts=(5, 0, 1, 2), tokens=(40, 3, 0, 21), factor=factor, dtype=torch.float32)
+    results = pool.run(4, job, case)
+    assert largest_error(assembled(results, cut=job is cut_over_members), on_one_device(case)) <= 1e-5
+
+
+def counted_rows(world: World, case: Mixture) -> tuple[tuple[int, ...], Tensor]:
+    """The rows that come to each expert of this member, and which tokens they are, by number."""
+    with joined(world) as group:
+        first, stop = group.bounds(case.tokens)
+        indices = _choices(case)[first:stop]
+        route = functions.route_between(group, indices, case.experts)
+        return route.counts, functions.dispatch(torch.arange(first, stop).double().unsqueeze(1), route).detach()[:, 0]
+
+
+def _choices(case: Mixture) -> Tensor:
+    generator = torch.Generator().manual_seed(case.seed)
+    return torch.rand(sum(case.tokens), sum(case.experts), generator=generator).topk(case.k).indices
+
+
+def test_an_expert_sees_its_tokens_in_the_order_of_one_device(pool: Pool) -> None:
+    case = Mixture(experts=(0, 3, 2, 1), tokens=(4, 11, 0, 7))
+    results = pool.run(4, counted_rows, case)
+    chosen = _choices(case)
+    expected = [(chosen == expert).any(1).nonzero()[:, 0].tolist() for expert in range(6)]
+    assert [count for counts, _ in results for count in counts] == [len(tokens) for tokens in expected]
+    assert torch.cat([tokens for _, tokens in results]).tolist() == [float(t) for tokens in expected for t in tokens]
+
+
+def trained_in_part(world: World, case: Mixture) -> list[bool]:
+    """Tokens and router are frozen, the experts learn, and what the experts return does not depend on rows that are not there."""
+    with joined(world) as group:
+        tokens, router, gate_up, _, _ = case.values()
+        first, stop = group.bounds(case.tokens)
+        weight = gate_up[slice(*group.bounds(case.experts))].clone().requires_grad_()
+        gate = functions.top_k_gate(tokens[first:stop] @ router.T, case.k, normalise=True)
+
+        def run(rows: Tensor, counts: Sequence[int]) -> Tensor:
+            parts = [r @ w[:WIDTH].T for r, w in zip(rows.split(list(counts)), weight, strict=True)]
+            return torch.cat(parts) if parts else torch.zeros(0, WIDTH, dtype=rows.dtype)
+
+        outputs = functions.experts_between(
+            group, tokens[first:stop], gate.indices, gate.weights, sizes=case.experts, run=run
+        )
+        outputs.sum().backward()
+        return [weight.grad is not None]
+
+
+def test_a_member_without_experts_takes_part_in_backward_though_nothing_of_it_learns(pool: Pool) -> None:
+    results = pool.run(3, trained_in_part, Mixture(experts=(2, 0, 3), tokens=(3, 4, 2)))
+    assert results == [[True], [False], [True]]
+
+
+def under_autocast(world: World, case: Mixture) -> dict[str, Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return cut_over_members(world, case)
+
+
+def test_under_autocast_a_member_without_experts_returns_what_the_others_return(pool: Pool) -> None:
+    case = Mixture(experts=(3, 0), tokens=(6, 5), dtype=torch.float32)
+    found = assembled(pool.run(2, under_autocast, case), cut=True)
+    assert found["outputs"].dtype == torch.float32
+    assert largest_error(found, on_one_device(case)) <= 0.05
+
+
+# ---- one process -------------------------------------------------------------------------------------------------------
+
+ALONE = Group(None, 0, 1)
+
+
+def test_experts_that_nobody_chose_have_a_gradient_of_zero() -> None:
+    gate_up = torch.randn(3, 2 * INNER, WIDTH, requires_grad=True)
+    down = torch.randn(3, WIDTH, INNER, requires_grad=True)
+    tokens = torch.randn(0, WIDTH, requires_grad=True)
+    rows = functions.swiglu_experts(tokens, (0, 0, 0), gate_up, down)
+    rows.sum().backward()
+    assert rows.shape == (0, WIDTH)
+    assert gate_up.grad is not None
+    assert not gate_up.grad.any()
+    assert down.grad is not None
+    assert not down.grad.any()
+
+
+def test_first_choices_come_before_second_ones() -> None:
+    indices = torch.tensor([[1, 0], [0, 1], [0, 2], [1, 0]])
+    served = functions.within_capacity(indices, 3, 0.75)  # two places in each expert
+    assert served.tolist() == [[True, False], [True, False], [True, True], [True, False]]
+
+
+def test_groups_have_capacities_of_their_own() -> None:
+    indices = torch.rand(5, 7, 4, generator=torch.Generator().manual_seed(1)).topk(2).indices
+    together = functions.within_capacity(indices, 4, 0.7)
+    each = torch.stack([functions.within_capacity(group, 4, 0.7) for group in indices])
+    assert torch.equal(together, each)
+    assert not together.all()
+
+
+def test_a_switch_chooses_one_expert_and_counts_its_probability() -> None:
+    gate = functions.switch_gate(torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]]))
+    assert gate.indices.tolist() == [[1], [0]]
+    torch.testing.assert_close(gate.weights, gate.probabilities.gather(1, gate.indices))
+
+
+def test_a_balanced_router_loses_one_for_each_choice() -> None:
+    indices = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])
+    loss = functions.load_balance_loss(torch.full((4, 4), 0.25), indices)
+    torch.testing.assert_close(loss, torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.25])
+def test_the_masks_of_gshard_say_the_same(factor: float) -> None:
+    torch.manual_seed(3)
+    layer = moe_model.EinsumExperts(width=8, inner=12, experts=4, k=2, factor=factor).double()
+    hidden = torch.randn(3, 10, 8, dtype=torch.float64)
+    expected, balance = layer(hidden)
+
+    gate = functions.top_k_gate(layer.router(hidden.flatten(0, 1)), 2, normalise=True)
+    served = functions.within_capacity(gate.indices.view(3, 10, 2), 4, factor)
+
+    def run(rows: Tensor, counts: Sequence[int]) -> Tensor:
+        weights = zip(rows.split(list(counts)), layer.inwards, layer.outwards, strict=True)
+        return torch.cat([F.gelu(part @ inwards) @ outwards for part, inwards, outwards in weights])
+
+    found = functions.experts_here(
+        ALONE, hidden.flatten(0, 1), gate.indices, gate.weights, sizes=(4,), run=run, served=served.flatten(0, 1)
+    )
+    torch.testing.assert_close(found.view_as(expected), expected, rtol=1e-12, atol=1e-12)
+    balances = [
+        functions.load_balance_loss(p, i)
+        for p, i in zip(gate.probabilities.view(3, 10, 4), gate.indices.view(3, 10, 2)[..., :1], strict=True)
+    ]
+    torch.testing.assert_close(torch.stack(balances).mean(), balance)
+
+
+def test_indexed_experts_say_the_same() -> None:
+    torch.manual_seed(4)
+    layer = moe_model.IndexedExperts(width=8, inner=12, experts=4, k=2)
+    hidden = torch.randn(3, 10, 8)
+    expected, _ = layer(hidden)
+    gate = functions.top_k_gate(layer.router(hidden.flatten(0, 1)), 2, normalise=True)
+    run = functools.partial(functions.swiglu_experts, gate_up=layer.gate_up, down=layer.down)
+    found = functions.experts_here(ALONE, hidden.flatten(0, 1), gate.indices, gate.weights, sizes=(4,), run=run)
+    torch.testing.assert_close(found.view_as(expected), expected)
+
+
+def test_the_experts_of_transformers_say_the_same() -> None:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    torch.manual_seed(5)
+    config = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    block = MixtralSparseMoeBlock(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.randn(3, 10, 8)
+    flat = hidden.flatten(0, 1)
+    gate = functions.top_k_gate(F.linear(flat, block.gate.weight), 2, normalise=True)
+    run = functools.partial(functions.swiglu_experts, gate_up=block.experts.gate_up_proj, down=block.experts.down_proj)
+    found = functions.experts_here(ALONE, flat, gate.indices, gate.weights, sizes=(4,), run=run)
+    torch.testing.assert_close(found.view_as(hidden), block(hidden))
+
+
+# ---- the plain model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["einsum", "indexed"])
+def test_the_plain_model_is_captured_and_its_parts_add_up(form: str) -> None:
+    torch.manual_seed(0)
+    model = moe_model.build(form)  # type: ignore[arg-type]  # one of the two
+    ids = torch.randint(0, 23, (5, 8), generator=torch.Generator().manual_seed(2))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    captured = trace(model.train(), batch)
+    assert captured.graph.loss.count == "samples"
+    model(**batch).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert expected.keys() == {name for name, _ in model.named_parameters()}
+    model.zero_grad()
+    for part in (slice(0, 1), slice(1, 5)):
+        piece = {name: value[part] for name, value in batch.items()}
+        (model(**piece) * (captured.loss_count(piece) / captured.loss_count(batch))).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
