@@ -12,6 +12,7 @@ from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
 from heterodyne.report.tables import verify_rows
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
+from heterodyne.runtime.weights.boxed import assembled, kept_pieces
 
 __all__ = ["BAR", "verify_job"]
 
@@ -37,8 +38,8 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
         session.say("one step under the plan ...")
         loss, gradients = worker.gradients(batch)
         with session.announced("the same on one device"):
-            # Each gradient from the rank that keeps its parameter; a rank may hold but a part of the model, or none.
-            kept = {n: g.cpu() for n, g in gradients.items() if worker.ownership.keeper(n) == session.rank}
+            # Each piece of a gradient from the rank that answers for it; a rank may hold but a part of the model, or none.
+            kept = kept_pieces(gradients, worker.ownership, session.rank)
             gathered = session.communicator.all_gather_object(kept)
             status = 0
             if first:
@@ -52,7 +53,7 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
                     loss_count=captured.loss_count,
                     seed=job.training.seed,
                 )
-                compared = compare(loss, {n: g for part in gathered for n, g in part.items()}, *reference)
+                compared = compare(loss, assembled(gathered, worker.ownership.shapes), *reference)
                 show(verify_rows(compared.loss, dict(compared.gradients), bar=BAR))
                 status = 0 if compared.largest <= BAR else 1
             return session.communicator.broadcast_object(status, 0)

@@ -18,7 +18,8 @@ from heterodyne.errors import PlanError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import ref_of
 from heterodyne.frontend.export import Region, is_op, region_of, tensors_of
-from heterodyne.frontend.stage_graph import Writer
+from heterodyne.frontend.sizes import spec_of
+from heterodyne.frontend.stage_graph import Writer, evaluated
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Ref
 from heterodyne.graph.sharding import Layout, Sharding, Strategy
@@ -201,13 +202,19 @@ class _ShardedWriter(Writer):
         names = [declared.name for declared in node.target._schema.arguments]  # type: ignore[union-attr]  # `_operands` has asserted it
         at = names.index(wanted)
         shape = list(copy.args[at] if at < len(copy.args) else copy.kwargs[wanted])  # type: ignore[arg-type]
-        if 0 <= dim < len(shape) and shape[dim] != -1:
-            with self._graph.inserting_before(copy):
-                shape[dim] = self._graph.call_method("length", (self._members, self._slot(ref_of(node), layout)))
+        with self._graph.inserting_before(copy):
+            for place, size in enumerate(shape):
+                if place == dim:
+                    shape[place] = self._graph.call_method("length", (self._members, self._slot(ref_of(node), layout)))
+                elif size == -1:  # which cannot be told where the slice is empty
+                    shape[place] = self._full_size(node, place - dim + layout.dim)
         if at < len(copy.args):
             copy.args = (*copy.args[:at], shape, *copy.args[at + 1 :])
         else:
             copy.kwargs = {**copy.kwargs, wanted: shape}
+
+    def _full_size(self, node: fx.Node, dim: int) -> Any:
+        return evaluated(self._graph, spec_of(node.meta["val"]).shape[dim], self._samples)
 
     def _together(self, node: fx.Node, copy: fx.Node, strategy: Strategy) -> None:
         """Ops that need to know where their slice lies, or something of the other devices, become calls of `Members`."""

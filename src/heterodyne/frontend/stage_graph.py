@@ -22,7 +22,7 @@ from heterodyne.frontend.sizes import size_of
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Size
 
-__all__ = ["Writer", "stage_graph"]
+__all__ = ["Writer", "evaluated", "stage_graph"]
 
 
 def stage_graph(
@@ -113,7 +113,7 @@ class Writer:
         """A number that follows the samples. That of a tensor is told from their number, all others by the model's arithmetic."""
         if not any(tensors_of(n) for n in node.all_input_nodes):
             return self._graph.node_copy(node, lambda n: self._copies[n])
-        return _evaluated(self._graph, size_of(node.meta["val"]), self._samples)
+        return evaluated(self._graph, size_of(node.meta["val"]), self._samples)
 
     def returning(self, results: Sequence[fx.Node]) -> fx.Graph:
         """The graph, complete. What crosses has the dtype of the trace, whatever autocast made of it."""
@@ -131,7 +131,7 @@ class Writer:
         return self._graph.call_function(Tensor.to, (copy, dtype))
 
 
-def _evaluated(graph: fx.Graph, size: Size, samples: fx.Node) -> Any:
+def evaluated(graph: fx.Graph, size: Size, samples: fx.Node) -> Any:
     """A polynomial of the samples, by Horner's rule."""
     result: Any = 0
     for coefficient in reversed(size.coefficients):

@@ -159,6 +159,7 @@ class Assembly:
             transfers=transfers,
             halves=self._halves,
             home=self._home,
+            in_parts=self._place.sharded,
         )
         return Parts(stages=stages, transfers=transfers)
 
@@ -190,6 +191,7 @@ class Assembly:
         team = Team(
             ranks=tuple(tuple(map(self._cluster.rank, stage.devices)) for stage in pipeline.stages),
             shares=tuple(stage.shares for stage in pipeline.stages),
+            in_parts=frozenset(number for number, stage in enumerate(pipeline.stages) if stage.sharded),
         )
         edges = _edges(programs, [piece.stage for piece in self._pieces], pipeline, self._place)
         _require_cuttable(edges, team)

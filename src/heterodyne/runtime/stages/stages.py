@@ -45,6 +45,8 @@ class Stages:
         transfers: from and to other ranks; None: there is one stage, and the rank has it all to itself.
         halves: the stages whose backwards come in two halves.
         home: of the gradients of their second halves.
+        in_parts: the stages that lie in parts on several devices. These meet in each pass, so they all go the same way through it,
+            also where one of them has nothing to receive or no gradient came back to it.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class Stages:
         transfers: Transfers | None = None,
         halves: frozenset[int] = frozenset(),
         home: GradientHome | None = None,
+        in_parts: frozenset[int] = frozenset(),
     ) -> None:
+        self._in_parts = in_parts
         self._segments = segments
         self._forward = forward
         self._device = device
@@ -107,6 +111,8 @@ class Stages:
         inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
         segments = self._segments[stage]
         values = self._values.setdefault(index, {})
+        if stage in self._in_parts:
+            self._fill(segments, values)
         alive = _Alive(draws, self._leaves(segments, values), {})
         local = {**values, **alive.leaves}
         if stage in self._halves and torch.is_grad_enabled():
@@ -170,9 +176,9 @@ class Stages:
                 if weight or self._forward.mixes_samples:
                     roots.append(tensor)
                     upstream.append(torch.full_like(tensor, weight))
-            elif name in gradients and tensor.requires_grad:
+            elif tensor.requires_grad and (name in gradients or stage in self._in_parts):
                 roots.append(tensor)
-                upstream.append(gradients[name])
+                upstream.append(gradients[name] if name in gradients else torch.zeros_like(tensor))
         if roots:
             with self._forward.around_backward(alive.draws):
                 torch.autograd.backward(roots, upstream)
@@ -207,6 +213,14 @@ class Stages:
         # Halves of a backward keep other tensors than a whole one, so the second run must be split as the first one was.
         with self._forward.around_recompute(alive.draws), alive.deferred or nullcontext():
             yield
+
+    def _fill(self, segments: Sequence[Segment], values: dict[str, Tensor]) -> None:
+        """No samples, where none came."""
+        own = {value.name for segment in segments for value in segment.sends}
+        for value in (value for segment in segments for value in segment.receives):
+            if value.name not in values and value.name not in own:
+                shape = [int(size(0)) for size in value.shape]
+                values[value.name] = torch.empty(shape, dtype=getattr(torch, value.dtype), device=self._device)
 
     def _leaves(self, segments: Sequence[Segment], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What comes from other stages, as the beginnings of a graph."""

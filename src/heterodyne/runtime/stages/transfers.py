@@ -48,10 +48,14 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks of a pipeline. ``ranks[s]``, ``shares[s]``: those that hold stage s, and how they share each micro-batch."""
+    """The ranks of a pipeline. ``ranks[s]``, ``shares[s]``: those that hold stage s, and how they share each micro-batch.
+
+    ``in_parts``: the stages of which each rank works on all samples, also where it exchanges none with other stages.
+    """
 
     ranks: tuple[tuple[int, ...], ...]
     shares: tuple[tuple[int, ...], ...]
+    in_parts: frozenset[int] = frozenset()
 
     def slice_of(self, stage: int, rank: int, size: int) -> tuple[int, int]:
         """``(first sample, count)`` of a micro-batch of ``size`` samples."""
@@ -162,6 +166,9 @@ class Transfers:
 
         A value that does not follow the batch comes from the first device that has any of the reader's samples.
         """
+        if value.batch_dim is None and reader in self._team.in_parts:
+            makers = self._team.ranks[maker]
+            return (0, 1) if source == next(rank for rank in makers if self._slice(maker, rank, index)[1]) else None
         own, wanted = self._slice(maker, source, index), self._slice(reader, to, index)
         first, count = overlap(own, wanted)
         if not count:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+import torch
 from torch import Tensor
 
-from heterodyne.plan.boxes import Box
+from heterodyne.plan.boxes import Box, inside
+from heterodyne.runtime.weights.ownership import Ownership
 
-__all__ = ["boxed"]
+__all__ = ["Pieces", "assembled", "boxed", "kept_pieces"]
+
+Pieces = dict[str, list[tuple[Box, Tensor]]]
 
 
 def boxed(tensor: Tensor, box: Box) -> Tensor:
@@ -14,3 +20,25 @@ def boxed(tensor: Tensor, box: Box) -> Tensor:
     for cut in box:
         tensor = tensor.narrow(cut.dim, cut.first, cut.stop - cut.first)
     return tensor
+
+
+def kept_pieces(tensors: Mapping[str, Tensor], ownership: Ownership, rank: int) -> Pieces:
+    """Of tensors that lie as parameters do (their gradients), the pieces that a rank answers for, on the host."""
+    found: Pieces = {}
+    for name, tensor in tensors.items():
+        own = ownership.box(rank, name)
+        pieces = [(box, boxed(tensor, inside(own, box)).cpu()) for box, of in ownership.parts(name) if of == rank]
+        if pieces:
+            found[name] = pieces
+    return found
+
+
+def assembled(gathered: Iterable[Pieces], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors that all pieces together make."""
+    whole: dict[str, Tensor] = {}
+    for pieces in gathered:
+        for name, of in pieces.items():
+            for box, piece in of:
+                into = whole.setdefault(name, torch.zeros(shapes[name], dtype=piece.dtype))
+                boxed(into, box).copy_(piece)
+    return whole
