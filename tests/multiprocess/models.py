@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import heterodyne as hd
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import ModelGraph
 
@@ -51,6 +52,7 @@ def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tens
         "llama": _llama,
         "gpt2": _gpt2,
         "bert": _bert,
+        "marked": _marked,
         "resnet": _resnet,
         "mixed": _mixed,
         "sum": _sum,
@@ -158,6 +160,29 @@ class UNet(nn.Module):
         for up, join, skip in zip(self.up, self.join, skips[-2::-1], strict=True):
             hidden = F.gelu(join(torch.cat([up(hidden), skip], 1)))
         return F.cross_entropy(self.head(hidden), labels)
+
+
+class MarkedClassifier(nn.Module):
+    """A backbone with BatchNorm, replicated, and a head with more classes than it has anything else, split."""
+
+    def __init__(self, width: int = 8, classes: int = 50) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.mix = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        with hd.replicate(3):
+            hidden = F.relu(self.norm(self.stem(pixels)), inplace=True).mean((2, 3))
+            hidden = self.drop(F.relu(self.mix(hidden)))
+        with hd.split(3):
+            return F.cross_entropy(self.head(hidden), labels, label_smoothing=0.1)
+
+
+def _marked(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return MarkedClassifier(), {"pixels": torch.randn(samples, 3, 6, 6), "labels": torch.randint(0, 50, (samples,))}
 
 
 def _gpt(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:

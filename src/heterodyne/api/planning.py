@@ -71,11 +71,11 @@ def _try(session: Session, attempt: Attempt, plan: Plan, planned: Planned | None
 
 
 def share_of(plan: Plan, device: str) -> Share:
-    """What a device has to compute under a plan."""
+    """What a device has to compute under a plan; nothing of stages that lie in parts, which no device can try by itself."""
     parts = []
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
-            if device in stage.devices:
+            if device in stage.devices and not stage.sharded:
                 position = stage.devices.index(device)
                 counts = [slices(size, stage.shares)[position][1] for size in pipeline.micro_batches.sizes]
                 parts.append((stage.ops, tuple(count for count in counts if count)))

@@ -109,6 +109,6 @@ class Placement:
 
     def micro_steps(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each j the spans of the j-th micro-batches of all pipelines, in order of the samples: what is one batch to BatchNorm."""
-        spans = [place.spans() for place in self.places if place.last]
+        spans = [place.spans() for place in self.places if place.last and place.answers]
         count = max(len(own) for own in spans)
         return tuple(tuple(sorted(own[j] for own in spans if j < len(own) and own[j][1])) for j in range(count))

@@ -67,10 +67,12 @@ def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: Strateg
         (c for c in candidates if c is not chosen and c.step_s is not None), key=lambda c: (c.step_s or 0.0, c.name)
     )
     asked = {"equal": "equal shares were asked for", "fastest": "one device was asked for"}.get(strategy)
-    among = {"data": " with the whole model on each device", "pipeline": " with the model cut into stages"}.get(
-        strategy, ""
-    )
-    asked = "it was given" if chosen.kind == "given" else asked
+    among = {
+        "data": " with the whole model on each device",
+        "pipeline": " with the model cut into stages",
+        "split": " with layers in parts",
+    }.get(strategy, "")
+    asked = {"given": "it was given", "marked": "its TaskGraphs ask for it"}.get(chosen.kind, asked)
     if chosen.step_s is None or chosen.step_s <= 0 or not others:
         return f"{chosen.name}: {asked or 'no other way can be'}"
     compared = [f"{c.name} would take {ratio_in_words((c.step_s or 0.0) / chosen.step_s)}" for c in _telling(others)]

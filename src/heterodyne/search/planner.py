@@ -28,6 +28,7 @@ from heterodyne.search.planned import Candidate, Planned, Strategy, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
 from heterodyne.search.replicas import Replicas
 from heterodyne.search.runs import Runs
+from heterodyne.search.split import Split
 from heterodyne.sim.run import Simulation
 
 __all__ = ["plan"]
@@ -105,8 +106,13 @@ def _candidates(
     # Pipelines take larger parts of the batch, so where that is mathematics they cannot be compared with whole models.
     alone = strategy == "pipeline" and bool(model.graph.batch_statistics)
     data = DataParallel(model=model, runs={} if alone else runs, samples=samples)
-    found = list(data.candidates("data" if strategy == "pipeline" else strategy))
+    found = list(data.candidates("data" if strategy in ("pipeline", "split") else strategy))
     if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
+        return tuple(found)
+    splits = Split(model=model, runs=runs, samples=samples, sizes=sizes)
+    marked = splits.as_marked() if strategy in ("auto", "split") else ()
+    found += [*marked, *(splits.candidates() if strategy != "pipeline" else ())]
+    if strategy == "split":
         return tuple(found)
     known = [c.step_s for c in found if c.step_s is not None]
     below = min(known, default=inf) if strategy == "auto" else inf
@@ -137,6 +143,11 @@ def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[
     only = sum(c.kind in ("balanced", "equal", "fewer", "fastest") for c in candidates) == 1
     serving = [c for c in candidates if serves(c.kind, strategy, only=only)]
     possible = [c for c in serving if c.step_s is not None]
+    # What the author of the model has marked is what was asked for, also where something else were faster.
+    possible = [c for c in possible if c.kind == "marked"] or possible
+    if any(c.kind == "marked" for c in serving) and not any(c.kind == "marked" for c in possible):
+        why = "; ".join(f"{c.name}: {c.why_not}" for c in serving if c.kind == "marked")
+        raise InfeasibleError(f"the model cannot run as it is marked: {why}")
     if possible:
         return min(possible, key=lambda c: (c.weighed_s, len(c.left_out)))
     if not any(fit.sizes for fit in fits):

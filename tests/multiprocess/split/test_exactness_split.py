@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from multiprocess.models import BRANCHED, captured
+from multiprocess.models import BRANCHED, MIXING, captured
 from multiprocess.pool import Pool
 from multiprocess.test_exactness_pipelines import BAR, Spread, errors_of
 from multiprocess.work import PipelineOf, StageOf
@@ -77,3 +77,19 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
 @given(data=st.data())
 def test_random_plans(pool: Pool, name: str, data: st.DataObject) -> None:
     require_exact(pool, name, data.draw(spreads(name)))
+
+
+@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("kind", ["split", "context"])
+def test_statistics_of_the_batch_in_a_stage_in_parts(pool: Pool, name: str, kind: str) -> None:
+    """BatchNorm is done on samples, wherever its channels were before: the statistics are those of all of them."""
+    stage = StageOf(len(captured(name).ops), (0, 1, 2), (2, 1, 1), kind=kind)
+    require_exact(pool, name, spread(3, PipelineOf((4, 5), (stage,))))
+
+
+def test_a_replicated_backbone_and_a_split_head_share_devices(pool: Pool) -> None:
+    """Whale's figure 13: samples are cut in the one TaskGraph, classes in the other."""
+    graph = captured("marked")
+    names = [task_graph.name for task_graph in graph.task_graphs]
+    stage = StageOf(len(graph.ops), (0, 1, 2), (1, 3, 2), marked=((names[-1], "split", (2, 1, 1)),))
+    require_exact(pool, "marked", spread(3, PipelineOf((4, 3), (stage,))))

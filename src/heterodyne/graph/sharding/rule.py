@@ -57,6 +57,8 @@ class Rule:
             what has not the letter is the same on each device afterwards.
         units: for a letter, a number that its cuts must divide, beside the size of the dim (of heads, say).
         linear: sets of operands in each of which the op is linear: parts of them that add up give parts of the result.
+        only: the one letter by which it has to be cut; "": there is none such. For an op that takes statistics over all devices that
+            have samples, who must then have different ones.
     """
 
     operands: tuple[str, ...]
@@ -66,6 +68,7 @@ class Rule:
     exchanged: str = ""
     units: Mapping[str, Size] = field(default_factory=dict)
     linear: Sequence[frozenset[int]] = ()
+    only: str = ""
 
     @property
     def letters(self) -> str:

@@ -146,6 +146,8 @@ def _candidates(op: Op, rule: Rule, state: _State, facts: _Facts) -> Iterable[St
     mode = problem.modes[op.name]
     letters = [x for x in rule.letters if (op.name, x) not in problem.forbidden]
     batch = [x for x in letters if _follows_the_batch(op, rule, x, problem.graph)]
+    if rule.only:
+        return [rule.strategy(rule.only, mode.by if mode.kind == "replicate" else 0)]
     if mode.kind == "replicate":
         if batch:
             return [rule.strategy(batch[0], mode.by)]
@@ -158,7 +160,9 @@ def _candidates(op: Op, rule: Rule, state: _State, facts: _Facts) -> Iterable[St
         if heavy:
             return heavy
     else:
-        found = [s for s in found if s.name not in batch and not _cuts_a_weight(op, s, facts)]
+        # Samples stay together, but for what has to be cut by samples (statistics) and what is done to that in place.
+        free = [x for x in letters if x not in batch or _is_cut_there(op, rule, x, state)]
+        found = [s for s in found if s.name in free and not _cuts_a_weight(op, s, facts)]
     return [rule.whole, *found, *rule.in_parts]
 
 
@@ -171,12 +175,23 @@ def _cut_for_nothing(op: Op, state: _State, facts: _Facts) -> bool:
 
 def _lists(op: Op, rule: Rule, letter: str, state: _State, mode: Mode) -> set[int]:
     """The lists of shares by which a letter may be cut: its region's own, and those by which an operand is cut there already."""
-    lists = {mode.by}
-    for ref, dims in zip(op.operands, rule.operands, strict=True):
-        held = state.tensors.get(ref)
-        if held is not None and held[0].kind == "cut" and letter in dims and dims.index(letter) == held[0].dim:
-            lists.add(held[0].by)
-    return lists
+    return {mode.by, *(layout.by for layout in _cuts_there(op, rule, letter, state))}
+
+
+def _is_cut_there(op: Op, rule: Rule, letter: str, state: _State) -> bool:
+    return bool(_cuts_there(op, rule, letter, state))
+
+
+def _cuts_there(op: Op, rule: Rule, letter: str, state: _State) -> list[Layout]:
+    """How operands lie that are cut along a letter already."""
+    held = [
+        (state.tensors[ref][0], dims)
+        for ref, dims in zip(op.operands, rule.operands, strict=True)
+        if ref in state.tensors
+    ]
+    return [
+        layout for layout, dims in held if layout.kind == "cut" and letter in dims and dims.index(letter) == layout.dim
+    ]
 
 
 def _follows_the_batch(op: Op, rule: Rule, letter: str, graph: ModelGraph) -> bool:

@@ -31,12 +31,21 @@ def _softmax(call: Call) -> Rule:
 
 
 def _batch_norm(call: Call) -> Rule | None:
-    """Channel by channel. Statistics of the batch take all its samples, so in training these are not cut here."""
+    """Channel by channel. Statistics of the batch are those of all devices that have samples of it (`runtime.exact.batch_norm`)."""
     rank = len(call.shape(0))
     if rank < 2:
         return None
-    training = call.argument("training") or call.argument("use_input_stats")
-    own = ("." if training else "a") + "c" + ("." * (rank - 2) if training else LETTERS[3 : rank + 1])
+    training = call.argument("training") is True
+    own = "ac" + ("." * (rank - 2) if training else LETTERS[3 : rank + 1])
+    return Rule(operands=(own, *("c" for _ in call.specs[1:])), outputs=(own,), only="a" if training else "")
+
+
+def _instance_norm(call: Call) -> Rule | None:
+    """Channel by channel of each sample."""
+    rank = len(call.shape(0))
+    if rank < 2:
+        return None
+    own = "ac" + "." * (rank - 2)
     return Rule(operands=(own, *("c" for _ in call.specs[1:])), outputs=(own,))
 
 
@@ -53,6 +62,7 @@ def _group_norm(call: Call) -> Rule | None:
 NORMALISATION: Final[Mapping[str, Callable[[Call], Rule | None]]] = {
     **dict.fromkeys(("layer_norm", "rms_norm", "_fused_rms_norm"), _over_the_last),
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
-    **dict.fromkeys(("batch_norm", "instance_norm"), _batch_norm),
+    "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
     "group_norm": _group_norm,
 }

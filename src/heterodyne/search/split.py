@@ -1,0 +1,196 @@
+"""Plans whose stages lie in parts on their devices: as the author of the model has marked it, or found by trying.
+
+A split costs exchanges inside every layer and saves memory and waiting: there is one copy of what is cut, and all devices of a stage are
+done at the same time. Widths go by speed, as Whale's intra-TaskGraph balance has it (section 4.2), here by the measured speed on this
+model. What is cut how follows from the graph (`heterodyne.graph.sharding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, inf
+
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import InfeasibleError, PlanError
+from heterodyne.graph.sharding.dealing import dealt_to_all
+from heterodyne.graph.task_graphs import TaskGraph, task_graph_runs
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
+from heterodyne.plan.virtual_devices import virtual_devices
+from heterodyne.search.planned import Candidate, Kind
+from heterodyne.search.predict import overflow, plan_of, predict
+from heterodyne.search.runs import Runs
+from heterodyne.units import format_bytes
+
+__all__ = ["Split", "shares_by"]
+
+_FINE = 60
+"""Shares are written in so many parts at most: finer than that no measurement is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Args:
+    runs: of the devices that can hold the whole model, by which their speeds are known best.
+    samples: the global batch; sizes: of micro-batches that are tried.
+    """
+
+    model: CostModel
+    runs: Mapping[str, Runs]
+    samples: int
+    sizes: tuple[int, ...]
+
+    def as_marked(self) -> tuple[Candidate, ...]:
+        """The plans that the model's TaskGraphs ask for, one a size of micro-batch; none if nothing is marked.
+
+        Raises PlanError where their counts do not go with the devices.
+        """
+        graph = self.model.graph
+        runs = [run.task_graph for run in task_graph_runs(graph)]
+        nodes = {device.id: device.node for device in self.model.cluster.devices}
+        copies = virtual_devices(runs, nodes)
+        if not copies:
+            return ()
+        firsts = [self._first_op(stage.task_graphs) for stage in copies[0]]
+        borders = [0, *firsts[1:], len(graph.ops)]
+        found = []
+        for size in self.sizes:
+            pipelines = []
+            shares = self._dealt_batch([[d for at in copy for d in at.devices] for copy in copies])
+            for copy, share in zip(copies, shares, strict=True):
+                stages = tuple(
+                    self._marked_stage((borders[n], borders[n + 1]), at.devices, at.task_graphs)
+                    for n, at in enumerate(copy)
+                )
+                pipelines.append(Pipeline(micro_batches=MicroBatches.of_samples(share, size), stages=stages))
+            name = f"as the model is marked, micro-batches of {size}"
+            found.append(self._weighed(name, "marked", tuple(pipelines)))
+        return tuple(found)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Splits of the whole model, over all devices and over fewer, alone and beside copies of each other."""
+        found = []
+        for name, groups in self._groupings():
+            tried: list[Candidate] = []
+            for size in self.sizes:
+                pipelines = tuple(
+                    Pipeline(
+                        micro_batches=MicroBatches.of_samples(share, size),
+                        stages=(self.stage((0, len(self.model.graph.ops)), devices),),
+                    )
+                    for devices, share in zip(groups, self._dealt_batch(groups), strict=True)
+                )
+                tried.append(self._weighed(name, "split", pipelines))
+            found.append(min(tried, key=lambda c: c.step_s if c.step_s is not None else inf))
+        return tuple(found)
+
+    def stage(self, ops: tuple[int, int], devices: Sequence[str]) -> Stage:
+        """A stage in parts, by the speeds of its devices."""
+        layout = Layout(kind="split", shares=shares_by([self._speed(device) for device in devices]))
+        return Stage(
+            ops=ops, devices=tuple(devices), regions=(Region(layout=layout),), exchange=self._exchange(devices)
+        )
+
+    def _groupings(self) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
+        """Who lies in parts together: all, the fastest, each node by itself, pairs of equals."""
+        devices = [device.id for device in self.model.cluster.devices]
+        ranked = sorted(devices, key=lambda device: -self._speed(device))
+        seen: set[tuple[tuple[str, ...], ...]] = set()
+        for count in _counts(len(devices)):
+            kept = tuple(device for device in devices if device in ranked[:count])
+            name = f"split over all {count} devices" if count == len(devices) else f"split over {', '.join(kept)}"
+            if (kept,) not in seen and count > 1:
+                seen.add((kept,))
+                yield name, (kept,)
+        nodes: dict[str, list[str]] = {}
+        for device in self.model.cluster.devices:
+            nodes.setdefault(device.node, []).append(device.id)
+        if len(nodes) > 1:
+            yield "split inside each node", tuple(tuple(of) for of in nodes.values())
+        for width in (2, 4, 8):
+            if width < len(devices) and len(devices) % width == 0:
+                order = sorted(devices, key=lambda d: (-round(self._speed(d), 6), devices.index(d)))
+                groups = tuple(tuple(order[i : i + width]) for i in range(0, len(order), width))
+                yield f"split over {width} devices, {len(groups)} copies", groups
+
+    def _dealt_batch(self, groups: Sequence[Sequence[str]]) -> tuple[int, ...]:
+        speeds = [sum(self._speed(device) for device in group) for group in groups]
+        return dealt_to_all(self.samples, shares_by(speeds)) if len(groups) > 1 else (self.samples,)
+
+    def _first_op(self, task_graphs: Sequence[TaskGraph]) -> int:
+        names = {task_graph.name for task_graph in task_graphs}
+        return next(place for place, op in enumerate(self.model.graph.ops) if op.annotation in names)
+
+    def _marked_stage(self, ops: tuple[int, int], devices: tuple[str, ...], task_graphs: Sequence[TaskGraph]) -> Stage:
+        """What is not marked shares the samples, as a replicated TaskGraph does."""
+        shares = shares_by([self._speed(device) for device in devices])
+        regions = [Region(layout=Layout(kind="replicate", shares=shares))]
+        regions += [
+            Region(task_graph=task_graph.name, layout=Layout(kind=task_graph.kind, shares=shares))
+            for task_graph in task_graphs
+        ]
+        return Stage(ops=ops, devices=devices, regions=tuple(regions), exchange=self._exchange(devices))
+
+    def _weighed(self, name: str, kind: Kind, pipelines: tuple[Pipeline, ...]) -> Candidate:
+        used = {device for pipeline in pipelines for place in pipeline.places for device in place}
+        left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in used)
+        try:
+            made, played = predict(self.model, plan_of(self.model, self.samples, pipelines), self.runs)
+        except (PlanError, InfeasibleError) as error:
+            return Candidate(name=name, kind=kind, why_not=str(error), left_out=left_out)
+        lacking = overflow(self.model, made, played)
+        if lacking:
+            device, lack = max(lacking.items(), key=lambda entry: entry[1])
+            why = f"{device} lacks {format_bytes(lack)}"
+            return Candidate(name=name, kind=kind, why_not=why, left_out=left_out)
+        return Candidate(name=name, kind=kind, plan=made, simulation=played, left_out=left_out)
+
+    def _speed(self, device: str) -> float:
+        """Samples/s of the whole model, whether or not it would fit."""
+        if device in self.runs:
+            return self.runs[device].rate
+        compute = self.model.compute[device]
+        sizes = tuple(map(int, compute.forward.total.sizes))
+        return Runs(seconds=compute.micro_batch_s, sizes=sizes).rate
+
+    def _exchange(self, devices: Sequence[str]) -> Exchange:
+        """What sending is worth beside computing, by the slowest link between any two of them."""
+        if len(devices) < 2:
+            return Exchange()
+        links = [self.model.collectives.send(a, b) for a in devices for b in devices if a != b]
+        s_per_byte = max(link.s_per_byte for link in links)
+        latency_s = max(link.latency_s for link in links)
+        graph = self.model.graph
+        flops = graph.flops_forward()(1) + graph.flops_backward()(1)
+        together = flops * sum(self._speed(device) for device in devices)
+        if s_per_byte <= 0:
+            return Exchange(latency_bytes=0, flops_per_byte=1)
+        return Exchange(
+            latency_bytes=_rounded(latency_s / s_per_byte), flops_per_byte=max(1, _rounded(together * s_per_byte))
+        )
+
+
+def shares_by(speeds: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in proportion to speeds, none of them 0."""
+    total = sum(speeds)
+    if total <= 0:
+        return (1,) * len(speeds)
+    parts = [max(1, round(_FINE * speed / total)) for speed in speeds]
+    common = gcd(*parts)
+    return tuple(part // common for part in parts)
+
+
+def _rounded(value: float) -> int:
+    """Two digits: what is measured is not known better, and a plan should read the same after every measurement."""
+    if value < 10:
+        return round(value)
+    digits = len(str(int(value))) - 2
+    return int(round(value / 10**digits) * 10**digits)
+
+
+def _counts(devices: int) -> list[int]:
+    """Of how many devices: all of them, and each number below that down to two; of many, only some."""
+    return (
+        list(range(devices, 1, -1)) if devices <= 8 else sorted({devices, devices // 2, devices // 4, 2}, reverse=True)
+    )
