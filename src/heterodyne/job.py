@@ -110,13 +110,13 @@ class ParallelismSection(Section):
     Args:
         strategy: ``auto`` takes the fastest predicted plan; ``data`` the fastest in which each device runs the whole model;
             ``pipeline`` the fastest in which the model is cut into stages; ``split`` the fastest in which layers lie in parts on
-            several devices; ``equal`` gives each device the same share;
+            several devices; ``context`` in which their sequences do; ``equal`` gives each device the same share;
             ``fastest`` uses one device.
         micro_batch_sizes: the sizes that are measured and tried.
         bucket_size: gradients are reduced in buckets of about this size.
     """
 
-    strategy: Literal["auto", "data", "pipeline", "split", "equal", "fastest"] = "auto"
+    strategy: Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"] = "auto"
     micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 4, 8)
     bucket_size: Bytes = 4 * 2**20
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import as_source
 from heterodyne.runtime.worker import OptimizerFactory, StepResult, Worker
 from heterodyne.search.explain import paragraph
+from heterodyne.search.planned import Strategy
 from heterodyne.timeline import Timeline
 
 __all__ = ["Distributed", "distribute"]
@@ -134,7 +135,8 @@ def distribute(
         example_batch: a global batch, or any part of one, by input name.
         optimizer: a section as in a job file (AdamW with its defaults if None; its schedule stretches over ``total_steps``), or
             a function from parameters to an optimizer, whose rate stays its own. The planner takes the latter for an AdamW.
-        plan: ``auto``, ``equal`` or ``fastest``, a Plan, or the path of one.
+        plan: a strategy (``auto``, ``data``, ``pipeline``, ``split``, ``context``, ``equal``, ``fastest``; see a job's section
+            ``parallelism``), a Plan, or the path of one.
         global_batch_size: samples of a step; None: those of the example.
         clip_grad_norm: by the true global norm; 0 for none.
         session: None: one is opened, and closed with the result.
@@ -189,13 +191,13 @@ def _whole(model: nn.Module, captured: Captured, example_batch: Mapping[str, Ten
     return WholeModel(build=build, inputs=captured.graph.inputs, example=example_batch, loss=loss_of)
 
 
-def _wanted(plan: Plan | Path | str) -> tuple[Literal["auto", "equal", "fastest"], Plan | None]:
+def _wanted(plan: Plan | Path | str) -> tuple[Strategy, Plan | None]:
     """The strategy to search with, and the plan that is given instead."""
     if isinstance(plan, Plan):
         return "auto", plan
-    if plan in ("auto", "equal", "fastest"):
+    if plan in get_args(Strategy):
         return plan, None  # type: ignore[return-value]  # the test narrows it
     path = Path(plan)
     if not path.exists():
-        raise HeterodyneError(f"plan={str(plan)!r} is neither auto, equal, fastest nor a file")
+        raise HeterodyneError(f"plan={str(plan)!r} is neither {', '.join(get_args(Strategy))} nor a file")
     return "auto", Plan.load(path)

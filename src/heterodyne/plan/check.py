@@ -9,6 +9,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.slices import slices
 
 __all__ = ["require_valid", "violations"]
@@ -93,7 +94,8 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
         except PlanError as error:
             broken.append(f"{where}: {error}")
         for index, stage in enumerate(pipeline.stages):
-            broken += [f"{where}, stage {index} {fault}" for fault in _of_stage(stage, graph)]
+            faults = _of_stage(stage, graph)
+            broken += [f"{where}, stage {index} {fault}" for fault in faults or _of_parts(pipeline, index, graph)]
     if graph.batch_statistics and len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
         # Replicas meet in each op that takes statistics, and they must come to them in one order.
         broken.append(
@@ -147,6 +149,28 @@ def _has_shares(stage: Stage) -> bool:
         r.task_graph == "*" and len(r.layout.shares) == len(stage.devices) and sum(r.layout.shares)
         for r in stage.regions
     )
+
+
+def _of_parts(pipeline: Pipeline, index: int, graph: ModelGraph) -> list[str]:
+    """Of a stage that lies in parts on its devices: what somebody has asked to be cut can be cut that wide."""
+    stage = pipeline.stages[index]
+    try:
+        sharding = shard_stage(graph, pipeline, index)
+    except PlanError as error:
+        return [str(error)]
+    if sharding is None:
+        return []
+    asked = {region.task_graph for region in stage.regions if region.task_graph != "*"}
+    wide = len([share for share in stage.shares if share])
+    told: dict[str, str] = {}
+    for narrow in sharding.narrow:
+        op = graph.op_by_name[narrow.op]
+        if op.annotation in asked and op.annotation not in told:
+            told[str(op.annotation)] = (
+                f"splits TaskGraph {op.annotation!r} over {wide} devices, and {op.target} ({op.source or op.name}) can be cut into "
+                f"{narrow.units} parts: split it over {narrow.units} devices or fewer, or leave this op out of the TaskGraph"
+            )
+    return list(told.values())
 
 
 def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:

@@ -71,6 +71,7 @@ def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: Strateg
         "data": " with the whole model on each device",
         "pipeline": " with the model cut into stages",
         "split": " with layers in parts",
+        "context": " with sequences in parts",
     }.get(strategy, "")
     asked = {"given": "it was given", "marked": "its TaskGraphs ask for it"}.get(chosen.kind, asked)
     if chosen.step_s is None or chosen.step_s <= 0 or not others:

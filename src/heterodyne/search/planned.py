@@ -15,9 +15,20 @@ from heterodyne.sim.run import Simulation
 
 __all__ = ["CLEARLY", "CUTTING_PAYS", "FOLDING_PAYS", "Candidate", "Kind", "Planned", "Strategy", "serves"]
 
-Strategy = Literal["auto", "data", "pipeline", "split", "equal", "fastest"]
+Strategy = Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"]
 Kind = Literal[
-    "balanced", "equal", "fastest", "fewer", "pipeline", "wide", "replicas", "even", "split", "marked", "given"
+    "balanced",
+    "equal",
+    "fastest",
+    "fewer",
+    "pipeline",
+    "wide",
+    "replicas",
+    "even",
+    "split",
+    "context",
+    "marked",
+    "given",
 ]
 CLEARLY = 0.95
 """Places of several devices are chosen only if so much faster: what they exchange may turn out not to be cut by samples."""
@@ -61,7 +72,7 @@ class Candidate:
         if self.step_s is None:
             return float("inf")
         doubts = (
-            CUTTING_PAYS if self.kind in (*_OF_PIPELINES, "split") else 1,
+            CUTTING_PAYS if self.kind in (*_OF_PIPELINES, "split", "context") else 1,
             CLEARLY if self.kind == "wide" else 1,
             FOLDING_PAYS if self._is_folded else 1,
         )
@@ -113,6 +124,6 @@ def serves(kind: Kind, strategy: Strategy, *, only: bool = False) -> bool:
     """Whether a way of that kind is an answer to what was asked; the ``only`` way of data parallelism answers all of that."""
     if strategy in ("data", "pipeline"):
         return kind in (_OF_DATA if strategy == "data" else _OF_PIPELINES)
-    if strategy == "split":
-        return kind in ("split", "marked")
+    if strategy in ("split", "context"):
+        return kind in (strategy, "marked")
     return strategy == "auto" or kind == strategy or (only and kind in _OF_DATA)

@@ -106,13 +106,13 @@ def _candidates(
     # Pipelines take larger parts of the batch, so where that is mathematics they cannot be compared with whole models.
     alone = strategy == "pipeline" and bool(model.graph.batch_statistics)
     data = DataParallel(model=model, runs={} if alone else runs, samples=samples)
-    found = list(data.candidates("data" if strategy in ("pipeline", "split") else strategy))
+    found = list(data.candidates("data" if strategy in ("pipeline", "split", "context") else strategy))
     if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
         return tuple(found)
     splits = Split(model=model, runs=runs, samples=samples, sizes=sizes)
-    marked = splits.as_marked() if strategy in ("auto", "split") else ()
-    found += [*marked, *(splits.candidates() if strategy != "pipeline" else ())]
-    if strategy == "split":
+    if strategy != "pipeline":
+        found += [*splits.as_marked(), *splits.candidates(("split", "context") if strategy == "auto" else (strategy,))]
+    if strategy in ("split", "context"):
         return tuple(found)
     known = [c.step_s for c in found if c.step_s is not None]
     below = min(known, default=inf) if strategy == "auto" else inf

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, inf
+from typing import Final, Literal
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
@@ -25,6 +26,8 @@ from heterodyne.units import format_bytes
 
 __all__ = ["Split", "shares_by"]
 
+_KINDS: Final[tuple[Literal["split", "context"], ...]] = ("split", "context")
+_NAMES: Final = {"split": "weights split", "context": "sequences split"}
 _FINE = 60
 """Shares are written in so many parts at most: finer than that no measurement is."""
 
@@ -68,26 +71,31 @@ class Split:
             found.append(self._weighed(name, "marked", tuple(pipelines)))
         return tuple(found)
 
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Splits of the whole model, over all devices and over fewer, alone and beside copies of each other."""
+    def candidates(self, kinds: Sequence[str] = ("split", "context")) -> tuple[Candidate, ...]:
+        """Splits of the whole model (``split``: of its weights, ``context``: of its sequences), over all devices and over fewer, alone
+        and beside copies of each other; of each the best size of micro-batches."""
         found = []
-        for name, groups in self._groupings():
-            tried: list[Candidate] = []
-            for size in self.sizes:
-                pipelines = tuple(
-                    Pipeline(
-                        micro_batches=MicroBatches.of_samples(share, size),
-                        stages=(self.stage((0, len(self.model.graph.ops)), devices),),
-                    )
-                    for devices, share in zip(groups, self._dealt_batch(groups), strict=True)
-                )
-                tried.append(self._weighed(name, "split", pipelines))
-            found.append(min(tried, key=lambda c: c.step_s if c.step_s is not None else inf))
+        for kind in _KINDS:
+            for name, groups in self._groupings() if kind in kinds else ():
+                # Sequences are cut where one alone is long; samples of more than one would be shared.
+                sizes = self.sizes if kind == "split" else self.sizes[:1]
+                tried = [self._of_groups(f"{_NAMES[kind]} {name}", kind, groups, size) for size in sizes]
+                found.append(min(tried, key=lambda c: c.step_s if c.step_s is not None else inf))
         return tuple(found)
 
-    def stage(self, ops: tuple[int, int], devices: Sequence[str]) -> Stage:
+    def _of_groups(
+        self, name: str, kind: Literal["split", "context"], groups: Sequence[Sequence[str]], size: int
+    ) -> Candidate:
+        whole = (0, len(self.model.graph.ops))
+        pipelines = tuple(
+            Pipeline(micro_batches=MicroBatches.of_samples(share, size), stages=(self.stage(whole, devices, kind),))
+            for devices, share in zip(groups, self._dealt_batch(groups), strict=True)
+        )
+        return self._weighed(name, kind, pipelines)
+
+    def stage(self, ops: tuple[int, int], devices: Sequence[str], kind: Literal["split", "context"]) -> Stage:
         """A stage in parts, by the speeds of its devices."""
-        layout = Layout(kind="split", shares=shares_by([self._speed(device) for device in devices]))
+        layout = Layout(kind=kind, shares=shares_by([self._speed(device) for device in devices]))
         return Stage(
             ops=ops, devices=tuple(devices), regions=(Region(layout=layout),), exchange=self._exchange(devices)
         )
@@ -99,7 +107,7 @@ class Split:
         seen: set[tuple[tuple[str, ...], ...]] = set()
         for count in _counts(len(devices)):
             kept = tuple(device for device in devices if device in ranked[:count])
-            name = f"split over all {count} devices" if count == len(devices) else f"split over {', '.join(kept)}"
+            name = f"over all {count} devices" if count == len(devices) else f"over {', '.join(kept)}"
             if (kept,) not in seen and count > 1:
                 seen.add((kept,))
                 yield name, (kept,)
@@ -107,12 +115,12 @@ class Split:
         for device in self.model.cluster.devices:
             nodes.setdefault(device.node, []).append(device.id)
         if len(nodes) > 1:
-            yield "split inside each node", tuple(tuple(of) for of in nodes.values())
+            yield "inside each node", tuple(tuple(of) for of in nodes.values())
         for width in (2, 4, 8):
             if width < len(devices) and len(devices) % width == 0:
                 order = sorted(devices, key=lambda d: (-round(self._speed(d), 6), devices.index(d)))
                 groups = tuple(tuple(order[i : i + width]) for i in range(0, len(order), width))
-                yield f"split over {width} devices, {len(groups)} copies", groups
+                yield f"over {width} devices, {len(groups)} copies", groups
 
     def _dealt_batch(self, groups: Sequence[Sequence[str]]) -> tuple[int, ...]:
         speeds = [sum(self._speed(device) for device in group) for group in groups]

@@ -1,0 +1,55 @@
+"""One long sequence over several devices: each has a slice of it, attention sees all that it may (context parallelism).
+
+python examples/long_context.py [--length 1024] [--steps 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from gpt import build
+from llama_hybrid import text
+from torch import Tensor
+from workers import on_unequal_workers
+
+import heterodyne as hd
+
+SPEEDS = (0.7, 0.35, 0.35)
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    arguments.add_argument("--length", type=int, default=1024)
+    arguments.add_argument("--layers", type=int, default=2)
+    arguments.add_argument("--width", type=int, default=64)
+    arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--measure", type=float, default=30.0, help="about the seconds that measuring may take")
+    given = arguments.parse_args()
+    on_unequal_workers(*SPEEDS)
+
+    torch.manual_seed(0)
+    model = build(layers=given.layers, width=given.width, heads=4, length=given.length)
+    corpus = text()
+
+    def batch(step: int) -> dict[str, Tensor]:
+        start = int(torch.randint(len(corpus) - given.length, (), generator=torch.Generator().manual_seed(step)))
+        ids = corpus[start : start + given.length].unsqueeze(0)
+        return {"input_ids": ids, "labels": ids}
+
+    optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)  # noqa: E731
+    with hd.distribute(
+        model, batch(0), optimizer=optimizer, plan="context", micro_batch_sizes=(1,), measure_budget_s=given.measure
+    ) as trainer:
+        if trainer.rank == 0:
+            print(trainer.explain())
+        for step in range(given.steps):
+            result = trainer.step(batch(step))
+            if trainer.rank == 0:
+                print(f"step {step}: loss {result.loss:.4f}, {result.seconds:.3f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
