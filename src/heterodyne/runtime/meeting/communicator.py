@@ -22,6 +22,7 @@ from torch import Tensor
 
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.meeting.mail import Mail
+from heterodyne.runtime.meeting.shared_exchange import SharedExchange
 from heterodyne.runtime.meeting.shared_memory import SharedBuffers, neighbourhood
 
 __all__ = ["Channel", "Communicator", "Pending"]
@@ -94,6 +95,8 @@ class Channel:
         self._staged = staged
         self._neighbours = neighbours
         self._shared: list[SharedBuffers] = []
+        self._exchange: SharedExchange | None = None
+        self._exchange_tried = False
         self._thread: ThreadPoolExecutor | None = None
         self._host: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
@@ -149,6 +152,12 @@ class Channel:
         if self._group is None:
             return list(parts)
         device = parts[0].device
+        if self._neighbours and not self._exchange_tried:
+            self._exchange_tried = True
+            place = dist.get_group_rank(self._group, dist.get_rank())
+            self._exchange = SharedExchange.allocate(len(self.ranks), place, self._gather)
+        if self._exchange is not None:
+            return self._exchange.all_to_all(parts, sizes)
         sent = torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
         if self._staged:
             sent = sent.cpu()
@@ -166,6 +175,9 @@ class Channel:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._shared.clear()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

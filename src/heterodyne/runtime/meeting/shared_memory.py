@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["SharedBuffers", "neighbourhood"]
+__all__ = ["SharedBuffers", "make_memory", "neighbourhood", "open_memory"]
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 2**18  # a chunk of all ranks stays in the cache between being added up and being written back
@@ -61,12 +61,12 @@ class SharedBuffers:
         Collective. ``gather`` gives the values of all ranks, in order; ``place`` is this rank's among them.
         """
         offsets, total = _layout(sizes)
-        made = _make(total)
+        made = make_memory(total)
         try:
             maps: list[mmap.mmap | None] = []
             for peer, path in enumerate(gather(None if made is None else f"/proc/{os.getpid()}/fd/{made[1]}")):
                 own = made[0] if made is not None and peer == place else None
-                maps.append(own or _open(path, total))
+                maps.append(own or open_memory(path, total))
             everywhere = all(gather(None not in maps))
         finally:
             if made is not None:
@@ -126,7 +126,7 @@ def _layout(sizes: Sequence[tuple[int, torch.dtype]]) -> tuple[list[int], int]:
     return offsets, total
 
 
-def _make(size: int) -> tuple[mmap.mmap, int] | None:
+def make_memory(size: int) -> tuple[mmap.mmap, int] | None:
     """New memory of that size, mapped, and its file descriptor; None if there is no room for it."""
     if not size:
         return None
@@ -142,7 +142,8 @@ def _make(size: int) -> tuple[mmap.mmap, int] | None:
         return None
 
 
-def _open(path: object, size: int) -> mmap.mmap | None:
+def open_memory(path: object, size: int) -> mmap.mmap | None:
+    """Somebody else's memory, mapped; None where it cannot be."""
     if not isinstance(path, str):
         return None
     try:
