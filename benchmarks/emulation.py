@@ -22,11 +22,14 @@ UNEQUAL = (0.7, 0.35, 0.35, 0.2)
 EQUAL = (0.4, 0.4, 0.4, 0.4)
 
 
-def emulated(speeds: tuple[float, ...], ways: list[str], size: Any, script: Path) -> dict[str, Any]:
-    """Run a script once for each speed under emulation, and read what rank 0 wrote."""
+def emulated(
+    speeds: tuple[float, ...], ways: list[str], size: Any, script: Path, *, links: str | None = None
+) -> dict[str, Any]:
+    """Run a script once for each speed under emulation, and read what rank 0 wrote. ``links``: of each worker, as the command takes it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         emulate = [sys.executable, "-m", "heterodyne", "emulate", "--speeds", ",".join(map(str, speeds))]
+        emulate += [] if links is None else ["--links", links]
         command = [*emulate, "--", sys.executable, str(script), "--worker", "--out", str(out), "--ways", *ways]
         command += ["--size", json.dumps(asdict(size))]
         subprocess.run(command, check=True)

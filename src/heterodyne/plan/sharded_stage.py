@@ -16,7 +16,10 @@ from heterodyne.graph.sharding import COPY, SUM, Layout, Mode, Price, Problem, S
 from heterodyne.graph.size import Size
 from heterodyne.plan.plan import Pipeline, Stage
 
-__all__ = ["shard_stage"]
+__all__ = ["problem_of", "shard_stage"]
+
+
+Fixed = dict[tuple[Ref, Layout], Size]
 
 
 @lru_cache(maxsize=256)
@@ -25,9 +28,16 @@ def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding 
 
     Raises PlanError for tensors at its borders out of which no samples can be cut.
     """
-    stage = pipeline.stages[number]
-    if not stage.sharded:
+    if not pipeline.stages[number].sharded:
         return None
+    return shard(*problem_of(graph, pipeline, number))
+
+
+def problem_of(
+    graph: ModelGraph, pipeline: Pipeline, number: int
+) -> tuple[Problem, tuple[tuple[int, ...], ...], Fixed]:
+    """What has to be solved for that stage, the lists of shares, and the units that its neighbours have fixed."""
+    stage = pipeline.stages[number]
     regions = sorted(stage.regions, key=lambda region: region.task_graph != "*")
     by_name = {region.task_graph: place for place, region in enumerate(regions)}
     ops = stage_ops(graph, *stage.ops)
@@ -43,7 +53,7 @@ def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding 
     )
     borders = {**given, **wanted}
     fixed = {(ref, layout): Size.per_sample(1) for ref, layout in borders.items() if layout.kind == "cut"}
-    return shard(problem, [region.layout.shares for region in regions], fixed)
+    return problem, tuple(region.layout.shares for region in regions), fixed
 
 
 def _mode(op: Op, stage: Stage, by_name: Mapping[str, int]) -> Mode:
