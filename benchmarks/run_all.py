@@ -23,6 +23,8 @@ MARKS = ("<!-- measured: written by make bench -->", "<!-- end of measured -->")
 BENCHMARKS = (
     "uneven_data_parallel",
     "uneven_pipeline",
+    "uneven_tensor_parallel",
+    "large_head",
     "convergence",
     "capture_large",
     "kill_and_resume",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,19 @@ from torch.nn import functional as F
 import heterodyne as hd
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import ModelGraph
+from multiprocess.split import moe_model
 
 NAMES = ("gpt", "sum", "weighted", "llama", "gpt2", "bert", "resnet", "mixed")
 MIXING = ("resnet", "mixed")  # those with BatchNorm
 BRANCHED = ("t5", "vit", "unet")  # and more, whose stages hang together in other ways than a chain does, or see no text
+EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "moe_einsum",
+    "moe_indexed",
+)  # mixtures: two of Transformers, two as a user writes them
 
-SHIFTING = ("llama", "gpt2")  # predict each label from the tokens before it
+SHIFTING = ("llama", "gpt2", "mixtral", "qwen3_moe", "marked_mixtral")  # predict each label from the tokens before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,11 @@ def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tens
         "t5": _t5,
         "vit": _vit,
         "unet": _unet,
+        "mixtral": _mixtral,
+        "marked_mixtral": _marked_mixtral,
+        "qwen3_moe": _qwen3_moe,
+        "moe_einsum": functools.partial(_moe, "einsum"),
+        "moe_indexed": functools.partial(_moe, "indexed"),
     }[name](samples)
 
 
@@ -199,6 +212,54 @@ def _llama(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     )  # fmt: skip
     ids = torch.randint(0, 29, (samples, 8))
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+def _mixtral(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, num_local_experts=5, num_experts_per_tok=2,
+    )  # fmt: skip
+    ids = torch.randint(0, 29, (samples, 8))
+    return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+class Split(nn.Module):
+    """A part of a model, marked to be split."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        with hd.split(2, name="experts"):
+            result: Tensor = self.inner(*arguments)
+            return result
+
+
+def _marked_mixtral(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    module, batch = _mixtral(samples)
+    for layer in module.model.layers:  # type: ignore[union-attr]  # that is where Transformers keeps them
+        layer.mlp.experts = Split(layer.mlp.experts)  # type: ignore[union-attr]
+    return module, batch
+
+
+def _qwen3_moe(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=29, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=16, num_experts=6,
+        num_experts_per_tok=3, norm_topk_prob=True,
+    )  # fmt: skip
+    ids = torch.randint(0, 29, (samples, 8))
+    return Qwen3MoeForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+def _moe(form: Literal["einsum", "indexed"], samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    ids = torch.randint(0, 23, (samples, 8))
+    return moe_model.build(form), {"input_ids": ids, "labels": ids.roll(-1, 1)}
 
 
 def _gpt2(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -30,7 +30,7 @@ class Halves:
             ZERO
             if not learns
             else op.flops_backward * (0.5 if any(flows.get(name, False) for name in op.inputs) else 1.0)
-            for op, learns in zip(self.graph.ops, self._learns, strict=True)
+            for op, learns in zip(self.graph.ops, self.learns, strict=True)
         )
 
     @cached_property
@@ -44,7 +44,7 @@ class Halves:
         given = {entry.name: entry.spec.bytes for entry in self.graph.inputs}
         entering: dict[str, Size] = {}
         leaving = []
-        for op, learns in zip(self.graph.ops[start:stop], self._learns[start:stop], strict=True):
+        for op, learns in zip(self.graph.ops[start:stop], self.learns[start:stop], strict=True):
             if learns:
                 for name in op.inputs:
                     entering[name] = (
@@ -58,7 +58,7 @@ class Halves:
         return {op.name: any(op.differentiable) for op in self.graph.ops}
 
     @cached_property
-    def _learns(self) -> tuple[bool, ...]:
+    def learns(self) -> tuple[bool, ...]:
         """Whether an op has trainable weights, and a gradient comes back to it."""
         trainable = {p.name for p in self.graph.parameters if p.trainable}
         return tuple(any(op.differentiable) and not trainable.isdisjoint(op.parameters) for op in self.graph.ops)

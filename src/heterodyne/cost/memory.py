@@ -7,7 +7,7 @@ size, not proportional to the share. Every term leans upwards; a plan that fits 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from heterodyne.cost.curve import Curve
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph, Parameter
 from heterodyne.graph.size import Size
+from heterodyne.plan.boxes import Box
 from heterodyne.plan.buckets import Bucket, gradient_buckets
 
 __all__ = ["DeviceMemory", "MemoryAssumptions", "MemoryUse"]
@@ -24,6 +25,7 @@ __all__ = ["DeviceMemory", "MemoryAssumptions", "MemoryUse"]
 Ops: TypeAlias = tuple[int, int]
 """The ops ``[start, stop)`` of a graph."""
 
+_ALL_OF_EACH: Mapping[str, Box] = {}
 _CONTEXT_BYTES: Mapping[str, int] = {"cpu": 512 * 2**20}
 
 
@@ -93,7 +95,8 @@ class MemoryUse:
 class DeviceMemory:
     """Memory of one device as a function of the micro-batch size. ``profile`` None: nothing was measured, the graph is believed.
 
-    Where a method asks for ``ops``, it is about the stage of the ops ``[start, stop)``; None: the whole model.
+    Where a method asks for ``ops``, it is about the stage of the ops ``[start, stop)``; None: the whole model. Of a stage that lies in
+    parts on several devices, ``kept`` and ``moved`` say what falls to this one, by the names of the ops.
     """
 
     graph: ModelGraph
@@ -130,39 +133,45 @@ class DeviceMemory:
         measured = 0 if self.profile is None else self.profile.context_bytes
         return measured + self.assumptions.growth_bytes if measured else self.assumptions.context(self.device.backend)
 
-    def activations(self, size: int, ops: Ops | None = None) -> int:
+    def activations(self, size: int, ops: Ops | None = None, kept: Mapping[str, float] | None = None) -> int:
         """Bytes that one micro-batch of that many samples keeps from its forward to its backward.
 
         Of a stage: the sum of what its blocks were measured to keep, the part of a block that is cut inside as the graph has it. If
-        the model in one piece keeps more than the sum of its blocks, so does each stage.
+        the model in one piece keeps more than the sum of its blocks, so does each stage. ``kept``: of each op the part that is kept here.
         """
         if size == 0:
             return 0
         start, stop = ops or (0, len(self.graph.ops))
-        by_graph = Size.total(op.bytes_saved for op in self.graph.ops[start:stop])(size)
+        by_graph = self._kept_by_graph(start, stop, size, kept)
         if not self._saved:
             return round(by_graph)
         whole = self._saved_by_all
         assert whole is not None  # there are curves
-        if (start, stop) == (0, len(self.graph.ops)):
+        if (start, stop) == (0, len(self.graph.ops)) and kept is None:
             return round(whole(size))
         if not self._all_in(self._saved):
             all_by_graph = self.graph.bytes_saved()(size)
             return round(whole(size) * by_graph / all_by_graph if all_by_graph > 0 else whole(size))
         summed = sum(self._saved[block.kind](size) for block in self.graph.blocks)
-        parts = sum(self._saved[b.kind](size) * self._part(b, start, stop, size) for b in self.graph.blocks)
+        parts = sum(self._saved[b.kind](size) * self._part(b, start, stop, size, kept) for b in self.graph.blocks)
         return round(parts * (max(1.0, whole(size) / summed) if summed > 0 else 1.0))
 
-    def _part(self, block: Block, start: int, stop: int, size: int) -> float:
+    def _kept_by_graph(self, start: int, stop: int, size: int, kept: Mapping[str, float] | None) -> float:
+        ops = self.graph.ops[start:stop]
+        if kept is None:
+            return Size.total(op.bytes_saved for op in ops)(size)
+        return sum(op.bytes_saved(size) * kept[op.name] for op in ops)
+
+    def _part(self, block: Block, start: int, stop: int, size: int, kept: Mapping[str, float] | None) -> float:
         """The part of what a block keeps that its ops in ``[start, stop)`` keep."""
         low, high = max(start, block.start), min(stop, block.stop)
         if low >= high:
             return 0.0
-        if (low, high) == (block.start, block.stop):
+        if (low, high) == (block.start, block.stop) and kept is None:
             return 1.0
-        kept = self.graph.bytes_saved(block)(size)
-        own = Size.total(op.bytes_saved for op in self.graph.ops[low:high])(size)
-        return own / kept if kept > 0 else (high - low) / (block.stop - block.start)
+        of_block = self.graph.bytes_saved(block)(size)
+        own = self._kept_by_graph(low, high, size, kept)
+        return own / of_block if of_block > 0 else (high - low) / (block.stop - block.start)
 
     @cached_property
     def _transient(self) -> dict[str, Curve]:
@@ -175,30 +184,48 @@ class DeviceMemory:
         }
         return known if WHOLE in known or self._all_in(known) else {}
 
-    def workspace(self, size: int, ops: Ops | None = None) -> int:
+    def workspace(self, size: int, ops: Ops | None = None, moved: Mapping[str, float] | None = None) -> int:
         """Bytes that come and go inside a backward: measured, else gradients of inputs and outputs of the largest op, twice.
 
         Twice, since where paths join (skip connections) a second gradient waits for the first. Measured is the model in one piece, or
-        else, and for a stage, the worst of its blocks.
+        else, and for a stage, the worst of its blocks. ``moved``: the bytes that each op reads and writes here; what was measured
+        shrinks as the largest of them does.
         """
         if size == 0:
             return 0
         start, stop = ops or (0, len(self.graph.ops))
         known = self._transient
         if known and (WHOLE not in known or ((start, stop) != (0, len(self.graph.ops)) and self._all_in(known))):
-            kinds = {block.kind for block in self.graph.blocks if block.start < stop and start < block.stop}
-            return round(max((known[kind](size) for kind in kinds), default=0.0))
+            blocks = [block for block in self.graph.blocks if block.start < stop and start < block.stop]
+            return round(
+                max((known[b.kind](size) * self._shrunk(b.start, b.stop, size, moved) for b in blocks), default=0.0)
+            )
         if known:
-            return round(known[WHOLE](size))
-        return round(
-            2 * max((op.bytes_read(size) + op.bytes_written(size) for op in self.graph.ops[start:stop]), default=0)
-        )
+            return round(known[WHOLE](size) * self._shrunk(start, stop, size, moved))
+        return round(2 * self._largest_op(start, stop, size, moved))
 
-    def held(self, stages: Sequence[Ops] | None = None) -> tuple[Parameter, ...]:
+    def _largest_op(self, start: int, stop: int, size: int, moved: Mapping[str, float] | None = None) -> float:
+        """The most bytes that one op reads and writes; ``moved`` may leave out ops."""
+        ops = self.graph.ops[start:stop]
+        if moved is not None:
+            return max((moved.get(op.name, 0.0) for op in ops), default=0.0)
+        return max((op.bytes_read(size) + op.bytes_written(size) for op in ops), default=0.0)
+
+    def _shrunk(self, start: int, stop: int, size: int, moved: Mapping[str, float] | None) -> float:
+        whole = 0.0 if moved is None else self._largest_op(start, stop, size)
+        return self._largest_op(start, stop, size, moved) / whole if whole > 0 else 1.0
+
+    def held(
+        self, stages: Sequence[Ops] | None = None, boxes: Mapping[str, Box] = _ALL_OF_EACH
+    ) -> tuple[Parameter, ...]:
         """The parameters and buffers that a device with these stages (None: the whole model) has: what their ops read, once each.
 
-        What no op at all reads is held by every device.
+        What no op at all reads is held by every device. Of those in ``boxes`` the device has that box alone, and such is their shape.
         """
+        found = self._held(stages)
+        return tuple(replace(p, shape=_box_shape(boxes[p.name], p.shape)) if p.name in boxes else p for p in found)
+
+    def _held(self, stages: Sequence[Ops] | None) -> tuple[Parameter, ...]:
         stored = (*self.graph.parameters, *self.graph.buffers)
         if stages is None or any(tuple(stage) == (0, len(self.graph.ops)) for stage in stages):
             return stored
@@ -206,12 +233,13 @@ class DeviceMemory:
         here = {name for start, stop in stages for op in self.graph.ops[start:stop] for name in op.parameters}
         return tuple(p for p in stored if p.name in here or p.name not in anywhere)
 
-    def use(self, size: int, stages: Sequence[Ops] | None = None) -> MemoryUse:
+    def use(self, size: int, stages: Sequence[Ops] | None = None, boxes: Mapping[str, Box] = _ALL_OF_EACH) -> MemoryUse:
         """The peak when micro-batches of up to ``size`` samples run one after the other; 0: no share, only the update.
 
-        With ``stages``, of a device that has these stages of a pipeline: activations of one micro-batch in each of them.
+        With ``stages``, of a device that has these stages of a pipeline: activations of one micro-batch in each of them, all of it.
+        ``boxes``: of the parameters that it has a part of, which.
         """
-        held = self.held(stages)
+        held = self.held(stages, boxes)
         trainable = [p for p in held if p.trainable]
         names = {p.name for p in trainable}
         gradients = sum(p.bytes for p in trainable)
@@ -220,8 +248,13 @@ class DeviceMemory:
         autocast = 2 * sum(p.numel for p in held if p.name in weights) if self.recipe.precision == "bf16" else 0
         parameters = sum(p.bytes for p in held) + autocast
         optimizer = self.recipe.states * states
-        own = [sum(self._bytes[name] for name in bucket.parameters if name in names) for bucket in self._buckets]
-        buckets = min(gradients, 2 * max(own, default=0))
+        if boxes:
+            # Who owns what parts with whom makes other buckets; none is larger than its last part makes it.
+            largest = self.recipe.bucket_bytes + max((p.bytes for p in trainable), default=0)
+        else:
+            own = [sum(self._bytes[name] for name in bucket.parameters if name in names) for bucket in self._buckets]
+            largest = max(own, default=0)
+        buckets = min(gradients, 2 * largest)
         ranges = [None] if stages is None else list(stages)
         activations = sum(self.activations(size, ops) for ops in ranges)
         return MemoryUse(
@@ -247,3 +280,9 @@ class DeviceMemory:
     @cached_property
     def _bytes(self) -> dict[str, int]:
         return {p.name: p.bytes for p in self.graph.parameters}
+
+
+def _box_shape(box: Box, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a box of a tensor of that shape."""
+    spanned = {cut.dim: cut.stop - cut.first for cut in box}
+    return tuple(spanned.get(dim, size) for dim, size in enumerate(shape))

@@ -8,10 +8,16 @@ from functools import cached_property
 
 from heterodyne.cluster.profile import DeviceProfile, Profile
 from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.balance import operations_a_byte
 from heterodyne.cost.collective import Collectives
 from heterodyne.cost.compute import Compute, Pass, compute_of
+from heterodyne.cost.exchange import Wires
 from heterodyne.cost.halves import Halves
+from heterodyne.cost.in_parts import InParts
+from heterodyne.cost.member import member_costs
 from heterodyne.cost.memory import DeviceMemory, MemoryAssumptions, MemoryUse
+from heterodyne.cost.parts_kept import KeptInParts
+from heterodyne.cost.position import Position, slices_of
 from heterodyne.cost.recipe import Recipe
 from heterodyne.cost.routes import Route, routes
 from heterodyne.cost.stage import StageCosts
@@ -20,14 +26,20 @@ from heterodyne.errors import MeasureError
 from heterodyne.graph.cut import Crossing, crossings
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.size import ZERO, Size
-from heterodyne.plan.buckets import Bucket, planned_buckets
-from heterodyne.plan.plan import Pipeline, Plan, Stage
-from heterodyne.plan.slices import slices
+from heterodyne.plan.boxes import Box
+from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets
+from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.traffic import PARCELS_AHEAD
 
 __all__ = ["CostModel", "slices_of"]
 
 Ops = tuple[int, int]
+Boxes = Mapping[str, Box]
+"""Of the parameters that a device has a part of, which."""
+
+_Held = tuple[tuple[Ops, ...] | None, frozenset[tuple[str, Box]]]
+_WHOLE: Boxes = {}
 _NORM_BYTES = 8
 
 
@@ -44,13 +56,16 @@ class CostModel:
     recipe: Recipe = field(default_factory=Recipe)
     memory: MemoryAssumptions = field(default_factory=MemoryAssumptions)
     ranks_meet: bool = True
-    _uses: dict[tuple[str, int, tuple[Ops, ...] | None], MemoryUse] = field(
+    _uses: dict[tuple[str, int, _Held], MemoryUse] = field(
         default_factory=dict, repr=False, compare=False
     )  # a search asks often, here as below
     _crossings: dict[tuple[int, ...], tuple[Crossing, ...]] = field(default_factory=dict, repr=False, compare=False)
     _entering: dict[Ops, Size] = field(default_factory=dict, repr=False, compare=False)
     _reads: dict[Ops, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
-    _trained: dict[tuple[Ops, ...] | None, int] = field(default_factory=dict, repr=False, compare=False)
+    _trained: dict[_Held, int] = field(default_factory=dict, repr=False, compare=False)
+    _in_parts: dict[tuple[Pipeline, int], InParts | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def compute(self) -> dict[str, Compute]:
@@ -84,27 +99,72 @@ class CostModel:
         except KeyError:
             raise MeasureError(f"{device} was not measured; measure again with 'heterodyne measure'") from None
 
-    def update_s(self, device: str, stages: Sequence[Ops] | None = None) -> float:
+    def update_s(self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE) -> float:
         """Seconds of the optimizer step, for the parameters of these stages (None: of the whole model)."""
-        key = None if stages is None else tuple(stages)
+        key = _held(stages, boxes)
         if key not in self._trained:
-            self._trained[key] = sum(p.bytes for p in self.device_memory[device].held(key) if p.trainable)
+            self._trained[key] = sum(p.bytes for p in self.device_memory[device].held(stages, boxes) if p.trainable)
         return self.measured(device).optimizer_s_per_byte * self._trained[key]
 
-    def clip_s(self, device: str, stages: Sequence[Ops] | None = None) -> float:
-        return self.recipe.clip_to_step * self.update_s(device, stages)
+    def clip_s(self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE) -> float:
+        return self.recipe.clip_to_step * self.update_s(device, stages, boxes)
 
     def fixed_s(self, device: str, stages: Sequence[Ops] | None = None) -> float:
         """Seconds of a step that do not depend on the share: clipping, the optimizer, the overhead."""
         update = self.update_s(device, stages)
         return update + self.recipe.clip_to_step * update + self.measured(device).step_overhead_s
 
-    def memory_use(self, device: str, size: int, stages: Sequence[Ops] | None = None) -> MemoryUse:
+    def memory_use(
+        self, device: str, size: int, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE
+    ) -> MemoryUse:
         """Bytes of a device that runs micro-batches of up to ``size`` samples, one at a time, of these stages (None: the whole model)."""
-        key = (device, size, None if stages is None else tuple(stages))
+        key = (device, size, _held(stages, boxes))
         if key not in self._uses:
-            self._uses[key] = self.device_memory[device].use(size, stages)
+            self._uses[key] = self.device_memory[device].use(size, stages, boxes)
         return self._uses[key]
+
+    def boxes_of(self, plan: Plan) -> dict[str, dict[str, Box]]:
+        """For each device of a plan, of the parameters and buffers that it has a part of, which."""
+        found: dict[str, dict[str, Box]] = {device: {} for device in plan.devices}
+        if any(stage.sharded for pipeline in plan.pipelines for stage in pipeline.stages):
+            for name, of in holdings_of(plan, self.graph).items():
+                for device, box in of.items():
+                    if box:
+                        found[device][name] = box
+        return found
+
+    def in_parts(self, pipeline: Pipeline, number: int) -> InParts | None:
+        """What the devices of a stage do together that lies on them in parts; None of one whose devices share the samples.
+
+        Raises PlanError for what cannot be laid out so, MeasureError if nothing is known of a link between them.
+        """
+        if not pipeline.stages[number].sharded:
+            return None
+        key = (pipeline, number)
+        if key not in self._in_parts:
+            stage, sharding = pipeline.stages[number], shard_stage(self.graph, pipeline, number)
+            self._in_parts[key] = (
+                None
+                if sharding is None
+                else InParts(
+                    ops=stage.ops,
+                    sharding=sharding,
+                    compute=tuple(self.compute[device] for device in stage.devices),
+                    balance=tuple(
+                        operations_a_byte(self.cluster.device(device), self.recipe.precision)
+                        for device in stage.devices
+                    ),
+                    wires=self._wires(stage.devices),
+                    halves=self._halves,
+                )
+            )
+        return self._in_parts[key]
+
+    def _wires(self, devices: Sequence[str]) -> Wires:
+        # What a step of the optimizer takes is memory traffic.
+        passes = self.recipe.update_passes
+        copies = [self.measured(device).optimizer_s_per_byte / passes for device in devices]
+        return Wires.between(devices, self.cluster, self.collectives, copies)
 
     def crossings(self, starts: Sequence[int]) -> tuple[Crossing, ...]:
         """What crosses between stages whose first ops are ``starts``."""
@@ -201,6 +261,7 @@ class CostModel:
     def of(self, plan: Plan) -> StepCosts:
         """The costs of a plan: any number of pipelines and stages, on one or several devices each."""
         buckets = planned_buckets(plan, self.graph)
+        boxes = self.boxes_of(plan)
         ranks: list[RankCosts | None] = [None] * len(self.cluster.devices)
         sent: list[Route] = []
         for pipeline in plan.pipelines:
@@ -209,7 +270,8 @@ class CostModel:
             travel = routes(crossing, taken, self.cluster, self.collectives)
             sent += travel
             for device in dict.fromkeys(device for stage in pipeline.stages for device in stage.devices):
-                ranks[self.cluster.rank(device)] = self._rank(device, pipeline, taken, crossing, travel, buckets)
+                at = Position(device, pipeline, taken, boxes[device])
+                ranks[self.cluster.rank(device)] = self._rank(at, crossing, travel, buckets)
         alike = all(set(bucket.owners) == set(plan.devices) for bucket in buckets)
         active = tuple(dict.fromkeys(plan.devices))
         return StepCosts(
@@ -221,80 +283,80 @@ class CostModel:
         )
 
     def _rank(
-        self,
-        device: str,
-        pipeline: Pipeline,
-        taken: Sequence[Mapping[str, Sequence[tuple[int, int]]]],
-        crossing: Sequence[Crossing],
-        travel: Sequence[Route],
-        buckets: Sequence[Bucket],
+        self, at: Position, crossing: Sequence[Crossing], travel: Sequence[Route], buckets: Sequence[Bucket]
     ) -> RankCosts:
+        device, mine = at.device, at.stages
         rank, measured = self.cluster.rank(device), self.measured(device)
-        mine = {number: stage for number, stage in enumerate(pipeline.stages) if device in stage.devices}
-        sizes = {number: tuple(count for _, count in taken[number][device]) for number in mine}
-        costs = {}
-        for number, stage in mine.items():
+        costs, workspace = {}, 0
+        for number in mine:
             # What a stage of the same rank has made is there already.
-            into = [c for c in crossing if number in c.consumers and c.producer not in mine]
-            out = [c for c in crossing if c.producer == number]
-            costs[number] = self.stage(
-                device,
-                stage.ops,
-                sizes[number],
-                recompute=stage.recompute,
-                entering=Size.total(c.bytes for c in into),
-                leaving=Size.total(c.bytes for c in out),
-            )
-        stages = tuple(stage.ops for stage in mine.values())
-        memory = self.device_memory[device]
-        largest = {number: max(own, default=0) for number, own in sizes.items()}
+            into = Size.total(c.bytes for c in crossing if number in c.consumers and c.producer not in mine)
+            out = Size.total(c.bytes for c in crossing if c.producer == number)
+            costs[number], needed = self._stage_of(at, number, into, out)
+            workspace = max(workspace, needed)
+        ranges = tuple(stage.ops for stage in mine.values())
         # Room is made for messages ahead, and what is sent stays until it has left.
         under_way = PARCELS_AHEAD * sum(
             max(route.bytes, default=0) for route in travel if rank in (route.destination[0], route.source[0])
         )
+        fixed = self.memory_use(device, 0, ranges, at.boxes)
         return RankCosts(
             stages=costs,
-            ready={
-                bucket.index: self._ready(device, bucket, mine, sizes) for bucket in buckets if device in bucket.owners
-            },
-            clip_s=self.clip_s(device, stages),
-            step_s=self.update_s(device, stages),
+            ready={bucket.index: self._ready(at, bucket) for bucket in buckets if device in bucket.owners},
+            clip_s=self.clip_s(device, ranges, at.boxes),
+            step_s=self.update_s(device, ranges, at.boxes),
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
-            fixed_bytes=self.memory_use(device, 0, stages).fixed,
-            workspace_bytes=under_way + max(memory.workspace(largest[n], stage.ops) for n, stage in mine.items()),
-            update_bytes=self.memory_use(device, 0, stages).update,
+            fixed_bytes=fixed.fixed,
+            workspace_bytes=under_way + workspace,
+            update_bytes=fixed.update,
         )
 
-    def _ready(
-        self, device: str, bucket: Bucket, mine: Mapping[int, Stage], sizes: Mapping[int, Sequence[int]]
-    ) -> tuple[tuple[int, float], ...]:
+    def _stage_of(self, at: Position, number: int, entering: Size, leaving: Size) -> tuple[StageCosts, int]:
+        """The costs of a stage on one of its devices, and what comes and goes inside its passes."""
+        stage, memory, sizes = at.pipeline.stages[number], self.device_memory[at.device], at.sizes(number)
+        largest = max(sizes, default=0)
+        together = self.in_parts(at.pipeline, number)
+        if together is None:
+            costs = self.stage(
+                at.device, stage.ops, sizes, recompute=stage.recompute, entering=entering, leaving=leaving
+            )
+            return costs, memory.workspace(largest, stage.ops)
+        kept = KeptInParts(stage=together, member=stage.devices.index(at.device), memory=memory)
+        costs = member_costs(
+            kept,
+            sizes,
+            [count for _, count in at.taken[number][at.device]],
+            again=self._recomputed(stage.ops, stage.recompute),
+            entering=entering,
+            leaving=leaving,
+            ranks=tuple(map(self.cluster.rank, stage.devices)),
+        )
+        return costs, kept.workspace(largest) if largest else 0
+
+    def _ready(self, at: Position, bucket: Bucket) -> tuple[tuple[int, float], ...]:
         """The stages that complete a bucket, each with the fraction of its last backward; all of them for what no op reads."""
         names = set(bucket.parameters)
         ready = []
-        for number, stage in mine.items():
-            if not any(sizes[number]):
+        for number, stage in at.stages.items():
+            sizes = at.sizes(number)
+            if not any(sizes):
                 continue
             if not bucket.blocks:
                 ready.append((number, 1.0))
             elif not names.isdisjoint(self._read_in(stage.ops)):
                 first = next(block.index for block in self.graph.blocks if block.stop > stage.ops[0])
                 block = self.graph.blocks[bucket.ready_block(first)]
-                size = next(size for size in reversed(sizes[number]) if size)
-                ready.append((number, self.compute[device].ready_fraction(block.start, stage.ops, size)))
+                size = next(size for size in reversed(sizes) if size)
+                together = self.in_parts(at.pipeline, number)
+                fraction = (
+                    self.compute[at.device].ready_fraction(block.start, stage.ops, size)
+                    if together is None
+                    else together.ready_fraction(block.start, size)
+                )
+                ready.append((number, fraction))
         return tuple(ready)
 
 
-def slices_of(pipeline: Pipeline) -> tuple[dict[str, tuple[tuple[int, int], ...]], ...]:
-    """For each stage its devices, each with its ``(first sample, count)`` of every micro-batch, counted within the micro-batch."""
-    made = []
-    for stage in pipeline.stages:
-        shares = next((r.layout.shares for r in stage.regions if r.task_graph == "*"), (1,) * len(stage.devices))
-        cut = {size: slices(size, shares) for size in set(pipeline.micro_batches.sizes)}
-        made.append(
-            {
-                device: tuple(cut[size][place] for size in pipeline.micro_batches.sizes)
-                for place, device in enumerate(stage.devices)
-            }
-        )
-    return tuple(made)
+def _held(stages: Sequence[Ops] | None, boxes: Boxes) -> _Held:
+    return None if stages is None else tuple(stages), frozenset(boxes.items())

@@ -29,12 +29,18 @@ class Recipe:
         return 2 if self.optimizer == "adamw" else int(self.momentum > 0)
 
     @property
+    def update_passes(self) -> int:
+        """How often the optimizer step reads or writes something as large as a parameter.
+
+        A fused AdamW reads the parameter, the gradient and two moments, and writes all but the gradient: 7. A fused SGD makes 5 with
+        momentum, 3 without.
+        """
+        return {"adamw": 7, "sgd": 5 if self.momentum > 0 else 3}[self.optimizer]
+
+    @property
     def clip_to_step(self) -> float:
         """Seconds of clipping over seconds of the optimizer step, as the ratio of their memory traffic.
 
-        Clipping reads each gradient for the norm, then reads and writes it to scale it: 3 passes. A fused AdamW reads the parameter,
-        the gradient and two moments, and writes all but the gradient: 7. A fused SGD makes 5 with momentum, 3 without.
+        Clipping reads each gradient for the norm, then reads and writes it to scale it: 3 passes.
         """
-        if not self.clip:
-            return 0.0
-        return 3 / {"adamw": 7, "sgd": 5 if self.momentum > 0 else 3}[self.optimizer]
+        return 3 / self.update_passes if self.clip else 0.0

@@ -20,6 +20,9 @@ class StageCosts:
         redone_bytes: the most that comes and goes inside a B or I that makes again what was not kept.
         weight_bytes: what is left of all that between I and W.
         gradient_bytes: gradients that come from other ranks and leave for other ranks, while B or I runs.
+        together: the ranks that hold parts of this stage and meet inside of F, B, I and R, this one included; their seconds are then those
+            from the moment at which the last of them begins until all are done. Empty: this rank needs nobody.
+        exchanges: of the seconds above those in which they exchange something.
     """
 
     forward_s: tuple[float, ...]
@@ -32,6 +35,8 @@ class StageCosts:
     redone_bytes: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
+    together: tuple[int, ...] = ()
+    exchanges: StageCosts | None = None
 
     @property
     def compute_s(self) -> float:

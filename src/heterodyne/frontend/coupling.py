@@ -3,17 +3,22 @@
 The shapes tell. An op that reads samples, and gives one thing for all of them, something for each pair, or a number of things
 that is not in proportion to theirs, has mixed them; so has one that works along the dim in which the samples lie. What the
 loss itself sums over the samples is known by then (``passed``), and BatchNorm is served by the runtime.
+
+Whole numbers and truth values choose and count, and what they choose is seen. They may be sorted along the samples: rows are put in order
+of expert, and back, which no row notices. A row's place among those of all samples is another matter: who comes too late for the
+capacity of an expert depends on who else is there.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, fx
 
 from heterodyne.errors import CaptureError
-from heterodyne.frontend.arguments import argument, leading_to, operator_name
+from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
 from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.sizes import degree, proportional, size_of
@@ -23,17 +28,21 @@ __all__ = ["coupled", "refuse_coupling"]
 # Each element of their result depends on others along ``dim`` (``dims``).
 _ALONG = frozenset({
     "softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll",
-    "sort", "topk",
+    "sort", "argsort", "topk",
 })  # fmt: skip
+_SORTS = frozenset({"sort", "argsort"})
+_KEEPS = frozenset({"clone", "contiguous", "expand", "flatten", "reshape", "squeeze", "to", "unsqueeze", "view"})
+_PUTS = frozenset({"index_put", "index_put_", "scatter", "scatter_"})
+_COMPARES = frozenset({"lt", "le", "gt", "ge"})
+# What they take at a place says nothing of its number.
+_TAKES = frozenset({"embedding", "gather", "index", "index_select", "take_along_dim"})
 
 _COUNTING = frozenset({"histc"})  # returns floats that are whole numbers
 
 
 def refuse_coupling(traced: Traced, from_batch: Collection[fx.Node], passed: Collection[fx.Node]) -> None:
-    """Raise CaptureError, with the line, if something on the way to the loss lets the samples of a batch see each other.
-
-    Whole numbers and truth values are let through: they choose and count (the tokens of an expert), and what they choose is seen.
-    """
+    """Raise CaptureError, with the line, if something on the way to the loss lets the samples of a batch see each other."""
+    places = _places(traced)
     for node in leading_to([traced.loss]):
         name = operator_name(node)
         if node not in from_batch or node.op != "call_function" or "batch_norm" in name or name in _COUNTING:
@@ -42,8 +51,13 @@ def refuse_coupling(traced: Traced, from_batch: Collection[fx.Node], passed: Col
         read = [t for n in node.all_input_nodes if n in from_batch for t in tensors_of(n) if t.is_floating_point()]
         reads_samples = any(degree(tensor) > 0 for tensor in read)
         one_for_all = reads_samples and node not in passed and any(degree(tensor) == 0 for tensor in tensors)
-        if one_for_all or any(_mixed(tensor) for tensor in tensors) or _along_the_samples(node):
+        along = _along_the_samples(node)
+        if along and not tensors:
+            raise _counted(node, "goes along the samples of a batch")
+        if along or one_for_all or any(_mixed(tensor) for tensor in tensors):
             raise coupled(node)
+        if name in _COMPARES and places.intersection(node.all_input_nodes):
+            raise _counted(node, "compares places in the order of all samples")
 
 
 def coupled(node: fx.Node) -> CaptureError:
@@ -53,6 +67,38 @@ def coupled(node: fx.Node) -> CaptureError:
         f"{place}{node.target} makes the samples of a batch depend on each other, and the devices each see only "
         "their own samples. Average over the samples only in the loss; BatchNorm is the one exception that is known."
     )
+
+
+def _counted(node: fx.Node, what: str) -> CaptureError:
+    """What to say of whole numbers that tell of a sample how many others there are."""
+    place = f"{line}\n" if (line := line_of(node, full=True)) else ""
+    return CaptureError(
+        f"{place}{node.target} {what}, and the devices each see only their own samples, so it would find others than on one device. Let "
+        "each sample count for itself: keep the samples in a dim of their own, [samples, tokens, ...], and count along the tokens (so has "
+        "each sample a capacity of its own, where experts have one)."
+    )
+
+
+def _places(traced: Traced) -> set[fx.Node]:
+    """Numbers that tell where a row stands among those of all samples: the order of an order, or what is written at its places."""
+    orders: set[fx.Node] = set()
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        if node.op != "call_function" or any(tensor.is_floating_point() for tensor in tensors_of(node)):
+            continue
+        name = operator_name(node)
+        read = {argument(node, "self")} if name in _TAKES else set(node.all_input_nodes)
+        sorts = name in _SORTS and _runs_along_the_samples(node)
+        if read & found or ((sorts or name in _PUTS) and read & orders):
+            found.update((node, *mutates(node)))
+        elif sorts or (read & orders and (name in _KEEPS or _is_order(node))):
+            orders.add(node)
+    return found
+
+
+def _is_order(node: fx.Node) -> bool:
+    """Of what ``sort`` returns the second; the first is what was sorted."""
+    return node.target is operator.getitem and bool(node.args[1] == 1)
 
 
 def _mixed(tensor: Tensor) -> bool:
@@ -66,8 +112,15 @@ def _along_the_samples(node: fx.Node) -> bool:
     if name == "scaled_dot_product_attention":
         query = _tensor(argument(node, "query"))
         return query is not None and not size_of(query.shape[-2]).is_constant
-    source = _tensor(argument(node, "self")) if name in _ALONG else None
-    if source is None or not source.is_floating_point():
+    source = _tensor(argument(node, "self"))
+    if name not in _ALONG or source is None or (name in _SORTS and not source.is_floating_point()):
+        return False
+    return _runs_along_the_samples(node)
+
+
+def _runs_along_the_samples(node: fx.Node) -> bool:
+    source = _tensor(argument(node, "self"))
+    if source is None:
         return False
     given = argument(node, "dims") if argument(node, "dims") is not None else argument(node, "dim")
     dims = list(given) if isinstance(given, list | tuple) else [given]

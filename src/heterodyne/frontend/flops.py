@@ -149,6 +149,13 @@ def _grouped_matmul(node: fx.Node) -> Counted:
     return _numel(a.meta["val"]) * size_of(b.meta["val"].shape[-1]) * 2, (a, b)
 
 
+def _experts(node: fx.Node) -> Counted:
+    """Each choice meets the matrices of its expert: indices [N, k], [experts, 2 I, H] and [experts, H, I]."""
+    tokens, indices, _, gate_up, down = _nodes(node, 5)
+    of_one = Size.total(_numel(n.meta["val"][0]) for n in (gate_up, down))
+    return _numel(indices.meta["val"]) * of_one * 2, (tokens, gate_up)
+
+
 def _recurrent(node: fx.Node) -> Counted:
     """lstm, gru, rnn: each weight matrix meets each step of each sample once. Input [steps, batch, width], in either order."""
     tensors = [n for n in node.all_input_nodes if _is_tensor(n)]
@@ -170,6 +177,7 @@ _CONTRACTIONS: dict[str, Callable[[fx.Node], Counted]] = {
     "scaled_dot_product_attention": _attention,
     "einsum": _einsum,
     **dict.fromkeys(("grouped_mm_fallback", "_grouped_mm"), _grouped_matmul),
+    "experts": _experts,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }
 

@@ -53,6 +53,8 @@ def _bound(user: fx.Node, value: fx.Node) -> Size | None:
     if name in ("index", "index_put", "index_put_", "_unsafe_index"):
         places = [i for i, index in enumerate(argument(user, "indices")) if index is value]
         return _size(argument(user, "self"), places[0]) if places else None
+    if name == "experts" and argument(user, "indices") is value:
+        return _size(argument(user, "gate_up"), 0)
     if name == "one_hot" and argument(user, "num_classes") > 0:
         return Size.of(argument(user, "num_classes"))
     return None

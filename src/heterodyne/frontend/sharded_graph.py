@@ -21,7 +21,7 @@ from heterodyne.frontend.export import Region, is_op, region_of, tensors_of
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import Writer, evaluated
 from heterodyne.frontend.stage_values import Pieces
-from heterodyne.graph import Ref
+from heterodyne.graph import Ref, Size
 from heterodyne.graph.sharding import Layout, Sharding, Strategy
 from heterodyne.graph.sharding.rules import rule_of
 
@@ -64,6 +64,8 @@ class Members(Protocol):
     def cross_entropy_of_samples(self, slot: int, logits: Tensor, labels: Tensor, *options: Any) -> Tensor: ...
     def part_of_mean_loss(self, slot: int, function: int, *arguments: Any) -> Tensor: ...
     def attention(self, slot: int, *arguments: Any, **options: Any) -> Tensor: ...
+    def experts_here(self, slot: int, *arguments: Any) -> Tensor: ...
+    def experts_between(self, slot: int, *arguments: Any) -> Tensor: ...
 
 
 # The arguments that are shapes of what an op returns.
@@ -72,6 +74,7 @@ _SHAPES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 _GROUPED: Final = {"group_norm": 1, "conv1d": 6, "conv2d": 6, "conv3d": 6}  # and where they name the number of groups
 _MEAN: Final = 1  # as torch counts reductions
+_MATRICES: Final = 3  # the first operand of a mixture of experts that holds something for each of them
 
 
 def sharded_graph(
@@ -120,6 +123,7 @@ class _ShardedWriter(Writer):
         copy = self._graph.node_copy(node, lambda n: self._copies[n])
         copy.args, copy.kwargs = operands
         self._local_sizes(node, copy, strategy)
+        _name_ones(node, copy)
         written = self._pieces.memory.writers_of(node) or mutates(node)
         finished = self._finish(node, copy)
         if strategy.divides:
@@ -224,7 +228,9 @@ class _ShardedWriter(Writer):
         if slot is None:
             return
         number = self._slot(*slot)
-        if node.name in self._pieces.graph.random:
+        if name == "scaled_dot_product_attention" and strategy.name == "l":
+            self._call(copy, "attention", self._slot(ref_of(node), strategy.outputs[0]))
+        elif node.name in self._pieces.graph.random:
             layout = strategy.outputs[0]
             assert layout.kind == "cut"
             self._call(copy, "drawn", self._slot(ref_of(node), layout), self._function(copy.target))
@@ -240,8 +246,9 @@ class _ShardedWriter(Writer):
             self._call(copy, "cross_entropy_of_samples", number)
         elif strategy.outputs[0].kind == "sum" and argument(node, "reduction") == _MEAN:
             self._call(copy, "part_of_mean_loss", number, self._function(copy.target))
-        elif name == "scaled_dot_product_attention" and strategy.name == "l":
-            self._call(copy, "attention", self._slot(ref_of(node), strategy.outputs[0]))
+        elif name == "experts" and "e" in strategy.name:
+            number = self._slot(self._operand_refs(node)[_MATRICES], strategy.operands[_MATRICES])
+            self._call(copy, "experts_here" if strategy.name == "e" else "experts_between", number)
         elif name in _GROUPED and strategy.name in self._rule_units(node):
             self._local_groups(node, copy)
 
@@ -282,6 +289,18 @@ def _cuts(node: fx.Node, strategy: Strategy, operands: Sequence[Ref]) -> Iterato
     for place, layout in enumerate(strategy.outputs):
         if layout.kind == "cut":
             yield Ref(ref_of(node).name, place), layout
+
+
+def _name_ones(node: fx.Node, copy: fx.Node) -> None:
+    """The dims that ``squeeze`` takes away are those that are 1 in the whole tensor, not in a slice."""
+    if operator_name(node) != "squeeze":
+        return
+    source, given = node.args[0], argument(node, "dim")
+    assert isinstance(source, fx.Node)
+    shape = source.meta["val"].shape
+    named = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
+    gone = sorted({dim % len(shape) for dim in named if spec_of(source.meta["val"]).shape[dim] == Size.of(1)})
+    copy.target, copy.args = torch.ops.aten.squeeze.dims, (copy.args[0], gone)
 
 
 def _whole_number(value: Any, node: fx.Node) -> int:

@@ -14,6 +14,7 @@ from heterodyne.frontend.blocks import find_blocks
 from heterodyne.frontend.counting import LossCounter
 from heterodyne.frontend.describe import batch_statistics, describe, random_ops, ref_of
 from heterodyne.frontend.example import Batch, Example, read_example
+from heterodyne.frontend.experts import put_together
 from heterodyne.frontend.export import Traced, export
 from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.replay import Observed, observe
@@ -82,7 +83,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     Raises CaptureError, with the line of the model and what to change.
     """
     example = read_example(model, example_batch)
-    traced = export(model, example)
+    traced = put_together(export(model, example))
     observed = observe(traced)
     found = read_loss(traced)
     buffers = dict(model.named_buffers())

@@ -9,6 +9,7 @@ from heterodyne.cost.model import slices_of
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.search.planned import CLEARLY, Candidate, Planned, Strategy, serves
 from heterodyne.units import format_bytes, format_seconds
 
@@ -138,9 +139,10 @@ def _running(plan: Plan) -> dict[str, MicroBatches]:
     """For each device what it gets of each micro-batch."""
     running = {}
     for pipeline in plan.pipelines:
-        for taken in slices_of(pipeline):
+        for stage, taken in zip(pipeline.stages, slices_of(pipeline), strict=True):
             for device, slices in taken.items():
-                running[device] = MicroBatches(tuple(count for _, count in slices if count))
+                own = MicroBatches(tuple(count for _, count in slices if count))
+                running[device] = pipeline.micro_batches if stage.sharded else own
     return running
 
 
@@ -148,10 +150,13 @@ def _part(plan: Plan, graph: ModelGraph, device: str) -> str:
     """The stages of a device in words; nothing for the whole model."""
     parts = []
     for pipeline in plan.pipelines:
-        for number, stage in enumerate(pipeline.stages if len(pipeline.stages) > 1 else ()):
-            if device in stage.devices:
-                again = f", recomputing {len(stage.recompute)} blocks" if stage.recompute else ""
-                parts.append(f"stage {number} ({_span(graph, stage.ops)}{again})")
+        for number, stage in enumerate(pipeline.stages):
+            if device not in stage.devices or (len(pipeline.stages) == 1 and not stage.sharded):
+                continue
+            own = f"{stage.shares[stage.devices.index(device)] / sum(stage.shares):.0%} of " if stage.sharded else ""
+            again = f", recomputing {len(stage.recompute)} blocks" if stage.recompute else ""
+            what = f"stage {number} ({_span(graph, stage.ops)}{again})" if len(pipeline.stages) > 1 else "the model"
+            parts.append(own + what)
     return ", ".join(parts)
 
 
@@ -175,6 +180,7 @@ def paragraph(planned: Planned) -> str:
         + (f": {parts}." if parts else ".")
     ]
     text += [_line(planned, pipeline, working) for pipeline in plan.pipelines if len(pipeline.stages) > 1]
+    text += [_in_parts(planned, pipeline) for pipeline in plan.pipelines if len(pipeline.stages) == 1]
     if predicted is not None:
         text.append(
             f"A step should take {format_seconds(predicted.step_s)}: {predicted.samples_per_s:.4g} samples/s, "
@@ -192,7 +198,24 @@ def paragraph(planned: Planned) -> str:
         for device in planned.chosen.left_out
         if device not in planned.unfit and any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
     ]
-    return " ".join(text)
+    return " ".join(sentence for sentence in text if sentence)
+
+
+def _in_parts(planned: Planned, pipeline: Pipeline) -> str:
+    """A model that lies in parts on several devices; nothing for one that does not."""
+    (stage,) = pipeline.stages
+    sharding = shard_stage(planned.graph, pipeline, 0)
+    if sharding is None:
+        return ""
+    total = sum(stage.shares)
+    widths = ", ".join(f"{d} {share / total:.0%}" for d, share in zip(stage.devices, stage.shares, strict=True))
+    cut = sum(p.bytes for p in planned.graph.parameters if sharding.stored(p.name) is not None)
+    meetings = sum(bool(e.steps.forward) + bool(e.steps.backward) for e in sharding.exchanges)
+    return (
+        f"{' + '.join(stage.devices)} hold the model in parts ({widths}) for {pipeline.micro_batches.samples} samples "
+        f"({pipeline.micro_batches}): {cut / max(1, planned.graph.parameter_bytes):.0%} of its weights are cut, and they exchange tensors "
+        f"{meetings} times a micro-batch."
+    )
 
 
 def _line(planned: Planned, pipeline: Pipeline, rows: Sequence[ShareRow]) -> str:

@@ -109,7 +109,10 @@ def _candidates(
     found = list(data.candidates("data" if strategy in ("pipeline", "split", "context") else strategy))
     if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
         return tuple(found)
-    splits = Split(model=model, runs=runs, samples=samples, sizes=sizes)
+    there = [len(p.micro_batches) for c in found if c.plan is not None for p in c.plan.pipelines]
+    least = -(-samples // max(sizes))
+    count = (there[:1] or [least])[0] if model.graph.batch_statistics else None
+    splits = Split(model=model, runs=runs, samples=samples, sizes=sizes, count=count)
     if strategy != "pipeline":
         found += [*splits.as_marked(), *splits.candidates(("split", "context") if strategy == "auto" else (strategy,))]
     if strategy in ("split", "context"):
@@ -160,21 +163,22 @@ def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[
 
 
 def _largest(made: Plan) -> dict[str, int]:
-    """The largest slice of a micro-batch that each device of a plan gets."""
+    """The most samples of a micro-batch that each device of a plan works on."""
     largest = dict.fromkeys(made.devices, 0)
     for pipeline in made.pipelines:
-        for taken in slices_of(pipeline):
+        for stage, taken in zip(pipeline.stages, slices_of(pipeline), strict=True):
             for device, slices in taken.items():
-                largest[device] = max([largest[device], *(count for _, count in slices)])
+                sizes = pipeline.micro_batches.sizes if stage.sharded else [count for _, count in slices]
+                largest[device] = max([largest[device], *sizes])
     return largest
 
 
 def _memory(model: CostModel, made: Plan, simulation: Simulation, device: str) -> MemoryUse:
     """Part by part. A stage keeps the activations of several micro-batches: as many as add up to the peak of the simulation."""
-    mine = [stage.ops for p in made.pipelines for stage in p.stages if device in stage.devices]
+    mine = [stage for p in made.pipelines for stage in p.stages if device in stage.devices]
     size = _largest(made)[device]
-    if mine == [(0, len(model.graph.ops))]:
+    if [stage.ops for stage in mine] == [(0, len(model.graph.ops))] and not mine[0].sharded:
         return model.memory_use(device, size)
-    use = model.memory_use(device, size, mine)
+    use = model.memory_use(device, size, [stage.ops for stage in mine], boxes=model.boxes_of(made)[device])
     peak = simulation.peak_bytes[model.cluster.rank(device)]
     return replace(use, activations=max(0, peak - use.fixed - use.workspace))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
+from heterodyne.cost.compute import Pass
 from heterodyne.cost.model import CostModel, slices_of
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Prediction, Region, Stage
@@ -11,6 +13,8 @@ from heterodyne.search.runs import Runs
 from heterodyne.sim.run import Simulation, simulate
 
 __all__ = ["compute_seconds", "overflow", "own_rates", "plan_of", "predict", "stage_of"]
+
+_PASSES: Final[tuple[Pass, ...]] = ("F", "B")
 
 
 def stage_of(ops: tuple[int, int], devices: tuple[str, ...], shares: tuple[int, ...] = (1,)) -> Stage:
@@ -88,9 +92,14 @@ def compute_seconds(model: CostModel, made: Plan) -> dict[str, float]:
     """Seconds of forward and backward of each device in a step, recomputation apart."""
     seconds = dict.fromkeys(made.devices, 0.0)
     for pipeline in made.pipelines:
-        for stage, taken in zip(pipeline.stages, slices_of(pipeline), strict=True):
-            for device, slices in taken.items():
+        for number, (stage, taken) in enumerate(zip(pipeline.stages, slices_of(pipeline), strict=True)):
+            together = model.in_parts(pipeline, number)
+            for place, (device, slices) in enumerate(taken.items()):
                 compute = model.compute[device]
-                for _, size in slices:
-                    seconds[device] += compute.seconds("F", stage.ops, size) + compute.seconds("B", stage.ops, size)
+                if together is None:
+                    passes = [compute.seconds(kind, stage.ops, size) for _, size in slices for kind in _PASSES]
+                else:
+                    sizes = pipeline.micro_batches.sizes
+                    passes = [together.alone_s(place, kind, size) for size in sizes for kind in _PASSES]
+                seconds[device] += sum(passes)
     return seconds

@@ -37,12 +37,14 @@ class Split:
     """Args:
     runs: of the devices that can hold the whole model, by which their speeds are known best.
     samples: the global batch; sizes: of micro-batches that are tried.
+    count: the number of micro-batches that everyone must have, None where it is free (see `search.proposals`).
     """
 
     model: CostModel
     runs: Mapping[str, Runs]
     samples: int
     sizes: tuple[int, ...]
+    count: int | None = None
 
     def as_marked(self) -> tuple[Candidate, ...]:
         """The plans that the model's TaskGraphs ask for, one a size of micro-batch; none if nothing is marked.
@@ -58,7 +60,7 @@ class Split:
         firsts = [self._first_op(stage.task_graphs) for stage in copies[0]]
         borders = [0, *firsts[1:], len(graph.ops)]
         found = []
-        for size in self.sizes:
+        for size in self._tried:
             pipelines = []
             shares = self._dealt_batch([[d for at in copy for d in at.devices] for copy in copies])
             for copy, share in zip(copies, shares, strict=True):
@@ -66,7 +68,7 @@ class Split:
                     self._marked_stage((borders[n], borders[n + 1]), at.devices, at.task_graphs)
                     for n, at in enumerate(copy)
                 )
-                pipelines.append(Pipeline(micro_batches=MicroBatches.of_samples(share, size), stages=stages))
+                pipelines.append(Pipeline(micro_batches=self._micro_batches(share, size), stages=stages))
             name = f"as the model is marked, micro-batches of {size}"
             found.append(self._weighed(name, "marked", tuple(pipelines)))
         return tuple(found)
@@ -78,7 +80,7 @@ class Split:
         for kind in _KINDS:
             for name, groups in self._groupings() if kind in kinds else ():
                 # Sequences are cut where one alone is long; samples of more than one would be shared.
-                sizes = self.sizes if kind == "split" else self.sizes[:1]
+                sizes = self._tried if kind == "split" else self._tried[:1]
                 tried = [self._of_groups(f"{_NAMES[kind]} {name}", kind, groups, size) for size in sizes]
                 found.append(min(tried, key=lambda c: c.step_s if c.step_s is not None else inf))
         return tuple(found)
@@ -87,9 +89,12 @@ class Split:
         self, name: str, kind: Literal["split", "context"], groups: Sequence[Sequence[str]], size: int
     ) -> Candidate:
         whole = (0, len(self.model.graph.ops))
+        shares = self._dealt_batch(groups)
+        if self.count is not None and min(shares) < self.count:
+            return Candidate(name=name, kind=kind, why_not=f"a copy has too few samples for {self.count} micro-batches")
         pipelines = tuple(
-            Pipeline(micro_batches=MicroBatches.of_samples(share, size), stages=(self.stage(whole, devices, kind),))
-            for devices, share in zip(groups, self._dealt_batch(groups), strict=True)
+            Pipeline(micro_batches=self._micro_batches(share, size), stages=(self.stage(whole, devices, kind),))
+            for devices, share in zip(groups, shares, strict=True)
         )
         return self._weighed(name, kind, pipelines)
 
@@ -153,6 +158,15 @@ class Split:
             why = f"{device} lacks {format_bytes(lack)}"
             return Candidate(name=name, kind=kind, why_not=why, left_out=left_out)
         return Candidate(name=name, kind=kind, plan=made, simulation=played, left_out=left_out)
+
+    @property
+    def _tried(self) -> tuple[int, ...]:
+        return self.sizes if self.count is None else self.sizes[:1]
+
+    def _micro_batches(self, samples: int, size: int) -> MicroBatches:
+        if self.count is None:
+            return MicroBatches.of_samples(samples, size)
+        return MicroBatches(tuple(sorted(MicroBatches.of_count(samples, self.count).sizes)))
 
     def _speed(self, device: str) -> float:
         """Samples/s of the whole model, whether or not it would fit."""

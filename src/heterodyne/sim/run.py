@@ -3,8 +3,9 @@
 On a rank's ``compute`` lane its passes and its update run in order; on ``comm`` its collectives do, and there stand the messages that
 it sends and waits for. A collective starts when all its ranks are ready for it: the gradients of a bucket become complete *inside*
 the last backward, at the fraction that `cost` gives; a rank without a micro-batch is ready at once. While a collective is in
-flight, the compute of its ranks is slowed. A message leaves when its rank reaches the SEND, occupies its link, and is there a latency
-later. CLIP and STEP wait for every reduction of their rank. Steps follow each other at once, as they do in training.
+flight, the compute of its ranks is slowed. A pass of a stage that lies in parts on several ranks occupies all of them, from the
+moment at which the last comes to it until they are done together. A message leaves when its rank reaches the SEND, occupies its link,
+and is there a latency later. CLIP and STEP wait for every reduction of their rank. Steps follow each other at once, as they do in training.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from heterodyne.cost.step import StepCosts
 from heterodyne.plan.program import Action, Program
 from heterodyne.sim.memory import changes, peak
+from heterodyne.sim.passes import exchange_s
 from heterodyne.sim.tasks import Tasks
 from heterodyne.timeline import Event, Lane, Timeline
 
@@ -52,6 +54,8 @@ class Simulation:
         step_s: the period of a step once steps follow each other.
         busy_s: for each rank, seconds of a step in which its compute lane is occupied, overhead and slow-down included.
         wait_s: for each rank, the rest of the step.
+        exchange_s: for each rank, the part of ``busy_s`` in which it exchanges something with those that hold parts of the same stages,
+            undisturbed.
         peak_bytes: for each rank, the most memory at any time; 0 for an idle rank.
     """
 
@@ -59,6 +63,7 @@ class Simulation:
     busy_s: tuple[float, ...]
     wait_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+    exchange_s: tuple[float, ...]
     _played: _Played = field(repr=False, compare=False)
 
     @property
@@ -145,5 +150,6 @@ def simulate(program: Program, costs: StepCosts, *, steps: int = 2) -> Simulatio
         busy_s=busy,
         wait_s=tuple(max(0.0, step_s - seconds) for seconds in busy),
         peak_bytes=tuple(peak(a, c) for a, c in zip(program.ranks, costs.ranks, strict=True)),
+        exchange_s=tuple(exchange_s(a, c) for a, c in zip(program.ranks, costs.ranks, strict=True)),
         _played=_Played(program=program, costs=costs, tasks=tasks, steps=steps),
     )

@@ -1,9 +1,10 @@
 """A program and its costs become tasks on lanes: what the engine plays.
 
-Each rank has a lane for what it computes and one for its collectives, each link has a lane for each direction. Every rank's list is
-walked once, as far as it can go: it stops at a RECV whose message has not been sent and at a CLIP whose collectives have not
-been joined by all. So tasks come in an order in which each is behind all that it waits for, and a program in which ranks would
-wait for each other for ever is found here, before anything is played.
+Each rank has a lane for what it computes and one for its collectives, each link has a lane for each direction. What several ranks do
+together, each with its part of a stage, is one task on the lanes of all of them. Every rank's list is walked once, as far as it can
+go: it stops at a RECV whose message has not been sent, at a pass to which the others of its stage have not come, and at a CLIP whose
+collectives have not been joined by all. So tasks come in an order in which each is behind all that it waits for, and a program in which
+ranks would wait for each other for ever is found here, before anything is played.
 """
 
 from __future__ import annotations
@@ -11,16 +12,28 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from heterodyne.cost.step import RankCosts, StepCosts
+from heterodyne.cost.step import StepCosts
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import Action, Program
 from heterodyne.sim.engine import Engine
+from heterodyne.sim.passes import completes, cuts_of, seconds_of
 
 __all__ = ["Tasks"]
 
 _NOT_YET, _NOTHING = -1, -2  # in place of the task that carries a message
-Table = dict[str, dict[int, tuple[float, ...]]]
 Sent = tuple[int, Sequence[int], Sequence[float], float, list[int]]  # lane, bytes, seconds, latency, tasks
+_TOGETHER = frozenset({"F", "B", "I", "R"})  # in W nothing is exchanged
+
+
+class _Meeting:
+    """A pass of a stage that lies in parts: what each of its ranks brings, and the tasks, once all have come."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.waits: dict[int, tuple[int, ...]] = {}  # by rank
+        self.cuts: set[float] = set()
+        self.first = self.last = _NOT_YET
+        self.ends: dict[float, int] = {}
 
 
 class Tasks:
@@ -55,6 +68,7 @@ class Tasks:
         self._at_clip: list[int] = []
         self._norm = _NOT_YET
         self._passed: dict[int, int] = {}  # rank: its last task before it updates
+        self._meetings: dict[tuple[tuple[int, ...], Action], _Meeting] = {}
         self._walk_all(program, reductions)
         if costs.ranks_meet:
             self._meet()
@@ -71,16 +85,19 @@ class Tasks:
     def _walk_all(self, program: Program, reductions: Sequence[Sequence[Action]]) -> None:
         """Let every rank go as far as it can, in turns, until all are through."""
         walks = [
-            (rank, self._walk(rank, actions, _cuts(actions, self._costs.ranks[rank], reductions[rank])))
+            (rank, self._walk(rank, actions, cuts_of(actions, self._costs.ranks[rank], reductions[rank])))
             for rank, actions in enumerate(program.ranks)
             if actions
         ]
+        at: dict[int, Action] = {}  # where each rank has stopped
         while walks:
             before = len(self._work)
             stopped = [(rank, walk, next(walk, None)) for rank, walk in walks]
             left = [(rank, walk, action) for rank, walk, action in stopped if action is not None]
-            if len(left) == len(walks) and len(self._work) == before:
-                raise PlanError(self._say_deadlock([(rank, action) for rank, _, action in left]))
+            reached = {rank: action for rank, _, action in left}
+            if len(self._work) == before and reached == at:
+                raise PlanError(self._say_deadlock(list(reached.items())))
+            at = reached
             walks = [(rank, walk) for rank, walk, _ in reversed(left)]  # gradients go the other way
 
     def _walk(self, rank: int, actions: Sequence[Action], cuts: Mapping[int, Sequence[float]]) -> Iterator[Action]:
@@ -88,9 +105,10 @@ class Tasks:
         costs = self._costs.ranks[rank]
         if costs is None:
             raise PlanError(f"rank {rank} has actions but no costs: it is idle in the plan")
-        table = _table(actions, costs)
+        table = seconds_of(actions, costs)
         into = {kind: self._into.get((rank, kind), {}) for kind in ("RECV_F", "RECV_B")}
         out = {kind: self._out.get((rank, kind), {}) for kind in ("SEND_F", "SEND_B")}
+        together = {number: stage.together for number, stage in costs.stages.items() if len(stage.together) > 1}
         work, lanes, waits, lag, compute = self._work, self.lanes, self._waits, self._lag, self.compute
         begin = last = self._add(costs.overhead_s, rank)
         pending: tuple[int, ...] = ()  # messages that the next task waits for
@@ -101,7 +119,14 @@ class Tasks:
                 kind, stage, index = action.kind, action.stage, action.index
                 if kind in table:
                     seconds = table[kind][stage][index]  # type: ignore[index]  # only CLIP and STEP have none
-                    if position in cuts:
+                    if stage in together and kind in _TOGETHER:
+                        meeting = self._come(rank, action, together[stage], seconds, pending, cuts.get(position, ()))
+                        while meeting.last == _NOT_YET:
+                            yield action
+                        ends[stage, 0.0], last = last, meeting.last
+                        ends.update({(stage, fraction): task for fraction, task in meeting.ends.items()})
+                        compute.append((rank, action, meeting.first, last))
+                    elif position in cuts:
                         first, last = self._add_cut(seconds, rank, pending, cuts[position], stage, ends, last)
                         compute.append((rank, action, first, last))
                     else:
@@ -124,7 +149,7 @@ class Tasks:
                 elif kind in out:
                     self.sends.append((rank, action, self._send(out[kind].get(stage, ()), index, (last, *pending))))
                 elif kind == "REDUCE_GRAD":
-                    self._join(rank, action, _completes(costs, action, ends, begin))
+                    self._join(rank, action, completes(costs, action, ends, begin))
                 else:
                     self._passed.setdefault(rank, last)
                     while self._queues[rank] or (kind == "CLIP" and not self._agree(rank)):
@@ -173,6 +198,30 @@ class Tasks:
             ends[stage, high] = self._add(seconds * (high - low), rank, waits)
             waits, low = (), high
         return first, len(self._work) - 1
+
+    def _come(
+        self,
+        rank: int,
+        action: Action,
+        ranks: tuple[int, ...],
+        seconds: float,
+        waits: tuple[int, ...],
+        cuts: Sequence[float],
+    ) -> _Meeting:
+        """A rank comes to a pass that it does together with others; the last of them adds its tasks, on the lanes of all."""
+        meeting = self._meetings.setdefault((ranks, action), _Meeting())
+        meeting.seconds = max(meeting.seconds, seconds)
+        meeting.waits[rank] = waits
+        meeting.cuts.update(cuts)
+        if len(meeting.waits) == len(ranks):
+            before, low = tuple(sorted({task for own in meeting.waits.values() for task in own})), 0.0
+            meeting.first = len(self._work)
+            for high in sorted(meeting.cuts | {1.0}):
+                task = self._add(meeting.seconds * (high - low), ranks[0], before)
+                self._several[task] = ranks
+                meeting.ends[high] = meeting.last = task
+                before, low = (), high
+        return meeting
 
     def _join(self, rank: int, action: Action, ready: tuple[int, ...]) -> None:
         """A rank is ready for a reduction, which starts when all its ranks are, and is the next one for all of them."""
@@ -248,6 +297,8 @@ class Tasks:
         for rank, action in sorted(stopped):
             if action.kind.startswith("RECV"):
                 why = "whose message is not sent before"
+            elif action.kind in _TOGETHER:
+                why = "to which the other devices of its stage do not come"
             else:
                 why = f"for the reduction of bucket {self._queues[rank][0]}" if self._queues[rank] else "for the norm"
             where.append(f"rank {rank} at {action}, {why}")
@@ -255,46 +306,3 @@ class Tasks:
             f"ranks would wait for each other for ever: {'; '.join(where)}. Put each SEND ahead of what waits for it, "
             "and REDUCE_GRAD in the same order on every rank"
         )
-
-
-def _table(actions: Sequence[Action], costs: RankCosts) -> Table:
-    """Seconds of the passes by kind, stage and micro-batch. What is recomputed counts in B or I where the list has no R for it."""
-    table: Table = {kind: {} for kind in ("F", "B", "I", "W", "R")}
-    redone: set[tuple[int, int | None]] | None = None
-    for number, stage in costs.stages.items():
-        table["F"][number] = stage.forward_s
-        table["B"][number], table["I"][number], table["W"][number] = stage.backward_s, stage.input_s, stage.weight_s
-        table["R"][number] = stage.recompute_s or (0.0,) * len(stage.forward_s)
-        if any(stage.recompute_s):
-            if redone is None:
-                redone = {(action.stage, action.index) for action in actions if action.kind == "R"}
-            inside = [0.0 if (number, j) in redone else seconds for j, seconds in enumerate(stage.recompute_s)]
-            table["B"][number] = _plus(stage.backward_s, inside)
-            table["I"][number] = _plus(stage.input_s, inside)
-    return table
-
-
-def _plus(seconds: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
-    return tuple(a + b for a, b in zip(seconds, more, strict=False))
-
-
-def _cuts(actions: Sequence[Action], costs: RankCosts | None, reductions: Sequence[Action]) -> dict[int, list[float]]:
-    """Where to cut which actions: at the fractions of the last backward of a stage at which buckets become complete."""
-    if costs is None or not reductions:
-        return {}
-    fractions: dict[int, set[float]] = {}
-    for action in reductions:
-        for stage, fraction in costs.ready.get(action.index or 0, ()):
-            fractions.setdefault(stage, {1.0}).add(_within(fraction))
-    last = {action.stage: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
-    return {last[stage]: sorted(cuts - {0.0}) for stage, cuts in fractions.items() if stage in last}
-
-
-def _completes(costs: RankCosts, action: Action, ends: Mapping[tuple[int, float], int], begin: int) -> tuple[int, ...]:
-    """The tasks at whose end a bucket is complete on a rank; ``begin`` is its first one."""
-    parts = costs.ready[action.index or 0]
-    return tuple(ends[stage, _within(fraction)] for stage, fraction in parts) or (begin,)
-
-
-def _within(fraction: float) -> float:
-    return min(1.0, max(0.0, fraction))

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from multiprocess.models import BRANCHED, MIXING, captured
+from heterodyne.graph.ir import ModelGraph, Ref
+from heterodyne.graph.sharding import Sharding, cut
+from heterodyne.plan.sharded_stage import shard_stage
+from multiprocess.models import BRANCHED, EXPERTS, MIXING, captured
 from multiprocess.pool import Pool
 from multiprocess.test_exactness_pipelines import BAR, Spread, errors_of
-from multiprocess.work import PipelineOf, StageOf
+from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan
 
 MODELS = ("gpt", "weighted", "llama", "gpt2", "bert", *BRANCHED)
 
@@ -70,7 +73,7 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "mixtral"])
 @settings(
     max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate)
 )
@@ -93,3 +96,39 @@ def test_a_replicated_backbone_and_a_split_head_share_devices(pool: Pool) -> Non
     names = [task_graph.name for task_graph in graph.task_graphs]
     stage = StageOf(len(graph.ops), (0, 1, 2), (1, 3, 2), marked=((names[-1], "split", (2, 1, 1)),))
     require_exact(pool, "marked", spread(3, PipelineOf((4, 3), (stage,))))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("shares", [(2, 1), (1, 3, 2), (1, 2, 1, 1)])
+def test_experts_in_parts(pool: Pool, name: str, shares: tuple[int, ...]) -> None:
+    graph = captured(name)
+    pipeline = PipelineOf((2, 3), (StageOf(len(graph.ops), tuple(range(len(shares))), shares, kind="split"),))
+    sharding = sharding_of(graph, pipeline)
+    matrices = [p.name for p in graph.parameters if len(p.shape) == 3]
+    assert len(matrices) == 4, "two in each layer"
+    if name != "moe_indexed":  # which takes the matrices of a choice out of all of them
+        assert {sharding.layouts[Ref(matrix)] for matrix in matrices} == {cut(0)}
+    require_exact(pool, name, spread(len(shares), pipeline))
+
+
+@pytest.mark.parametrize(
+    ("samples", "experts"),
+    [((1, 1), (1, 4)), ((2, 1, 1), (1, 1, 3)), ((1, 3, 1), (1, 0, 2)), ((1, 2, 0, 1), (1, 1, 2, 1))],
+)
+def test_tokens_travel_to_their_experts(pool: Pool, samples: tuple[int, ...], experts: tuple[int, ...]) -> None:
+    """Data and expert parallelism on the same devices: all have samples, and experts, in shares of their own; some have none."""
+    graph = captured("marked_mixtral")
+    marked = tuple((task_graph.name, "split", experts) for task_graph in graph.task_graphs)
+    stage = StageOf(len(graph.ops), tuple(range(len(samples))), samples, marked=marked)
+    pipeline = PipelineOf((2, 5, 1), (stage,))
+    sharding = sharding_of(graph, pipeline)
+    assert [sharding.strategies[op.name].name for op in graph.ops if op.kind == "experts"] == ["ne", "ne"]
+    require_exact(pool, "marked_mixtral", spread(len(samples), pipeline))
+
+
+def sharding_of(graph: ModelGraph, pipeline: PipelineOf) -> Sharding:
+    """Of its only stage."""
+    world = len(pipeline.stages[0].ranks)
+    found = shard_stage(graph, staged_plan(graph, cluster_of(world), [pipeline], "1F1B").pipelines[0], 0)
+    assert found is not None
+    return found

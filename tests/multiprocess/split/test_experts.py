@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from heterodyne.experts import dispatch, swiglu_experts
 from heterodyne.frontend import trace
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.split import experts as functions
@@ -106,7 +107,7 @@ def cut_over_members(world: World, case: Mixture) -> dict[str, Tensor]:
         served = None
         if case.factor is not None:
             served = functions.within_capacity(gate.indices, sum(case.experts), case.factor, group)
-        run = functools.partial(functions.swiglu_experts, gate_up=gate_up, down=down)
+        run = functools.partial(swiglu_experts, gate_up=gate_up, down=down)
         outputs = functions.experts_between(
             group, tokens, gate.indices, gate.weights, sizes=case.experts, run=run, served=served
         )
@@ -129,7 +130,7 @@ def whole_on_members(world: World, case: Mixture) -> dict[str, Tensor]:
         served = None
         if case.factor is not None:
             served = functions.within_capacity(gate.indices, sum(case.experts), case.factor)
-        run = functools.partial(functions.swiglu_experts, gate_up=gate_up, down=down)
+        run = functools.partial(swiglu_experts, gate_up=gate_up, down=down)
         outputs = functions.experts_here(
             group, tokens, gate.indices, gate.weights, sizes=case.experts, run=run, served=served
         )
@@ -224,7 +225,7 @@ def counted_rows(world: World, case: Mixture) -> tuple[tuple[int, ...], Tensor]:
         first, stop = group.bounds(case.tokens)
         indices = _choices(case)[first:stop]
         route = functions.route_between(group, indices, case.experts)
-        return route.counts, functions.dispatch(torch.arange(first, stop).double().unsqueeze(1), route).detach()[:, 0]
+        return route.counts, dispatch(torch.arange(first, stop).double().unsqueeze(1), route).detach()[:, 0]
 
 
 def _choices(case: Mixture) -> Tensor:
@@ -286,7 +287,7 @@ def test_experts_that_nobody_chose_have_a_gradient_of_zero() -> None:
     gate_up = torch.randn(3, 2 * INNER, WIDTH, requires_grad=True)
     down = torch.randn(3, WIDTH, INNER, requires_grad=True)
     tokens = torch.randn(0, WIDTH, requires_grad=True)
-    rows = functions.swiglu_experts(tokens, (0, 0, 0), gate_up, down)
+    rows = swiglu_experts(tokens, (0, 0, 0), gate_up, down)
     rows.sum().backward()
     assert rows.shape == (0, WIDTH)
     assert gate_up.grad is not None
@@ -352,7 +353,7 @@ def test_indexed_experts_say_the_same() -> None:
     hidden = torch.randn(3, 10, 8)
     expected, _ = layer(hidden)
     gate = functions.top_k_gate(layer.router(hidden.flatten(0, 1)), 2, normalise=True)
-    run = functools.partial(functions.swiglu_experts, gate_up=layer.gate_up, down=layer.down)
+    run = functools.partial(swiglu_experts, gate_up=layer.gate_up, down=layer.down)
     found = functions.experts_here(ALONE, hidden.flatten(0, 1), gate.indices, gate.weights, sizes=(4,), run=run)
     torch.testing.assert_close(found.view_as(expected), expected)
 
@@ -370,7 +371,7 @@ def test_the_experts_of_transformers_say_the_same() -> None:
     hidden = torch.randn(3, 10, 8)
     flat = hidden.flatten(0, 1)
     gate = functions.top_k_gate(F.linear(flat, block.gate.weight), 2, normalise=True)
-    run = functools.partial(functions.swiglu_experts, gate_up=block.experts.gate_up_proj, down=block.experts.down_proj)
+    run = functools.partial(swiglu_experts, gate_up=block.experts.gate_up_proj, down=block.experts.down_proj)
     found = functions.experts_here(ALONE, flat, gate.indices, gate.weights, sizes=(4,), run=run)
     torch.testing.assert_close(found.view_as(hidden), block(hidden))
 

@@ -57,8 +57,7 @@ FAULTS = {
     "pipeline 0: order: 'F0' is not an action": of_plan(
         pipelines=(PLAN.pipelines[0].model_copy(update={"order": ("F0 B0",)}), PLAN.pipelines[1])
     ),
-    "which must be 'replicate'": of_stage(PLAN, regions=(region("*", "split"),)),
-    "with one share a device": of_stage(PLAN, regions=(region("*", shares=(1, 1)),)),
+    "must have one share a device": of_stage(PLAN, regions=(region("*", shares=(1, 1)),)),
     "with no share": of_stage(PLAN, regions=(region("*", shares=(0,)),)),
     "has region 'moe'; the model has *": of_stage(PLAN, regions=(region("*"), region("moe"))),
     "has region '*' 2 times": of_stage(PLAN, regions=(region("*"), region("*"))),

@@ -37,6 +37,7 @@ def dealt_to_all(units: int, shares: Sequence[int]) -> tuple[int, ...]:
     if units >= len(takers):
         for place in takers:
             if counts[place] == 0:
-                counts[max(takers, key=lambda p: (counts[p] - units * shares[p] / sum(shares), counts[p]))] -= 1
+                several = [taker for taker in takers if counts[taker] > 1]
+                counts[max(several, key=lambda p: counts[p] * sum(shares) - units * shares[p])] -= 1
                 counts[place] = 1
     return tuple(counts)

@@ -17,7 +17,7 @@ from heterodyne.graph.ir import Argument, Op, TensorSpec
 from heterodyne.graph.sharding.layout import COPY, SUM, WHOLE, Layout, cut
 from heterodyne.graph.size import Size
 
-__all__ = ["IN_PARTS", "LETTERS", "WHOLLY", "Call", "Rule", "Strategy", "common_units"]
+__all__ = ["IN_PARTS", "LETTERS", "WHOLLY", "Call", "Rule", "Strategy", "but_samples", "common_units"]
 
 WHOLLY: Final = "whole"
 IN_PARTS: Final = "sum"
@@ -29,7 +29,7 @@ class Strategy:
     """One way to run an op on the devices of a stage.
 
     Args:
-        name: the letter that is cut; `WHOLLY`: each device does all of it; `IN_PARTS`: on parts that add up.
+        name: the letter that is cut, or the pair of them; `WHOLLY`: each device does all of it; `IN_PARTS`: on parts that add up.
         operands: the layout in which it reads each tensor, in the order of `Op.operands`.
         outputs: the layouts of what it returns.
     """
@@ -55,10 +55,14 @@ class Rule:
         added: operands that are added once, not once a device, where a summed letter is cut (a bias).
         exchanged: letters along which the op may be cut because its program exchanges what it has to (maxima and sums of a softmax);
             what has not the letter is the same on each device afterwards.
+        together: pairs of letters that may be cut at once, because its program sends what lies along the first to where it is met by what
+            lies along the second, and sends back what comes of it (tokens and experts); with the bytes that it sends each way, of all
+            devices together.
         units: for a letter, a number that its cuts must divide, beside the size of the dim (of heads, say).
         linear: sets of operands in each of which the op is linear: parts of them that add up give parts of the result.
         only: the one letter by which it has to be cut; "": there is none such. For an op that takes statistics over all devices that
             have samples, who must then have different ones.
+        filled: letters of which every device must have some: kernels that refuse a tensor without elements.
     """
 
     operands: tuple[str, ...]
@@ -66,9 +70,11 @@ class Rule:
     summed: str = ""
     added: frozenset[int] = frozenset()
     exchanged: str = ""
+    together: Mapping[str, Size] = field(default_factory=dict)
     units: Mapping[str, Size] = field(default_factory=dict)
     linear: Sequence[frozenset[int]] = ()
     only: str = ""
+    filled: str = ""
 
     @property
     def letters(self) -> str:
@@ -90,6 +96,18 @@ class Rule:
                 for dims, otherwise in zip(self.operands, missing, strict=True)
             ),
             outputs=tuple(cut(dims.index(letter), by) if letter in dims else otherwise_out for dims in self.outputs),
+        )
+
+    def both(self, pair: str, by: Sequence[int]) -> Strategy:
+        """With the two letters of a pair cut, each by a list of shares of its own."""
+        lists = dict(zip(pair, by, strict=True))
+
+        def laid_out(dims: str) -> Layout:
+            named = next((x for x in pair if x in dims), None)
+            return COPY if named is None else cut(dims.index(named), lists[named])
+
+        return Strategy(
+            pair, tuple(laid_out(dims) for dims in self.operands), tuple(laid_out(dims) for dims in self.outputs)
         )
 
     @property
@@ -139,7 +157,13 @@ class Call:
         if value is None or value == ():
             return tuple(range(rank))
         given = value if isinstance(value, tuple) else (value,)
-        return tuple(dim % max(1, rank) for dim in given if isinstance(dim, int))
+        return tuple(dim % rank for dim in given if isinstance(dim, int)) if rank else ()
+
+
+def but_samples(dims: str, spatial: int) -> str:
+    """The letters ahead of ``spatial`` dims, without that of the samples, which is the first one if there are two."""
+    ahead = dims[: len(dims) - spatial]
+    return ahead[1:] if len(ahead) > 1 else ahead
 
 
 def common_units(a: Size, b: Size) -> Size:

@@ -87,11 +87,12 @@ class Sharding:
 def shard(problem: Problem, shares: Sequence[Sequence[int]], fixed: Mapping[tuple[Ref, Layout], Size]) -> Sharding:
     """Work it out. ``shares``: the lists that modes name; ``fixed``: units that were agreed on outside of the stage."""
     rules = {op.name: rule_of(op, problem.graph) for op in problem.ops}
+    problem = replace(problem, gaps=frozenset(number for number, row in enumerate(shares) if not all(row)))
     narrow: list[Narrow] = []
     while True:
         choice = solve(problem)
         families = families_of(problem.graph, rules, choice.strategies, fixed)
-        too_narrow = _too_narrow(problem, choice, families, shares)
+        too_narrow = _too_narrow(problem, families, shares)
         if not too_narrow:
             break
         narrow += too_narrow
@@ -108,29 +109,29 @@ def shard(problem: Problem, shares: Sequence[Sequence[int]], fixed: Mapping[tupl
     )
 
 
-def _too_narrow(problem: Problem, choice: Choice, families: Families, shares: Sequence[Sequence[int]]) -> list[Narrow]:
+def _too_narrow(problem: Problem, families: Families, shares: Sequence[Sequence[int]]) -> list[Narrow]:
     """Ops whose cut leaves a device that has a share without any of it. Samples may be fewer than devices."""
     found: list[Narrow] = []
     for family in dict.fromkeys(families.of.values()):
         wide = sum(share > 0 for share in shares[family.by])
         if not family.units.is_constant or int(family.units(1)) >= wide:
             continue
-        found += _at_fault(problem, choice, family, wide)
+        found += _at_fault(problem, family, wide)
     return found
 
 
-def _at_fault(problem: Problem, choice: Choice, family: Family, wide: int) -> list[Narrow]:
+def _at_fault(problem: Problem, family: Family, wide: int) -> list[Narrow]:
     """The ops that by themselves have too few units; all of the family, if they have too few only together."""
     graph = problem.graph
     each = [
-        Narrow(op=name, letter=choice.strategies[name].name, units=_units_of(graph.op_by_name[name], choice, graph))
-        for name in family.ops
+        Narrow(op=name, letter=letter, units=_units_of(graph.op_by_name[name], letter, graph))
+        for name, letter in family.cuts
     ]
     return [entry for entry in each if entry.units < wide] or each
 
 
-def _units_of(op: Op, choice: Choice, graph: ModelGraph) -> int:
-    units = limits(op, rule_of(op, graph), choice.strategies[op.name].name, graph)
+def _units_of(op: Op, letter: str, graph: ModelGraph) -> int:
+    units = limits(op, rule_of(op, graph), letter, graph)
     return int(units(1)) if units.is_constant else 2**31
 
 

@@ -1,56 +1,31 @@
 """Chooses how each op of a stage runs on its devices: of all ways that the rules allow, the one that exchanges and repeats least.
 
 A beam search in topological order. A state says how each tensor that is still needed lies; two ways that leave the same state are one,
-the dearer is forgotten. On graphs where few tensors are alive at a time, as in most models, few states differ, and the best is found.
+the dearer is forgotten, and so is a state that another one could be converted to for less than it has cost. Where a layer is entered as a
+layer that is like it was, the same is done again, and not searched for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from typing import Final, NamedTuple, TypeAlias
 
-from heterodyne.graph.ir import ModelGraph, Op, Ref
-from heterodyne.graph.sharding.layout import COPY, WHOLE, Layout, conversion
-from heterodyne.graph.sharding.price import Price
-from heterodyne.graph.sharding.rule import Rule, Strategy
-from heterodyne.graph.sharding.rules import rule_of
+from heterodyne.errors import PlanError
+from heterodyne.graph.ir import Op, Ref
+from heterodyne.graph.sharding.layout import WHOLE, Layout
+from heterodyne.graph.sharding.problem import Mode, Problem
+from heterodyne.graph.sharding.rule import Strategy
+from heterodyne.graph.sharding.ways import GRAINS, Held, Tensor, Way, Ways, memory_of, tensor_of, ways_of
 
 __all__ = ["Choice", "Mode", "Problem", "solve"]
 
-BEAM: Final = 24
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """What the plan says of an op: how its region lies on the devices, and which list of shares it goes by."""
-
-    kind: Literal["replicate", "split", "context"] = "replicate"
-    by: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What is given and what is wanted.
-
-    Args:
-        graph: the model.
-        ops: of the stage, in order, with those that it makes again for itself.
-        modes: of each op.
-        given: how what it receives lies; the model's inputs are whole.
-        wanted: how what it sends, or the loss, shall lie.
-        samples: of a micro-batch.
-        forbidden: ``(op, letter)`` that may not be cut.
-    """
-
-    graph: ModelGraph
-    ops: tuple[Op, ...]
-    modes: Mapping[str, Mode]
-    given: Mapping[Ref, Layout]
-    wanted: Mapping[Ref, Layout]
-    samples: int
-    price: Price
-    forbidden: frozenset[tuple[str, str]] = frozenset()
+BEAM: Final = 48
+_CHAMPIONS: Final = 3
+"""With how many of the cheapest states each is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,224 +43,254 @@ class Choice:
     cost: float
 
 
-@dataclass(slots=True)
-class _State:
-    """``tensors``: of what is needed later its layout, and those that it was converted to at some cost."""
+class _Stuck(Exception):  # noqa: N818  # it never leaves this file
+    """What is written into memory cannot be done to it as it lies, nor may it be laid out otherwise."""
 
-    cost: float
-    tensors: dict[Ref, tuple[Layout, frozenset[Layout]]]
-    last: tuple[object, ...] | None  # (state before, op, strategy, layouts of parameters that this op has fixed)
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What does not change while the search goes on."""
-
-    problem: Problem
-    stored: Mapping[str, bool]  # parameters and buffers, and whether they are trained
-    bytes: dict[Ref, float] = field(default_factory=dict)
-    differentiable: dict[Ref, bool] = field(default_factory=dict)
-
-    def size(self, ref: Ref) -> float:
-        if ref not in self.bytes:
-            self.bytes[ref] = self.problem.graph.spec(ref).bytes(self.problem.samples)
-        return self.bytes[ref]
-
-    def flows(self, ref: Ref) -> bool:
-        """Whether gradients flow into it."""
-        return self.differentiable.get(ref, self.stored.get(ref.name, False))
+    def __init__(self, op: Op, memories: frozenset[str]) -> None:
+        super().__init__(op.name)
+        self.op = op
+        self.memories = memories
 
 
 def solve(problem: Problem) -> Choice:
-    """The cheapest way that is found."""
-    graph = problem.graph
-    facts = _Facts(
-        problem, {**{p.name: p.trainable for p in graph.parameters}, **{b.name: False for b in graph.buffers}}
-    )
-    last_use = _last_uses(problem)
-    tensors: dict[Ref, tuple[Layout, frozenset[Layout]]] = {}
-    for entry in graph.inputs:
-        tensors[Ref(entry.name)] = (WHOLE, frozenset())
-    for constant in graph.constants:
-        tensors[Ref(constant.name)] = (WHOLE, frozenset())
-    for op in graph.ops:
-        for place, flows in enumerate(op.differentiable):
-            facts.differentiable[Ref(op.name, place)] = flows
-    for ref, layout in problem.given.items():
-        tensors[ref] = (layout, frozenset())
-    states = [_State(0.0, {ref: held for ref, held in tensors.items() if last_use.get(ref, -1) >= 0}, None)]
-    for position, op in enumerate(problem.ops):
-        rule = rule_of(op, graph)
-        found: dict[object, _State] = {}
-        for state in states:
-            for strategy in _candidates(op, rule, state, facts):
-                after = _after(state, op, strategy, facts)
-                if after is None:
-                    continue
-                for ref in {ref for ref in (*op.operands, *after.tensors) if last_use.get(ref, -1) <= position}:
-                    after.tensors.pop(ref, None)
-                key = frozenset(after.tensors.items())
-                if key not in found or after.cost < found[key].cost:
-                    found[key] = after
-        assert found, f"no way to run {op.name}"
-        states = sorted(found.values(), key=lambda s: s.cost)[:BEAM]
-    finals = [(state.cost + _wanted_cost(state, facts), number) for number, state in enumerate(states)]
-    cost, best = min(finals)
-    return _told(states[best], cost, tensors)
+    """The cheapest way that is found. Raises PlanError if there is none.
+
+    What lies in memory that is written into is not laid out otherwise; where an op that needs it so leaves no way, it is whole all along.
+    """
+    whole: frozenset[str] = frozenset()
+    while True:
+        try:
+            return _Search(problem, whole).choice()
+        except _Stuck as stuck:
+            if stuck.memories <= whole:
+                raise PlanError(
+                    f"{stuck.op.target} ({stuck.op.source or stuck.op.name}) works in place on what lies in parts on several devices, and "
+                    "needs it whole: do it out of place (x = x + y, not x += y), or cut the model elsewhere"
+                ) from None
+            whole |= stuck.memories
 
 
-def _last_uses(problem: Problem) -> dict[Ref, int]:
-    """For each tensor the place of the last op that reads it; of what is wanted, the end."""
-    last = {ref: position for position, op in enumerate(problem.ops) for ref in op.operands}
-    return last | dict.fromkeys(problem.wanted, len(problem.ops))
+_Tensors: TypeAlias = tuple[int, ...]
+"""How the tensors of a state lie, each by a number that stands for a `Held`."""
 
 
-def _candidates(op: Op, rule: Rule, state: _State, facts: _Facts) -> Iterable[Strategy]:
-    """The ways to run an op that its mode allows."""
-    problem = facts.problem
-    mode = problem.modes[op.name]
-    letters = [x for x in rule.letters if (op.name, x) not in problem.forbidden]
-    batch = [x for x in letters if _follows_the_batch(op, rule, x, problem.graph)]
-    if rule.only:
-        return [rule.strategy(rule.only, mode.by if mode.kind == "replicate" else 0)]
-    if mode.kind == "replicate":
-        if batch:
-            return [rule.strategy(batch[0], mode.by)]
-        return [rule.whole, *rule.in_parts]
-    if _cut_for_nothing(op, state, facts):
-        return [rule.whole]
-    found = [rule.strategy(x, by) for x in letters for by in _lists(op, rule, x, state, mode)]
-    if mode.kind == "split":
-        heavy = [s for s in found if _cuts_a_weight(op, s, facts)]
-        if heavy:
-            return heavy
-    else:
-        # Samples stay together, but for what has to be cut by samples (statistics) and what is done to that in place.
-        free = [x for x in letters if x not in batch or _is_cut_there(op, rule, x, state)]
-        found = [s for s in found if s.name in free and not _cuts_a_weight(op, s, facts)]
-    return [rule.whole, *found, *rule.in_parts]
+class _Step(NamedTuple):
+    """An op, and where in a state the tensors are that it has to do with. Steps that are equal do the same to the same states.
+
+    Args:
+        ways: of the op.
+        enters: how those of the given tensors lie that it is the first to read.
+        reads: place of each tensor that it reads; -1: one that is stored, and is in no state yet.
+        changed: places of what lies in memory that it writes into.
+        kept: what is needed later, of the tensors of the state, those that enter, those that are stored and first read, and those that
+            it returns, in a row.
+        alive: numbers of the kinds that these are of, as far as conversions are concerned.
+    """
+
+    ways: Ways
+    enters: tuple[int, ...]
+    reads: tuple[int, ...]
+    changed: tuple[int, ...]
+    kept: tuple[int, ...]
+    alive: tuple[int, ...]
 
 
-def _cut_for_nothing(op: Op, state: _State, facts: _Facts) -> bool:
-    """Masks, positions and the like: whole tensors without gradients, which are as well cut later, where they are read, for nothing."""
-    if any(op.differentiable):
-        return False
-    return all(ref.name not in facts.stored and state.tensors[ref][0] == WHOLE for ref in op.operands)
+class _State(NamedTuple):
+    """``parent``: its place among the states before; ``way``: how the op was run."""
+
+    tensors: _Tensors
+    cost: int
+    parent: int
+    way: Way | None
 
 
-def _lists(op: Op, rule: Rule, letter: str, state: _State, mode: Mode) -> set[int]:
-    """The lists of shares by which a letter may be cut: its region's own, and those by which an operand is cut there already."""
-    return {mode.by, *(layout.by for layout in _cuts_there(op, rule, letter, state))}
+class _Search:
+    """``whole``: memories whose tensors are not cut."""
 
+    def __init__(self, problem: Problem, whole: frozenset[str]) -> None:
+        self._problem = problem
+        self._ways = ways_of(problem, whole)
+        self._written = {memory for op in problem.graph.ops for memory in op.writes}
+        self._held: list[Held] = []
+        self._numbers: dict[Held, int] = {}
+        self._kinds: dict[tuple[float, bool, bool], int] = {}
+        self._tensors: list[Tensor] = []  # one of each kind
+        self._transitions: dict[tuple[Ways, tuple[int, ...]], list[tuple[Way, _Tensors, _Tensors]]] = {}
+        self._gaps: dict[tuple[int, int, int], float] = {}
 
-def _is_cut_there(op: Op, rule: Rule, letter: str, state: _State) -> bool:
-    return bool(_cuts_there(op, rule, letter, state))
+    def choice(self) -> Choice:
+        """The cheapest way through all ops."""
+        problem = self._problem
+        given = dict.fromkeys([Ref(i.name) for i in problem.graph.inputs], WHOLE)
+        given |= dict.fromkeys([Ref(constant.name) for constant in problem.graph.constants], WHOLE)
+        given |= problem.given
+        steps, last = self._steps(given)
+        history, spent = self._through(steps, [_State((), 0, -1, None)])
+        finals = [(state.cost + self._wanted_cost(state, last), place) for place, state in enumerate(history[-1])]
+        cost, place = min(finals)
+        strategies: dict[str, Strategy] = {}
+        layouts: dict[Ref, Layout] = given
+        for position in range(len(steps) - 1, -1, -1):
+            op, (_, _, parent, way) = problem.ops[position], history[position + 1][place]
+            assert way is not None
+            strategies[op.name] = way.strategy
+            layouts |= {Ref(op.name, number): layout for number, layout in enumerate(way.strategy.outputs)}
+            refs = zip(dict.fromkeys(op.operands), way.held, steps[position].reads, strict=True)
+            layouts |= {ref: held[0] for ref, held, at in refs if at < 0}
+            place = parent
+        return Choice(strategies=dict(reversed(strategies.items())), layouts=layouts, cost=(spent + cost) / GRAINS)
 
-
-def _cuts_there(op: Op, rule: Rule, letter: str, state: _State) -> list[Layout]:
-    """How operands lie that are cut along a letter already."""
-    held = [
-        (state.tensors[ref][0], dims)
-        for ref, dims in zip(op.operands, rule.operands, strict=True)
-        if ref in state.tensors
-    ]
-    return [
-        layout for layout, dims in held if layout.kind == "cut" and letter in dims and dims.index(letter) == layout.dim
-    ]
-
-
-def _follows_the_batch(op: Op, rule: Rule, letter: str, graph: ModelGraph) -> bool:
-    for ref, dims in zip(op.operands, rule.operands, strict=True):
-        if letter in dims and not graph.spec(ref).shape[dims.index(letter)].is_constant:
-            return True
-    outputs = zip(rule.outputs, op.outputs, strict=True)
-    return any(letter in dims and not spec.shape[dims.index(letter)].is_constant for dims, spec in outputs)
-
-
-def _cuts_a_weight(op: Op, strategy: Strategy, facts: _Facts) -> bool:
-    """Whether it divides a trained parameter of two dims or more."""
-    return any(
-        layout.kind == "cut" and facts.stored.get(ref.name, False) and len(facts.problem.graph.spec(ref).shape) > 1
-        for ref, layout in zip(op.operands, strategy.operands, strict=True)
-    )
-
-
-def _after(state: _State, op: Op, strategy: Strategy, facts: _Facts) -> _State | None:
-    """The state after an op has run in one way; None if memory that it writes into would have to be converted for it."""
-    cost, price = state.cost, facts.problem.price
-    tensors = dict(state.tensors)
-    fixed: list[tuple[Ref, Layout]] = []
-    for ref, want in zip(op.operands, strategy.operands, strict=True):
-        held = tensors.get(ref)
-        if held is None:  # a parameter or buffer that lies as its first reader wants it
-            have = want if want.kind == "cut" else COPY
-            tensors[ref] = held = (have, frozenset())
-            fixed.append((ref, have))
-        have, converted = held
-        if have == want:
-            continue
-        if not _may_be_converted(op, ref, have, want, facts):
-            return None
-        if want in converted:
-            continue
-        steps = conversion(have, want, differentiable=facts.flows(ref))
-        size = facts.size(ref)
-        extra = price.collective(steps.forward, size) + price.collective(steps.backward, size)
-        if extra:
-            cost += extra
-            tensors[ref] = (have, converted | {want})
-    samples = facts.problem.samples
-    flops = op.flops_forward(samples) + op.flops_backward(samples)
-    traffic = 3 * (op.bytes_read(samples) + op.bytes_written(samples))
-    cost += price.work(flops, traffic, divided=strategy.divides)
-    if strategy.divides and strategy.name in rule_of(op, facts.problem.graph).exchanged:
-        cost += 3 * price.latency_bytes
-    for place, layout in enumerate(strategy.outputs):
-        tensors[Ref(op.name, place)] = (layout, frozenset())
-    for ref, (have, converted) in list(tensors.items()):
-        if converted and op.writes and _memory(ref, facts) in op.writes:
-            tensors[ref] = (have, frozenset())
-    return _State(cost, tensors, (state, op.name, strategy, tuple(fixed)))
-
-
-def _memory(ref: Ref, facts: _Facts) -> str | None:
-    """Which memory a tensor lies in, if it is one that something is written into."""
-    op = facts.problem.graph.op_by_name.get(ref.name)
-    return ref.name if op is None else op.memory
-
-
-def _may_be_converted(op: Op, ref: Ref, have: Layout, want: Layout, facts: _Facts) -> bool:
-    """What an op writes into, or returns a view of, is the tensor itself: a converted copy would take the change for itself."""
-    memory = _memory(ref, facts)
-    if memory is None or (memory not in op.writes and memory != op.memory):
-        return True
-    return {have, want} <= {WHOLE, COPY} and not facts.flows(ref)
-
-
-def _wanted_cost(state: _State, facts: _Facts) -> float:
-    total, price = 0.0, facts.problem.price
-    for ref, want in facts.problem.wanted.items():
-        have, converted = state.tensors[ref]
-        if want not in converted:
-            steps = conversion(have, want, differentiable=facts.flows(ref))
-            total += price.collective(steps.forward, facts.size(ref)) + price.collective(
-                steps.backward, facts.size(ref)
+    def _steps(self, given: Mapping[Ref, Layout]) -> tuple[list[_Step], list[Ref]]:
+        """With what is alive after the last one."""
+        problem = self._problem
+        last_use = {ref: position for position, op in enumerate(problem.ops) for ref in op.operands}
+        last_use |= dict.fromkeys(problem.wanted, len(problem.ops))
+        alive: list[Ref] = []
+        steps = []
+        for position, (op, ways) in enumerate(zip(problem.ops, self._ways, strict=True)):
+            refs = dict.fromkeys(op.operands)
+            entering = [ref for ref in refs if ref in given and ref not in alive]
+            place = {ref: number for number, ref in enumerate([*alive, *entering])}
+            row = [*place, *(ref for ref in refs if ref not in place)]
+            changed = [at for at, ref in enumerate(row) if op.writes and memory_of(ref, problem) in op.writes]
+            row += [Ref(op.name, number) for number in range(len(op.outputs))]
+            kept = [at for at, ref in enumerate(row) if last_use.get(ref, -1) > position]
+            alive = [row[at] for at in kept]
+            steps.append(
+                _Step(
+                    ways,
+                    tuple(self._number((given[ref], frozenset())) for ref in entering),
+                    tuple(place.get(ref, -1) for ref in refs),
+                    tuple(changed),
+                    tuple(kept),
+                    tuple(self._kind(ref) for ref in alive),
+                )
             )
-    return total
+        return steps, alive
 
+    def _through(self, steps: Sequence[_Step], states: list[_State]) -> tuple[list[list[_State]], int]:
+        """The states ahead of each step and after the last; their costs are counted from what all of them have spent by then."""
+        known: dict[object, list[list[_State]]] = {}
+        history, spent = [states], 0
+        for start, stop in self._segments():
+            least = min(state.cost for state in history[-1])
+            states = [state._replace(cost=state.cost - least) for state in history[-1]]
+            spent += least
+            key = tuple(steps[start:stop]), tuple((state.tensors, state.cost) for state in states)
+            if key not in known:
+                known[key] = []
+                for position in range(start, stop):
+                    states = self._after(steps[position], states, self._problem.ops[position])
+                    known[key].append(states)
+            history += known[key]
+        return history, spent
 
-def _told(state: _State, cost: float, given: Mapping[Ref, tuple[Layout, frozenset[Layout]]]) -> Choice:
-    strategies: dict[str, Strategy] = {}
-    layouts = {ref: layout for ref, (layout, _) in given.items()}
-    at: _State | None = state
-    while at is not None and at.last is not None:
-        before, name, strategy, fixed = at.last
-        assert isinstance(strategy, Strategy)
-        assert isinstance(name, str)
-        assert isinstance(fixed, tuple)
-        strategies[name] = strategy
-        layouts.update({Ref(name, place): layout for place, layout in enumerate(strategy.outputs)})
-        layouts.update(dict(fixed))
-        assert isinstance(before, _State)
-        at = before
-    return Choice(strategies=dict(reversed(strategies.items())), layouts=layouts, cost=cost)
+    def _segments(self) -> Iterator[tuple[int, int]]:
+        """Runs of ops of one block."""
+        graph = self._problem.graph
+        position = {op.name: number for number, op in enumerate(graph.ops)}
+        starts = [block.start for block in graph.blocks]
+        blocks = [bisect_right(starts, position[op.name]) for op in self._problem.ops]
+        borders = [n for n in range(len(blocks)) if n == 0 or blocks[n] != blocks[n - 1]]
+        return pairwise([*borders, len(blocks)])
+
+    def _after(self, step: _Step, states: Sequence[_State], op: Op) -> list[_State]:
+        """The best states after a step."""
+        found: dict[_Tensors, tuple[int, int, Way]] = {}
+        for parent, state in enumerate(states):
+            before = state.tensors + step.enters
+            for way, read, made in self._transitions_of(
+                step.ways, tuple(-1 if at < 0 else before[at] for at in step.reads)
+            ):
+                row = list(before)
+                for at, number in zip(step.reads, read, strict=True):
+                    if at < 0:
+                        row.append(number)
+                    else:
+                        row[at] = number
+                for at in step.changed:
+                    row[at] = self._number((self._held[row[at]][0], frozenset()))
+                row += made
+                tensors = tuple([row[at] for at in step.kept])
+                cost = state.cost + way.cost
+                if tensors not in found or cost < found[tensors][0]:
+                    found[tensors] = cost, parent, way
+        if not found:
+            raise _Stuck(op, frozenset(self._in_the_way(step, states, op)))
+        ordered = sorted(found.items(), key=lambda entry: entry[1][0])
+        best: list[_State] = []
+        for tensors, (cost, parent, way) in ordered:
+            if not any(one.cost + self._gap(step, one.tensors, tensors) <= cost for one in best[:_CHAMPIONS]):
+                best.append(_State(tensors, cost, parent, way))
+                if len(best) == BEAM:
+                    break
+        return best
+
+    def _transitions_of(self, ways: Ways, held: tuple[int, ...]) -> list[tuple[Way, _Tensors, _Tensors]]:
+        """For each way, how lies afterwards what is read, and what is returned."""
+        key = ways, held
+        if key not in self._transitions:
+            self._transitions[key] = [
+                (
+                    way,
+                    tuple(self._number(one) for one in way.held),
+                    tuple(self._number((layout, frozenset())) for layout in way.strategy.outputs),
+                )
+                for way in ways.of(self._told(held))
+            ]
+        return self._transitions[key]
+
+    def _in_the_way(self, step: _Step, states: Sequence[_State], op: Op) -> Iterator[str]:
+        refs = list(dict.fromkeys(op.operands))
+        for state in states:
+            before = state.tensors + step.enters
+            held = self._told(tuple(-1 if at < 0 else before[at] for at in step.reads))
+            for place in step.ways.in_the_way(held):
+                memory = memory_of(refs[place], self._problem)
+                assert memory is not None
+                yield memory
+
+    def _gap(self, step: _Step, one: _Tensors, other: _Tensors) -> float:
+        """What it would cost to convert the tensors of one state to those of another."""
+        return sum(
+            self._gap_between(number, a, b) for number, a, b in zip(step.alive, one, other, strict=True) if a != b
+        )
+
+    def _gap_between(self, number: int, a: int, b: int) -> float:
+        key = number, a, b
+        if key not in self._gaps:
+            tensor = self._tensors[number]
+            (have, converted), (want, too) = self._held[a], self._held[b]
+            if not tensor.may_be(have, want):
+                self._gaps[key] = inf
+            else:
+                missing = {want, *too} - {have} - converted
+                self._gaps[key] = sum(tensor.converting(have, layout, self._problem.price) for layout in missing)
+        return self._gaps[key]
+
+    def _wanted_cost(self, state: _State, alive: Sequence[Ref]) -> int:
+        total = 0
+        for ref, number in zip(alive, state.tensors, strict=True):
+            have, converted = self._held[number]
+            want = self._problem.wanted[ref]
+            if want not in converted:
+                total += self._tensors[self._kind(ref)].converting(have, want, self._problem.price)
+        return total
+
+    def _kind(self, ref: Ref) -> int:
+        """Tensors of one kind are converted alike."""
+        tensor = tensor_of(ref, self._problem, tied=memory_of(ref, self._problem) in self._written)
+        kind = tensor.bytes, tensor.flows, tensor.tied
+        if kind not in self._kinds:
+            self._kinds[kind] = len(self._tensors)
+            self._tensors.append(tensor)
+        return self._kinds[kind]
+
+    def _number(self, held: Held) -> int:
+        if held not in self._numbers:
+            self._numbers[held] = len(self._held)
+            self._held.append(held)
+        return self._numbers[held]
+
+    def _told(self, numbers: Sequence[int]) -> tuple[Held | None, ...]:
+        return tuple(None if number < 0 else self._held[number] for number in numbers)

@@ -21,11 +21,12 @@ _Slot = tuple[Ref, Layout]  # a tensor as it is cut
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """``units``: how many there are; ``by``: the list of shares that they are dealt out by; ``ops``: names of those that it passes."""
+    """``units``: how many there are; ``by``: the list of shares that they are dealt out by; ``cuts``: the ops that it passes, by name, with
+    the letter that is cut in each."""
 
     units: Size
     by: int
-    ops: tuple[str, ...]
+    cuts: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def families_of(
     """
     parent: dict[_Slot, _Slot] = {}
     units: dict[_Slot, Size] = {}
-    passed: dict[_Slot, set[str]] = {}
+    passed: dict[_Slot, set[tuple[str, str]]] = {}
 
     def find(slot: _Slot) -> _Slot:
         parent.setdefault(slot, slot)
@@ -78,27 +79,35 @@ def families_of(
     for name, strategy in strategies.items():
         if not strategy.divides:
             continue
-        op = graph.op_by_name[name]
-        slots = [
-            (ref, layout) for ref, layout in zip(op.operands, strategy.operands, strict=True) if layout.kind == "cut"
-        ]
-        slots += [(Ref(name, i), layout) for i, layout in enumerate(strategy.outputs) if layout.kind == "cut"]
-        for slot in slots:
-            join(slot, graph.spec(slot[0]).shape[slot[1].dim])
-            unite(slots[0], slot)
-        if slots:
-            if strategy.name in rules[name].units:
-                join(slots[0], rules[name].units[strategy.name])
-            passed.setdefault(find(slots[0]), set()).add(name)
+        rule = rules[name]
+        for letter, slots in _by_letter(graph.op_by_name[name], rule, strategy).items():
+            for slot in slots:
+                join(slot, graph.spec(slot[0]).shape[slot[1].dim])
+                unite(slots[0], slot)
+            if letter in rule.units:
+                join(slots[0], rule.units[letter])
+            passed.setdefault(find(slots[0]), set()).add((name, letter))
     made = {
-        root: Family(units=units[root], by=root[1].by, ops=_in_order(passed.get(root, set()), graph))
+        root: Family(units=units[root], by=root[1].by, cuts=_in_order(passed.get(root, set()), graph))
         for root in {find(slot) for slot in parent}
     }
     return Families(of={slot: made[find(slot)] for slot in list(parent)})
 
 
-def _in_order(names: set[str], graph: ModelGraph) -> tuple[str, ...]:
-    return tuple(op.name for op in graph.ops if op.name in names)
+def _by_letter(op: Op, rule: Rule, strategy: Strategy) -> dict[str, list[_Slot]]:
+    """What an op reads and returns cut, by the letter that is cut."""
+    found: dict[str, list[_Slot]] = {}
+    refs = (*op.operands, *(Ref(op.name, place) for place in range(len(op.outputs))))
+    layouts = (*strategy.operands, *strategy.outputs)
+    for ref, layout, dims in zip(refs, layouts, (*rule.operands, *rule.outputs), strict=True):
+        if layout.kind == "cut":
+            found.setdefault(dims[layout.dim], []).append((ref, layout))
+    return found
+
+
+def _in_order(cuts: set[tuple[str, str]], graph: ModelGraph) -> tuple[tuple[str, str], ...]:
+    place = {op.name: number for number, op in enumerate(graph.ops)}
+    return tuple(sorted(cuts, key=lambda cut: (place[cut[0]], cut[1])))
 
 
 def limits(op: Op, rule: Rule, letter: str, graph: ModelGraph) -> Size:

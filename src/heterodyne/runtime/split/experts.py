@@ -1,14 +1,12 @@
 """Experts on unlike devices: the tokens go to the experts that they have chosen, what comes of them goes back, and all is as on one device.
 
-A mixture of experts gives a token x the output  y = sum_c w_c f_{e_c}(x)  of the k experts e_c that it has chosen, with the weights of the
-router (Shazeer et al., "Outrageously Large Neural Networks", 2017). Of the E experts, member j of the group holds
+What a mixture of experts is, and how it runs on one device, is in `heterodyne.experts`. Of the E experts, member j of the group holds
 the ``sizes[j]`` that follow those of the members before it: any number, also none. There are two ways to bring both together:
 
 * `experts_between`: the tokens are cut, each member has its own. Only the rows of the choices travel, in an all-to-all of unequal sizes.
 * `experts_here`: each member has all tokens. Nothing travels: it runs its own experts on them, and the results have to be added up.
 
-Either way an expert sees its tokens in the order in which one device would give them to it. Each choice is a row, and no place is
-padded, so what is computed is what was chosen, and no more.
+Either way an expert sees its tokens in the order in which one device would give them to it.
 
 Where experts have a capacity, each takes at most C = ceil(k * N * factor / E) choices of N tokens, and those that come later are dropped:
 they add nothing (`within_capacity`; GShard, Lepikhin et al., 2020, algorithm 1; with k = 1 the Switch Transformer, Fedus et al., 2021).
@@ -17,39 +15,30 @@ they add nothing (`within_capacity`; GShard, Lepikhin et al., 2020, algorithm 1;
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
-from torch.nn import functional as F
 
+from heterodyne.experts import Route, Run, by_expert, combine, dispatch
 from heterodyne.graph.sharding.layout import SUM, WHOLE
 from heterodyne.runtime.split.conversions import converted
 from heterodyne.runtime.split.group import Group
 
 __all__ = [
     "Gate",
-    "Route",
-    "Run",
-    "combine",
-    "dispatch",
     "experts_between",
     "experts_here",
     "load_balance_loss",
     "route_between",
     "route_here",
     "router_z_loss",
-    "swiglu_experts",
     "switch_gate",
     "top_k_gate",
     "within_capacity",
 ]
-
-Run = Callable[[Tensor, Sequence[int]], Tensor]
-"""What the experts of a member do: rows [M, H], in order of expert, and how many there are for each; gives [M, H]."""
 
 
 def experts_between(
@@ -75,7 +64,9 @@ def experts_between(
     Returns [N, H] of this member. Collective, forward and backward.
     """
     route = route_between(group, indices, sizes, served)
-    arrived = dispatch(tokens, route)
+    # What has a gradient here must have one on every member, else some would wait in backward for others that have nothing to do.
+    anchor = torch.zeros((), device=tokens.device, requires_grad=True)
+    arrived = dispatch(tokens, route, anchor)
     return combine(run(arrived, route.counts), weights, arrived, route)
 
 
@@ -103,178 +94,55 @@ def experts_here(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
-    """Which choices go where. A row is one choice of one token.
+class _Between(Route):
+    """Rows travel over a group. They come to a member from each of the others in turn, and have to be put in order of expert.
 
     Args:
-        group: over which the rows travel; None: they stay.
-        choices: k. Choice c of token n has the number n * k + c.
-        rows: [S], the numbers of the choices that go out from here, in order of expert, for one expert in order of token.
-        sent, received: how many rows go to, and come from, each member.
-        by_expert: [M], which of what comes here, member after member, is first in order of expert, which second...
-        counts: how many rows each expert of this member has; they add up to M.
+        group: the members.
+        sent, received: how many rows go to, and come from, each of them.
+        order: [M], which of what comes here, member after member, is first in order of expert, which second...
     """
 
-    group: Group | None
-    choices: int
-    rows: Tensor
+    group: Group
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    by_expert: Tensor | None
-    counts: tuple[int, ...]
+    order: Tensor
 
     def outward(self, rows: Tensor) -> Tensor:
-        """[S, ...] in the order of `rows` here to [M, ...] in order of expert there."""
-        if self.group is None or self.by_expert is None:
-            return rows
         shapes = [(count, *rows.shape[1:]) for count in self.received]
-        return torch.cat(self.group.all_to_all(rows.split_with_sizes(self.sent), shapes))[self.by_expert]
+        return torch.cat(self.group.all_to_all(rows.split_with_sizes(self.sent), shapes))[self.order]
 
     def homeward(self, rows: Tensor) -> Tensor:
-        """[M, ...] back to [S, ...]."""
-        if self.group is None or self.by_expert is None:
-            return rows
         by_member = torch.empty_like(rows)
-        by_member[self.by_expert] = rows
+        by_member[self.order] = rows
         shapes = [(count, *rows.shape[1:]) for count in self.sent]
         return torch.cat(self.group.all_to_all(by_member.split_with_sizes(self.received), shapes))
-
-    def at_choices(self, rows: Tensor, tokens: int) -> Tensor:
-        """[S, ...] to [tokens, k, ...], with zeros for choices that did not go out. Each row has a place of its own, so none are added."""
-        places = rows.new_zeros((tokens * self.choices, *rows.shape[1:]))
-        places[self.rows] = rows
-        return places.view(tokens, self.choices, *rows.shape[1:])
 
 
 def route_between(group: Group, indices: Tensor, sizes: Sequence[int], served: Tensor | None = None) -> Route:
     """The route of tokens that are cut: the members tell each other how many rows they have for each expert. Collective."""
-    rows, counts = _by_expert(indices, served, sum(sizes))
+    rows, counts = by_expert(indices, sum(sizes), served)
     own = sizes[group.position]
     told = group.all_to_all(counts.split_with_sizes(list(sizes)), [(own,)] * group.size)
     arriving = torch.stack(told)  # [members, experts here]
     expert_of = torch.arange(own, device=indices.device).repeat(group.size).repeat_interleave(arriving.reshape(-1))
-    return Route(
+    return _Between(
         group=group,
         choices=indices.shape[1],
         rows=rows,
         sent=tuple(int(part.sum()) for part in counts.split_with_sizes(list(sizes))),
         received=tuple(arriving.sum(1).tolist()),
-        by_expert=expert_of.argsort(stable=True),
+        order=expert_of.argsort(stable=True),
         counts=tuple(arriving.sum(0).tolist()),
     )
 
 
 def route_here(group: Group, indices: Tensor, sizes: Sequence[int], served: Tensor | None = None) -> Route:
     """The route of tokens that each member has: of all choices, those of this member's experts."""
-    rows, counts = _by_expert(indices, served, sum(sizes))
+    rows, counts = by_expert(indices, sum(sizes), served)
     first, stop = group.bounds(sizes)
     before, own = int(counts[:first].sum()), counts[first:stop].tolist()
-    return Route(
-        group=None,
-        choices=indices.shape[1],
-        rows=rows[before : before + sum(own)],
-        sent=(),
-        received=(),
-        by_expert=None,
-        counts=tuple(own),
-    )
-
-
-def _by_expert(indices: Tensor, served: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
-    """The numbers of the choices that are served, in order of expert, and how many there are for each expert."""
-    chosen = indices.reshape(-1)
-    rows = chosen.argsort(stable=True)
-    if served is not None:
-        rows = rows[served.reshape(-1)[rows]]
-    return rows, torch.bincount(chosen[rows], minlength=experts)
-
-
-# ---- there and back -------------------------------------------------------------------------------------------------
-
-
-def dispatch(tokens: Tensor, route: Route) -> Tensor:
-    """Tokens [N, H] to the rows [M, H] of this member's experts, in order of expert. The gradient comes back the same way."""
-    # What has a gradient here must have one on every member, else some would wait in backward for others that have nothing to do.
-    anchor = torch.zeros((), device=tokens.device, requires_grad=True)
-    arrived: Tensor = _Dispatch.apply(tokens, anchor, route)  # type: ignore[no-untyped-call]
-    return arrived
-
-
-def combine(results: Tensor, weights: Tensor, arrived: Tensor, route: Route) -> Tensor:
-    """What the experts made [M, H] of the rows that `dispatch` gave them (``arrived``), back at their tokens and added up: [N, H].
-
-    ``weights``: [N, k] of this member's tokens.
-    """
-    # A member without experts has made nothing, perhaps not even in another dtype, as autocast would.
-    combined: Tensor = _Combine.apply(results.to(arrived.dtype), weights, arrived, route)  # type: ignore[no-untyped-call]
-    return combined
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tokens: Tensor, anchor: Tensor, route: Route) -> Tensor:  # noqa: ARG004
-        ctx.route, ctx.tokens = route, tokens.shape[0]  # type: ignore[attr-defined]
-        return route.outward(tokens[route.rows // route.choices])
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None
-        return ctx.route.at_choices(ctx.route.homeward(upstream), ctx.tokens).sum(1), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """``arrived`` is not read: it lets backward reach `_Dispatch` also where there are no experts between the two."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, results: Tensor, weights: Tensor, arrived: Tensor, route: Route) -> Tensor:  # noqa: ARG004
-        returned = route.homeward(results)
-        ctx.route = route  # type: ignore[attr-defined]
-        ctx.save_for_backward(returned, weights)
-        weighted = returned * _of_rows(weights, route)
-        return route.at_choices(weighted, weights.shape[0]).sum(1).to(results.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        returned, weights = ctx.saved_tensors
-        route = ctx.route
-        of_rows = upstream[route.rows // route.choices].to(torch.promote_types(returned.dtype, weights.dtype))
-        of_weights = route.at_choices((of_rows * returned).sum(-1).to(weights.dtype), weights.shape[0])
-        of_results = route.outward((of_rows * _of_rows(weights, route)).to(returned.dtype))
-        return of_results, of_weights, None, None
-
-
-def _of_rows(weights: Tensor, route: Route) -> Tensor:
-    """[N, k] to [S, 1]."""
-    return weights.reshape(-1)[route.rows].unsqueeze(-1)
-
-
-# ---- what the experts compute ---------------------------------------------------------------------------------------
-
-
-def swiglu_experts(
-    rows: Tensor,
-    counts: Sequence[int],
-    gate_up: Tensor,
-    down: Tensor,
-    activation: Callable[[Tensor], Tensor] = F.silu,
-) -> Tensor:
-    """down_e (activation(gate_e x) * up_e x) for each row x of expert e: the experts of Mixtral and Qwen.
-
-    Args:
-        rows: [M, H], in order of expert.
-        counts: rows of each expert; n of them.
-        gate_up: [n, 2 I, H], the gate first, as Transformers keeps it.
-        down: [n, H, I].
-        activation: of the gate.
-    """
-    parts = []
-    for expert, part in enumerate(rows.split_with_sizes(list(counts))):
-        # One runs even if none has rows: the gradient of the weights is then zero, as on one device, and not missing.
-        if part.shape[0] or (expert == 0 and not rows.shape[0]):
-            gate, up = F.linear(part, gate_up[expert]).chunk(2, dim=-1)
-            parts.append(F.linear(activation(gate) * up, down[expert]))
-    return torch.cat(parts) if parts else rows
+    return Route(choices=indices.shape[1], rows=rows[before : before + sum(own)], counts=tuple(own))
 
 
 # ---- which experts a token chooses ----------------------------------------------------------------------------------

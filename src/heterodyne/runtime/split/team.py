@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from heterodyne.experts import ACTIVATIONS, Run, swiglu_experts
 from heterodyne.graph.ir import Ref
 from heterodyne.graph.sharding import Layout, Sharding
 from heterodyne.runtime.exact.dropout import in_part
-from heterodyne.runtime.split import vocabulary
+from heterodyne.runtime.split import experts, vocabulary
 from heterodyne.runtime.split.conversions import converted
 from heterodyne.runtime.split.group import Group
 
@@ -206,11 +208,26 @@ class MicroBatch:
         """Of a slice of the queries with all keys; where it is causal the slice sees the keys up to its own places."""
         dim, sizes = self.slots[slot]
         first, stop = self.group.bounds(sizes)
+        if is_causal and not dropout_p:  # dropped out are weights of all keys
+            key, value = key[..., :stop, :], value[..., :stop, :]
         if is_causal:
             places = torch.arange(first, stop, device=query.device).unsqueeze(1)
-            attn_mask = places >= torch.arange(min(stop, key.shape[-2]), device=query.device)
-            key, value = key[..., :stop, :], value[..., :stop, :]
+            attn_mask = places >= torch.arange(key.shape[-2], device=query.device)
         with in_part(dim, first, sum(sizes)):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
             )
+
+    def experts_here(self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any) -> Tensor:
+        """What this member's experts add to a mixture of all tokens, which each member has. ``own``: matrices and activation."""
+        run = _run(*own)
+        return experts.experts_here(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
+
+    def experts_between(self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any) -> Tensor:
+        """The mixture of this member's tokens, of which a row of each choice goes to the member that has the expert."""
+        run = _run(*own)
+        return experts.experts_between(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
+
+
+def _run(gate_up: Tensor, down: Tensor, activation: str) -> Run:
+    return partial(swiglu_experts, gate_up=gate_up, down=down, activation=ACTIVATIONS[activation])

@@ -7,12 +7,14 @@ device in full: slower, and never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from heterodyne.graph.ir import ModelGraph, Op
 from heterodyne.graph.sharding.rule import Call, Rule
 from heterodyne.graph.sharding.rules.attention import ATTENTION
 from heterodyne.graph.sharding.rules.convolutions import CONVOLUTIONS
+from heterodyne.graph.sharding.rules.experts import EXPERTS
 from heterodyne.graph.sharding.rules.lookups import LOOKUPS
 from heterodyne.graph.sharding.rules.losses import LOSSES
 from heterodyne.graph.sharding.rules.normalisation import NORMALISATION
@@ -26,6 +28,7 @@ __all__ = ["rule_of"]
 _TABLE: Final[Mapping[str, Callable[[Call], Rule | None]]] = {
     **ATTENTION,
     **CONVOLUTIONS,
+    **EXPERTS,
     **LOOKUPS,
     **LOSSES,
     **NORMALISATION,
@@ -39,7 +42,8 @@ _TABLE: Final[Mapping[str, Callable[[Call], Rule | None]]] = {
 def rule_of(op: Op, graph: ModelGraph) -> Rule:
     """What an op allows; nothing but whole tensors, where the table says nothing."""
     call = Call(op, tuple(graph.spec(ref) for ref in op.operands))
-    make = _TABLE.get(op.kind)
+    # Of an op whose arguments are not told, as in a graph that was made by hand, nothing can be said.
+    make = _TABLE.get(op.kind) if op.arguments else None
     found = None if make is None else make(call)
     if found is None:
         found = Rule(
@@ -47,7 +51,14 @@ def rule_of(op: Op, graph: ModelGraph) -> Rule:
             outputs=tuple("." * len(spec.shape) for spec in op.outputs),
         )
     _require_fitting(found, call)
-    return found
+    return replace(found, linear=tuple(places for places in found.linear if _may_be_parts(places, call)))
+
+
+def _may_be_parts(places: frozenset[int], call: Call) -> bool:
+    """Truth values do not add up. What is written in place is of parts only if what was there is."""
+    if any(call.specs[place].dtype == "bool" for place in places):
+        return False
+    return 0 in places or not call.op.writes
 
 
 def _require_fitting(rule: Rule, call: Call) -> None:

@@ -17,19 +17,21 @@ _ONE: Final = Size.of(1)
 def _attention(call: Call) -> Rule | None:
     """``bhle,bhse,bhsv->bhlv`` with a mask ``bhls``; with fewer heads of keys than of queries, these are cut in whole groups.
 
-    Positions of the queries (l) may be cut; where the op is causal it has to be told which they are.
+    Positions of the queries (l) may be cut; where the op is causal it has to be told which they are. Where weights are dropped out, the
+    members would need the same ones for each of the values' columns (v), so these stay whole.
     """
     query, key, value = (call.shape(place) for place in range(3))
     if not len(query) == len(key) == len(value) == 4:
         return None
-    output = "bhlv"
+    column = "." if call.argument("dropout_p") else "v"
+    output = f"bhl{column}"
     mask = (_mask(call),) if isinstance(call.argument("attn_mask"), Ref) else ()
     units = {"h": common_units(query[1], key[1])}
     batch_free = query[0] == key[0] == value[0]
-    operands = ("bhl.", "bh..", "bh.v", *mask)
+    operands = ("bhl.", "bh..", f"bh.{column}", *mask)
     if not batch_free:
         operands, output = tuple(x.replace("b", ".") for x in operands), output.replace("b", ".")
-    return Rule(operands=operands, outputs=(output,), units=units)
+    return Rule(operands=operands, outputs=(output,), units=units, filled="h")
 
 
 def _mask(call: Call) -> str:

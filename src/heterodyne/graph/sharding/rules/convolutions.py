@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from heterodyne.graph.ir import Ref
-from heterodyne.graph.sharding.rule import LETTERS, Call, Rule
+from heterodyne.graph.sharding.rule import LETTERS, Call, Rule, but_samples
 from heterodyne.graph.size import Size
 
 __all__ = ["CONVOLUTIONS"]
@@ -26,11 +26,15 @@ def _convolution(call: Call) -> Rule | None:
             outputs=(f"no{spatial}",),
             summed="c",
             added=frozenset({2}),
+            filled="co",
         )
     if not isinstance(groups, int):
         return None
     return Rule(
-        operands=(f"no{spatial}", f"o.{spatial}", *bias), outputs=(f"no{spatial}",), units={"o": Size.of(groups)}
+        operands=(f"no{spatial}", f"o.{spatial}", *bias),
+        outputs=(f"no{spatial}",),
+        units={"o": Size.of(groups)},
+        filled="o",
     )
 
 
@@ -38,12 +42,12 @@ def _pooled(call: Call) -> Rule:
     """Each channel of each sample by itself; there may be no dim of samples."""
     spatial = {"1": 1, "2": 2, "3": 3}.get(call.op.kind[call.op.kind.index("pool") + 4], 2)
     own = LETTERS[: len(call.output) - spatial] + "." * spatial
-    return Rule(operands=(own,), outputs=(own,) * len(call.op.outputs))
+    return Rule(operands=(own,), outputs=(own,) * len(call.op.outputs), filled=but_samples(own, spatial))
 
 
 def _resized(call: Call) -> Rule:
     own = "nc" + "." * (len(call.output) - 2)
-    return Rule(operands=(own,), outputs=(own,))
+    return Rule(operands=(own,), outputs=(own,), filled="c")
 
 
 _POOLS: Final = [f"{name}_pool{dims}d" for name in ("max", "avg", "adaptive_avg", "adaptive_max") for dims in (1, 2, 3)]

@@ -14,7 +14,10 @@ __all__ = ["LOOKUPS"]
 def _embedding(call: Call) -> Rule:
     """``ve,... -> ...e``: columns e; rows v, of which each device gives its own and zeros for those of others."""
     ids = LETTERS[: len(call.shape(1))]
-    return Rule(operands=("VE", ids), outputs=(f"{ids}E",), summed="V")
+    if call.argument("scale_grad_by_freq"):
+        ids = "." * len(ids)  # it counts how often an id is there
+    rows = "." if call.argument("scale_grad_by_freq") or call.argument("sparse") else "V"
+    return Rule(operands=(f"{rows}E", ids), outputs=(f"{ids}E",), summed=rows.strip("."))
 
 
 def _index_select(call: Call) -> Rule:
@@ -26,8 +29,10 @@ def _index_select(call: Call) -> Rule:
     return Rule(operands=(source, index), outputs=(result,), linear=(frozenset({0}),))
 
 
-def _gather(call: Call) -> Rule:
+def _gather(call: Call) -> Rule | None:
     """Along a dim, which is whole in the source; other dims if they are as long in the source as in the index."""
+    if len(call.shape(0)) != len(call.shape(1)) or len(call.output) != len(call.shape(1)):
+        return None  # of all elements in a row
     dim = call.whole_number("dim", 0) % max(1, len(call.output))
     source, index = "", ""
     for place, (letter, size, taken) in enumerate(zip(LETTERS, call.shape(0), call.shape(1), strict=False)):

@@ -37,7 +37,9 @@ def _batch_norm(call: Call) -> Rule | None:
         return None
     training = call.argument("training") is True
     own = "ac" + ("." * (rank - 2) if training else LETTERS[3 : rank + 1])
-    return Rule(operands=(own, *("c" for _ in call.specs[1:])), outputs=(own,), only="a" if training else "")
+    return Rule(
+        operands=(own, *("c" for _ in call.specs[1:])), outputs=(own,), only="a" if training else "", filled="c"
+    )
 
 
 def _instance_norm(call: Call) -> Rule | None:
@@ -56,12 +58,12 @@ def _group_norm(call: Call) -> Rule | None:
         return None
     own = "ac" + "." * (len(call.shape(0)) - 2)
     weights = tuple("c" for name in ("weight", "bias") if isinstance(call.argument(name), Ref))
-    return Rule(operands=(own, *weights), outputs=(own,), units={"c": Size.of(groups)})
+    return Rule(operands=(own, *weights), outputs=(own,), units={"c": Size.of(groups)}, filled="c")
 
 
 NORMALISATION: Final[Mapping[str, Callable[[Call], Rule | None]]] = {
     **dict.fromkeys(("layer_norm", "rms_norm", "_fused_rms_norm"), _over_the_last),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
+    **dict.fromkeys(("softmax", "log_softmax"), _softmax),
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
     "group_norm": _group_norm,

@@ -49,8 +49,9 @@ def _copied(call: Call) -> Rule:
 
 
 def _converted(call: Call) -> Rule:
-    """To another dtype sums do not go: they would be rounded before they are taken."""
-    operands, result = aligned(call)
+    """To another dtype sums do not go: they would be rounded before they are taken. Of what it is made like only the dtype is read."""
+    result = LETTERS[: len(call.output)]
+    operands = (result, *("." * len(spec.shape) for spec in call.specs[1:]))
     same = call.specs[0].dtype == call.op.outputs[0].dtype
     return Rule(operands=operands, outputs=(result,), linear=(frozenset({0}),) if same else ())
 

@@ -13,8 +13,10 @@ __all__ = ["PRODUCTS"]
 _ONE: Final = Size.of(1)
 
 
-def _linear(call: Call) -> Rule:
+def _linear(call: Call) -> Rule | None:
     """``...k,ok->...o`` (+ ``o``): columns o, rows k."""
+    if len(call.shape(1)) != 2:
+        return None  # one row
     before = LETTERS[: len(call.output) - 1]
     bias = ("o",) if len(call.specs) == 3 else ()
     first = (frozenset({0}),) if not bias else (frozenset({0, 2}),)

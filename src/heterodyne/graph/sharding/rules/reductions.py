@@ -35,7 +35,7 @@ def _extreme(call: Call) -> Rule:
         return Rule(operands=operands, outputs=(result,))
     letters = LETTERS[: len(call.shape(0))]
     if call.argument("dim") is None:
-        return Rule(operands=("." * len(letters),), outputs=("",) * len(call.op.outputs))
+        return Rule(operands=("." * len(letters),), outputs=tuple("." * len(spec.shape) for spec in call.op.outputs))
     dims = _dims(call)
     result = _without(letters, dims, keep=call.argument("keepdim") is True)
     operand = "".join("." if dim in dims else x for dim, x in enumerate(letters))
@@ -56,5 +56,7 @@ REDUCTIONS: Final[Mapping[str, Callable[[Call], Rule | None]]] = {
     **dict.fromkeys(
         ("amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "any", "all", "prod", "norm"), _extreme
     ),
-    **dict.fromkeys(("cumsum", "cumprod", "sort", "topk", "argsort", "kthvalue", "logcumsumexp", "flip_"), _along),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "sort", "topk", "argsort", "kthvalue", "logcumsumexp", "_softmax", "_log_softmax"), _along
+    ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from heterodyne.graph.sharding.rule import LETTERS, Call, Rule, common_units
+from heterodyne.graph.sharding.rule import LETTERS, Call, Rule, but_samples, common_units
 from heterodyne.graph.size import Size
 
 __all__ = ["SHAPES", "regrouped"]
@@ -33,9 +33,11 @@ def regrouped(before: tuple[Size, ...], after: tuple[Size, ...]) -> Iterator[tup
         yield range(first, i), range(second, j)
 
 
-def _reshape(call: Call) -> Rule:
+def _reshape(call: Call) -> Rule | None:
     """The first dim of each run of dims, if its cuts are cuts of the first one afterwards too."""
     before, after = call.shape(0), call.output
+    if call.op.target == "aten.view.dtype":
+        return None  # the same bits, read as other numbers
     operand, result, units = ["."] * len(before), ["."] * len(after), {}
     names = iter(LETTERS)
     for dims, others in regrouped(before, after):
@@ -46,15 +48,16 @@ def _reshape(call: Call) -> Rule:
         name = next(names)
         operand[first] = result[second] = name
         units[name] = common_units(before[first], after[second])
-    more = ("." * len(call.shape(1)),) if len(call.specs) > 1 else ()
-    return Rule(operands=("".join(operand), *more), outputs=("".join(result),), units=units, linear=(frozenset({0}),))
+    like = ("".join(result),) if len(call.specs) > 1 else ()  # what it takes its shape of
+    return Rule(operands=("".join(operand), *like), outputs=("".join(result),), units=units, linear=(frozenset({0}),))
 
 
 def _transpose(call: Call) -> Rule:
     letters = list(LETTERS[: len(call.shape(0))])
     result = list(letters)
     if letters:
-        a, b = (call.whole_number(name, 0) % len(letters) for name in ("dim0", "dim1"))
+        named = ("axis0", "axis1") if call.op.kind == "swapaxes" else ("dim0", "dim1")
+        a, b = (call.whole_number(name, 0) % len(letters) for name in named)
         result[a], result[b] = result[b], result[a]
     return Rule(operands=("".join(letters),), outputs=("".join(result),), linear=(frozenset({0}),))
 
@@ -63,6 +66,8 @@ def _turned(call: Call) -> Rule:
     """``t``, ``mT`` and the like: the last two dims change places."""
     letters = LETTERS[: len(call.shape(0))]
     result = letters[:-2] + letters[:-3:-1] if len(letters) > 1 else letters
+    if call.op.kind == "numpy_T":
+        result = letters[::-1]
     return Rule(operands=(letters,), outputs=(result,), linear=(frozenset({0}),))
 
 
@@ -92,15 +97,16 @@ def _expand(call: Call) -> Rule:
     own = result[len(result) - len(call.shape(0)) :]
     sizes = zip(own, call.shape(0), call.output[len(result) - len(own) :], strict=True)
     operand = "".join("." if size != out else letter for letter, size, out in sizes)
-    more = ("." * len(call.shape(1)),) if len(call.specs) > 1 else ()
-    return Rule(operands=(operand, *more), outputs=(result,), linear=(frozenset({0}),))
+    like = (result,) if len(call.specs) > 1 else ()  # what it takes its shape of
+    return Rule(operands=(operand, *like), outputs=(result,), linear=(frozenset({0}),))
 
 
 def _slice(call: Call) -> Rule:
     """A slice of a dim; the others, and this one if all of it is taken, may be cut."""
     letters = LETTERS[: len(call.shape(0))]
     dim = call.whole_number("dim", 0) % max(1, len(letters))
-    own = letters if call.shape(0) == call.output else letters[:dim] + "." + letters[dim + 1 :]
+    all_of_it = call.shape(0) == call.output and call.op.kind == "slice"  # `narrow` would name more than a part has
+    own = letters if all_of_it else letters[:dim] + "." + letters[dim + 1 :]
     return Rule(operands=(own,), outputs=(own,), linear=(frozenset({0}),))
 
 
@@ -146,7 +152,9 @@ def _pad(call: Call) -> Rule | None:
     free = len(letters) - len(pad) // 2
     own = letters[:free] + "." * (len(letters) - free)
     linear = (frozenset({0}),) if call.argument("value") in (None, 0, 0.0) else ()
-    return Rule(operands=(own,), outputs=(own,), linear=linear)
+    around = call.argument("mode") not in (None, "constant")
+    filled = but_samples(own, len(pad) // 2) if around else ""
+    return Rule(operands=(own,), outputs=(own,), linear=linear, filled=filled)
 
 
 def _flip(call: Call) -> Rule:

@@ -1,0 +1,30 @@
+"""How many operations a device does in the time in which its memory moves a byte.
+
+An op takes as long as its operations or as its memory traffic, whichever is more (Williams, Waterman and Patterson, "Roofline", CACM
+2009). That weighs the ops of a block against each other, whose seconds are measured together; no more depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from heterodyne.cluster.catalog import find
+from heterodyne.cluster.spec import Device
+
+__all__ = ["operations_a_byte"]
+
+_CPU: Final = 8.0
+"""A core with AVX2 or AVX-512 does 50 to 200 billion operations a second in single precision, and has 10 to 20 GB/s of memory."""
+
+_OTHERS: Final = 60.0
+_PEAKS: Final = {"fp32": ("fp32", "tf32"), "bf16": ("bf16", "fp16", "fp32")}
+
+
+def operations_a_byte(device: Device, precision: Literal["fp32", "bf16"]) -> float:
+    """By its datasheet, where the catalog has it."""
+    known = None if device.backend == "cpu" else find(device.kind)
+    if known is not None and known.memory_bandwidth_bytes_per_s:
+        peak = next((known.peak_flops[p] for p in _PEAKS[precision] if p in known.peak_flops), None)
+        if peak is not None:
+            return peak / known.memory_bandwidth_bytes_per_s
+    return _CPU if device.backend == "cpu" else _OTHERS

@@ -1,0 +1,140 @@
+"""What the members of a stage that lies in parts send each other, in bytes, and how long that takes.
+
+Every collective of such a stage is one round or two, in each of which each member sends each other member what that one needs
+(`heterodyne.runtime.split.group`). A member has one port: it sends its messages one after another, and receives meanwhile (Bhat,
+Raghavendra and Prasanna, "Efficient collective communication in distributed heterogeneous systems", JPDC 2003), but for a CPU, which does
+both itself; a link that several pairs share carries one message at a time. So on the way a round takes a latency, and as long as the
+port or the link that has most to do. Before and after that, each member lays what it sends side by side, and puts together or adds up what
+has come: all of it is read and written once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final, TypeAlias
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.collective import AlphaBeta, Collectives
+from heterodyne.cost.routes import link_between
+from heterodyne.graph.sharding.layout import Collective
+
+__all__ = ["Round", "Wires", "buffer_bytes", "rounds", "to_everyone"]
+
+Round: TypeAlias = tuple[tuple[float, ...], ...]
+"""``[i][j]``: the bytes that member i has for member j. What it has for itself does not travel, but is copied."""
+
+_SMALL_BYTES: Final = 2**16
+"""Up to this size an all-reduce is one round, as `heterodyne.runtime.split.group` has it."""
+
+
+def rounds(
+    kind: Collective,
+    size_bytes: float,
+    members: int,
+    *,
+    source: Sequence[int] = (),
+    target: Sequence[int] = (),
+    same_dim: bool = False,
+) -> tuple[Round, ...]:
+    """The rounds of a collective on a tensor that is ``size_bytes`` large, whole.
+
+    Args:
+        source, target: the sizes of the members' slices, where it is cut before and where it is cut afterwards.
+        same_dim: in one dim both times.
+    """
+    if kind == "all_gather":
+        return (tuple((part,) * members for part in _parts(source, size_bytes)),)
+    if kind == "reduce_scatter":
+        return ((_parts(target, size_bytes),) * members,)
+    if kind == "all_to_all" and same_dim:
+        return (_overlaps(source, target, size_bytes),)
+    if kind == "all_to_all":
+        return (tuple(_parts(target, own) for own in _parts(source, size_bytes)),)
+    if members == 2 or size_bytes <= _SMALL_BYTES:
+        return (to_everyone(size_bytes, members),)
+    even = (1,) * members
+    return (
+        *rounds("reduce_scatter", size_bytes, members, target=even),
+        *rounds("all_gather", size_bytes, members, source=even),
+    )
+
+
+def to_everyone(size_bytes: float, members: int) -> Round:
+    """Each member sends so much to each."""
+    return ((size_bytes,) * members,) * members
+
+
+def _parts(sizes: Sequence[int], size_bytes: float) -> tuple[float, ...]:
+    total = sum(sizes)
+    return tuple(size_bytes * size / total if total else 0.0 for size in sizes)
+
+
+def _overlaps(source: Sequence[int], target: Sequence[int], size_bytes: float) -> Round:
+    """What one cut of a dim and another one have in common."""
+    total = sum(source)
+    unit = size_bytes / total if total else 0.0
+    before, after = (list(pairwise(accumulate(sizes, initial=0))) for sizes in (source, target))
+    return tuple(
+        tuple(unit * max(0, min(high, stop) - max(low, first)) for first, stop in after) for low, high in before
+    )
+
+
+def buffer_bytes(exchanged: Round) -> float:
+    """The most that a member works with meanwhile: what it sends lies in one buffer, what it receives in another, and the result of
+    that in a third, after the first is gone."""
+    received = map(sum, zip(*exchanged, strict=True))
+    return max((came + max(sum(left), came) for left, came in zip(exchanged, received, strict=True)), default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wires:
+    """What joins the members.
+
+    Args:
+        transfers: ``[i][j]``: what a transfer from member i to member j costs.
+        links: ``[i][j]``: the name of the link that it takes.
+        ports: of each member, for what it sends and for what it receives; those of one name do one thing at a time.
+        copies_s_per_byte: seconds in which each member reads or writes a byte of its memory.
+    """
+
+    transfers: tuple[tuple[AlphaBeta, ...], ...]
+    links: tuple[tuple[str, ...], ...]
+    ports: tuple[tuple[str, str], ...]
+    copies_s_per_byte: tuple[float, ...]
+
+    @classmethod
+    def between(
+        cls, devices: Sequence[str], cluster: Cluster, collectives: Collectives, copies_s_per_byte: Sequence[float]
+    ) -> Wires:
+        """Raises MeasureError if nothing is known of a link."""
+        return cls(
+            transfers=tuple(tuple(collectives.send(a, b) for b in devices) for a in devices),
+            links=tuple(tuple(link_between(cluster, a, b) for b in devices) for a in devices),
+            ports=tuple((a, a) if cluster.device(a).backend == "cpu" else (f"from {a}", f"to {a}") for a in devices),
+            copies_s_per_byte=tuple(copies_s_per_byte),
+        )
+
+    def seconds(self, exchanged: Sequence[Round]) -> float:
+        """From the moment at which all members have come until all have what they need."""
+        return sum(self._copies_s(each) + self._on_the_way_s(each) for each in exchanged)
+
+    def _copies_s(self, exchanged: Round) -> float:
+        """Of what is sent ahead of that, and of what has come behind it; what a member has for itself too."""
+        left, came = map(sum, exchanged), map(sum, zip(*exchanged, strict=True))
+        each = list(zip(self.copies_s_per_byte, left, came, strict=True))
+        return 2 * (max(byte_s * size for byte_s, size, _ in each) + max(byte_s * size for byte_s, _, size in each))
+
+    def _on_the_way_s(self, exchanged: Round) -> float:
+        latency_s = 0.0
+        busy: dict[str, float] = {}  # seconds of each port and of each link
+        for source, row in enumerate(exchanged):
+            for target, size in enumerate(row):
+                if source == target:
+                    continue
+                cost = self.transfers[source][target]
+                latency_s = max(latency_s, cost.latency_s)
+                for name in (self.ports[source][0], self.ports[target][1], self.links[source][target]):
+                    busy[name] = busy.get(name, 0.0) + cost.s_per_byte * size
+        return latency_s + max(busy.values(), default=0.0)

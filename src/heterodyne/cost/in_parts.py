@@ -1,0 +1,170 @@
+"""A stage that lies in parts on its devices: how long they take together for its passes.
+
+All members go through the same ops, each with its part of them, and meet where tensors are exchanged. The seconds of a block on a member
+are those that were measured for as many samples as its part of the work would be: what a pass costs whatever its size, a smaller
+part does not save. Inside of a block they are divided by operations and memory traffic (`balance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from heterodyne.cost.compute import Compute, Pass
+from heterodyne.cost.exchange import Round, Wires
+from heterodyne.cost.halves import Halves
+from heterodyne.cost.joint import Step, joint_s
+from heterodyne.cost.meetings import Meeting, conversions, within
+from heterodyne.cost.parts import Fractions, Parts
+from heterodyne.graph.cut import stage_ops
+from heterodyne.graph.ir import ModelGraph, Op
+from heterodyne.graph.sharding import Sharding
+
+__all__ = ["InParts"]
+
+Ops = tuple[int, int]
+_TRAFFIC = {"F": 1, "B": 2, "I": 2, "W": 0}
+"""Each tensor of the forward comes once more in the backward, and its gradient with it; W finds what it needs where I was."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InParts:
+    """Args:
+    ops: ``[start, stop)``.
+    sharding: how their tensors lie on the members.
+    compute: of each member.
+    balance: operations that each does while its memory moves a byte.
+    wires: between them.
+    halves: how the backward of each op divides.
+    """
+
+    ops: Ops
+    sharding: Sharding
+    compute: tuple[Compute, ...]
+    balance: tuple[float, ...]
+    wires: Wires
+    halves: Halves
+    _parts: dict[int, Parts] = field(default_factory=dict, repr=False)
+    _lines: dict[int, tuple[tuple[int, Meeting | None], ...]] = field(default_factory=dict, repr=False)
+    _seconds: dict[tuple[Pass, int], dict[int, Fractions]] = field(default_factory=dict, repr=False)
+    _joint: dict[tuple[Pass, int, Ops | None], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _sent: dict[tuple[Round, ...], float] = field(default_factory=dict, repr=False)
+
+    @property
+    def graph(self) -> ModelGraph:
+        return self.sharding.graph
+
+    def parts(self, samples: int) -> Parts:
+        """For micro-batches of so many samples."""
+        if samples not in self._parts:
+            self._parts[samples] = Parts(sharding=self.sharding, samples=samples)
+        return self._parts[samples]
+
+    def together_s(self, kind: Pass, samples: int, ops: Ops | None = None) -> tuple[float, float]:
+        """Seconds of a pass from the moment at which all members begin until all are done, and those of them in which they exchange.
+
+        ``ops``: only of a part of the stage.
+        """
+        key = (kind, samples, ops)
+        if key not in self._joint:
+            steps = list(self._steps(kind, samples, ops))
+            self._joint[key] = joint_s(steps), sum(step for step in steps if not isinstance(step, tuple))
+        return self._joint[key]
+
+    def alone_s(self, member: int, kind: Pass, samples: int, ops: Ops | None = None) -> float:
+        """Seconds in which a member computes in a pass."""
+        start, stop = ops or self.ops
+        return sum(own[member] for place, own in self._of_ops(kind, samples).items() if start <= place < stop)
+
+    def ready_fraction(self, position: int, samples: int) -> float:
+        """The fraction of the backward after which that of the ops from ``position`` on is over."""
+        whole, _ = self.together_s("B", samples)
+        behind, _ = self.together_s("B", samples, (max(position, self.ops[0]), self.ops[1]))
+        return min(1.0, behind / whole) if whole > 0 else 1.0
+
+    def meetings(self, samples: int) -> Iterator[Meeting]:
+        """All of a forward and a backward."""
+        return (meeting for _, meeting in self._line(samples) if meeting is not None)
+
+    def _steps(self, kind: Pass, samples: int, ops: Ops | None) -> Iterator[Step]:
+        line, seconds = self._line(samples), self._of_ops(kind, samples)
+        for place, meeting in line if kind == "F" else reversed(line):
+            if ops is not None and not ops[0] <= place < ops[1]:
+                continue
+            if meeting is None:
+                if place in seconds:
+                    yield seconds[place]
+            elif sent := () if kind == "W" else meeting.forward if kind == "F" else meeting.backward:
+                yield self._exchange_s(sent)
+
+    def _exchange_s(self, sent: tuple[Round, ...]) -> float:
+        if sent not in self._sent:
+            self._sent[sent] = self.wires.seconds(sent)
+        return self._sent[sent]
+
+    def _line(self, samples: int) -> tuple[tuple[int, Meeting | None], ...]:
+        """What the members do in a forward, in order: ``(place of the op, None)``, and meetings with the place of the op they belong to."""
+        if samples not in self._lines:
+            self._lines[samples] = tuple(self._in_order(self.parts(samples)))
+        return self._lines[samples]
+
+    def _in_order(self, parts: Parts) -> Iterator[tuple[int, Meeting | None]]:
+        ahead: dict[str | None, list[tuple[str, Meeting]]] = {}
+        for exchange, meeting in conversions(parts):
+            ahead.setdefault(exchange.before, []).append((exchange.tensor.name, meeting))
+        for op in self._run:
+            place = self._places[op.name]
+            yield from ((place, meeting) for _, meeting in ahead.get(op.name, ()))
+            yield place, None
+            inside = within(op, parts)
+            if inside is not None:
+                yield place, inside
+        # What leaves the stage is laid out by the part of it that makes it.
+        yield from ((self._places.get(name, self.ops[0]), meeting) for name, meeting in ahead.get(None, ()))
+
+    def _of_ops(self, kind: Pass, samples: int) -> dict[int, Fractions]:
+        """Seconds of each op on each member, by place."""
+        key = (kind, samples)
+        if key not in self._seconds:
+            self._seconds[key] = {}
+            for block in self.graph.blocks:
+                low, high = max(block.start, self.ops[0]), min(block.stop, self.ops[1])
+                if low < high:
+                    columns = [self._of_member(place, kind, (low, high), samples) for place in range(len(self.compute))]
+                    self._seconds[key].update(zip(range(low, high), zip(*columns, strict=True), strict=True))
+        return self._seconds[key]
+
+    def _of_member(self, member: int, kind: Pass, ops: Ops, samples: int) -> Sequence[float]:
+        """Seconds of ops of one block."""
+        works = [self._work(member, kind, place, samples) for place in range(*ops)]
+        whole, own = sum(all_of_it for all_of_it, _ in works), sum(part for _, part in works)
+        if whole <= 0:  # nothing is known of how they compare
+            works = [(1.0, 1.0)] * len(works)
+            whole = own = float(len(works))
+        seconds = self.compute[member].seconds(kind, ops, samples * own / whole)
+        return [seconds * part / own if own > 0 else 0.0 for _, part in works]
+
+    def _work(self, member: int, kind: Pass, place: int, samples: int) -> tuple[float, float]:
+        """Of an op, and of its part on a member: operations, or so many as its memory traffic is worth."""
+        op = self.graph.ops[place]
+        if kind in ("I", "W"):
+            flops = (self.halves.input_flops if kind == "I" else self.halves.weight_flops)[place](samples)
+        else:
+            flops = (op.flops_forward if kind == "F" else op.flops_backward)(samples)
+        parts = self.parts(samples).of_op(op)
+        read, written = (
+            _TRAFFIC[kind] * self.balance[member] * size(samples) for size in (op.bytes_read, op.bytes_written)
+        )
+        return max(flops, read + written), max(
+            flops * parts.operations[member], read * parts.read[member] + written * parts.written[member]
+        )
+
+    @cached_property
+    def _run(self) -> tuple[Op, ...]:
+        """With those that the stage makes again for itself, which cost next to nothing."""
+        return stage_ops(self.graph, *self.ops)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {op.name: place for place, op in enumerate(self.graph.ops)}

@@ -1,0 +1,116 @@
+"""Where the members of a stage that lies in parts meet in its passes, and what they send each other there.
+
+Conversions of tensors stand ahead of the op that first reads them so, and those of what leaves the stage at the end. In a few ops
+members meet inside: a softmax over a dim that is cut exchanges maxima and sums, a mixture of experts sends tokens there and back. The
+backward goes through all of it the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from heterodyne.cost.exchange import Round, rounds, to_everyone
+from heterodyne.cost.parts import Parts
+from heterodyne.graph.ir import Op
+from heterodyne.graph.sharding import Exchange
+from heterodyne.graph.sharding.layout import Collective
+from heterodyne.graph.sharding.rule import Rule
+from heterodyne.graph.sharding.rules import rule_of
+
+__all__ = ["Meeting", "conversions", "within"]
+
+_WIDE_BYTES: Final = 4
+"""Statistics are computed in single precision."""
+
+_COUNT_BYTES: Final = 8
+_A_ROW: Final[Mapping[str, tuple[int, int]]] = {"cross_entropy_loss": (4, 0)}
+_OTHERWISE: Final = (2, 1)
+"""Numbers a row that the ops of `heterodyne.runtime.split.vocabulary` send, forward and backward, if their classes are cut."""
+
+_MEAN: Final = 1  # as torch counts reductions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """``forward``, ``backward``: the rounds of each pass; none where nothing is exchanged."""
+
+    forward: tuple[Round, ...]
+    backward: tuple[Round, ...]
+
+
+def conversions(parts: Parts) -> Iterator[tuple[Exchange, Meeting]]:
+    """The conversions of a stage, in the order of its forward."""
+    for exchange in parts.sharding.exchanges:
+        yield (
+            exchange,
+            Meeting(
+                forward=_converted(exchange, exchange.steps.forward, parts),
+                backward=_converted(exchange, exchange.steps.backward, parts, back=True),
+            ),
+        )
+
+
+def _converted(exchange: Exchange, kind: Collective | None, parts: Parts, *, back: bool = False) -> tuple[Round, ...]:
+    """A gradient goes from the slices that were wanted to those that there were."""
+    if kind is None:
+        return ()
+    ref, have, want = exchange.tensor, exchange.have, exchange.want
+    before, after = (
+        parts.sharding.sizes(ref, layout, parts.samples) if layout.kind == "cut" else () for layout in (have, want)
+    )
+    return rounds(
+        kind,
+        exchange.bytes(parts.samples),
+        parts.members,
+        source=after if back else before,
+        target=before if back else after,
+        same_dim=have.dim == want.dim,
+    )
+
+
+def within(op: Op, parts: Parts) -> Meeting | None:
+    """What the members send each other inside of an op; None for most."""
+    graph, strategy = parts.sharding.graph, parts.sharding.strategies[op.name]
+    if not strategy.divides:
+        return None
+    rule = rule_of(op, graph)
+    if strategy.name in rule.together:
+        return _there_and_back(op, rule, parts)
+    if strategy.name in rule.exchanged:
+        return _statistics(op, rule, parts)
+    if op.kind == "cross_entropy_loss" and op.argument("reduction") == _MEAN:
+        # Of slices of the samples: over what all of them count.
+        return Meeting(forward=(to_everyone(_WIDE_BYTES, parts.members),), backward=())
+    return None
+
+
+def _statistics(op: Op, rule: Rule, parts: Parts) -> Meeting:
+    """A few numbers of each row along the dim that is cut."""
+    spec = parts.sharding.graph.spec(op.operands[0])
+    along = spec.shape[rule.operands[0].index(parts.sharding.strategies[op.name].name)]
+    sent = _WIDE_BYTES * spec.numel(parts.samples) / max(1.0, along(parts.samples))
+    forward, backward = _A_ROW.get(op.kind, _OTHERWISE)
+    return Meeting(
+        forward=(to_everyone(forward * sent, parts.members),),
+        backward=rounds("all_reduce", backward * sent, parts.members) if backward else (),
+    )
+
+
+def _there_and_back(op: Op, rule: Rule, parts: Parts) -> Meeting:
+    """Rows go from the slices of the first letter to those of the second, as if all parts of that were chosen alike, and back."""
+    strategy = parts.sharding.strategies[op.name]
+    first, second = (
+        next(
+            parts.sharding.sizes(ref, layout, parts.samples)
+            for ref, layout, dims in zip(op.operands, strategy.operands, rule.operands, strict=True)
+            if layout.kind == "cut" and dims[layout.dim] == letter
+        )
+        for letter in strategy.name
+    )
+    size = rule.together[strategy.name](parts.samples)
+    (there,) = rounds("all_to_all", size, parts.members, source=first, target=second)
+    back = tuple(zip(*there, strict=True))
+    counts = to_everyone(_COUNT_BYTES * sum(second), parts.members)
+    return Meeting(forward=(counts, there, back), backward=(there, back) if any(op.differentiable) else ())

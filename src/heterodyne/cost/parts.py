@@ -1,0 +1,123 @@
+"""What part of an op falls to each member of a stage that lies in parts: of its operations, of what it moves, and of what it keeps.
+
+How each op runs says which of its tensors are cut, and the slices need not be alike (`heterodyne.graph.sharding`). Operations divide
+as the dim does that is cut. Memory traffic does not always: a linear layer whose columns are cut still reads all of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, TypeAlias
+
+from heterodyne.graph.ir import Op, Ref
+from heterodyne.graph.sharding import Layout, Sharding, Strategy
+
+__all__ = ["Fractions", "OpParts", "Parts"]
+
+Fractions: TypeAlias = tuple[float, ...]
+"""One value a member, in the order of the devices of the stage."""
+
+Tensors: TypeAlias = Sequence[tuple[Ref, Layout]]
+_PAIR: Final = 2  # letters that are cut at once (`Rule.together`)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpParts:
+    """Of one op, each as a part of what one device would do that has it all.
+
+    Args:
+        operations: what it computes.
+        read, written: memory traffic.
+        kept: what it keeps for its backward; by what it reads, since an op keeps what it reads, or something of that shape.
+    """
+
+    operations: Fractions
+    read: Fractions
+    written: Fractions
+    kept: Fractions
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """``samples``: of the micro-batch, which all members work on."""
+
+    sharding: Sharding
+    samples: int
+    _known: dict[str, OpParts] = field(default_factory=dict, repr=False)
+    _cuts: dict[tuple[Ref, Layout], Fractions] = field(default_factory=dict, repr=False)
+
+    @property
+    def members(self) -> int:
+        return self.sharding.members
+
+    def of_tensor(self, ref: Ref, layout: Layout) -> Fractions:
+        """The part of a tensor that each member has of it; all, unless it is cut."""
+        if layout.kind != "cut":
+            return (1.0,) * self.members
+        if (ref, layout) not in self._cuts:
+            sizes = self.sharding.sizes(ref, layout, self.samples)
+            total = sum(sizes)
+            self._cuts[ref, layout] = tuple(size / total if total else 0.0 for size in sizes)
+        return self._cuts[ref, layout]
+
+    def bytes_of(self, ref: Ref) -> float:
+        """Of the whole tensor."""
+        return self.sharding.graph.spec(ref).bytes(self.samples)
+
+    def of_op(self, op: Op) -> OpParts:
+        if op.name not in self._known:
+            self._known[op.name] = self._of_op(op)
+        return self._known[op.name]
+
+    def _of_op(self, op: Op) -> OpParts:
+        strategy = self.sharding.strategies.get(op.name)
+        if strategy is None:  # it is cheap, and the stage does not read what it makes
+            whole = (1.0,) * self.members
+            return OpParts(operations=whole, read=whole, written=whole, kept=whole)
+        read = list(zip(op.operands, strategy.operands, strict=True))
+        made = [(Ref(op.name, place), layout) for place, layout in enumerate(strategy.outputs)]
+        operations = self._operations(op, strategy, read, made)
+        flowing = [(ref, layout) for ref, layout in read if ref.name not in self._stored]
+        kept = self._mean(flowing) or self._mean(made) or operations
+        return OpParts(
+            operations=operations,
+            read=self._mean(read) or operations,
+            written=self._mean(made) or operations,
+            # Where rows are sent to what they have chosen, they are kept there.
+            kept=tuple(map(max, kept, operations)) if len(strategy.name) == _PAIR else kept,
+        )
+
+    def _operations(self, op: Op, strategy: Strategy, read: Tensors, made: Tensors) -> Fractions:
+        """As the dim is cut; of a pair of letters the second, to which what lies along the first is sent."""
+        cuts = [tensor for tensor in read if tensor[1].kind == "cut"] or [t for t in made if t[1].kind == "cut"]
+        if not strategy.divides or not cuts:
+            return (1.0,) * self.members
+        parts = self.of_tensor(*cuts[-1])
+        if op.kind == "scaled_dot_product_attention" and strategy.name == "l" and op.argument("is_causal") is True:
+            return _of_causal(parts)
+        return parts
+
+    def _mean(self, tensors: Tensors) -> Fractions:
+        """The part of all these tensors together; () for none, or for some without a byte."""
+        weighed = [(self.bytes_of(ref), self.of_tensor(ref, layout)) for ref, layout in tensors]
+        total = sum(size for size, _ in weighed)
+        if total <= 0:
+            return ()
+        return tuple(sum(size * own[member] for size, own in weighed) / total for member in range(self.members))
+
+    @cached_property
+    def _stored(self) -> frozenset[str]:
+        """What is there anyway, so that no op keeps it."""
+        graph = self.sharding.graph
+        return frozenset(p.name for p in (*graph.parameters, *graph.buffers, *graph.constants))
+
+
+def _of_causal(parts: Fractions) -> Fractions:
+    """Slices of the queries under a causal mask: each with all keys up to its own last one, of which a whole kernel skips half."""
+    reached, found = 0.0, []
+    for part in parts:
+        reached += part
+        found.append(min(1.0, 2 * part * reached))
+    return tuple(found)

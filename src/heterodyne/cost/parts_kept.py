@@ -1,0 +1,101 @@
+"""Bytes that a member of a stage that lies in parts keeps and needs, op by op.
+
+What an op keeps shrinks with what it reads. On top of that come tensors that were laid out otherwise: where an op keeps what was
+gathered for it, and an earlier op the slice that it was gathered from, both are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from heterodyne.cost.exchange import buffer_bytes
+from heterodyne.cost.in_parts import InParts
+from heterodyne.cost.memory import DeviceMemory
+from heterodyne.graph.cut import computed_again
+from heterodyne.graph.ir import Op, Ref
+from heterodyne.graph.sharding import Layout
+
+__all__ = ["KeptInParts"]
+
+Ops = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptInParts:
+    """``member``: its place among the devices of the stage; ``memory``: of that device."""
+
+    stage: InParts
+    member: int
+    memory: DeviceMemory
+
+    def activations(self, samples: int, ops: Ops | None = None) -> int:
+        """From the forward to the backward of a micro-batch, by the stage or by some of its ops."""
+        parts = self.stage.parts(samples)
+        of = ops or self.stage.ops
+        kept = {op.name: parts.of_op(op).kept[self.member] for op in self._in(of)}
+        return self.memory.activations(samples, of, kept) + round(self._copies(samples, of))
+
+    def _copies(self, samples: int, ops: Ops) -> float:
+        """Of tensors that were laid out otherwise for an op that keeps them, and that are not counted as kept by it."""
+        readers = {op.name: op for op in self._in(ops)}
+        total = 0.0
+        for exchange in self.stage.sharding.exchanges:
+            reader = readers.get(exchange.before or "")
+            if reader is None or not _makes_a_copy(exchange.have, exchange.want):
+                continue
+            if reader.bytes_saved(samples) < exchange.bytes(samples):
+                total += self._own(exchange.tensor, exchange.want, samples)
+        return total
+
+    def read_from_before(self, samples: int, ops: Ops) -> float:
+        """What some ops of the stage read of those before them: kept, where these are computed again."""
+        graph = self.stage.graph
+        made = graph.op_by_name.keys() - computed_again(graph) - {op.name for op in self._in(ops)}
+        read = {ref for op in self._in(ops) for ref in op.operands if ref.name in made}
+        return sum(self._own(ref, self.stage.sharding.layouts[ref], samples) for ref in read)
+
+    def between_halves(self, samples: int) -> float:
+        """What W needs: what enters an op with weights, and the gradient of what leaves it."""
+        graph, (start, stop) = self.stage.graph, self.stage.ops
+        stored = {p.name for p in (*graph.parameters, *graph.buffers, *graph.constants)}
+        entering: set[tuple[Ref, Layout]] = set()
+        leaving: set[tuple[Ref, Layout]] = set()
+        for op, learns in zip(graph.ops[start:stop], self.stage.halves.learns[start:stop], strict=True):
+            if learns:
+                strategy = self.stage.sharding.strategies[op.name]
+                read = zip(op.operands, strategy.operands, strict=True)
+                entering.update((ref, layout) for ref, layout in read if ref.name not in stored)
+                leaving.update((Ref(op.name, place), layout) for place, layout in enumerate(strategy.outputs))
+        return sum(self._own(ref, layout, samples) for ref, layout in (*entering, *leaving))
+
+    def workspace(self, samples: int) -> int:
+        """What comes and goes inside of a pass: of its largest op, and of its largest exchange."""
+        parts = self.stage.parts(samples)
+        moved = {}
+        for op in self._in(self.stage.ops):
+            of = parts.of_op(op)
+            moved[op.name] = (
+                op.bytes_read(samples) * of.read[self.member] + op.bytes_written(samples) * of.written[self.member]
+            )
+        exchanged = max(
+            (
+                buffer_bytes(each)
+                for meeting in self.stage.meetings(samples)
+                for each in (*meeting.forward, *meeting.backward)
+            ),
+            default=0.0,
+        )
+        return self.memory.workspace(samples, self.stage.ops, moved) + round(exchanged)
+
+    def _own(self, ref: Ref, layout: Layout, samples: int) -> float:
+        """Bytes of what this member has of a tensor."""
+        parts = self.stage.parts(samples)
+        return parts.bytes_of(ref) * parts.of_tensor(ref, layout)[self.member]
+
+    def _in(self, ops: Ops) -> tuple[Op, ...]:
+        return self.stage.graph.ops[ops[0] : ops[1]]
+
+
+def _makes_a_copy(have: Layout, want: Layout) -> bool:
+    """Of something that an earlier op may keep as well, for one that may keep it too. Parts that add up are kept by nobody."""
+    return "sum" not in (have.kind, want.kind) and "cut" in (have.kind, want.kind)

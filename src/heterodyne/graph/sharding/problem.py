@@ -1,0 +1,53 @@
+"""What is asked: the ops of a stage, how their regions lie on its devices, how the tensors at its borders do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from heterodyne.graph.ir import ModelGraph, Op, Ref
+from heterodyne.graph.sharding.layout import Layout
+from heterodyne.graph.sharding.price import Price
+
+__all__ = ["Mode", "Problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What the plan says of an op: how its region lies on the devices, and which list of shares it goes by."""
+
+    kind: Literal["replicate", "split", "context"] = "replicate"
+    by: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is given and what is wanted.
+
+    Args:
+        graph: the model.
+        ops: of the stage, in order, with those that it makes again for itself.
+        modes: of each op.
+        given: how what it receives lies; the model's inputs are whole.
+        wanted: how what it sends, or the loss, shall lie.
+        samples: of a micro-batch.
+        forbidden: ``(op, letter)`` that may not be cut.
+        gaps: lists of shares in which a device has none.
+    """
+
+    graph: ModelGraph
+    ops: tuple[Op, ...]
+    modes: Mapping[str, Mode]
+    given: Mapping[Ref, Layout]
+    wanted: Mapping[Ref, Layout]
+    samples: int
+    price: Price
+    forbidden: frozenset[tuple[str, str]] = frozenset()
+    gaps: frozenset[int] = frozenset()
+
+    @cached_property
+    def stored(self) -> Mapping[str, bool]:
+        """The parameters and buffers, and whether they are trained."""
+        return {p.name: p.trainable for p in self.graph.parameters} | {b.name: False for b in self.graph.buffers}

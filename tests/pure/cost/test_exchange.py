@@ -1,0 +1,124 @@
+"""What members send each other: everyone gets what it needs, no more, and the busiest port or link decides how long it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterodyne.cluster import Cluster, Link
+from heterodyne.cost.collective import Collectives
+from heterodyne.cost.exchange import Round, Wires, buffer_bytes, rounds, to_everyone
+from pure.build import cluster
+
+SIZES = st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(sum).map(tuple)
+LARGE = 2.0**20
+
+
+def received(exchanged: Round) -> list[float]:
+    return [sum(column) for column in zip(*exchanged, strict=True)]
+
+
+def on_the_way(exchanged: Round) -> float:
+    """Bytes that travel from one member to another."""
+    return sum(size for i, row in enumerate(exchanged) for j, size in enumerate(row) if i != j)
+
+
+@given(SIZES)
+def test_a_gather_gives_everyone_all_and_a_scatter_everyone_its_slice_of_each(sizes: tuple[int, ...]) -> None:
+    (gathered,) = rounds("all_gather", LARGE, len(sizes), source=sizes)
+    (scattered,) = rounds("reduce_scatter", LARGE, len(sizes), target=sizes)
+    assert received(gathered) == pytest.approx([LARGE] * len(sizes))
+    assert received(scattered) == pytest.approx([len(sizes) * LARGE * size / sum(sizes) for size in sizes])
+    assert scattered == tuple(zip(*gathered, strict=True))  # each is the other's way back
+
+
+@given(SIZES, st.data())
+def test_slices_of_one_dim_become_those_of_another_and_nothing_is_sent_twice(
+    sizes: tuple[int, ...], data: st.DataObject
+) -> None:
+    others = data.draw(st.lists(st.integers(0, 9), min_size=len(sizes), max_size=len(sizes)).filter(sum).map(tuple))
+    (turned,) = rounds("all_to_all", LARGE, len(sizes), source=sizes, target=others)
+    assert received(turned) == pytest.approx([LARGE * other / sum(others) for other in others])
+    assert list(map(sum, turned)) == pytest.approx([LARGE * size / sum(sizes) for size in sizes])
+
+
+@given(SIZES, st.permutations(range(5)))
+def test_other_slices_of_the_same_dim_need_only_what_they_have_not(sizes: tuple[int, ...], order: list[int]) -> None:
+    others = tuple(sizes[place] for place in order if place < len(sizes))
+    (moved,) = rounds("all_to_all", LARGE, len(sizes), source=sizes, target=others, same_dim=True)
+    assert received(moved) == pytest.approx([LARGE * other / sum(others) for other in others])
+    (stay,) = rounds("all_to_all", LARGE, len(sizes), source=sizes, target=sizes, same_dim=True)
+    assert on_the_way(stay) == 0
+
+
+@given(st.integers(2, 6))
+def test_a_sum_takes_two_rounds_of_slices_or_one_of_everything(members: int) -> None:
+    """Either way what a ring takes of a large tensor: 2 (n - 1) / n of it from each member (two members: all of it, once)."""
+    large, small = rounds("all_reduce", LARGE, members), rounds("all_reduce", 1000.0, members)
+    assert len(large) == (1 if members == 2 else 2)
+    assert sum(map(on_the_way, large)) == pytest.approx(members * 2 * (members - 1) / members * LARGE)
+    assert small == (to_everyone(1000.0, members),)
+
+
+def wires(machines: Cluster, *, backend: str = "cuda", copies: float = 0.0) -> Wires:
+    """Between all devices; ``copies``: seconds in which each reads or writes a byte."""
+    devices = tuple(replace(device, backend=backend) for device in machines.devices)
+    machines = replace(machines, devices=devices)
+    collectives = Collectives(cluster=machines)
+    return Wires.between([d.id for d in devices], machines, collectives, [copies] * len(devices))
+
+
+PAIR = cluster(2, link=Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e3, latency_s=0.5))
+
+
+def test_two_members_take_as_long_as_the_longer_message() -> None:
+    made = wires(PAIR)
+    assert made.seconds(rounds("all_gather", 4000.0, 2, source=(3, 1))) == pytest.approx(0.5 + 3.0)
+    assert made.seconds(rounds("all_reduce", 4000.0, 2)) == pytest.approx(0.5 + 4.0)
+    assert made.seconds(()) == 0
+
+
+def test_a_processor_does_not_send_and_receive_at_once() -> None:
+    made = wires(PAIR, backend="cpu")
+    assert made.seconds(rounds("all_gather", 4000.0, 2, source=(3, 1))) == pytest.approx(0.5 + 3.0 + 1.0)
+    assert made.seconds(rounds("all_reduce", 4000.0, 2)) == pytest.approx(0.5 + 8.0)
+
+
+def test_what_is_sent_and_what_has_come_is_read_and_written_once_more() -> None:
+    """Of the larger part, 3000 bytes, a copy for each member is laid down; both put 4000 together."""
+    gathered = rounds("all_gather", 4000.0, 2, source=(3, 1))
+    copied = wires(PAIR, copies=1e-4).seconds(gathered) - wires(PAIR).seconds(gathered)
+    assert copied == pytest.approx(2 * (6000 + 4000) * 1e-4)
+
+
+def test_a_port_sends_one_message_after_another_and_a_link_of_two_nodes_carries_one_at_a_time() -> None:
+    machines = replace(
+        cluster(4, nodes=2),
+        links=tuple(
+            Link(between=ends, bandwidth_bytes_per_s=speed, latency_s=latency)
+            for ends, speed, latency in (
+                (("n0", "n0"), 1e3, 0.25),
+                (("n1", "n1"), 1e3, 0.25),
+                (("n0", "n1"), 1e2, 0.75),
+            )
+        ),
+    )
+    inside = machines.only([machines.devices[0].id, machines.devices[2].id])  # both of the first node
+    assert wires(inside).seconds((to_everyone(100.0, 2),)) == pytest.approx(0.25 + 0.1)
+    # Each port sends 100 bytes to one neighbour and to two others; four messages share each direction of the link.
+    assert wires(machines).seconds((to_everyone(100.0, 4),)) == pytest.approx(0.75 + 4 * 1.0)
+
+
+@given(SIZES)
+def test_free_links_cost_nothing(sizes: tuple[int, ...]) -> None:
+    free = wires(cluster(len(sizes)))
+    assert free.seconds(rounds("all_gather", LARGE, len(sizes), source=sizes)) == pytest.approx(0.0, abs=1e-15)
+
+
+def test_what_is_sent_to_everyone_lies_in_a_buffer_once_for_each() -> None:
+    assert buffer_bytes(to_everyone(10.0, 3)) == 30 + 30
+    (gathered,) = rounds("all_gather", 12.0, 2, source=(1, 3))
+    assert buffer_bytes(gathered) == 12 + 18  # the larger part goes to both
