@@ -6,7 +6,9 @@ it was kept. What a seed gives is the same in every process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from random import Random
@@ -278,8 +280,38 @@ def linear(a: Author) -> bool:
         f"F.linear({x}, {weight}, {a.parameter(out)})",
         f"F.linear({x}, {weight}, {a.parameter(out)})",
         f"{x} @ {weight}.t()",
+        f"{x} @ {weight}.T",
         f"torch.matmul({x}, {weight}.transpose(0, 1))",
+        f"torch.addmm({a.parameter(out)}, {x}, {weight}.t(), alpha=0.5)",
+        f"torch.mm({x}, {weight}.t())",
+        f"{x} @ {weight}[0]",
     )))  # fmt: skip
+
+
+def of_weights(a: Author) -> bool:
+    """A linear layer whose weights are made of others."""
+    x = a.real(2, 3, 4)
+    if a.rank(x) - 1 not in a.free_dims(x):
+        return False
+    out, width = a.one_of((2, 3, 4, 6)), a.shape(x)[-1]
+    weight, other = a.parameter(out, width), a.parameter(out, width)
+    made = a.one_of((
+        f"torch.outer({a.parameter(out)}, {a.parameter(width)})",
+        f"{weight}.softmax({a.one_of((0, 1, -1))})",
+        f"{weight} / {weight}.norm(dim=1, keepdim=True)",
+        f"torch.cat([{weight}, {other}.flip(0)])",
+        f"torch.cat([{weight}[:, 1:], {other}[:, :1]], 1)",
+        f"{weight} * {other}.cumsum(0)",
+        f"{weight}.view(-1).view({out}, {width})",
+        f"({a.parameter(out, 3)} @ {a.parameter(3, width)})",
+        f"{weight} + {a.parameter(width)}",
+        f"{weight}[[{', '.join(map(str, range(out)))}]]",
+        f"{a.parameter(width, out)}.T",
+        f"{weight}.detach() + {other}",
+        f"{weight}.unsqueeze(0).expand(2, {out}, {width}).sum(0)",
+        f"torch.stack([{weight}, {other}]).mean(0)",
+    ))  # fmt: skip
+    return a.apply(f"F.linear({x}, {made})")
 
 
 def linear_back(a: Author) -> bool:
@@ -386,6 +418,7 @@ def pooling(a: Author) -> bool:
         f"F.adaptive_avg_pool{dims}d({x}, 1)",
         f"F.adaptive_max_pool{dims}d({x}, 2)",
         f"F.interpolate({x}, scale_factor=2)",
+        f"F.interpolate({x}, scale_factor=2, mode={('linear' if dims == 1 else 'bilinear')!r})",
         f"F.lp_pool{dims}d({x}, 2.0, 2)",
     )))  # fmt: skip
 
@@ -418,7 +451,10 @@ def other_shape(a: Author) -> bool:
         f"{x}.transpose({one}, {other - rank})",
         f"{x}.movedim({one}, {other})",
         f"{x}.swapaxes({one}, {other})",
+        f"{x}.swapdims({one - rank}, {other})",
         f"{x}.mT",
+        f"{x}.reshape_as({a.pick(lambda t: t.numel() == prod(shape) and t.shape[0] == shape[0])})",
+        f"{x}.view_as({a.pick(lambda t: t.numel() == prod(shape) and t.shape[0] == shape[0])})",
     )))  # fmt: skip
 
 
@@ -527,6 +563,10 @@ def reduced(a: Author) -> bool:
         f"torch.linalg.vector_norm({x}, dim={over}{keep})",
         f"{x}.norm(dim={over[0]}{keep})",
         f"{x}.argmax({over[0]}{keep})",
+        f"{x}.argmin({over[0]}{keep})",
+        f"{x}.kthvalue(1, {over[0]}{keep}).values",
+        f"{x}.logsumexp({over}{keep})",
+        f"({x} > 0).all({over[0]}{keep})",
         f"({x} > 0).any({over[0]}{keep})",
         f"({x} > 0).sum({over[0]}{keep})",
     )))  # fmt: skip
@@ -544,6 +584,10 @@ def arithmetic(a: Author) -> bool:
         f"torch.addcmul({x}, {x}, {y}, value=0.5)",
         f"torch.where({x} > {y}, {x}, {y} * 0.5)",
         f"torch.where({x} > 0, {x}, 0.25)",
+        f"torch.minimum({x}, {y})",
+        f"{x}.type_as({y}) + {y}",
+        f"torch.logaddexp({x}, {y})",
+        f"{x} * torch.logical_not({x} < {y})",
         f"{x}.masked_fill({x} > {y}, 0.5)",
         f"{x} * ({y} > 0)",
         f"{x} * {x}", f"{x} + {x}", f"{x} * 0.5", f"2.0 - {x}", f"{x} / 3", f"1 / ({x}.abs() + 1)",
@@ -573,16 +617,22 @@ def pointwise(a: Author) -> bool:
     return a.apply(a.one_of((
         f"F.gelu({x})", f"F.silu({x})", f"F.relu({x})", f"{x}.tanh()", f"{x}.sigmoid()", f"F.softplus({x})", f"F.elu({x})",
         f"{x}.exp().clamp(max=5.0)", f"{x}.abs().sqrt()", f"{x}.cos()", f"{x}.clone()", f"{x}.contiguous()",
-        f"F.leaky_relu({x})", f"{x}.detach()", f"{x}.square()", f"{x}.to(torch.float64)",
+        f"F.leaky_relu({x})", f"{x}.abs().log1p()", f"{x}.erf()", f"F.hardswish({x})", f"F.mish({x})", f"torch.rsqrt({x} * {x} + 1)",
+        f"{x}.detach()", f"{x}.square()", f"{x}.to(torch.float64)",
         f"F.prelu({x}, {a.parameter(1)})",
     )))  # fmt: skip
 
 
 def random_numbers(a: Author) -> bool:
     x = a.pick(lambda t: t.is_floating_point() and t.dim() > 1 and _follows(t) and t.shape[0] % BATCHES[0] == 0)
-    return a.apply(
-        a.one_of((f"F.dropout({x}, 0.4)", f"F.dropout({x}, 0.4)", f"{x} + 0.1 * torch.rand_like({x})"))
-    )  # fmt: skip
+    return a.apply(a.one_of((
+        f"F.dropout({x}, 0.4)",
+        f"F.dropout({x}, 0.4)",
+        f"F.dropout1d({x}, 0.4)",
+        f"F.alpha_dropout({x}, 0.4, training=True)",
+        f"{x} + 0.1 * torch.rand_like({x})",
+        f"{x} + 0.1 * torch.randn_like({x})",
+    )))  # fmt: skip
 
 
 def in_place(a: Author) -> bool:
@@ -680,7 +730,7 @@ def without_a_rule(a: Author) -> bool:
 
 
 OPS: tuple[Callable[[Author], bool], ...] = (
-    linear, linear, linear, linear_back, product, product, lookup, positions, norm, norm, softmax, convolution, pooling, other_shape,
+    linear, linear, linear, of_weights, linear_back, product, product, lookup, positions, norm, norm, softmax, convolution, pooling, other_shape,
     other_shape, other_shape, ones, ones, pieces, pieces, joined, cut_out, cut_out, filled, reduced, reduced, arithmetic, arithmetic,
     arithmetic, pointwise, pointwise, random_numbers, in_place, in_place, numbers, attention, attention, by_hand, by_hand, without_a_rule,
 )  # fmt: skip
@@ -744,12 +794,12 @@ def _ends(a: Author) -> bool:
 
 def _gathered(a: Author) -> str:
     """All that nothing reads, added to the last tensor that begins with the samples, so that each line has a part in the loss."""
-    text = "\n".join(a.lines)
     hidden = a.pick(
         lambda t: t.is_floating_point() and t.dim() > 1 and t.shape[0] == BATCHES[0] and t.grad_fn is not None
     )
     loose = [n for n in a.tensors(lambda t: t.is_floating_point() and t.grad_fn is not None) if n != hidden]
-    loose = [name for name in loose if text.count(name) == 1 or name not in text.partition(f"{name} = ")[2]]
+    written = Counter(re.findall(r"\w+", "\n".join(a.lines)))
+    loose = [name for name in loose if written[name] == 1]
     for name in loose[-6:]:
         dims = a.free_dims(name)
         at = [dim for dim in range(a.rank(name)) if dim not in dims]
@@ -766,8 +816,8 @@ def _gathered(a: Author) -> str:
     return hidden
 
 
-def programs(seed: int) -> Iterator[Program]:
-    """One, or none if chance has led nowhere."""
+def program(seed: int) -> Program | None:
+    """What chance writes; None if it has led nowhere."""
     a = Author(seed)
     wanted = a.between(4, 22)
     for _ in range(4 * wanted):
@@ -780,16 +830,15 @@ def programs(seed: int) -> Iterator[Program]:
     try:
         hidden = _gathered(a)
     except LookupError:
-        return
+        return None
     if not loss(a, hidden):
-        return
-    text = "\n".join(a.lines)
-    used = [value for value in a.parameters if value.name in text]
-    yield Program(
+        return None
+    used = set(re.findall(r"\w+", "\n".join(a.lines)))
+    return Program(
         seed=seed,
-        inputs=tuple(value for value in a.inputs if value.name in text),
-        parameters=tuple(used),
-        buffers=tuple(value for value in a.buffers if value.name in text),
+        inputs=tuple(value for value in a.inputs if value.name in used),
+        parameters=tuple(value for value in a.parameters if value.name in used),
+        buffers=tuple(value for value in a.buffers if value.name in used),
         lines=tuple(a.lines),
         marked=_marks(a),
     )

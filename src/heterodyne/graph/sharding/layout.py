@@ -7,9 +7,9 @@ Four layouts are enough for forward and backward, since each says where the grad
     SUM      each device has a part, and the parts add up; the gradient is the same on each
     cut(d)   each device has a slice of dim d; its gradient is cut alike
 
-Slices are contiguous, in the order of the devices, and need not be alike. (WHOLE and SUM are each other's gradients, as COPY is of
-itself.) What each conversion exchanges is the table in `conversion`; Shoeybi et al., "Megatron-LM", 2019, section 3, has those between
-WHOLE, COPY and SUM (its operators f and g), Korthikanti et al., 2022, those with cut.
+So a gradient lies as its tensor does, but that of a COPY as a SUM and that of a SUM as a COPY. Slices are contiguous, in the order of the
+devices, and need not be alike. What each conversion exchanges is the table in `conversion`; Shoeybi et al., "Megatron-LM", 2019,
+section 3, has those between WHOLE, COPY and SUM (its operators f and g), Korthikanti et al., 2022, those with cut.
 """
 
 from __future__ import annotations

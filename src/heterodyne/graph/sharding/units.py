@@ -59,6 +59,7 @@ def families_of(
     def find(slot: _Slot) -> _Slot:
         parent.setdefault(slot, slot)
         while parent[slot] != slot:
+            parent[slot] = parent[parent[slot]]
             slot = parent[slot]
         return slot
 
@@ -87,9 +88,14 @@ def families_of(
             if letter in rule.units:
                 join(slots[0], rule.units[letter])
             passed.setdefault(find(slots[0]), set()).add((name, letter))
+    place = {op.name: number for number, op in enumerate(graph.ops)}
     made = {
-        root: Family(units=units[root], by=root[1].by, cuts=_in_order(passed.get(root, set()), graph))
-        for root in {find(slot) for slot in parent}
+        root: Family(
+            units=units[root],
+            by=root[1].by,
+            cuts=tuple(sorted(passed.get(root, ()), key=lambda cut: (place[cut[0]], cut[1]))),
+        )
+        for root in dict.fromkeys(find(slot) for slot in list(parent))
     }
     return Families(of={slot: made[find(slot)] for slot in list(parent)})
 
@@ -103,11 +109,6 @@ def _by_letter(op: Op, rule: Rule, strategy: Strategy) -> dict[str, list[_Slot]]
         if layout.kind == "cut":
             found.setdefault(dims[layout.dim], []).append((ref, layout))
     return found
-
-
-def _in_order(cuts: set[tuple[str, str]], graph: ModelGraph) -> tuple[tuple[str, str], ...]:
-    place = {op.name: number for number, op in enumerate(graph.ops)}
-    return tuple(sorted(cuts, key=lambda cut: (place[cut[0]], cut[1])))
 
 
 def limits(op: Op, rule: Rule, letter: str, graph: ModelGraph) -> Size:

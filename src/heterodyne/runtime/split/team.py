@@ -119,7 +119,9 @@ class MicroBatch:
         count = 1
         for place in {place % tensor.dim() for place in dims}:
             count *= sum(sizes) if place == cut_dim else tensor.shape[place]
-        return torch.sum(tensor, list(dims), keepdim=keepdim, dtype=dtype) / count
+        made = tensor.dtype if dtype is None else dtype
+        total = torch.sum(tensor, list(dims), keepdim=keepdim, dtype=torch.promote_types(made, torch.float32))
+        return (total / count).to(made)
 
     def part_of_mean_loss(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
         """The same of a loss that takes the mean over everything: of the members' means, each by its part of the elements."""
@@ -138,14 +140,14 @@ class MicroBatch:
         )
 
     def softmax(self, slot: int, tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Along the dim that is cut."""
+        """Along the dim that is cut. It is contiguous, as PyTorch's is: there are kernels that rely on that."""
         tensor = tensor if dtype is None else tensor.to(dtype)
-        return vocabulary.softmax(self.group, tensor, dim, self.slots[slot][1])
+        return vocabulary.softmax(self.group, tensor.contiguous(), dim, self.slots[slot][1])
 
     def log_softmax(self, slot: int, tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Along the dim that is cut."""
+        """Along the dim that is cut; contiguous too."""
         tensor = tensor if dtype is None else tensor.to(dtype)
-        return vocabulary.log_softmax(self.group, tensor, dim, self.slots[slot][1])
+        return vocabulary.log_softmax(self.group, tensor.contiguous(), dim, self.slots[slot][1])
 
     def cross_entropy_of_classes(
         self,
@@ -190,7 +192,9 @@ class MicroBatch:
         own = (
             counted.sum() if weight is None else weight[labels.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
         )
-        return total / self.group.all_reduce(own.to(total.dtype))
+        # Half precision cannot count.
+        count = self.group.all_reduce(own.to(torch.promote_types(total.dtype, torch.float32)))
+        return (total / count).to(total.dtype)
 
     def attention(
         self,
