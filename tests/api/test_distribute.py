@@ -71,7 +71,7 @@ def test_a_loop_of_ones_own_is_that_of_plain_pytorch(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_is_none_is_told(tmp_path: Path) -> None:
-    with pytest.raises(HeterodyneError, match="neither auto, equal, fastest nor a file"):
+    with pytest.raises(HeterodyneError, match=r"neither auto, .*, fastest nor a file"):
         hd.distribute(Scaled(), batch_of(4), plan="quickest")
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(PlanError, match="plan version None"):

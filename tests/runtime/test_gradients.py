@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError
-from heterodyne.plan.buckets import Bucket
+from heterodyne.plan.buckets import Bucket, Part
 from heterodyne.runtime.meeting.communicator import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.gradients import GradientBuckets
@@ -48,7 +48,10 @@ class Chain(nn.Module):
 
 
 def buckets_of(names: list[tuple[str, ...]]) -> list[Bucket]:
-    return [Bucket(index=i, parameters=own, bytes=0, blocks=(0,)) for i, own in enumerate(names)]
+    return [
+        Bucket(index=i, parts=tuple(Part(name=name) for name in own), bytes=0, blocks=(0,))
+        for i, own in enumerate(names)
+    ]
 
 
 def gradients_of(model: nn.Module, names: list[tuple[str, ...]], channel: Channel | None) -> GradientBuckets:

@@ -161,7 +161,8 @@ class Split:
 
     @property
     def _tried(self) -> tuple[int, ...]:
-        return self.sizes if self.count is None else self.sizes[:1]
+        """The smallest and the largest size: what is exchanged grows with samples, and so does what hides its latency."""
+        return tuple(dict.fromkeys((self.sizes[0], self.sizes[-1]))) if self.count is None else self.sizes[:1]
 
     def _micro_batches(self, samples: int, size: int) -> MicroBatches:
         if self.count is None:
@@ -212,7 +213,5 @@ def _rounded(value: float) -> int:
 
 
 def _counts(devices: int) -> list[int]:
-    """Of how many devices: all of them, and each number below that down to two; of many, only some."""
-    return (
-        list(range(devices, 1, -1)) if devices <= 8 else sorted({devices, devices // 2, devices // 4, 2}, reverse=True)
-    )
+    """Of how many devices: of all, without the slowest, of half of them and of two. Each takes a while to work out."""
+    return sorted({devices, devices - 1, devices // 2, 2} - {0, 1}, reverse=True)

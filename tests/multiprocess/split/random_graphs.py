@@ -7,6 +7,7 @@ it was kept. What a seed gives is the same in every process.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,6 @@ class Author:
         self.parameters: list[Value] = []
         self.buffers: list[Value] = []
         self.lines = ["b = x.shape[0]"]
-        self.used: set[str] = set()
         self._number = 0
         self._runs: list[dict[str, Any]] = []
         self._again()
@@ -209,7 +209,7 @@ class Author:
     def write(self, *lines: str) -> bool:
         """Keep these lines, if they are legal and what they make can be used."""
         try:
-            for run, samples in zip(self._runs, BATCHES, strict=True):
+            for run in self._runs:
                 exec("\n".join(lines), run)
             good = all(_usable(*(run[name] for run in self._runs)) for name in self._runs[0])
         except (RuntimeError, IndexError, ValueError, TypeError):
@@ -730,9 +730,9 @@ def without_a_rule(a: Author) -> bool:
 
 
 OPS: tuple[Callable[[Author], bool], ...] = (
-    linear, linear, linear, of_weights, linear_back, product, product, lookup, positions, norm, norm, softmax, convolution, pooling, other_shape,
-    other_shape, other_shape, ones, ones, pieces, pieces, joined, cut_out, cut_out, filled, reduced, reduced, arithmetic, arithmetic,
-    arithmetic, pointwise, pointwise, random_numbers, in_place, in_place, numbers, attention, attention, by_hand, by_hand, without_a_rule,
+    *[linear, arithmetic, other_shape] * 3,
+    *[product, norm, ones, pieces, cut_out, reduced, pointwise, in_place, attention, by_hand] * 2,
+    of_weights, linear_back, lookup, positions, softmax, convolution, pooling, joined, filled, random_numbers, numbers, without_a_rule,
 )  # fmt: skip
 
 
@@ -818,6 +818,12 @@ def _gathered(a: Author) -> str:
 
 def program(seed: int) -> Program | None:
     """What chance writes; None if it has led nowhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch gives some once a process
+        return _program(seed)
+
+
+def _program(seed: int) -> Program | None:
     a = Author(seed)
     wanted = a.between(4, 22)
     for _ in range(4 * wanted):

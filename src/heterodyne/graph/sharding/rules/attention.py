@@ -31,7 +31,7 @@ def _attention(call: Call) -> Rule | None:
     operands = ("bhl.", "bh..", f"bh.{column}", *mask)
     if not batch_free:
         operands, output = tuple(x.replace("b", ".") for x in operands), output.replace("b", ".")
-    return Rule(operands=operands, outputs=(output,), units=units, filled="h")
+    return Rule(operands=operands, outputs=(output,), units=units, filled="h" if call.argument("dropout_p") else "")
 
 
 def _mask(call: Call) -> str:

@@ -50,13 +50,17 @@ def _along(call: Call) -> Rule:
     return Rule(operands=(own,), outputs=(own,) * len(call.op.outputs))
 
 
+_EXTREMES: Final = frozenset({
+    "all", "amax", "amin", "any", "argmax", "argmin", "kthvalue", "linalg_vector_norm", "logsumexp", "max", "median", "min", "norm", "prod",
+    "std", "var",
+})  # fmt: skip
+_RUNNING: Final = frozenset({
+    "argsort", "cummax", "cummin", "cumprod", "cumsum", "glu", "logcumsumexp", "sort", "topk", "_log_softmax", "_softmax",
+})  # fmt: skip
+
 REDUCTIONS: Final[Mapping[str, Callable[[Call], Rule | None]]] = {
     "sum": _sum,
     "mean": _sum,
-    **dict.fromkeys(
-        ("amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "any", "all", "prod", "norm"), _extreme
-    ),
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "sort", "topk", "argsort", "kthvalue", "logcumsumexp", "_softmax", "_log_softmax"), _along
-    ),
+    **dict.fromkeys(_EXTREMES, _extreme),
+    **dict.fromkeys(_RUNNING, _along),
 }

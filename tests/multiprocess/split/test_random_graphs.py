@@ -1,0 +1,157 @@
+"""Law 1 for models that nobody has thought of: stages in parts give the loss and the gradients of one device, whatever the ops.
+
+HETERODYNE_RANDOM_GRAPHS says how many graphs are tried (10 if it is not set).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from heterodyne.api.stage_cutting import StageCutter
+from heterodyne.errors import CaptureError
+from heterodyne.frontend import trace
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
+from heterodyne.plan.check import violations
+from heterodyne.plan.lower import lower
+from heterodyne.plan.plan import Exchange, Plan
+from heterodyne.runtime.exact.verify import compare, one_device_gradients
+from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.worker import Worker
+from multiprocess.pool import Pool, World
+from multiprocess.split.random_graphs import Program, Written, program
+from multiprocess.test_exactness_pipelines import BAR, SEED, STEP, with_box
+from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan
+
+GRAPHS = int(os.environ.get("HETERODYNE_RANDOM_GRAPHS", "10"))
+KINDS = ("split", "context", "replicate")
+LATENCIES = (0, 64, 2**16)
+FLOPS = (1, 50, 5000)
+SHARES = (0, 1, 1, 2, 2, 3)  # who has none has nothing of what is cut
+
+
+@dataclass(frozen=True)
+class Lie:
+    """How the model lies on all ranks: as a whole, and the runs of lines that are TaskGraphs. ``sizes``: of the micro-batches."""
+
+    sizes: tuple[int, ...]
+    kind: str
+    shares: tuple[int, ...]
+    marked: tuple[tuple[str, str, tuple[int, ...]], ...]
+    exchange: Exchange
+
+
+def lies(graph: ModelGraph, random: Random) -> list[Lie]:
+    """In parts, by its sequence, and both beside replicated regions, on as many devices."""
+    members = random.choice((2, 2, 3))
+
+    def shares() -> tuple[int, ...]:
+        drawn = tuple(random.choice(SHARES) for _ in range(members))
+        return drawn if any(drawn) else (1,) * members
+
+    def lie(kind: str, *, mixed: bool) -> Lie:
+        names = [task_graph.name for task_graph in graph.task_graphs if mixed]
+        return Lie(
+            sizes=tuple(random.choice((2, 3)) for _ in range(random.choice((1, 2)))),
+            kind=kind,
+            shares=shares(),
+            marked=tuple((name, random.choice(KINDS), shares()) for name in names),
+            exchange=Exchange(latency_bytes=random.choice(LATENCIES), flops_per_byte=random.choice(FLOPS)),
+        )
+
+    whole = [lie("split", mixed=False), lie("context", mixed=False)]
+    return [*whole, lie("replicate", mixed=True), lie(random.choice(KINDS), mixed=True)] if graph.task_graphs else whole
+
+
+def plan_of(graph: ModelGraph, way: Lie) -> Plan:
+    stage = StageOf(len(graph.ops), tuple(range(len(way.shares))), way.shares, kind=way.kind, marked=way.marked)
+    plan = staged_plan(graph, cluster_of(len(way.shares)), [PipelineOf(way.sizes, (stage,))], "1F1B")
+    (pipeline,) = plan.pipelines
+    priced = pipeline.stages[0].model_copy(update={"exchange": way.exchange})
+    return plan.model_copy(update={"pipelines": (pipeline.model_copy(update={"stages": (priced,)}),)})
+
+
+def errors_of(world: World, written: Program, ways: list[Lie]) -> list[float]:
+    """One step for each way to lie against one device: the largest errors over all that this rank holds."""
+    warnings.simplefilter("ignore")  # ops that chance has chosen may warn
+    captured = trace(Written(written).train(), written.batch(4))
+    device = torch.device("cpu")
+    with Communicator(rank=world.rank, world_size=world.world_size, device=device, timeout_s=20.0) as communicator:
+        found = []
+        for way in ways:
+            graph, cluster = captured.graph, cluster_of(world.world_size)
+            plan = plan_of(graph, way)
+            module = Written(written).train()
+            worker = Worker(
+                module,
+                graph=graph,
+                plan=plan,
+                program=lower(plan, graph, cluster),
+                cluster=cluster,
+                communicator=communicator,
+                loss_count=captured.loss_count,
+                optimizer=OptimizerSection(lr=1e-2),
+                total_steps=1,
+                seed=SEED,
+                stage_programs=StageCutter(captured, module),
+            )
+            batch = written.batch(sum(way.sizes))
+            loss, gradients = worker.gradients(batch, STEP)
+            gradients = copied(gradients)
+            held = {name for name in worker.ownership.owners if worker.ownership.holds(world.rank, name)}
+            boxes = {name: worker.ownership.box(world.rank, name) for name in held}
+            placement = worker.placement
+            worker.close()
+            expected_loss, expected = one_device_gradients(
+                Written(written).train(),
+                batch,
+                graph=graph,
+                placement=placement,
+                device=device,
+                precision="fp32",
+                loss_count=captured.loss_count,
+                seed=SEED,
+                step=STEP,
+            )
+            mine = {name: with_box(expected.get(name), boxes[name], part) for name, part in gradients.items()}
+            of_mine = {name: gradient for name, gradient in expected.items() if name in held}
+            found.append(compare(loss, mine, expected_loss, of_mine).largest)
+    return found
+
+
+@settings(
+    max_examples=GRAPHS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),  # to shrink what fails in processes takes too long
+)
+@given(seed=st.integers(0, 10**9))
+def test_any_graph_in_parts_gives_the_gradients_of_one_device(pool: Pool, seed: int) -> None:
+    written = program(seed)
+    assume(written is not None)
+    assert written is not None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = trace(Written(written).train(), written.batch(4)).graph
+    except CaptureError:
+        assume(False)
+    ways = [lie for lie in lies(graph, Random(seed)) if _runs(lie, graph)]
+    assume(ways)
+    errors = pool.run(len(ways[0].shares), errors_of, written, ways)
+    for way, *of_ranks in zip(ways, *errors, strict=True):
+        assert all(error <= BAR for error in of_ranks), f"{of_ranks}\n{way}\n{written}"
+
+
+def _runs(lie: Lie, graph: ModelGraph) -> bool:
+    """Not where nothing is in parts, nor where a TaskGraph is split over more devices than one of its ops can be cut for."""
+    plan = plan_of(graph, lie)
+    in_parts = any(stage.sharded for pipeline in plan.pipelines for stage in pipeline.stages)
+    return in_parts and not violations(plan, graph, cluster_of(len(lie.shares)))
