@@ -198,7 +198,7 @@ def within(examples: int) -> settings:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@within(int(__import__("os").environ.get("EX", "6")))
+@within(6)
 @given(data=st.data())
 def test_any_pipelines_give_the_gradients_of_one_device(name: str, pool: Pool, data: st.DataObject) -> None:
     graph = captured(name)
