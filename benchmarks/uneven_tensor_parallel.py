@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -46,6 +45,8 @@ class Size:
     rounds: int
     steps: int
     budget_s: float
+    shares: tuple[int, ...] = ()
+    """Of the devices, by their speeds."""
 
 
 FULL = Size(width=384, layers=4, heads=12, samples=8, length=128, rounds=8, steps=2, budget_s=45)
@@ -58,11 +59,11 @@ def main() -> int:
     size = QUICK if options.quick else FULL
     gains = {}
     for name, speeds in DEVICES.items():
-        job = emulated(speeds, [BY_SPEED, EVEN], size, Path(__file__))
+        job = emulated(speeds, [BY_SPEED, EVEN], by_speed(size, speeds), Path(__file__))
         report(results, name, job)
         gains[name] = ratios([job], EVEN, BY_SPEED)
         results.row(f"{name}: {EVEN} / {BY_SPEED}", step_ratio=spread(gains[name]))
-    job = emulated(ALIKE, [EVEN, TORCH], size, Path(__file__))
+    job = emulated(ALIKE, [EVEN, TORCH], by_speed(size, ALIKE), Path(__file__))
     report(results, "equal devices", job)
     level = ratios([job], TORCH, EVEN)
     results.row(f"equal devices: {TORCH} / ours", step_ratio=spread(level))
@@ -70,6 +71,10 @@ def main() -> int:
         results.bar(f"widths by speed over equal widths, {name}", median(ratio), ">= 1.2")
     results.bar("speed-up over DTensor, equal devices", median(level), ">= 1.0")
     return results.write(options.json)
+
+
+def by_speed(size: Size, speeds: tuple[float, ...]) -> Size:
+    return replace(size, shares=tuple(round(10 * speed) for speed in speeds))
 
 
 def report(results: Results, devices: str, job: dict[str, Any]) -> None:
@@ -93,7 +98,7 @@ def llama(size: Size) -> torch.nn.Module:
     return LlamaForCausalLM(config)
 
 
-def worker(options: argparse.Namespace, size: Size, speeds: tuple[float, ...]) -> None:
+def worker(options: argparse.Namespace, size: Size) -> None:
     import torch
 
     import heterodyne as hd
@@ -102,7 +107,7 @@ def worker(options: argparse.Namespace, size: Size, speeds: tuple[float, ...]) -
     batch = {"input_ids": tokens, "labels": tokens}
     with hd.open_session() as session:
         rig = Rig.of(session, llama(size), batch, (size.samples,), size.budget_s)
-        shares = {BY_SPEED: tuple(round(10 * speed) for speed in speeds), EVEN: (1,) * len(speeds)}
+        shares = {BY_SPEED: tuple(size.shares), EVEN: (1,) * len(size.shares)}
         plans = {way: rig.agreed(split(rig, of, size)) for way, of in shares.items() if way in options.ways}
         predicted = {way: rig.predicted(plan).step_s for way, plan in plans.items()}
         workers = {way: rig.worker(plan, llama(size)) for way, plan in plans.items()}
@@ -167,7 +172,4 @@ if __name__ == "__main__":
     own = worker_arguments()
     if own is None:
         sys.exit(main())
-    given = Size(**own.size)
-    known = {**{len(of): of for of in DEVICES.values()}, **({2: ALIKE} if TORCH in own.ways else {})}
-
-    worker(own, given, known[int(os.environ["WORLD_SIZE"])])
+    worker(own, Size(**own.size))

@@ -10,12 +10,13 @@ a few numbers of the loss (Whale, section 5.2.1). It takes the two ``with`` line
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from workers import on_unequal_workers, world_size
+from workers import on_unequal_workers, run, world_size
 
 import heterodyne as hd
 
@@ -70,21 +71,12 @@ def main() -> int:
 
     torch.manual_seed(0)
     model = Classifier(given.classes, given.width, world_size())
-    example = batch(0, given.batch, given.classes)
-    optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)  # noqa: E731
+    batches = functools.partial(batch, size=given.batch, classes=given.classes)
+    optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
     with hd.distribute(
-        model, example, optimizer=optimizer, micro_batch_sizes=(given.batch,), measure_budget_s=given.measure
+        model, batches(0), optimizer=optimizer, micro_batch_sizes=(given.batch,), measure_budget_s=given.measure
     ) as trainer:
-        if trainer.rank == 0:
-            print(trainer.explain())
-        for step in range(given.steps):
-            result = trainer.step(batch(step, given.batch, given.classes))
-            if trainer.rank == 0:
-                rows = trainer.module.head.weight.shape[0]
-                print(
-                    f"step {step}: loss {result.loss:.4f}, {result.seconds:.3f} s; classes on rank 0: {rows}",
-                    flush=True,
-                )
+        run(trainer, batches, given.steps, lambda: f"classes on rank 0: {trainer.module.head.weight.shape[0]}")
     return 0
 
 

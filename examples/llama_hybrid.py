@@ -6,24 +6,17 @@ python examples/llama_hybrid.py [--strategy auto|data|pipeline|split|context] [-
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-import sysconfig
-from pathlib import Path
 
 import torch
-from torch import Tensor
+from python_text import sequences
 from transformers import LlamaConfig, LlamaForCausalLM
-from workers import on_unequal_workers
+from workers import on_unequal_workers, run
 
 import heterodyne as hd
 
 SPEEDS = (0.7, 0.35, 0.35)
-
-
-def text() -> Tensor:
-    """Bytes of Python's own sources."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
-    return torch.tensor(list(b"".join(file.read_bytes() for file in files)), dtype=torch.int64)
 
 
 def main() -> int:
@@ -44,30 +37,17 @@ def main() -> int:
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=given.length,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    corpus = text()
-
-    def batch(step: int) -> dict[str, Tensor]:
-        starts = torch.randint(
-            len(corpus) - given.length, (given.batch,), generator=torch.Generator().manual_seed(step)
-        )
-        ids = torch.stack([corpus[start : start + given.length] for start in starts.tolist()])
-        return {"input_ids": ids, "labels": ids}
-
-    optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)  # noqa: E731
+    batches = functools.partial(sequences, count=given.batch, length=given.length)
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
     with hd.distribute(
         model,
-        batch(0),
+        batches(0),
         optimizer=optimizer,
         plan=given.strategy,
         micro_batch_sizes=(1, 2, 4),
         measure_budget_s=given.measure,
     ) as trainer:
-        if trainer.rank == 0:
-            print(trainer.explain())
-        for step in range(given.steps):
-            result = trainer.step(batch(step))
-            if trainer.rank == 0:
-                print(f"step {step}: loss {result.loss:.4f}, {result.seconds:.3f} s", flush=True)
+        run(trainer, batches, given.steps)
     return 0
 
 

@@ -6,13 +6,13 @@ python examples/long_context.py [--length 1024] [--steps 5]
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 
 import torch
 from gpt import build
-from llama_hybrid import text
-from torch import Tensor
-from workers import on_unequal_workers
+from python_text import sequences
+from workers import on_unequal_workers, run
 
 import heterodyne as hd
 
@@ -31,23 +31,12 @@ def main() -> int:
 
     torch.manual_seed(0)
     model = build(layers=given.layers, width=given.width, heads=4, length=given.length)
-    corpus = text()
-
-    def batch(step: int) -> dict[str, Tensor]:
-        start = int(torch.randint(len(corpus) - given.length, (), generator=torch.Generator().manual_seed(step)))
-        ids = corpus[start : start + given.length].unsqueeze(0)
-        return {"input_ids": ids, "labels": ids}
-
-    optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)  # noqa: E731
+    batches = functools.partial(sequences, count=1, length=given.length)
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
     with hd.distribute(
-        model, batch(0), optimizer=optimizer, plan="context", micro_batch_sizes=(1,), measure_budget_s=given.measure
+        model, batches(0), optimizer=optimizer, plan="context", micro_batch_sizes=(1,), measure_budget_s=given.measure
     ) as trainer:
-        if trainer.rank == 0:
-            print(trainer.explain())
-        for step in range(given.steps):
-            result = trainer.step(batch(step))
-            if trainer.rank == 0:
-                print(f"step {step}: loss {result.loss:.4f}, {result.seconds:.3f} s", flush=True)
+        run(trainer, batches, given.steps)
     return 0
 
 

@@ -9,12 +9,13 @@ section 5.2.2). Each expert is on one device, faster ones have more of them. The
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from workers import on_unequal_workers, world_size
+from workers import on_unequal_workers, run, world_size
 
 import heterodyne as hd  # <--
 
@@ -117,24 +118,12 @@ def main() -> int:
     torch.manual_seed(0)
     hd.set_default_strategy(hd.replicate(world_size()))  # <--
     model = M6(given.width, 4, given.layers, given.experts)
-    optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)  # noqa: E731
+    batches = functools.partial(batch, size=given.batch)
+    optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
     with hd.distribute(
-        model,
-        batch(0, given.batch),
-        optimizer=optimizer,
-        micro_batch_sizes=(given.batch,),
-        measure_budget_s=given.measure,
+        model, batches(0), optimizer=optimizer, micro_batch_sizes=(given.batch,), measure_budget_s=given.measure
     ) as trainer:
-        if trainer.rank == 0:
-            print(trainer.explain())
-        for step in range(given.steps):
-            result = trainer.step(batch(step, given.batch))
-            if trainer.rank == 0:
-                here = trainer.module.layers[0].experts.up.shape[0]
-                print(
-                    f"step {step}: loss {result.loss:.4f}, {result.seconds:.3f} s; experts on rank 0: {here}",
-                    flush=True,
-                )
+        run(trainer, batches, given.steps, lambda: f"experts on rank 0: {trainer.module.layers[0].experts.up.shape[0]}")
     return 0
 
 

@@ -1,9 +1,14 @@
-"""Lets an example run by itself: started by hand, it starts itself once more on unequal workers of this machine."""
+"""What the examples share: each starts itself once more on unequal workers of this machine, and tells how its steps go."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+
+from torch import Tensor
+
+import heterodyne as hd
 
 
 def on_unequal_workers(*speeds: float) -> None:
@@ -18,3 +23,16 @@ def on_unequal_workers(*speeds: float) -> None:
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def run(
+    trainer: hd.Trainer, batch: Callable[[int], dict[str, Tensor]], steps: int, tell: Callable[[], str] | None = None
+) -> None:
+    """The plan, then a line a step; ``tell`` adds to each what rank 0 has to say."""
+    if trainer.rank == 0:
+        print(trainer.explain())
+    for step in range(steps):
+        result = trainer.step(batch(step))
+        if trainer.rank == 0:
+            more = f"; {tell()}" if tell else ""
+            print(f"step {step}: loss {result.loss:.4f}, {result.seconds:.3f} s{more}", flush=True)

@@ -265,7 +265,10 @@ def _refuse_nesting(outer: _Entered, inner: Strategy, line: _Line) -> None:
 def _refuse_to_lose_marks() -> None:
     """The strict trace of torch.export compiles forward, and marks would be lost without a word."""
     if _here.trace is not None:
-        raise NotImplementedError("TaskGraphs are marked by the ordinary trace of torch.export, not by the strict one")
+        raise CaptureError(
+            "TaskGraphs inside of a forward that torch.compile traces (torch.export's strict trace does) would be lost: export with "
+            "strict=False, or mark the code around what is compiled"
+        )
 
 
 def _authors_line() -> _Line:

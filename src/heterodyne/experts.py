@@ -68,13 +68,10 @@ torch.library.impl("heterodyne::experts", "CompositeImplicitAutograd")(mixture)
 # ---- there and back -------------------------------------------------------------------------------------------------
 
 
-def by_expert(indices: Tensor, experts: int, served: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The numbers of the choices in order of expert, and how many there are for each expert; ``served``: those that count."""
+def by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The numbers of the choices in order of expert, and how many there are for each expert."""
     chosen = indices.reshape(-1)
-    rows = chosen.argsort(stable=True)
-    if served is not None:
-        rows = rows[served.reshape(-1)[rows]]
-    return rows, torch.bincount(chosen[rows], minlength=experts)
+    return chosen.argsort(stable=True), torch.bincount(chosen, minlength=experts)
 
 
 @dataclass(frozen=True, kw_only=True)

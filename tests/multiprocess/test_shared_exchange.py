@@ -34,7 +34,7 @@ def exchanged(world: World, calls: list[list[list[int]]]) -> list[bool]:
     found = []
     for call, sizes in enumerate(calls):
         parts = [part(world.rank, to, size, call) for to, size in enumerate(sizes[world.rank])]
-        received = exchange.all_to_all(parts, [row[world.rank] for row in sizes])
+        received = exchange.all_to_all(parts, [row[world.rank] for row in sizes])()
         expected = [part(source, world.rank, row[world.rank], call) for source, row in enumerate(sizes)]
         found.append(all(torch.equal(a, b) for a, b in zip(received, expected, strict=True)))
     dist.barrier()
@@ -53,13 +53,61 @@ def test_everything_arrives(pool: Pool, data: st.DataObject, world: int) -> None
         assert all(found)
 
 
+def exchanged_at_once(world: World, calls: list[list[list[int]]], order: list[int]) -> list[bool]:
+    """The same, all begun before any is waited for, in some order."""
+    exchange = SharedExchange.allocate(world.world_size, world.rank, gather)
+    assert exchange is not None
+    begun = [
+        exchange.all_to_all(
+            [part(world.rank, to, size, call) for to, size in enumerate(sizes[world.rank])],
+            [row[world.rank] for row in sizes],
+        )
+        for call, sizes in enumerate(calls)
+    ]
+    found = {}
+    for call in order:
+        expected = [part(source, world.rank, row[world.rank], call) for source, row in enumerate(calls[call])]
+        found[call] = all(torch.equal(a, b) for a, b in zip(begun[call](), expected, strict=True))
+    dist.barrier()
+    exchange.close()
+    return list(found.values())
+
+
+def one_element_of_a_column(world: World) -> list[float]:
+    """It lies in one piece whatever its stride, which need not be 1."""
+    exchange = SharedExchange.allocate(world.world_size, world.rank, gather)
+    assert exchange is not None
+    column = torch.arange(3.0, dtype=torch.float64).view(1, 3)[:, world.rank]
+    assert column.stride() == (3,)
+    received = exchange.all_to_all([column] * world.world_size, [1] * world.world_size)()
+    dist.barrier()
+    exchange.close()
+    return [value.item() for value in received]
+
+
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate)
+)
+@given(data=st.data(), world=st.integers(2, 4))
+def test_several_may_have_begun_and_are_waited_for_in_any_order(pool: Pool, data: st.DataObject, world: int) -> None:
+    row = st.lists(SIZES, min_size=world, max_size=world)
+    calls = data.draw(st.lists(st.lists(row, min_size=world, max_size=world), min_size=1, max_size=4))
+    order = data.draw(st.permutations(range(len(calls))))
+    for found in pool.run(world, exchanged_at_once, calls, order):
+        assert all(found)
+
+
+def test_one_element_has_any_stride(pool: Pool) -> None:
+    assert pool.run(2, one_element_of_a_column) == [[0.0, 1.0]] * 2
+
+
 def left_alone(world: World) -> str:
     exchange = SharedExchange.allocate(world.world_size, world.rank, gather)
     assert exchange is not None
     if world.rank == 1:
         os._exit(0)
     try:
-        exchange.all_to_all([torch.ones(8)] * 2, [8, 8])
+        exchange.all_to_all([torch.ones(8)] * 2, [8, 8])()
     except WorkerError as error:
         raise ValueError(f"heard: {error}") from error
     return "nothing heard"

@@ -103,6 +103,7 @@ class StageOf:
     recompute: tuple[int, ...] = ()
     kind: str = "replicate"
     marked: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    overlap: bool = False
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -140,6 +141,7 @@ def staged_plan(
                     devices=tuple(cluster.devices[rank].id for rank in stage.ranks),
                     regions=stage.regions,
                     recompute=stage.recompute,
+                    overlap=stage.overlap,
                 )
             )
             start = stage.stop

@@ -13,20 +13,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.collective import AlphaBeta, Collectives
 from heterodyne.cost.routes import link_between
-from heterodyne.graph.sharding.layout import Collective
+from heterodyne.graph.sharding.layout import Collective, reduced_at_once
 
 __all__ = ["Round", "Wires", "buffer_bytes", "rounds", "to_everyone"]
 
 Round: TypeAlias = tuple[tuple[float, ...], ...]
 """``[i][j]``: the bytes that member i has for member j. What it has for itself does not travel, but is copied."""
-
-_SMALL_BYTES: Final = 2**16
-"""Up to this size an all-reduce is one round, as `heterodyne.runtime.split.group` has it."""
 
 
 def rounds(
@@ -52,7 +49,7 @@ def rounds(
         return (_overlaps(source, target, size_bytes),)
     if kind == "all_to_all":
         return (tuple(_parts(target, own) for own in _parts(source, size_bytes)),)
-    if members == 2 or size_bytes <= _SMALL_BYTES:
+    if reduced_at_once(size_bytes, members):
         return (to_everyone(size_bytes, members),)
     even = (1,) * members
     return (
@@ -97,12 +94,14 @@ class Wires:
         links: ``[i][j]``: the name of the link that it takes.
         ports: of each member, for what it sends and for what it receives; those of one name do one thing at a time.
         copies_s_per_byte: seconds in which each member reads or writes a byte of its memory.
+        by_hand: the members carry the bytes themselves, as CPU workers of one machine do; so nothing else is done meanwhile.
     """
 
     transfers: tuple[tuple[AlphaBeta, ...], ...]
     links: tuple[tuple[str, ...], ...]
     ports: tuple[tuple[str, str], ...]
     copies_s_per_byte: tuple[float, ...]
+    by_hand: bool = False
 
     @classmethod
     def between(
@@ -114,11 +113,22 @@ class Wires:
             links=tuple(tuple(link_between(cluster, a, b) for b in devices) for a in devices),
             ports=tuple((a, a) if cluster.device(a).backend == "cpu" else (f"from {a}", f"to {a}") for a in devices),
             copies_s_per_byte=tuple(copies_s_per_byte),
+            by_hand=len({cluster.device(d).node for d in devices}) == 1
+            and all(cluster.device(d).backend == "cpu" for d in devices),
         )
 
     def seconds(self, exchanged: Sequence[Round]) -> float:
         """From the moment at which all members have come until all have what they need."""
-        return sum(self._copies_s(each) + self._on_the_way_s(each) for each in exchanged)
+        return sum(self.divided(exchanged))
+
+    def divided(self, exchanged: Sequence[Round]) -> tuple[float, float]:
+        """The seconds of that in which the members are busy with it themselves, and those in which it is on the way."""
+        own, way = 0.0, 0.0
+        for each in exchanged:
+            latency_s, bytes_s = self._on_the_way_s(each)
+            own += self._copies_s(each) + (bytes_s if self.by_hand else 0.0)
+            way += latency_s + (0.0 if self.by_hand else bytes_s)
+        return own, way
 
     def _copies_s(self, exchanged: Round) -> float:
         """Of what is sent ahead of that, and of what has come behind it; what a member has for itself too."""
@@ -126,7 +136,8 @@ class Wires:
         each = list(zip(self.copies_s_per_byte, left, came, strict=True))
         return 2 * (max(byte_s * size for byte_s, size, _ in each) + max(byte_s * size for byte_s, _, size in each))
 
-    def _on_the_way_s(self, exchanged: Round) -> float:
+    def _on_the_way_s(self, exchanged: Round) -> tuple[float, float]:
+        """Until the first byte arrives, and from then on."""
         latency_s = 0.0
         busy: dict[str, float] = {}  # seconds of each port and of each link
         for source, row in enumerate(exchanged):
@@ -137,4 +148,4 @@ class Wires:
                 latency_s = max(latency_s, cost.latency_s)
                 for name in (self.ports[source][0], self.ports[target][1], self.links[source][target]):
                     busy[name] = busy.get(name, 0.0) + cost.s_per_byte * size
-        return latency_s + max(busy.values(), default=0.0)
+        return latency_s, max(busy.values(), default=0.0)

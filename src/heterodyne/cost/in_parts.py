@@ -14,8 +14,9 @@ from functools import cached_property
 from heterodyne.cost.compute import Compute, Pass
 from heterodyne.cost.exchange import Round, Wires
 from heterodyne.cost.halves import Halves
-from heterodyne.cost.joint import Step, joint_s
+from heterodyne.cost.joint import joint_s
 from heterodyne.cost.meetings import Meeting, conversions, within
+from heterodyne.cost.overlap import Crossing, OverlapStep, overlapped_s
 from heterodyne.cost.parts import Fractions, Parts
 from heterodyne.graph.cut import stage_ops
 from heterodyne.graph.ir import ModelGraph, Op
@@ -37,6 +38,7 @@ class InParts:
     balance: operations that each does while its memory moves a byte.
     wires: between them.
     halves: how the backward of each op divides.
+    overlap: micro-batches run as two halves in turns.
     """
 
     ops: Ops
@@ -45,11 +47,12 @@ class InParts:
     balance: tuple[float, ...]
     wires: Wires
     halves: Halves
+    overlap: bool = False
     _parts: dict[int, Parts] = field(default_factory=dict, repr=False)
     _lines: dict[int, tuple[tuple[int, Meeting | None], ...]] = field(default_factory=dict, repr=False)
     _seconds: dict[tuple[Pass, int], dict[int, Fractions]] = field(default_factory=dict, repr=False)
     _joint: dict[tuple[Pass, int, Ops | None], tuple[float, float]] = field(default_factory=dict, repr=False)
-    _sent: dict[tuple[Round, ...], float] = field(default_factory=dict, repr=False)
+    _sent: dict[tuple[Round, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     @property
     def graph(self) -> ModelGraph:
@@ -68,14 +71,28 @@ class InParts:
         """
         key = (kind, samples, ops)
         if key not in self._joint:
-            steps = list(self._steps(kind, samples, ops))
-            self._joint[key] = joint_s(steps), sum(step for step in steps if not isinstance(step, tuple))
+            halves = [list(self._steps(kind, size, ops)) for size in self._run_as(samples)]
+            self._joint[key] = self._in_turns_s(halves) if len(halves) > 1 else _one_after_the_other_s(halves[0])
         return self._joint[key]
+
+    def _in_turns_s(self, halves: Sequence[Sequence[OverlapStep]]) -> tuple[float, float]:
+        """What is exchanged while others compute does not count."""
+        whole_s = overlapped_s(halves, len(self.compute))
+        return whole_s, whole_s - joint_s(step for steps in halves for step in steps if isinstance(step, tuple))
 
     def alone_s(self, member: int, kind: Pass, samples: int, ops: Ops | None = None) -> float:
         """Seconds in which a member computes in a pass."""
         start, stop = ops or self.ops
-        return sum(own[member] for place, own in self._of_ops(kind, samples).items() if start <= place < stop)
+        return sum(
+            own[member]
+            for size in self._run_as(samples)
+            for place, own in self._of_ops(kind, size).items()
+            if start <= place < stop
+        )
+
+    def _run_as(self, samples: int) -> tuple[int, ...]:
+        """The sizes of the parts in which a micro-batch runs."""
+        return (samples - samples // 2, samples // 2) if self.overlap and samples > 1 else (samples,)
 
     def ready_fraction(self, position: int, samples: int) -> float:
         """The fraction of the backward after which that of the ops from ``position`` on is over."""
@@ -87,7 +104,7 @@ class InParts:
         """All of a forward and a backward."""
         return (meeting for _, meeting in self._line(samples) if meeting is not None)
 
-    def _steps(self, kind: Pass, samples: int, ops: Ops | None) -> Iterator[Step]:
+    def _steps(self, kind: Pass, samples: int, ops: Ops | None) -> Iterator[OverlapStep]:
         line, seconds = self._line(samples), self._of_ops(kind, samples)
         for place, meeting in line if kind == "F" else reversed(line):
             if ops is not None and not ops[0] <= place < ops[1]:
@@ -96,11 +113,12 @@ class InParts:
                 if place in seconds:
                     yield seconds[place]
             elif sent := () if kind == "W" else meeting.forward if kind == "F" else meeting.backward:
-                yield self._exchange_s(sent)
+                own_s, way_s = self._exchange_s(sent)
+                yield own_s + way_s if meeting.inside else Crossing(own_s, way_s)
 
-    def _exchange_s(self, sent: tuple[Round, ...]) -> float:
+    def _exchange_s(self, sent: tuple[Round, ...]) -> tuple[float, float]:
         if sent not in self._sent:
-            self._sent[sent] = self.wires.seconds(sent)
+            self._sent[sent] = self.wires.divided(sent)
         return self._sent[sent]
 
     def _line(self, samples: int) -> tuple[tuple[int, Meeting | None], ...]:
@@ -168,3 +186,8 @@ class InParts:
     @cached_property
     def _places(self) -> dict[str, int]:
         return {op.name: place for place, op in enumerate(self.graph.ops)}
+
+
+def _one_after_the_other_s(steps: Sequence[OverlapStep]) -> tuple[float, float]:
+    waited_for = [step.own_s + step.way_s if isinstance(step, Crossing) else step for step in steps]
+    return joint_s(waited_for), sum(step for step in waited_for if not isinstance(step, tuple))

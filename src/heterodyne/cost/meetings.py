@@ -34,10 +34,11 @@ _MEAN: Final = 1  # as torch counts reductions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """``forward``, ``backward``: the rounds of each pass; none where nothing is exchanged."""
+    """``forward``, ``backward``: the rounds of each pass; none where nothing is exchanged. ``inside``: in the middle of an op."""
 
     forward: tuple[Round, ...]
     backward: tuple[Round, ...]
+    inside: bool = True
 
 
 def conversions(parts: Parts) -> Iterator[tuple[Exchange, Meeting]]:
@@ -48,6 +49,7 @@ def conversions(parts: Parts) -> Iterator[tuple[Exchange, Meeting]]:
             Meeting(
                 forward=_converted(exchange, exchange.steps.forward, parts),
                 backward=_converted(exchange, exchange.steps.backward, parts, back=True),
+                inside=False,
             ),
         )
 

@@ -156,6 +156,7 @@ class CostModel:
                     ),
                     wires=self._wires(stage.devices),
                     halves=self._halves,
+                    overlap=stage.overlap,
                 )
             )
         return self._in_parts[key]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final, TypeAlias
 
 from heterodyne.graph.ir import Op, Ref
@@ -79,7 +78,8 @@ class Parts:
         read = list(zip(op.operands, strategy.operands, strict=True))
         made = [(Ref(op.name, place), layout) for place, layout in enumerate(strategy.outputs)]
         operations = self._operations(op, strategy, read, made)
-        flowing = [(ref, layout) for ref, layout in read if ref.name not in self._stored]
+        # What is there anyway no op keeps.
+        flowing = [(ref, layout) for ref, layout in read if ref.name not in self.sharding.graph.given]
         kept = self._mean(flowing) or self._mean(made) or operations
         return OpParts(
             operations=operations,
@@ -106,12 +106,6 @@ class Parts:
         if total <= 0:
             return ()
         return tuple(sum(size * own[member] for size, own in weighed) / total for member in range(self.members))
-
-    @cached_property
-    def _stored(self) -> frozenset[str]:
-        """What is there anyway, so that no op keeps it."""
-        graph = self.sharding.graph
-        return frozenset(p.name for p in (*graph.parameters, *graph.buffers, *graph.constants))
 
 
 def _of_causal(parts: Fractions) -> Fractions:

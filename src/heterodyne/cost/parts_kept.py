@@ -57,14 +57,13 @@ class KeptInParts:
     def between_halves(self, samples: int) -> float:
         """What W needs: what enters an op with weights, and the gradient of what leaves it."""
         graph, (start, stop) = self.stage.graph, self.stage.ops
-        stored = {p.name for p in (*graph.parameters, *graph.buffers, *graph.constants)}
         entering: set[tuple[Ref, Layout]] = set()
         leaving: set[tuple[Ref, Layout]] = set()
         for op, learns in zip(graph.ops[start:stop], self.stage.halves.learns[start:stop], strict=True):
             if learns:
                 strategy = self.stage.sharding.strategies[op.name]
                 read = zip(op.operands, strategy.operands, strict=True)
-                entering.update((ref, layout) for ref, layout in read if ref.name not in stored)
+                entering.update((ref, layout) for ref, layout in read if ref.name not in graph.given)
                 leaving.update((Ref(op.name, place), layout) for place, layout in enumerate(strategy.outputs))
         return sum(self._own(ref, layout, samples) for ref, layout in (*entering, *leaving))
 

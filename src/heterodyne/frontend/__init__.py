@@ -1,7 +1,8 @@
 """From an nn.Module to a ModelGraph."""
 
 from heterodyne.frontend.block_program import BlockProgram
-from heterodyne.frontend.stage_program import BoundStage, StageProgram
+from heterodyne.frontend.bound_stage import BoundStage
+from heterodyne.frontend.stage_program import StageProgram
 from heterodyne.frontend.trace import Captured, capture, trace
 from heterodyne.model_output import loss_of
 

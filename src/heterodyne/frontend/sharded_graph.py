@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -23,22 +23,10 @@ from heterodyne.frontend.stage_graph import Writer, evaluated
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Ref, Size
 from heterodyne.graph.sharding import Layout, Sharding, Strategy
+from heterodyne.graph.sharding.numbered import Numbered, Slot, Step
 from heterodyne.graph.sharding.rules import rule_of
 
-__all__ = ["Members", "Numbered", "sharded_graph"]
-
-Slot = tuple[Ref, Layout]
-"""A tensor as it is cut."""
-Step = tuple[Ref, Layout, Layout]
-"""A tensor, how it lies, and how it is wanted."""
-
-
-class Numbered(NamedTuple):
-    """What the numbers in a graph stand for."""
-
-    slots: tuple[Slot, ...]
-    steps: tuple[Step, ...]
-    functions: tuple[Callable[..., Any], ...]
+__all__ = ["Members", "sharded_graph"]
 
 
 class Members(Protocol):
@@ -46,6 +34,14 @@ class Members(Protocol):
 
     def convert(self, tensor: Tensor, step: int) -> Tensor:
         """Lay a tensor out otherwise."""
+
+    def begin(self, tensor: Tensor, step: int) -> Any:
+        """The same in two calls; what is returned is for `end`."""
+
+    def end(self, begun: Any) -> Tensor: ...
+
+    def take_turn(self) -> None:
+        """Told where a micro-batch runs as two halves: it is this one's turn."""
 
     def length(self, slot: int) -> int:
         """Of this device's slice."""
@@ -60,8 +56,7 @@ class Members(Protocol):
     def embedding(self, slot: int, ids: Tensor, weight: Tensor, **options: Any) -> Tensor: ...
     def softmax(self, slot: int, tensor: Tensor, dim: int, *options: Any) -> Tensor: ...
     def log_softmax(self, slot: int, tensor: Tensor, dim: int, *options: Any) -> Tensor: ...
-    def cross_entropy_of_classes(self, slot: int, logits: Tensor, labels: Tensor, *options: Any) -> Tensor: ...
-    def cross_entropy_of_samples(self, slot: int, logits: Tensor, labels: Tensor, *options: Any) -> Tensor: ...
+    def cross_entropy(self, slot: int, logits: Tensor, labels: Tensor, *options: Any) -> Tensor: ...
     def part_of_mean_loss(self, slot: int, function: int, *arguments: Any) -> Tensor: ...
     def attention(self, slot: int, *arguments: Any, **options: Any) -> Tensor: ...
     def experts_here(self, slot: int, *arguments: Any) -> Tensor: ...
@@ -240,10 +235,8 @@ class _ShardedWriter(Writer):
             self._call(copy, "embedding", number)
         elif name in ("softmax", "log_softmax") and strategy.name == "Z":
             self._call(copy, name, number)
-        elif name == "cross_entropy_loss" and strategy.name == "C":
-            self._call(copy, "cross_entropy_of_classes", number)
-        elif name == "cross_entropy_loss" and strategy.outputs[0].kind == "sum":
-            self._call(copy, "cross_entropy_of_samples", number)
+        elif name == "cross_entropy_loss" and strategy.outputs[0].kind != "cut":
+            self._call(copy, "cross_entropy", number)
         elif strategy.outputs[0].kind == "sum" and argument(node, "reduction") == _MEAN:
             self._call(copy, "part_of_mean_loss", number, self._function(copy.target))
         elif name == "experts" and "e" in strategy.name:

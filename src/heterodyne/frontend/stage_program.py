@@ -15,19 +15,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from heterodyne.errors import CaptureError, DataError, PlanError
+from heterodyne.errors import CaptureError, PlanError
+from heterodyne.frontend.bound_stage import BoundStage, Halves
+from heterodyne.frontend.counting import LossCounter
 from heterodyne.frontend.describe import producer_of
 from heterodyne.frontend.export import Traced, tensors_of
-from heterodyne.frontend.regions import Regions
-from heterodyne.frontend.sharded_graph import Members, Numbered, sharded_graph
+from heterodyne.frontend.overlapped_graph import overlapped_graph
+from heterodyne.frontend.sharded_graph import Members, sharded_graph
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import stage_graph
 from heterodyne.frontend.stage_values import Pieces, values_between
-from heterodyne.graph import Size, Value
+from heterodyne.graph import Value
 from heterodyne.graph.sharding import Sharding
+from heterodyne.graph.sharding.layout import conversion
+from heterodyne.graph.sharding.numbered import Numbered
 from heterodyne.model_output import LOSS
 
-__all__ = ["BoundStage", "StageProgram", "Team", "stage_program"]
+__all__ = ["StageProgram", "Team", "stage_program"]
 
 
 class Team(Protocol):
@@ -36,8 +40,8 @@ class Team(Protocol):
     @property
     def position(self) -> int: ...
 
-    def members(self, sharding: Sharding, numbered: Numbered) -> Callable[[int], Members]:
-        """For each number of samples of a micro-batch what a graph calls."""
+    def members(self, sharding: Sharding, numbered: Numbered) -> Callable[[int, range | None], Members]:
+        """What a graph calls, for each number of samples of a micro-batch; for those of its samples, if it runs in halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +67,15 @@ class StageProgram:
     _nodes: tuple[fx.Node, ...] = field(repr=False)
     _sources: tuple[fx.Node, ...] = field(repr=False)
     _sharding: Sharding | None = field(default=None, repr=False)
+    _count: LossCounter | None = field(default=None, repr=False)
 
-    def bind(self, module: nn.Module, device: torch.device, team: Team | None = None) -> BoundStage:
+    def bind(
+        self, module: nn.Module, device: torch.device, team: Team | None = None, *, overlap: bool = False
+    ) -> BoundStage:
         """The stage on a device, with the parameters and buffers of the user's own module, of which some may be slices.
 
-        ``team``: the devices of a stage that lies on them in parts.
+        ``team``: the devices of a stage that lies on them in parts. ``overlap``: it is all of the model, and trains with micro-batches
+        as two halves in turns (`heterodyne.frontend.overlapped_graph`).
 
         Parameters are looked up by name at each call, so that the module may be given others; those that the stage does not read may
         be on the meta device. Raises CaptureError if one is missing, or of another shape or dtype than the model that was captured.
@@ -80,7 +88,8 @@ class StageProgram:
         named = {node.name: node for node in self._nodes}
         results = [*(named[value.name] for value in self.sends), *([traced.loss] if self.is_last else [])]
         given = (*inputs, *received, *kept)
-        members: Callable[[int], Members] | None = None
+        members: Callable[[int, range | None], Members] | None = None
+        halves: Halves | None = None
         if self._sharding is None:
             run = stage_graph(self._pieces, device, nodes=self._nodes, given=given, results=results)
         else:
@@ -89,11 +98,15 @@ class StageProgram:
                 self._pieces, device, self._sharding, nodes=self._nodes, given=given, results=results
             )
             members = team.members(self._sharding, numbered)
+            if overlap:
+                assert not received, "only a stage that is all of the model runs in halves"
+                halves = self._halves(run, numbered, [node.name for node in inputs], dict(module.named_buffers()))
         stored = (lambda _: None) if self._sharding is None else self._sharding.stored
         position = 0 if team is None else team.position
         return BoundStage(
             run=run,
             members=members,
+            halves=halves,
             inputs={roles[n].name: spec_of(n.meta["val"]).shape for n in inputs},
             received=tuple(n.name for n in received),
             kept=tuple(_place(traced, n, module, device, stored(roles[n].name), position) for n in kept),
@@ -101,63 +114,38 @@ class StageProgram:
             training=module.training,
         )
 
+    def _halves(
+        self, run: fx.GraphModule, numbered: Numbered, inputs: Sequence[str], buffers: Mapping[str, Tensor]
+    ) -> Halves:
+        flows, count, graph = self._pieces.graph.flows, self._count, self._pieces.graph
+        meets = [conversion(have, want, differentiable=flows(ref)).meets for ref, have, want in numbered.steps]
 
-class BoundStage:
-    """Runs a stage. ``training`` turns dropout on, and lets BatchNorm take the statistics of the batch and keep them."""
+        def weigh(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) -> list[float]:
+            if graph.loss.reduction == "sum":
+                return [1.0] * len(sizes)
+            own = [float(size) for size in sizes]
+            if graph.loss.count != "samples":
+                assert count is not None
+                own = [float(count(part, buffers)) for part in parts]
+            return [each / sum(own) if each else 0.0 for each in own]
 
-    def __init__(
-        self,
-        *,
-        run: fx.GraphModule,
-        inputs: Mapping[str, tuple[Size, ...]],
-        received: tuple[str, ...],
-        kept: tuple[tuple[dict[str, Any], str], ...],
-        results: tuple[str, ...],
-        training: bool,
-        members: Callable[[int], Members] | None = None,
-    ) -> None:
-        self.training = training
-        self._members = members
-        self._run = run
-        self._inputs = inputs
-        self._received = received
-        self._kept = kept
-        self._results = results
-
-    def __call__(self, inputs: Mapping[str, Tensor], received: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
-        """Run it forward on ``samples`` samples.
-
-        Args:
-            inputs: the model's inputs, those that the stage reads at least, on its device.
-            received: what the stage receives, by name. What differentiates through it must require gradients.
-
-        Returns what it sends, by name, and on the last stage the loss as ``loss``. Neither inputs nor what is received is changed.
-        Raises DataError for an input of another shape than that of the capture.
-        """
-        for name, shape in self._inputs.items():
-            expected = [int(size(samples)) for size in shape]
-            if list(inputs[name].shape) != expected:
-                raise DataError(
-                    f"the input {name!r} is {list(inputs[name].shape)} for {samples} samples, and the stages were made for {expected}. "
-                    "Pad all batches to the shape of the example that the model was captured with"
-                )
-        with Regions() as regions:
-            results = self._run.forward(
-                samples,
-                self.training,
-                regions,
-                *([] if self._members is None else [self._members(samples)]),
-                *[inputs[name] for name in self._inputs],
-                *[received[name] for name in self._received],
-                *[owner[name] for owner, name in self._kept],
-            )
-        return dict(zip(self._results, results, strict=True))
+        return Halves(
+            run=overlapped_graph(run, divided=inputs, exchanged=meets.__getitem__),
+            dims={entry.name: entry.batch_dim for entry in graph.inputs},
+            weigh=weigh,
+        )
 
 
 def stage_program(
-    pieces: Pieces, start: int, stop: int, starts: Sequence[int], sharding: Sharding | None = None
+    pieces: Pieces,
+    start: int,
+    stop: int,
+    starts: Sequence[int],
+    sharding: Sharding | None = None,
+    count: LossCounter | None = None,
 ) -> StageProgram:
-    """The stage with the ops ``[start, stop)`` of a graph that is cut at ``starts``; ``sharding``: as it lies on its devices.
+    """The stage with the ops ``[start, stop)`` of a graph that is cut at ``starts``; ``sharding``: as it lies on its devices;
+    ``count``: what the loss of some samples is divided by.
 
     Raises PlanError if these are not the bounds of one of the stages, or if the cut would change the result.
     """
@@ -188,6 +176,7 @@ def stage_program(
         _nodes=nodes,
         _sources=sources,
         _sharding=sharding,
+        _count=count,
     )
 
 

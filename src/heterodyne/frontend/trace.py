@@ -60,7 +60,7 @@ class Captured:
         devices, None: whole on each. The model must have been captured in training
         mode for the stage to train. Raises PlanError for a cut that would change the result, with the op and its line.
         """
-        return stage_program(self._pieces, start, stop, starts, sharding)
+        return stage_program(self._pieces, start, stop, starts, sharding, self._counter)
 
     @cached_property
     def _pieces(self) -> Pieces:

@@ -148,9 +148,7 @@ def stage_ops(graph: ModelGraph, start: int, stop: int) -> tuple[Op, ...]:
         for source in graph.op_by_name[name].inputs:
             if source in again:
                 waiting.append(source)
-            made_by = graph.op_by_name.get(source)
-            lies_in = source if made_by is None else made_by.memory
-            waiting += writers.get(lies_in or "", [])
+            waiting += writers.get(graph.memory_of(source) or "", [])
     return tuple(op for op in graph.ops if op.name in found)
 
 

@@ -258,6 +258,28 @@ class ModelGraph:
         }
 
     @cached_property
+    def stored(self) -> dict[str, Parameter]:
+        """Parameters and buffers by name."""
+        return {p.name: p for p in (*self.parameters, *self.buffers)}
+
+    @cached_property
+    def given(self) -> frozenset[str]:
+        """The names of what is there before anything runs, but for the inputs: parameters, buffers, constants."""
+        return frozenset(self.stored).union(p.name for p in self.constants)
+
+    def flows(self, ref: Ref) -> bool:
+        """Whether gradients flow into a tensor."""
+        made = self.op_by_name.get(ref.name)
+        if made is not None:
+            return made.differentiable[ref.output]
+        return ref.name in self.stored and self.stored[ref.name].trainable
+
+    def memory_of(self, name: str) -> str | None:
+        """The memory in which something lies that something else may write into: what an op has made, an input, or what is stored."""
+        made = self.op_by_name.get(name)
+        return name if made is None else made.memory
+
+    @cached_property
     def op_by_name(self) -> dict[str, Op]:
         return {op.name: op for op in self.ops}
 

@@ -94,7 +94,7 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
         except PlanError as error:
             broken.append(f"{where}: {error}")
         for index, stage in enumerate(pipeline.stages):
-            faults = _of_stage(stage, graph)
+            faults = [*_of_stage(stage, graph), *_of_overlap(pipeline, index, graph)]
             broken += [f"{where}, stage {index} {fault}" for fault in faults or _of_parts(pipeline, index, graph)]
     if graph.batch_statistics and len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
         # Replicas meet in each op that takes statistics, and they must come to them in one order.
@@ -171,6 +171,23 @@ def _of_parts(pipeline: Pipeline, index: int, graph: ModelGraph) -> list[str]:
                 f"{narrow.units} parts: split it over {narrow.units} devices or fewer, or leave this op out of the TaskGraph"
             )
     return list(told.values())
+
+
+def _of_overlap(pipeline: Pipeline, index: int, graph: ModelGraph) -> list[str]:
+    stage = pipeline.stages[index]
+    if not stage.overlap:
+        return []
+    if not stage.sharded:
+        return ["has 'overlap', and exchanges nothing while it computes: it must lie in parts on several devices"]
+    if len(pipeline.stages) > 1:
+        return ["has 'overlap', which only a pipeline of one stage can have: leave it out, or take one stage"]
+    if stage.recompute:
+        return ["has 'overlap' and recomputes: leave out one of them"]
+    if graph.batch_statistics:
+        return [
+            f"has 'overlap', and {graph.batch_statistics[0]} mixes the samples of a micro-batch, which has no halves then: leave it out"
+        ]
+    return []
 
 
 def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:

@@ -59,7 +59,7 @@ def _of_pipeline(old: Pipeline, new: Pipeline) -> list[str]:
     for number, (a, b) in enumerate(zip(old.stages, new.stages, strict=True)):
         lines += [
             f"{_name(new)}, stage {number}, {field}: {getattr(a, field)} -> {getattr(b, field)}"
-            for field in ("ops", "devices", "recompute", "state_shares")
+            for field in ("ops", "devices", "recompute", "state_shares", "overlap")
             if getattr(a, field) != getattr(b, field)
         ]
         if a.regions != b.regions:

@@ -20,6 +20,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from heterodyne.errors import PlanError
+from heterodyne.graph.sharding.price import FLOPS_PER_BYTE, LATENCY_BYTES
 from heterodyne.plan.micro_batches import MicroBatches
 
 __all__ = ["PLAN_VERSION", "Exchange", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
@@ -38,11 +39,11 @@ class _Part(BaseModel):
 class Layout(_Part):
     """How a TaskGraph lies on the devices of its stage.
 
-    ``shares`` has one whole number a device: samples of each micro-batch (replicate), units of the sharded dim (split), experts,
-    or positions of the sequence (context). Only their ratios count.
+    ``shares`` has one whole number a device: samples of each micro-batch (replicate), units of what is cut (split), or
+    positions of the sequence (context). Only their ratios count.
     """
 
-    kind: Literal["replicate", "split", "expert", "context"] = "replicate"
+    kind: Literal["replicate", "split", "context"] = "replicate"
     shares: tuple[Annotated[int, Field(ge=0)], ...]
 
 
@@ -60,15 +61,16 @@ class Exchange(_Part):
     together while a byte is sent.
     """
 
-    latency_bytes: Annotated[int, Field(ge=0)] = 2**16
-    flops_per_byte: Annotated[int, Field(ge=1)] = 5000
+    latency_bytes: Annotated[int, Field(ge=0)] = LATENCY_BYTES
+    flops_per_byte: Annotated[int, Field(ge=1)] = FLOPS_PER_BYTE
 
 
 class Stage(_Part):
     """A contiguous cut of the graph, ops ``[start, stop)``, on a group of devices.
 
     ``recompute`` holds indices of blocks; ``state_shares`` one whole number a device (ratios), None: each device holds all of it;
-    ``exchange`` is only read where a region is not replicated.
+    ``exchange`` and ``overlap`` are only read where a region is not replicated. ``overlap``: each micro-batch runs as two halves in
+    turns, so that what one half exchanges is on its way while the other one computes.
     """
 
     ops: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
@@ -77,6 +79,7 @@ class Stage(_Part):
     recompute: tuple[int, ...] = ()
     state_shares: tuple[int, ...] | None = None
     exchange: Exchange = Exchange()
+    overlap: bool = False
 
     @property
     def sharded(self) -> bool:

@@ -30,6 +30,9 @@ def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding 
     """
     if not pipeline.stages[number].sharded:
         return None
+    if any(stage.overlap for stage in pipeline.stages):  # it lies the same way, and working that out takes a while
+        plain = tuple(stage.model_copy(update={"overlap": False}) for stage in pipeline.stages)
+        return shard_stage(graph, pipeline.model_copy(update={"stages": plain}), number)
     return shard(*problem_of(graph, pipeline, number))
 
 
@@ -59,8 +62,7 @@ def problem_of(
 def _mode(op: Op, stage: Stage, by_name: Mapping[str, int]) -> Mode:
     place = by_name.get(op.annotation or "*", 0)
     regions = sorted(stage.regions, key=lambda region: region.task_graph != "*")
-    kind = regions[place].layout.kind
-    return Mode("split" if kind == "expert" else kind, place)
+    return Mode(regions[place].layout.kind, place)
 
 
 def _price(stage: Stage) -> Price:

@@ -12,6 +12,7 @@ from itertools import combinations, groupby, pairwise, permutations
 
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
+from heterodyne.search.by_speed import shares_of
 
 __all__ = ["Line", "Place", "groupings", "kinds_of", "orders", "partitions", "swaps", "wide_lines"]
 
@@ -76,7 +77,7 @@ def wide_lines(line: Line, kinds: Mapping[str, int], rate: Mapping[str, float], 
         if not 1 < len(groups) < len(devices) or max(map(len, groups)) > units:
             continue
         ordered = sorted(groups, key=lambda group: min(map(devices.index, group)))
-        found.append(tuple(Place(devices=tuple(g), shares=_shares([rate[d] for d in g], units)) for g in ordered))
+        found.append(tuple(Place(devices=tuple(g), shares=shares_of([rate[d] for d in g], units)) for g in ordered))
     return list(dict.fromkeys(found))
 
 
@@ -142,13 +143,3 @@ def _distinct(all_orders: Iterable[Sequence[str]], kinds: Mapping[str, int]) -> 
 
 def _signature(line: Line, kinds: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(kinds[d] for d in place.devices) for place in line)
-
-
-def _shares(rates: Sequence[float], units: int) -> tuple[int, ...]:
-    """Whole numbers that add up to ``units``, at least 1 each, such that the slowest of them is done soonest."""
-    shares = [1] * len(rates)
-    for _ in range(units - len(rates)):
-        shares[
-            min(range(len(rates)), key=lambda i: ((shares[i] + 1) / rates[i] if rates[i] > 0 else float("inf"), i))
-        ] += 1
-    return tuple(shares)

@@ -109,17 +109,16 @@ def _candidates(
     found = list(data.candidates("data" if strategy in ("pipeline", "split", "context") else strategy))
     if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
         return tuple(found)
-    there = [len(p.micro_batches) for c in found if c.plan is not None for p in c.plan.pipelines]
-    least = -(-samples // max(sizes))
-    count = (there[:1] or [least])[0] if model.graph.batch_statistics else None
-    splits = Split(model=model, runs=runs, samples=samples, sizes=sizes, count=count)
+    counts = _counts(model, found, samples, sizes)
+    splits = Split(model=model, runs=runs, samples=samples, sizes=sizes, count=counts[0])
     if strategy != "pipeline":
         found += [*splits.as_marked(), *splits.candidates(("split", "context") if strategy == "auto" else (strategy,))]
     if strategy in ("split", "context"):
         return tuple(found)
     known = [c.step_s for c in found if c.step_s is not None]
     below = min(known, default=inf) if strategy == "auto" else inf
-    for pipelines in _counted(Pipelines(model=model, runs=runs, samples=samples, sizes=sizes), found):
+    for count in counts:
+        pipelines = Pipelines(model=model, runs=runs, samples=samples, sizes=sizes, count=count)
         lines = pipelines.candidates(below)
         if any(c.plan is not None for c in lines):
             break
@@ -127,15 +126,15 @@ def _candidates(
     return (*found, *lines, *Replicas(pipelines=pipelines).candidates(below))
 
 
-def _counted(pipelines: Pipelines, found: Sequence[Candidate]) -> Sequence[Pipelines]:
+def _counts(
+    model: CostModel, found: Sequence[Candidate], samples: int, sizes: Sequence[int]
+) -> tuple[int, ...] | tuple[None]:
     """Where ops mix the samples of a micro-batch, the number of micro-batches is part of the mathematics: that of data parallelism
-    where there is any, else the smallest that fits; anywhere else it is free."""
-    if not pipelines.model.graph.batch_statistics:
-        return [pipelines]
+    where there is any, else the smallest that fits; anywhere else it is free (None). Never empty."""
+    if not model.graph.batch_statistics:
+        return (None,)
     there = [len(p.micro_batches) for c in found if c.plan is not None for p in c.plan.pipelines]
-    least = -(-pipelines.samples // max(pipelines.sizes))
-    counts = there[:1] or sorted({-(-pipelines.samples // size) for size in pipelines.sizes} | {least})
-    return [replace(pipelines, count=count) for count in counts]
+    return tuple(there[:1] or sorted({-(-samples // size) for size in sizes}))
 
 
 def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, inf
+from math import inf
 from typing import Final, Literal
 
 from heterodyne.cost.model import CostModel
@@ -19,17 +19,16 @@ from heterodyne.graph.task_graphs import TaskGraph, task_graph_runs
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
+from heterodyne.search.by_speed import shares_by
 from heterodyne.search.planned import Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict
 from heterodyne.search.runs import Runs
 from heterodyne.units import format_bytes
 
-__all__ = ["Split", "shares_by"]
+__all__ = ["Split"]
 
 _KINDS: Final[tuple[Literal["split", "context"], ...]] = ("split", "context")
 _NAMES: Final = {"split": "weights split", "context": "sequences split"}
-_FINE = 60
-"""Shares are written in so many parts at most: finer than that no measurement is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ class Split:
                 pipelines.append(Pipeline(micro_batches=self._micro_batches(share, size), stages=stages))
             name = f"as the model is marked, micro-batches of {size}"
             found.append(self._weighed(name, "marked", tuple(pipelines)))
-        return tuple(found)
+        return (*found, *self._overlapped(_fastest(found))) if found else ()
 
     def candidates(self, kinds: Sequence[str] = ("split", "context")) -> tuple[Candidate, ...]:
         """Splits of the whole model (``split``: of its weights, ``context``: of its sequences), over all devices and over fewer, alone
@@ -82,8 +81,27 @@ class Split:
                 # Sequences are cut where one alone is long; samples of more than one would be shared.
                 sizes = self._tried if kind == "split" else self._tried[:1]
                 tried = [self._of_groups(f"{_NAMES[kind]} {name}", kind, groups, size) for size in sizes]
-                found.append(min(tried, key=lambda c: c.step_s if c.step_s is not None else inf))
+                found.append(_fastest([*tried, *self._overlapped(_fastest(tried))]))
         return tuple(found)
+
+    def _overlapped(self, candidate: Candidate) -> list[Candidate]:
+        """The same with each micro-batch as two halves in turns, where it has two."""
+        plan = candidate.plan
+        if plan is None or self.model.graph.batch_statistics or any(len(p.stages) > 1 for p in plan.pipelines):
+            return []
+        if any(stage.recompute for pipeline in plan.pipelines for stage in pipeline.stages):
+            return []
+        pipelines = tuple(
+            pipeline.model_copy(
+                update={
+                    "stages": tuple(stage.model_copy(update={"overlap": stage.sharded}) for stage in pipeline.stages)
+                }
+            )
+            for pipeline in plan.pipelines
+        )
+        if not any(size > 1 for pipeline in pipelines for size in pipeline.micro_batches.sizes):
+            return []
+        return [self._weighed(f"{candidate.name}, halves in turns", candidate.kind, pipelines)]
 
     def _of_groups(
         self, name: str, kind: Literal["split", "context"], groups: Sequence[Sequence[str]], size: int
@@ -194,14 +212,8 @@ class Split:
         )
 
 
-def shares_by(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to speeds, none of them 0."""
-    total = sum(speeds)
-    if total <= 0:
-        return (1,) * len(speeds)
-    parts = [max(1, round(_FINE * speed / total)) for speed in speeds]
-    common = gcd(*parts)
-    return tuple(part // common for part in parts)
+def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda c: c.step_s if c.step_s is not None else inf)
 
 
 def _rounded(value: float) -> int:

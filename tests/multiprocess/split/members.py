@@ -37,10 +37,10 @@ class Counting(Group):
     exchanges = 0
     sent = 0
 
-    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    def begin_all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
         self.exchanges += 1
         self.sent += sum(part.numel() for member, part in enumerate(parts) if member != self.position)
-        return super().all_to_all(parts, shapes)
+        return super().begin_all_to_all(parts, shapes)
 
 
 def each_of(world: World, job: Callable[[Counting, Case], Found], cases: list[Case]) -> list[Found]:

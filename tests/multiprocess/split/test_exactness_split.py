@@ -36,6 +36,14 @@ def test_a_stage_in_parts_of_unequal_widths(pool: Pool, name: str, kind: str) ->
     require_exact(pool, name, spread(2, PipelineOf((2, 3), (stage,))))
 
 
+@pytest.mark.parametrize("name", [*MODELS, "mixtral"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_halves_of_micro_batches_in_turns(pool: Pool, name: str, schedule: str) -> None:
+    """What one half exchanges is on its way while the other one computes; a micro-batch of one sample has no halves."""
+    stage = StageOf(len(captured(name).ops), (0, 1), (2, 1), kind="split", overlap=True)
+    require_exact(pool, name, spread(2, PipelineOf((3, 1, 2), (stage,)), schedule=schedule))
+
+
 @st.composite
 def spreads(draw: st.DrawFn, name: str) -> Spread:
     """Pipelines of up to three stages, each on one to three devices, in parts or by samples; one may be beside."""
@@ -50,14 +58,17 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
             if not width:
                 break
             start = stages[-1].stop if stages else 0
+            kind = draw(st.sampled_from(("split", "split", "context", "replicate")))
+            overlap = count == 1 and width > 1 and kind != "replicate" and draw(st.booleans())
             whole = [n for n, block in enumerate(graph.blocks) if start <= block.start < block.stop <= stop]
             stages.append(
                 StageOf(
                     stop,
                     tuple(range(rank, rank + width)),
                     tuple(draw(st.integers(1, 3)) for _ in range(width)),
-                    tuple(n for n in whole if draw(st.integers(0, 3)) == 0),
-                    kind=draw(st.sampled_from(("split", "split", "context", "replicate"))),
+                    () if overlap else tuple(n for n in whole if draw(st.integers(0, 3)) == 0),
+                    kind=kind,
+                    overlap=overlap,
                 )
             )
             rank += width

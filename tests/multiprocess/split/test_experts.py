@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from heterodyne.experts import dispatch, swiglu_experts
+from heterodyne.experts import swiglu_experts
 from heterodyne.frontend import trace
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.split import experts as functions
@@ -24,7 +23,6 @@ from multiprocess.pool import Pool, World
 from multiprocess.split import moe_model
 
 WIDTH, INNER = 6, 5
-OF_BALANCE, OF_Z = 0.3, 0.2
 
 quick = settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -33,12 +31,11 @@ quick = settings(
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """A case: experts and tokens of each member, k choices, the capacity factor or None, seed and dtype."""
+    """A case: experts and tokens of each member, k choices, seed and dtype."""
 
     experts: tuple[int, ...]
     tokens: tuple[int, ...]
     k: int = 2
-    factor: float | None = None
     normalise: bool = True
     seed: int = 0
     dtype: torch.dtype = torch.float64
@@ -51,8 +48,14 @@ class Mixture:
         tokens, router, gate_up, down, upstream = (
             torch.randn(s, generator=generator, dtype=torch.float64).to(self.dtype) for s in shapes
         )
-        router[0] += tokens.mean(0)  # the first expert is liked best, so that capacities bite
+        router[0] += tokens.mean(0)  # the first expert is liked best
         return tokens, router, gate_up, down, upstream
+
+
+def gated(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The k best experts of each token, and how much they count."""
+    weights, indices = logits.softmax(-1).topk(k)
+    return indices, weights / weights.sum(-1, keepdim=True) if normalise else weights
 
 
 # ---- one device, as plainly as possible --------------------------------------------------------------------------------
@@ -62,30 +65,18 @@ def on_one_device(case: Mixture) -> dict[str, Tensor]:
     """Token by token, choice by choice."""
     tokens, router, gate_up, down, upstream = case.values()
     leaves = [t.requires_grad_() for t in (tokens, router, gate_up, down)]
-    logits = tokens @ router.T
-    probabilities = logits.softmax(-1)
-    weights, indices = probabilities.topk(case.k)
-    if case.normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    n, e = logits.shape
-    room = [math.inf if case.factor is None else math.ceil(case.k * n * case.factor / e)] * e
-    outputs = torch.zeros_like(tokens)
-    rows: list[Tensor] = [torch.zeros_like(tokens[0])] * n
+    indices, weights = gated(tokens @ router.T, case.k, normalise=case.normalise)
+    rows: list[Tensor] = [torch.zeros_like(tokens[0])] * len(tokens)
     for choice in range(case.k):
-        for token in range(n):
+        for token in range(len(tokens)):
             expert = int(indices[token, choice])
-            if room[expert] > 0:
-                room[expert] -= 1
-                gate, up = (gate_up[expert] @ tokens[token]).chunk(2)
-                rows[token] = rows[token] + weights[token, choice] * (down[expert] @ (F.silu(gate) * up))
+            gate, up = (gate_up[expert] @ tokens[token]).chunk(2)
+            rows[token] = rows[token] + weights[token, choice] * (down[expert] @ (F.silu(gate) * up))
     outputs = torch.stack(rows)
-    fractions = torch.stack([(indices[:, 0] == expert).to(case.dtype).mean() for expert in range(e)])
-    balance = e * (fractions * probabilities.mean(0)).sum()
-    z = (logits.exp().sum(-1).log() ** 2).mean()
-    ((outputs * upstream).sum() + OF_BALANCE * balance + OF_Z * z).backward()
+    (outputs * upstream).sum().backward()
     gradients = [leaf.grad for leaf in leaves]
     names = ("tokens", "router", "gate_up", "down")
-    return {"outputs": outputs.detach(), "balance": balance.detach(), "z": z.detach()} | {
+    return {"outputs": outputs.detach()} | {
         name: grad for name, grad in zip(names, gradients, strict=True) if grad is not None
     }
 
@@ -102,19 +93,11 @@ def cut_over_members(world: World, case: Mixture) -> dict[str, Tensor]:
         tokens, router, gate_up, down = (
             t.requires_grad_() for t in (tokens[first:stop].clone(), router, gate_up[held].clone(), down[held].clone())
         )
-        logits = tokens @ router.T
-        gate = functions.top_k_gate(logits, case.k, normalise=case.normalise)
-        served = None
-        if case.factor is not None:
-            served = functions.within_capacity(gate.indices, sum(case.experts), case.factor, group)
+        indices, weights = gated(tokens @ router.T, case.k, normalise=case.normalise)
         run = functools.partial(swiglu_experts, gate_up=gate_up, down=down)
-        outputs = functions.experts_between(
-            group, tokens, gate.indices, gate.weights, sizes=case.experts, run=run, served=served
-        )
-        balance = functions.load_balance_loss(gate.probabilities, gate.indices[:, :1], group)
-        z = functions.router_z_loss(logits, group)
-        ((outputs * upstream[first:stop]).sum() + OF_BALANCE * balance + OF_Z * z).backward()
-        return _found(outputs, balance, z, tokens, router, gate_up, down)
+        outputs = functions.experts_between(group, tokens, indices, weights, sizes=case.experts, run=run)
+        (outputs * upstream[first:stop]).sum().backward()
+        return _found(outputs, tokens, router, gate_up, down)
 
 
 def whole_on_members(world: World, case: Mixture) -> dict[str, Tensor]:
@@ -125,27 +108,17 @@ def whole_on_members(world: World, case: Mixture) -> dict[str, Tensor]:
         tokens, router, gate_up, down = (
             t.requires_grad_() for t in (tokens, router, gate_up[held].clone(), down[held].clone())
         )
-        logits = tokens @ router.T
-        gate = functions.top_k_gate(logits, case.k, normalise=case.normalise)
-        served = None
-        if case.factor is not None:
-            served = functions.within_capacity(gate.indices, sum(case.experts), case.factor)
+        indices, weights = gated(tokens @ router.T, case.k, normalise=case.normalise)
         run = functools.partial(swiglu_experts, gate_up=gate_up, down=down)
-        outputs = functions.experts_here(
-            group, tokens, gate.indices, gate.weights, sizes=case.experts, run=run, served=served
-        )
-        balance = functions.load_balance_loss(gate.probabilities, gate.indices[:, :1]) / group.size
-        z = functions.router_z_loss(logits) / group.size
-        ((outputs * upstream).sum() + OF_BALANCE * balance + OF_Z * z).backward()
-        return _found(outputs, balance, z, tokens, router, gate_up, down)
+        outputs = functions.experts_here(group, tokens, indices, weights, sizes=case.experts, run=run)
+        (outputs * upstream).sum().backward()
+        return _found(outputs, tokens, router, gate_up, down)
 
 
-def _found(
-    outputs: Tensor, balance: Tensor, z: Tensor, tokens: Tensor, router: Tensor, gate_up: Tensor, down: Tensor
-) -> dict[str, Tensor]:
+def _found(outputs: Tensor, tokens: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     leaves = {"tokens": tokens, "router": router, "gate_up": gate_up, "down": down}
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    return {"outputs": outputs.detach(), "balance": balance.detach(), "z": z.detach()} | gradients
+    return {"outputs": outputs.detach()} | gradients
 
 
 @contextmanager
@@ -159,20 +132,12 @@ def joined(world: World) -> Iterator[Group]:
 
 def assembled(results: Sequence[dict[str, Tensor]], *, cut: bool) -> dict[str, Tensor]:
     """What the members found, as one device has it."""
-    names = ("outputs", "balance", "z", "tokens", "router", "gate_up", "down")
     side_by_side = {"gate_up", "down"} | ({"outputs", "tokens"} if cut else set())
-    same = {"balance", "z"} if cut else set()
     whole = {}
-    for name in names:
+    for name in ("outputs", "tokens", "router", "gate_up", "down"):
         # No member that holds no experts has a gradient for them, and one that holds some always has.
         parts = [result[name] for result in results if name in result]
-        if name in side_by_side:
-            whole[name] = torch.cat(parts)
-        elif name in same:
-            assert all(torch.equal(part, parts[0]) for part in parts)
-            whole[name] = parts[0]
-        else:
-            whole[name] = torch.stack(parts).sum(0)
+        whole[name] = torch.cat(parts) if name in side_by_side else torch.stack(parts).sum(0)
     return whole
 
 
@@ -189,12 +154,13 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     members = draw(st.integers(2, 4))
     experts = draw(st.lists(st.integers(0, 3), min_size=members, max_size=members).filter(any))
     tokens = draw(st.lists(st.integers(0, 9), min_size=members, max_size=members).filter(any))
+    k = draw(st.integers(1, min(3, sum(experts))))
     return Mixture(
         experts=tuple(experts),
         tokens=tuple(tokens),
-        k=draw(st.integers(1, min(3, sum(experts)))),
-        factor=draw(st.sampled_from([None, 0.3, 0.75, 1.0, 1.25])),
-        normalise=draw(st.booleans()),
+        k=k,
+        normalise=k > 1
+        and draw(st.booleans()),  # the weight of an only choice is 1, and what the router's gradient is then is noise
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -209,23 +175,28 @@ def test_outputs_and_gradients_are_those_of_one_device(
     assert largest_error(assembled(results, cut=job is cut_over_members), on_one_device(case)) <= 1e-12
 
 
-@pytest.mark.parametrize("factor", [None, 0.5])
 @pytest.mark.parametrize("job", [cut_over_members, whole_on_members])
-def test_in_single_precision(
-    pool: Pool, job: Callable[[World, Mixture], dict[str, Tensor]], factor: float | None
-) -> None:
-    case = Mixture(experts=(5, 0, 1, 2), tokens=(40, 3, 0, 21), factor=factor, dtype=torch.float32)
+def test_in_single_precision(pool: Pool, job: Callable[[World, Mixture], dict[str, Tensor]]) -> None:
+    case = Mixture(experts=(5, 0, 1, 2), tokens=(40, 3, 0, 21), dtype=torch.float32)
     results = pool.run(4, job, case)
     assert largest_error(assembled(results, cut=job is cut_over_members), on_one_device(case)) <= 1e-5
 
 
-def counted_rows(world: World, case: Mixture) -> tuple[tuple[int, ...], Tensor]:
-    """The rows that come to each expert of this member, and which tokens they are, by number."""
+def seen_tokens(world: World, case: Mixture) -> list[list[float]]:
+    """For each expert of this member the tokens that come to it, by number."""
+    seen: list[list[float]] = []
+
+    def run(rows: Tensor, counts: Sequence[int]) -> Tensor:
+        seen.extend(part[:, 0].tolist() for part in rows.detach().split(list(counts)))
+        return rows
+
     with joined(world) as group:
         first, stop = group.bounds(case.tokens)
         indices = _choices(case)[first:stop]
-        route = functions.route_between(group, indices, case.experts)
-        return route.counts, dispatch(torch.arange(first, stop).double().unsqueeze(1), route).detach()[:, 0]
+        numbers = torch.arange(first, stop).double().unsqueeze(1)
+        weights = torch.ones_like(indices, dtype=torch.float64)
+        functions.experts_between(group, numbers, indices, weights, sizes=case.experts, run=run)
+    return seen
 
 
 def _choices(case: Mixture) -> Tensor:
@@ -235,11 +206,9 @@ def _choices(case: Mixture) -> Tensor:
 
 def test_an_expert_sees_its_tokens_in_the_order_of_one_device(pool: Pool) -> None:
     case = Mixture(experts=(0, 3, 2, 1), tokens=(4, 11, 0, 7))
-    results = pool.run(4, counted_rows, case)
+    found = [tokens for of_member in pool.run(4, seen_tokens, case) for tokens in of_member]
     chosen = _choices(case)
-    expected = [(chosen == expert).any(1).nonzero()[:, 0].tolist() for expert in range(6)]
-    assert [count for counts, _ in results for count in counts] == [len(tokens) for tokens in expected]
-    assert torch.cat([tokens for _, tokens in results]).tolist() == [float(t) for tokens in expected for t in tokens]
+    assert found == [(chosen == expert).any(1).nonzero()[:, 0].tolist() for expert in range(6)]
 
 
 def trained_in_part(world: World, case: Mixture) -> list[bool]:
@@ -248,15 +217,13 @@ def trained_in_part(world: World, case: Mixture) -> list[bool]:
         tokens, router, gate_up, _, _ = case.values()
         first, stop = group.bounds(case.tokens)
         weight = gate_up[slice(*group.bounds(case.experts))].clone().requires_grad_()
-        gate = functions.top_k_gate(tokens[first:stop] @ router.T, case.k, normalise=True)
+        indices, weights = gated(tokens[first:stop] @ router.T, case.k, normalise=True)
 
         def run(rows: Tensor, counts: Sequence[int]) -> Tensor:
             parts = [r @ w[:WIDTH].T for r, w in zip(rows.split(list(counts)), weight, strict=True)]
             return torch.cat(parts) if parts else torch.zeros(0, WIDTH, dtype=rows.dtype)
 
-        outputs = functions.experts_between(
-            group, tokens[first:stop], gate.indices, gate.weights, sizes=case.experts, run=run
-        )
+        outputs = functions.experts_between(group, tokens[first:stop], indices, weights, sizes=case.experts, run=run)
         outputs.sum().backward()
         return [weight.grad is not None]
 
@@ -296,65 +263,14 @@ def test_experts_that_nobody_chose_have_a_gradient_of_zero() -> None:
     assert not down.grad.any()
 
 
-def test_first_choices_come_before_second_ones() -> None:
-    indices = torch.tensor([[1, 0], [0, 1], [0, 2], [1, 0]])
-    served = functions.within_capacity(indices, 3, 0.75)  # two places in each expert
-    assert served.tolist() == [[True, False], [True, False], [True, True], [True, False]]
-
-
-def test_groups_have_capacities_of_their_own() -> None:
-    indices = torch.rand(5, 7, 4, generator=torch.Generator().manual_seed(1)).topk(2).indices
-    together = functions.within_capacity(indices, 4, 0.7)
-    each = torch.stack([functions.within_capacity(group, 4, 0.7) for group in indices])
-    assert torch.equal(together, each)
-    assert not together.all()
-
-
-def test_a_switch_chooses_one_expert_and_counts_its_probability() -> None:
-    gate = functions.switch_gate(torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]]))
-    assert gate.indices.tolist() == [[1], [0]]
-    torch.testing.assert_close(gate.weights, gate.probabilities.gather(1, gate.indices))
-
-
-def test_a_balanced_router_loses_one_for_each_choice() -> None:
-    indices = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])
-    loss = functions.load_balance_loss(torch.full((4, 4), 0.25), indices)
-    torch.testing.assert_close(loss, torch.tensor(2.0))
-
-
-@pytest.mark.parametrize("factor", [0.5, 1.25])
-def test_the_masks_of_gshard_say_the_same(factor: float) -> None:
-    torch.manual_seed(3)
-    layer = moe_model.EinsumExperts(width=8, inner=12, experts=4, k=2, factor=factor).double()
-    hidden = torch.randn(3, 10, 8, dtype=torch.float64)
-    expected, balance = layer(hidden)
-
-    gate = functions.top_k_gate(layer.router(hidden.flatten(0, 1)), 2, normalise=True)
-    served = functions.within_capacity(gate.indices.view(3, 10, 2), 4, factor)
-
-    def run(rows: Tensor, counts: Sequence[int]) -> Tensor:
-        weights = zip(rows.split(list(counts)), layer.inwards, layer.outwards, strict=True)
-        return torch.cat([F.gelu(part @ inwards) @ outwards for part, inwards, outwards in weights])
-
-    found = functions.experts_here(
-        ALONE, hidden.flatten(0, 1), gate.indices, gate.weights, sizes=(4,), run=run, served=served.flatten(0, 1)
-    )
-    torch.testing.assert_close(found.view_as(expected), expected, rtol=1e-12, atol=1e-12)
-    balances = [
-        functions.load_balance_loss(p, i)
-        for p, i in zip(gate.probabilities.view(3, 10, 4), gate.indices.view(3, 10, 2)[..., :1], strict=True)
-    ]
-    torch.testing.assert_close(torch.stack(balances).mean(), balance)
-
-
 def test_indexed_experts_say_the_same() -> None:
     torch.manual_seed(4)
     layer = moe_model.IndexedExperts(width=8, inner=12, experts=4, k=2)
     hidden = torch.randn(3, 10, 8)
     expected, _ = layer(hidden)
-    gate = functions.top_k_gate(layer.router(hidden.flatten(0, 1)), 2, normalise=True)
+    indices, weights = gated(layer.router(hidden.flatten(0, 1)), 2, normalise=True)
     run = functools.partial(swiglu_experts, gate_up=layer.gate_up, down=layer.down)
-    found = functions.experts_here(ALONE, hidden.flatten(0, 1), gate.indices, gate.weights, sizes=(4,), run=run)
+    found = functions.experts_here(ALONE, hidden.flatten(0, 1), indices, weights, sizes=(4,), run=run)
     torch.testing.assert_close(found.view_as(expected), expected)
 
 
@@ -370,9 +286,9 @@ def test_the_experts_of_transformers_say_the_same() -> None:
         torch.nn.init.normal_(parameter)
     hidden = torch.randn(3, 10, 8)
     flat = hidden.flatten(0, 1)
-    gate = functions.top_k_gate(F.linear(flat, block.gate.weight), 2, normalise=True)
+    indices, weights = gated(F.linear(flat, block.gate.weight), 2, normalise=True)
     run = functools.partial(swiglu_experts, gate_up=block.experts.gate_up_proj, down=block.experts.down_proj)
-    found = functions.experts_here(ALONE, flat, gate.indices, gate.weights, sizes=(4,), run=run)
+    found = functions.experts_here(ALONE, flat, indices, weights, sizes=(4,), run=run)
     torch.testing.assert_close(found.view_as(hidden), block(hidden))
 
 

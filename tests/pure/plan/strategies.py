@@ -10,7 +10,7 @@ from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Prediction, Re
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=8)
 SHARES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
-LAYOUTS = st.builds(Layout, kind=st.sampled_from(["replicate", "split", "expert", "context"]), shares=SHARES)
+LAYOUTS = st.builds(Layout, kind=st.sampled_from(["replicate", "split", "context"]), shares=SHARES)
 REGIONS = st.builds(Region, task_graph=NAMES, layout=LAYOUTS)
 STAGES = st.builds(
     Stage,
@@ -19,6 +19,7 @@ STAGES = st.builds(
     regions=st.lists(REGIONS, max_size=3).map(tuple),
     recompute=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     state_shares=st.none() | SHARES,
+    overlap=st.booleans(),
 )
 MICRO_BATCHES = st.lists(st.integers(1, 9), max_size=6).map(lambda sizes: MicroBatches(tuple(sizes)))
 PIPELINES = st.builds(Pipeline, micro_batches=MICRO_BATCHES, stages=st.lists(STAGES, max_size=4).map(tuple))

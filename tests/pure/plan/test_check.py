@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.errors import PlanError
-from heterodyne.plan import Layout, MicroBatches, Plan, Region
+from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.check import require_valid, violations
 from pure.build import cluster, graph
 from pure.plan.strategies import MICRO_BATCHES, valid_plan
@@ -64,12 +64,37 @@ FAULTS = {
     "has no region '*'": of_stage(PLAN, regions=()),
     "recomputes block 9; the model has blocks 0 to 3": of_stage(PLAN, recompute=(9,)),
     "state_shares": of_stage(PLAN, state_shares=(1,)),
+    "has 'overlap', and exchanges nothing": of_stage(PLAN, overlap=True),
 }
 
 
 @pytest.mark.parametrize("says", FAULTS)
 def test_each_fault_is_named(says: str) -> None:
     assert any(says in sentence for sentence in violations(FAULTS[says], MODEL, MACHINES))
+
+
+def test_halves_in_turns_ask_for_one_stage_in_parts_that_keeps_everything() -> None:
+    def told(*ops: tuple[int, int], batch_statistics: bool = False, **changes: Any) -> list[str]:
+        model = graph(2, batch_statistics=batch_statistics)
+        split = Region(layout=Layout(kind="split", shares=(1, 1)))
+        pairs = [tuple(device.id for device in cluster(4).devices[at : at + 2]) for at in (0, 2)]
+        stages = tuple(
+            Stage(ops=bounds, devices=devices, regions=(split,), overlap=True, **changes)
+            for bounds, devices in zip(ops, pairs, strict=False)
+        )
+        plan = valid_plan(model, cluster(4), [MicroBatches((4,)), None, None, None])
+        cut = plan.model_copy(
+            update={
+                "pipelines": (Pipeline(micro_batches=MicroBatches((4,)), stages=stages),),
+                "idle": pairs[1] if len(stages) == 1 else (),
+            }
+        )
+        return [fault for fault in violations(cut, model, cluster(4)) if "overlap" in fault]
+
+    assert told((0, 6)) == []
+    assert ["pipeline of one stage" in fault for fault in told((0, 3), (3, 6))] == [True, True]
+    assert ["recomputes" in fault for fault in told((0, 6), recompute=(0,))] == [True]
+    assert ["has no halves" in fault for fault in told((0, 6), batch_statistics=True)] == [True]
 
 
 def test_batch_statistics_need_one_number_of_micro_batches() -> None:

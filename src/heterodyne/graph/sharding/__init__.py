@@ -2,9 +2,9 @@
 
 from heterodyne.graph.sharding.layout import COPY, SUM, WHOLE, Conversion, Layout, conversion, cut
 from heterodyne.graph.sharding.price import Price
+from heterodyne.graph.sharding.problem import Mode, Problem
 from heterodyne.graph.sharding.rule import Strategy
 from heterodyne.graph.sharding.sharding import Exchange, Narrow, Sharding, shard
-from heterodyne.graph.sharding.solve import Mode, Problem
 
 __all__ = [
     "COPY",

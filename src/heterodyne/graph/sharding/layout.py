@@ -17,14 +17,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["COPY", "SUM", "WHOLE", "Collective", "Conversion", "Layout", "conversion", "cut"]
+__all__ = ["COPY", "SUM", "WHOLE", "Collective", "Conversion", "Layout", "conversion", "cut", "reduced_at_once"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """``kind`` and, of a cut, the dim, and by which of the stage's lists of shares it is cut (`Shares`)."""
+    """``kind`` and, of a cut, the dim, and by which of the stage's lists of shares it is cut."""
 
     kind: Literal["whole", "copy", "sum", "cut"]
     dim: int = -1
@@ -51,6 +51,11 @@ class Conversion:
     forward: Collective | None
     backward: Collective | None
 
+    @property
+    def meets(self) -> bool:
+        """Whether anything is exchanged."""
+        return self.forward is not None or self.backward is not None
+
 
 _FREE: Final = Conversion(None, None)
 _BETWEEN: Final = {
@@ -68,6 +73,16 @@ _BETWEEN: Final = {
     ("cut", "sum"): _FREE,  # each device's slice among zeros
     ("cut", "cut"): Conversion("all_to_all", "all_to_all"),
 }
+
+
+_SMALL_BYTES: Final = 2**16
+
+
+def reduced_at_once(size_bytes: float, members: int) -> bool:
+    """Whether an all-reduce is one round, in which each sends all of it to everyone and adds up what comes. Else it is two: each adds up
+    its part, and gives it to the others. The runtime does it so, and costs follow.
+    """
+    return members == 2 or size_bytes <= _SMALL_BYTES
 
 
 def conversion(have: Layout, want: Layout, *, differentiable: bool = True) -> Conversion:

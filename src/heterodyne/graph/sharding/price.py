@@ -7,10 +7,15 @@ nothing that is measured while it runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from heterodyne.graph.sharding.layout import Collective
 
-__all__ = ["Price"]
+__all__ = ["FLOPS_PER_BYTE", "LATENCY_BYTES", "Price"]
+
+LATENCY_BYTES: Final = 2**16
+FLOPS_PER_BYTE: Final = 5000
+"""What a plan that somebody writes has, unless it says something else: workers of one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +30,8 @@ class Price:
 
     members: int
     unevenness: float
-    latency_bytes: float = 2.0**16
-    flops_per_byte: float = 5e3
+    latency_bytes: float = LATENCY_BYTES
+    flops_per_byte: float = FLOPS_PER_BYTE
     traffic_per_byte: float = 20.0
 
     def collective(self, kind: Collective | None, size: float) -> float:

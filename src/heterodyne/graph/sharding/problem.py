@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from heterodyne.graph.ir import ModelGraph, Op, Ref
@@ -46,8 +45,3 @@ class Problem:
     price: Price
     forbidden: frozenset[tuple[str, str]] = frozenset()
     gaps: frozenset[int] = frozenset()
-
-    @cached_property
-    def stored(self) -> Mapping[str, bool]:
-        """The parameters and buffers, and whether they are trained."""
-        return {p.name: p.trainable for p in self.graph.parameters} | {b.name: False for b in self.graph.buffers}

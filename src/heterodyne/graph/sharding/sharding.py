@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from heterodyne.graph.ir import ModelGraph, Op, Ref
 from heterodyne.graph.sharding.dealing import dealt, dealt_to_all
 from heterodyne.graph.sharding.layout import Conversion, Layout, conversion
+from heterodyne.graph.sharding.problem import Problem
 from heterodyne.graph.sharding.rule import Strategy
 from heterodyne.graph.sharding.rules import rule_of
-from heterodyne.graph.sharding.solve import Choice, Problem, solve
+from heterodyne.graph.sharding.solve import Choice, solve
 from heterodyne.graph.sharding.units import Families, Family, families_of, limits
 from heterodyne.graph.size import Size
 
@@ -139,16 +140,13 @@ def _exchanges(problem: Problem, choice: Choice) -> list[Exchange]:
     """What is exchanged, each conversion of a tensor once, until something writes into its memory."""
     graph, found = problem.graph, []
     done: set[tuple[Ref, Layout]] = set()
-    flows = {p.name: p.trainable for p in graph.parameters}
 
     def add(before: str | None, ref: Ref, want: Layout) -> None:
         have = choice.layouts[ref]
         if have == want or (ref, want) in done:
             return
         done.add((ref, want))
-        op = graph.op_by_name.get(ref.name)
-        differentiable = flows.get(ref.name, False) if op is None else op.differentiable[ref.output]
-        steps = conversion(have, want, differentiable=differentiable)
+        steps = conversion(have, want, differentiable=graph.flows(ref))
         found.append(
             Exchange(before=before, tensor=ref, have=have, want=want, steps=steps, bytes=graph.spec(ref).bytes)
         )
@@ -157,13 +155,7 @@ def _exchanges(problem: Problem, choice: Choice) -> list[Exchange]:
         for ref, want in zip(op.operands, choice.strategies[op.name].operands, strict=True):
             add(op.name, ref, want)
         if op.writes:
-            memory = {ref for ref, _ in done if _lies_in(graph, ref, op.writes)}
-            done = {entry for entry in done if entry[0] not in memory}
+            done = {(ref, want) for ref, want in done if graph.memory_of(ref.name) not in op.writes}
     for ref, want in problem.wanted.items():
         add(None, ref, want)
     return found
-
-
-def _lies_in(graph: ModelGraph, ref: Ref, memories: Sequence[str]) -> bool:
-    op = graph.op_by_name.get(ref.name)
-    return (ref.name if op is None else op.memory) in memories

@@ -17,11 +17,11 @@ from typing import Final, NamedTuple, TypeAlias
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import Op, Ref
 from heterodyne.graph.sharding.layout import WHOLE, Layout
-from heterodyne.graph.sharding.problem import Mode, Problem
+from heterodyne.graph.sharding.problem import Problem
 from heterodyne.graph.sharding.rule import Strategy
-from heterodyne.graph.sharding.ways import GRAINS, Held, Tensor, Way, Ways, memory_of, tensor_of, ways_of
+from heterodyne.graph.sharding.ways import GRAINS, Held, Tensor, Way, Ways, tensor_of, ways_of
 
-__all__ = ["Choice", "Mode", "Problem", "solve"]
+__all__ = ["Choice", "solve"]
 
 BEAM: Final = 48
 _CHAMPIONS: Final = 3
@@ -152,7 +152,7 @@ class _Search:
             entering = [ref for ref in refs if ref in given and ref not in alive]
             place = {ref: number for number, ref in enumerate([*alive, *entering])}
             row = [*place, *(ref for ref in refs if ref not in place)]
-            changed = [at for at, ref in enumerate(row) if op.writes and memory_of(ref, problem) in op.writes]
+            changed = [at for at, ref in enumerate(row) if problem.graph.memory_of(ref.name) in op.writes]
             row += [Ref(op.name, number) for number in range(len(op.outputs))]
             kept = [at for at, ref in enumerate(row) if last_use.get(ref, -1) > position]
             alive = [row[at] for at in kept]
@@ -246,7 +246,7 @@ class _Search:
             before = state.tensors + step.enters
             held = self._told(tuple(-1 if at < 0 else before[at] for at in step.reads))
             for place in step.ways.in_the_way(held):
-                memory = memory_of(refs[place], self._problem)
+                memory = self._problem.graph.memory_of(refs[place].name)
                 assert memory is not None
                 yield memory
 
@@ -279,7 +279,7 @@ class _Search:
 
     def _kind(self, ref: Ref) -> int:
         """Tensors of one kind are converted alike."""
-        tensor = tensor_of(ref, self._problem, tied=memory_of(ref, self._problem) in self._written)
+        tensor = tensor_of(ref, self._problem, tied=self._problem.graph.memory_of(ref.name) in self._written)
         kind = tensor.bytes, tensor.flows, tensor.tied
         if kind not in self._kinds:
             self._kinds[kind] = len(self._tensors)

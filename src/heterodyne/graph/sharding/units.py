@@ -114,11 +114,8 @@ def _by_letter(op: Op, rule: Rule, strategy: Strategy) -> dict[str, list[_Slot]]
 def limits(op: Op, rule: Rule, letter: str, graph: ModelGraph) -> Size:
     """Into how many units an op by itself can be cut along a letter."""
     found: Size | None = rule.units.get(letter)
-    for ref, dims in (*zip(op.operands, rule.operands, strict=True),):
-        if letter in dims:
-            size = graph.spec(ref).shape[dims.index(letter)]
-            found = size if found is None else common_units(found, size)
-    for spec, dims in zip(op.outputs, rule.outputs, strict=True):
+    specs = (*map(graph.spec, op.operands), *op.outputs)
+    for spec, dims in zip(specs, (*rule.operands, *rule.outputs), strict=True):
         if letter in dims:
             size = spec.shape[dims.index(letter)]
             found = size if found is None else common_units(found, size)

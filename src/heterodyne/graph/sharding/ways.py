@@ -19,7 +19,7 @@ from heterodyne.graph.sharding.rules import rule_of
 from heterodyne.graph.sharding.units import limits
 from heterodyne.graph.size import Size
 
-__all__ = ["GRAINS", "Held", "Tensor", "Way", "Ways", "memory_of", "tensor_of", "ways_of"]
+__all__ = ["GRAINS", "Held", "Tensor", "Way", "Ways", "tensor_of", "ways_of"]
 
 GRAINS: Final = 1024
 """Costs are counted in parts of a byte as small as this, in whole numbers: sums of these do not depend on their order."""
@@ -202,23 +202,16 @@ class Ways:
         return any(layout.kind == "cut" and self.tensors[place].weight for place, layout in operands)
 
 
-def memory_of(ref: Ref, problem: Problem) -> str | None:
-    """Which memory a tensor lies in, if it is one that something is written into."""
-    op = problem.graph.op_by_name.get(ref.name)
-    return ref.name if op is None else op.memory
-
-
 def tensor_of(ref: Ref, problem: Problem, *, tied: bool) -> Tensor:
     """What matters of a tensor."""
     graph = problem.graph
-    spec, made = graph.spec(ref), graph.op_by_name.get(ref.name)
-    trained = problem.stored.get(ref.name, False)
+    spec, stored = graph.spec(ref), ref.name in graph.stored
     return Tensor(
         spec=spec,
         bytes=spec.bytes(problem.samples),
-        stored=ref.name in problem.stored,
-        weight=trained and len(spec.shape) > 1,
-        flows=trained if made is None else made.differentiable[ref.output],
+        stored=stored,
+        weight=stored and graph.flows(ref) and len(spec.shape) > 1,
+        flows=graph.flows(ref),
         tied=tied,
     )
 
@@ -261,7 +254,7 @@ def ways_of(problem: Problem, whole: frozenset[str]) -> list[Ways]:
 
 
 def _is_tied(ref: Ref, op: Op, problem: Problem) -> bool:
-    memory = memory_of(ref, problem)
+    memory = problem.graph.memory_of(ref.name)
     return memory is not None and (memory in op.writes or memory == op.memory)
 
 

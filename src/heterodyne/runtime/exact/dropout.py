@@ -27,7 +27,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.exact.interception import Interception
 from heterodyne.runtime.exact.noise import COVERED, SampleNoise
 
-__all__ = ["Draws", "SampleDropout", "in_part", "require_samples_own_draws", "splitmix64"]
+__all__ = ["Draws", "SampleDropout", "in_part", "require_samples_own_draws", "splitmix64", "turn_to"]
 
 _MASK = 2**64 - 1
 
@@ -42,6 +42,7 @@ class _Part:
 
 
 _PART: ContextVar[_Part | None] = ContextVar("part", default=None)
+_SOME: ContextVar[range | None] = ContextVar("some", default=None)
 
 
 @contextmanager
@@ -54,6 +55,14 @@ def in_part(dim: int, first: int, full: int) -> Iterator[None]:
         yield
     finally:
         _PART.reset(token)
+
+
+def turn_to(some: range | None) -> None:
+    """What is drawn from here on is for these samples of the micro-batch only, counted from 0; None: for all of them.
+
+    The parts of a micro-batch may take turns. It holds in this thread, until the next forward, recomputation or backward begins.
+    """
+    _SOME.set(some)
 
 
 def splitmix64(*numbers: int) -> int:
@@ -78,6 +87,14 @@ class Draws:
     samples: Tensor
     first_call: int = 0
     calls: dict[int, int] = field(default_factory=dict)
+    _some: dict[range, Draws] = field(default_factory=dict, repr=False)
+
+    def of(self, some: range) -> Draws:
+        """Those of some of the samples, counted from 0. They make all calls of the forward, and so count for themselves."""
+        if some not in self._some:
+            samples = self.samples[some.start : some.stop]
+            self._some[some] = Draws(step=self.step, samples=samples, first_call=self.first_call)
+        return self._some[some]
 
 
 class SampleDropout(Interception):
@@ -104,7 +121,7 @@ class SampleDropout(Interception):
         )
         self._seed = seed
         self._device = device
-        self._draws = Draws(step=0, samples=torch.zeros(0, dtype=torch.int64))
+        self._of_all = Draws(step=0, samples=torch.zeros(0, dtype=torch.int64))
         self._positions: dict[int, Tensor] = {}
 
     def draws(self, step: int, samples: Sequence[int], first_call: int = 0) -> Draws:
@@ -115,7 +132,7 @@ class SampleDropout(Interception):
     @contextmanager
     def forward(self, draws: Draws) -> Iterator[None]:
         """Active for the forward of a micro-batch; torch's generators are seeded for it, and given back as they were."""
-        self._draws = draws
+        self._now(draws)
         accelerators = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(accelerators, device_type=self._device.type if accelerators else "cuda"):
             torch.manual_seed(splitmix64(self._seed, draws.step, int(draws.samples[0])) >> 1)
@@ -125,9 +142,18 @@ class SampleDropout(Interception):
     @contextmanager
     def backward(self, draws: Draws) -> Iterator[None]:
         """Active for the backward of a micro-batch."""
-        self._draws = draws
+        self._now(draws)
         with self:
             yield
+
+    def _now(self, draws: Draws) -> None:
+        self._of_all = draws
+        turn_to(None)
+
+    @property
+    def _draws(self) -> Draws:
+        some = _SOME.get()
+        return self._of_all if some is None else self._of_all.of(some)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0:

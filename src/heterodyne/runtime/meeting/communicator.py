@@ -144,13 +144,15 @@ class Channel:
             with torch.no_grad():
                 tensor.copy_(direct)
 
-    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send the flat ``parts[j]`` to the j-th rank of the channel; get ``sizes[i]`` elements from the i-th. Blocks.
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Begin to send the flat ``parts[j]`` to the j-th rank of the channel; what is returned waits for ``sizes[i]`` elements from
+        the i-th, and gives them.
 
-        One dtype for all; sizes may be 0, and differ from rank to rank. Raises WorkerError.
+        One dtype for all; sizes may be 0, and differ from rank to rank. Several may have begun; the parts must stay as they are until
+        they were waited for. Waiting raises WorkerError.
         """
         if self._group is None:
-            return list(parts)
+            return lambda: list(parts)
         device = parts[0].device
         if self._neighbours and not self._exchange_tried:
             self._exchange_tried = True
@@ -162,13 +164,17 @@ class Channel:
         if self._staged:
             sent = sent.cpu()
         received = sent.new_empty(sum(sizes))
-        try:
-            dist.all_to_all_single(
-                _bytes(received), _bytes(sent), *_in_bytes(received, sizes, parts), group=self._group
-            )
-        except RuntimeError as error:
-            raise WorkerError(f"a collective broke off, so another worker has probably died: {error}") from error
-        return list(received.to(device).split_with_sizes(list(sizes)))
+        in_bytes = _in_bytes(received, sizes, parts)
+        work: _Work = dist.all_to_all_single(
+            _bytes(received), _bytes(sent), *in_bytes, group=self._group, async_op=True
+        )
+        pending = Pending(work.wait)
+
+        def wait() -> list[Tensor]:
+            pending.wait()
+            return list(received.to(device).split_with_sizes(list(sizes)))
+
+        return wait
 
     def close(self) -> None:
         """End the thread of this channel, if it has one, and leave the group."""

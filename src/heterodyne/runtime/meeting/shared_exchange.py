@@ -2,7 +2,8 @@
 
 Each rank has two slots for each other one. To send, it copies a piece into a slot and says so; the other copies it out and says that the
 slot is free. What is said is a byte in a pipe, so whoever waits sleeps, and takes no processor time from others. Pieces of all pairs
-are on their way at the same time.
+are on their way at the same time. Several exchanges may have begun: between two ranks their pieces keep the order in which they began,
+and they move on whenever this process begins or awaits any of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import mmap
 import os
 import select
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -52,12 +55,27 @@ class _Peer:
             raise WorkerError(f"a collective broke off, so another worker has probably died: {error}") from error
 
 
+@dataclass(eq=False)
+class _Exchange:
+    """One all-to-all: what is sent to whom and what comes from whom, as bytes, and how far it is with each where that is not all."""
+
+    sent: Sequence[Tensor]
+    arrived: Sequence[Tensor]
+    out: dict[int, int]
+    into: dict[int, int]
+
+    @property
+    def over(self) -> bool:
+        return not self.out and not self.into
+
+
 class SharedExchange:
     """Made by `allocate`, collectively."""
 
     def __init__(self, place: int, peers: dict[int, _Peer]) -> None:
         self._place = place
         self._peers = peers
+        self._begun: deque[_Exchange] = deque()
         self._poll = select.poll()
         self._by_end = {peer.hear: number for number, peer in peers.items()}
         for peer in peers.values():
@@ -92,55 +110,69 @@ class SharedExchange:
             os.close(found.tell)
         return None
 
-    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """As `Channel.all_to_all`: flat parts of one dtype, a part for each rank; ``sizes``: elements from each."""
-        sent = [part.contiguous().view(torch.uint8) for part in parts]
-        each = parts[0].element_size()
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """As `Channel.all_to_all`: flat parts of one dtype, a part for each rank; ``sizes``: elements from each.
+
+        Begins it, and returns what waits for what has come. Until then the parts must stay as they are.
+        """
+        sent = [_bytes_of(part) for part in parts]
         received = [torch.empty(size, dtype=parts[0].dtype) for size in sizes]
         arrived = [tensor.view(torch.uint8) for tensor in received]
+        exchange = _Exchange(
+            sent,
+            arrived,
+            out={peer: 0 for peer in self._peers if sent[peer].numel()},
+            into={peer: 0 for peer in self._peers if arrived[peer].numel()},
+        )
+        self._begun.append(exchange)
+        self._move()
         received[self._place].copy_(parts[self._place])
-        left_out = {peer: 0 for peer in self._peers if sent[peer].numel()}
-        left_in = {peer: 0 for peer in self._peers if sizes[peer] * each}
-        while left_out or left_in:
-            moved = self._send(sent, left_out)
-            moved = self._receive(arrived, left_in) or moved
-            if not moved:
-                for end, _ in self._poll.poll():
-                    self._peers[self._by_end[end]].listen()
-        return received
 
-    def _send(self, sent: Sequence[Tensor], left: dict[int, int]) -> bool:
+        def wait() -> list[Tensor]:
+            while not exchange.over:
+                if not self._move():
+                    for end, _ in self._poll.poll():
+                        self._peers[self._by_end[end]].listen()
+            return received
+
+        return wait
+
+    def _move(self) -> bool:
+        """Copy whatever can be copied now. Returns whether there was anything."""
         moved = False
-        for number in list(left):
-            peer, reached, total = self._peers[number], left[number], sent[number].numel()
-            while peer.free and reached < total:
-                piece = sent[number][reached : reached + _PIECE_BYTES]
+        for number, peer in self._peers.items():
+            moved = self._send(number, peer) or moved
+            moved = self._receive(number, peer) or moved
+        while self._begun and self._begun[0].over:
+            self._begun.popleft()
+        return moved
+
+    def _send(self, number: int, peer: _Peer) -> bool:
+        moved = False
+        for exchange in self._begun:
+            while peer.free and number in exchange.out:
+                piece = _next_piece(exchange.sent[number], exchange.out, number)
                 peer.into[peer.next_in][: piece.numel()].copy_(piece)
                 peer.next_in = (peer.next_in + 1) % _SLOTS
                 peer.free -= 1
                 peer.say(_READY)
-                reached += piece.numel()
                 moved = True
-            left[number] = reached
-            if reached == total:
-                del left[number]
+            if number in exchange.out:
+                break
         return moved
 
-    def _receive(self, arrived: Sequence[Tensor], left: dict[int, int]) -> bool:
+    def _receive(self, number: int, peer: _Peer) -> bool:
         moved = False
-        for number in list(left):
-            peer, reached, total = self._peers[number], left[number], arrived[number].numel()
-            while peer.filled and reached < total:
-                piece = arrived[number][reached : reached + _PIECE_BYTES]
+        for exchange in self._begun:
+            while peer.filled and number in exchange.into:
+                piece = _next_piece(exchange.arrived[number], exchange.into, number)
                 piece.copy_(peer.out_of[peer.next_out][: piece.numel()])
                 peer.next_out = (peer.next_out + 1) % _SLOTS
                 peer.filled -= 1
                 peer.say(_FREE)
-                reached += piece.numel()
                 moved = True
-            left[number] = reached
-            if reached == total:
-                del left[number]
+            if number in exchange.into:
+                break
         return moved
 
     def close(self) -> None:
@@ -164,6 +196,21 @@ def _open_peer(own: mmap.mmap, peer: int, told: object, place: int, hear: int) -
     except OSError:
         return None
     return _Peer(_slots(own, peer), _slots(other, place), tell, hear)
+
+
+def _next_piece(whole: Tensor, reached: dict[int, int], number: int) -> Tensor:
+    """The piece that follows what has been copied to or from a rank; of the last one there is no more to note."""
+    first = reached[number]
+    stop = min(first + _PIECE_BYTES, whole.numel())
+    reached[number] = stop
+    if stop == whole.numel():
+        del reached[number]
+    return whole[first:stop]
+
+
+def _bytes_of(part: Tensor) -> Tensor:
+    """The same memory, where it lies in one piece. One element does so whatever its stride, by which a view of bytes is refused."""
+    return part.contiguous().as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
 def _slots(memory: mmap.mmap, of: int) -> list[Tensor]:

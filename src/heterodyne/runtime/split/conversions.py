@@ -7,18 +7,20 @@ where a member has nothing to give, so that all members meet the collectives of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from heterodyne.graph.sharding.layout import Layout
-from heterodyne.runtime.split.group import Group
+from heterodyne.runtime.split.group import Group, Later
 
-__all__ = ["converted"]
+__all__ = ["Conversion", "converted"]
 
-Step = Callable[[Tensor], Tensor]
+Step: TypeAlias = Callable[[Tensor], Later]
+"""Begins to lay a tensor out otherwise, and returns what waits for the result."""
 
 
 def converted(
@@ -30,13 +32,61 @@ def converted(
     """
     if have == want or group.size == 1:
         return tensor
-    forward = _STEPS[have.kind, want.kind](group, have.dim, want.dim, have_sizes, want_sizes)
+    forward, back = _both_ways(group, have, want, have_sizes, want_sizes)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return forward(tensor)
-    # The gradient lies in the dual layout, and goes the way back.
-    back = _STEPS[_DUAL[want.kind], _DUAL[have.kind]](group, want.dim, have.dim, want_sizes, have_sizes)
+        return forward(tensor)()
     made: Tensor = _Converted.apply(tensor, forward, back)  # type: ignore[no-untyped-call]
     return made
+
+
+class Conversion:
+    """`converted` in two calls, between which something else can be done, and in whose backward it is done as well: there, what
+    follows the second call in the forward comes before the exchange of gradients begins, and what stands between them runs meanwhile.
+
+    The tensor must not be changed before `end`.
+    """
+
+    def __init__(
+        self, group: Group, have: Layout, want: Layout, have_sizes: Sequence[int], want_sizes: Sequence[int]
+    ) -> None:
+        self._forward, self._back = _both_ways(group, have, want, have_sizes, want_sizes)
+        self._later: Later | None = None
+
+    def begin(self, tensor: Tensor) -> Tensor:
+        """Returns what stands for the tensor on its way."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            self._later = self._forward(tensor)
+            return tensor.new_empty(0)
+        begun: Tensor = _Begun.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return begun
+
+    def end(self, begun: Tensor) -> Tensor:
+        """The tensor as it is wanted."""
+        if not begun.requires_grad:
+            return self.arrived()
+        ended: Tensor = _Ended.apply(begun, self)  # type: ignore[no-untyped-call]
+        return ended
+
+    def sent(self, tensor: Tensor) -> None:
+        self._later = self._forward(tensor)
+
+    def sent_back(self, gradient: Tensor) -> None:
+        self._later = self._back(gradient)
+
+    def arrived(self) -> Tensor:
+        later, self._later = self._later, None
+        assert later is not None, "a conversion ends after it has begun"
+        return later()
+
+
+def _both_ways(
+    group: Group, have: Layout, want: Layout, have_sizes: Sequence[int], want_sizes: Sequence[int]
+) -> tuple[Step, Step]:
+    """Forward and backward. The gradient lies in the dual layout, and goes the way back."""
+    return (
+        _STEPS[have.kind, want.kind](group, have.dim, want.dim, have_sizes, want_sizes),
+        _STEPS[_DUAL[want.kind], _DUAL[have.kind]](group, want.dim, have.dim, want_sizes, have_sizes),
+    )
 
 
 _DUAL = {"whole": "whole", "copy": "sum", "sum": "whole", "cut": "cut"}
@@ -47,44 +97,69 @@ class _Converted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward: Step, backward: Step) -> Tensor:
         ctx.back = backward
-        result = forward(tensor)
+        result = forward(tensor)()
         return result.view_as(tensor) if result is tensor else result
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None  # type: ignore[attr-defined]
+        return ctx.back(gradients[0])(), None, None  # type: ignore[attr-defined]
+
+
+class _Begun(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, conversion: Conversion) -> Tensor:
+        ctx.conversion = conversion
+        conversion.sent(tensor)
+        return tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.conversion.arrived(), None
+
+
+class _Ended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Tensor, conversion: Conversion) -> Tensor:
+        ctx.conversion, ctx.like = conversion, begun.new_empty(0)
+        result = conversion.arrived()
+        return result.view_as(result)  # it may be what was sent
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.conversion.sent_back(gradients[0])
+        return ctx.like, None
 
 
 def _identity(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
     del group, dim, other, sizes, others
-    return lambda tensor: tensor
+    return lambda tensor: lambda: tensor
 
 
 def _reduced(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
     del dim, other, sizes, others
-    return group.all_reduce
+    return group.begin_all_reduce
 
 
 def _kept_by_the_first(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
     del dim, other, sizes, others
-    return lambda tensor: tensor if group.position == 0 else torch.zeros_like(tensor)
+    return lambda tensor: lambda: tensor if group.position == 0 else torch.zeros_like(tensor)
 
 
 def _gathered(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
     del other, others
-    return lambda tensor: group.all_gather(tensor, dim, sizes)
+    return lambda tensor: group.begin_all_gather(tensor, dim, sizes)
 
 
 def _scattered(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
     del dim, sizes
-    return lambda tensor: group.reduce_scatter(tensor, other, others)
+    return lambda tensor: group.begin_reduce_scatter(tensor, other, others)
 
 
 def _sliced(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
     del dim, sizes
     first, stop = group.bounds(others)
     # A slice of its own: a view would keep the whole tensor.
-    return lambda tensor: tensor.narrow(other, first, stop - first).clone()
+    return lambda tensor: tensor.narrow(other, first, stop - first).clone
 
 
 def _among_zeros(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
@@ -98,7 +173,7 @@ def _among_zeros(group: Group, dim: int, other: int, sizes: Sequence[int], other
         result.narrow(dim, first, stop - first).copy_(tensor)
         return result
 
-    return place
+    return lambda tensor: partial(place, tensor)
 
 
 def _turned(group: Group, dim: int, other: int, sizes: Sequence[int], others: Sequence[int]) -> Step:
@@ -106,11 +181,12 @@ def _turned(group: Group, dim: int, other: int, sizes: Sequence[int], others: Se
     if dim == other:
         return _moved(group, dim, sizes, others)
 
-    def exchange(tensor: Tensor) -> Tensor:
+    def exchange(tensor: Tensor) -> Later:
         shape = list(tensor.shape)
         shape[other] = others[group.position]
         shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
-        return torch.cat(group.all_to_all(list(tensor.split_with_sizes(list(others), other)), shapes), dim)
+        arriving = group.begin_all_to_all(list(tensor.split_with_sizes(list(others), other)), shapes)
+        return lambda: torch.cat(arriving(), dim)
 
     return exchange
 
@@ -128,13 +204,14 @@ def _moved(group: Group, dim: int, sizes: Sequence[int], others: Sequence[int]) 
 
     own, wanted = group.bounds(sizes), group.bounds(others)
 
-    def exchange(tensor: Tensor) -> Tensor:
+    def exchange(tensor: Tensor) -> Later:
         parts = [
             tensor.narrow(dim, min(max(low - own[0], 0), tensor.shape[dim]), count)
             for low, count in overlaps(own, others)
         ]
         shapes = [[*tensor.shape[:dim], count, *tensor.shape[dim + 1 :]] for _, count in overlaps(wanted, sizes)]
-        return torch.cat(group.all_to_all(parts, shapes), dim)
+        arriving = group.begin_all_to_all(parts, shapes)
+        return lambda: torch.cat(arriving(), dim)
 
     return exchange
 

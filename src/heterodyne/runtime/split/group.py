@@ -7,19 +7,21 @@ gradient is built of these in `conversions` and beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Final
+from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from heterodyne.graph.sharding.layout import reduced_at_once
 from heterodyne.runtime.meeting.communicator import Channel
 
-__all__ = ["Group"]
+__all__ = ["Group", "Later"]
 
-_SMALL_BYTES: Final = 2**16
-"""Up to this size a tensor is sent whole to everyone and added up there: one exchange in place of two."""
+Later: TypeAlias = Callable[[], Tensor]
+"""Waits for what has begun, and gives what came of it."""
 
 
 class Group:
@@ -30,7 +32,8 @@ class Group:
         position: of this one.
         size: how many there are.
 
-    All calls are collective, in the same order on every member, and block until the result is there.
+    All calls are collective, in the same order on every member, and block until the result is there; those that begin with
+    ``begin_`` return what blocks.
     """
 
     def __init__(self, channel: Channel | None, position: int, size: int) -> None:
@@ -40,18 +43,11 @@ class Group:
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Send ``parts[j]`` to member j; get from each member i what it has sent here, of shape ``shapes[i]``, of the same dtype."""
-        own = parts[self.position]
-        if self._channel is None or self.size == 1:
-            return [own]
-        received = self._channel.all_to_all([part.reshape(-1) for part in parts], [_numel(shape) for shape in shapes])
-        return [flat.view(tuple(shape)) for flat, shape in zip(received, shapes, strict=True)]
+        return self.begin_all_to_all(parts, shapes)()
 
     def all_gather(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The parts of all members, side by side along ``dim``; ``sizes``: of each of them in that dim."""
-        if self.size == 1:
-            return part
-        shapes = [(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in sizes]
-        return torch.cat(self.all_to_all([part] * self.size, shapes), dim)
+        return self.begin_all_gather(part, dim, sizes)()
 
     def all_gather_uneven(self, part: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """The tensors of all members, of any shapes, one dtype."""
@@ -59,28 +55,45 @@ class Group:
 
     def reduce_scatter(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """This member's part of the sum of everyone's ``whole``, which is cut along ``dim`` into ``sizes``."""
-        if self.size == 1:
-            return whole
-        parts = whole.split_with_sizes(list(sizes), dim)
-        return self._added_up(self.all_to_all(parts, [parts[self.position].shape] * self.size))
+        return self.begin_reduce_scatter(whole, dim, sizes)()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of everyone's tensor, the same bits on every member; a new tensor."""
+        return self.begin_all_reduce(tensor)()
+
+    def begin_all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
+        """Begin `all_to_all`. What is returned waits for it; until then the parts must stay as they are."""
+        own = parts[self.position]
+        if self._channel is None or self.size == 1:
+            return lambda: [own]
+        arriving = self._channel.all_to_all([part.reshape(-1) for part in parts], [prod(shape) for shape in shapes])
+        return lambda: [flat.view(tuple(shape)) for flat, shape in zip(arriving(), shapes, strict=True)]
+
+    def begin_all_gather(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Later:
         if self.size == 1:
-            return tensor.clone()
-        if self.size == 2 or tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
-            return self._added_up(self.all_to_all([tensor] * self.size, [tensor.shape] * self.size))
-        flat = tensor.reshape(-1)
+            return lambda: part
+        shapes = [(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in sizes]
+        arriving = self.begin_all_to_all([part] * self.size, shapes)
+        return lambda: torch.cat(arriving(), dim)
+
+    def begin_reduce_scatter(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Later:
+        if self.size == 1:
+            return lambda: whole
+        parts = whole.split_with_sizes(list(sizes), dim)
+        arriving = self.begin_all_to_all(parts, [parts[self.position].shape] * self.size)
+        return lambda: self._added_up(arriving())
+
+    def begin_all_reduce(self, tensor: Tensor) -> Later:
+        """Of a large tensor only the first of two exchanges begins here; the second one is part of waiting."""
+        if self.size == 1:
+            return tensor.clone
+        if reduced_at_once(tensor.numel() * tensor.element_size(), self.size):
+            arriving = self.begin_all_to_all([tensor] * self.size, [tensor.shape] * self.size)
+            return lambda: self._added_up(arriving())
         bounds = [tensor.numel() * i // self.size for i in range(self.size + 1)]
         sizes = [high - low for low, high in pairwise(bounds)]
-        return self.all_gather(self.reduce_scatter(flat, 0, sizes), 0, sizes).view(tensor.shape)
-
-    def maximum(self, tensor: Tensor) -> Tensor:
-        """The largest of everyone's elements, place by place; a new tensor."""
-        result = tensor.clone()
-        for other in self.all_to_all([tensor] * self.size, [tensor.shape] * self.size):
-            result = torch.maximum(result, other)
-        return result
+        own_sum = self.begin_reduce_scatter(tensor.reshape(-1), 0, sizes)
+        return lambda: self.all_gather(own_sum(), 0, sizes).view(tensor.shape)
 
     def bounds(self, sizes: Sequence[int]) -> tuple[int, int]:
         """``(first, stop)`` of this member's part of a dim that is cut into ``sizes``."""
@@ -92,10 +105,3 @@ class Group:
         for part in parts[1:]:
             total += part
         return total
-
-
-def _numel(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

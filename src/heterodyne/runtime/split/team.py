@@ -5,10 +5,10 @@ The graph names tensors by number (slots and steps); here the numbers become siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +17,14 @@ from torch.nn import functional as F
 from heterodyne.experts import ACTIVATIONS, Run, swiglu_experts
 from heterodyne.graph.ir import Ref
 from heterodyne.graph.sharding import Layout, Sharding
-from heterodyne.runtime.exact.dropout import in_part
+from heterodyne.graph.sharding.numbered import Numbered
+from heterodyne.runtime.exact.dropout import in_part, turn_to
 from heterodyne.runtime.split import experts, vocabulary
-from heterodyne.runtime.split.conversions import converted
+from heterodyne.runtime.split.conversions import Conversion, converted
 from heterodyne.runtime.split.group import Group
+from heterodyne.runtime.split.vocabulary import weights_of_rows
 
-__all__ = ["MicroBatch", "SplitTeam"]
-
-
-class Numbered(Protocol):
-    """What the numbers in a graph stand for: tensors as they are cut, conversions, functions."""
-
-    @property
-    def slots(self) -> Sequence[tuple[Ref, Layout]]: ...
-    @property
-    def steps(self) -> Sequence[tuple[Ref, Layout, Layout]]: ...
-    @property
-    def functions(self) -> Sequence[Callable[..., Any]]: ...
+__all__ = ["Members", "SplitTeam"]
 
 
 _NO_SIZES: tuple[int, ...] = ()
@@ -52,48 +43,64 @@ class SplitTeam:
     def position(self) -> int:
         return self._group.position
 
-    def members(self, sharding: Sharding, numbered: Numbered) -> Callable[[int], MicroBatch]:
-        """For a number of samples, what a graph with these numbers calls."""
-        made: dict[int, MicroBatch] = {}
+    def members(self, sharding: Sharding, numbered: Numbered) -> Callable[[int, range | None], Members]:
+        """What a graph with these numbers calls, for a number of samples; ``some``: which of the micro-batch they are."""
+        made: dict[tuple[int, range | None], Members] = {}
 
-        def at(samples: int) -> MicroBatch:
-            if samples not in made:
-                made[samples] = self._at(sharding, numbered, samples)
-            return made[samples]
+        def at(samples: int, some: range | None) -> Members:
+            if (samples, some) not in made:
+                made[samples, some] = self._at(sharding, numbered, samples, some)
+            return made[samples, some]
 
         return at
 
-    def _at(self, sharding: Sharding, numbered: Numbered, samples: int) -> MicroBatch:
+    def _at(self, sharding: Sharding, numbered: Numbered, samples: int, some: range | None) -> Members:
         def sizes(ref: Ref, layout: Layout) -> tuple[int, ...]:
             return sharding.sizes(ref, layout, samples) if layout.kind == "cut" else _NO_SIZES
 
-        return MicroBatch(
+        return Members(
             group=self._group,
             slots=tuple((layout.dim, sizes(ref, layout)) for ref, layout in numbered.slots),
             steps=tuple((have, want, sizes(ref, have), sizes(ref, want)) for ref, have, want in numbered.steps),
             functions=tuple(numbered.functions),
+            some=some,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
+class Members:
     """What the graph of a member calls while it runs on a micro-batch. All calls that exchange something are collective.
 
     Args:
         slots: for each the dim that is cut, and the sizes of the members' slices.
         steps: for each how a tensor lies and how it is wanted, with the sizes of the slices.
         functions: what the graph calls by number.
+        some: the samples, where they are not all of the micro-batch.
     """
 
     group: Group
     slots: tuple[tuple[int, tuple[int, ...]], ...]
     steps: tuple[tuple[Layout, Layout, tuple[int, ...], tuple[int, ...]], ...] = field(repr=False)
     functions: tuple[Callable[..., Any], ...] = ()
+    some: range | None = None
 
     def convert(self, tensor: Tensor, step: int) -> Tensor:
         """Lay a tensor out otherwise."""
         have, want, have_sizes, want_sizes = self.steps[step]
         return converted(self.group, tensor, have, want, have_sizes, want_sizes)
+
+    def begin(self, tensor: Tensor, step: int) -> tuple[Conversion, Tensor]:
+        """The same in two calls: what is exchanged is on its way meanwhile. The tensor must stay as it is until `end`."""
+        conversion = Conversion(self.group, *self.steps[step])
+        return conversion, conversion.begin(tensor)
+
+    def end(self, begun: tuple[Conversion, Tensor]) -> Tensor:
+        conversion, on_its_way = begun
+        return conversion.end(on_its_way)
+
+    def take_turn(self) -> None:
+        """What is drawn from here on is for ``some`` of the samples."""
+        turn_to(self.some)
 
     def length(self, slot: int) -> int:
         """Of this member's slice."""
@@ -149,7 +156,7 @@ class MicroBatch:
         tensor = tensor if dtype is None else tensor.to(dtype)
         return vocabulary.log_softmax(self.group, tensor.contiguous(), dim, self.slots[slot][1])
 
-    def cross_entropy_of_classes(
+    def cross_entropy(
         self,
         slot: int,
         logits: Tensor,
@@ -159,42 +166,23 @@ class MicroBatch:
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """Of logits that are cut along the classes; the same on each member."""
-        return vocabulary.cross_entropy(
-            self.group,
-            logits,
-            labels,
-            self.slots[slot][1],
-            weight,
-            _REDUCTIONS[reduction],  # type: ignore[arg-type]  # one of the three
-            ignore_index,
-            label_smoothing,
-        )
-
-    def cross_entropy_of_samples(
-        self,
-        slot: int,
-        logits: Tensor,
-        labels: Tensor,
-        weight: Tensor | None = None,
-        reduction: int = 1,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-    ) -> Tensor:
-        """This member's part: the sum over its slice of the samples, for a mean over what all members count."""
-        del slot
+        """Of logits [N, C, ...] that are cut. Along the classes: the same on each member. Else this member's part of a sum, or of a mean
+        over what all members count.
+        """
+        dim, sizes = self.slots[slot]
+        if dim == 1:
+            how: Any = _REDUCTIONS[reduction]
+            return vocabulary.cross_entropy(
+                self.group, logits, labels, sizes, weight, how, ignore_index, label_smoothing
+            )
         total = F.cross_entropy(
             logits, labels, weight, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
         )
-        if reduction == _REDUCTIONS.index("sum"):
+        if _REDUCTIONS[reduction] == "sum":
             return total
-        counted = labels != ignore_index
-        own = (
-            counted.sum() if weight is None else weight[labels.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
-        )
         # Half precision cannot count.
-        count = self.group.all_reduce(own.to(torch.promote_types(total.dtype, torch.float32)))
-        return (total / count).to(total.dtype)
+        own = weights_of_rows(labels, weight, ignore_index, torch.promote_types(total.dtype, torch.float32)).sum()
+        return (total / self.group.all_reduce(own)).to(total.dtype)
 
     def attention(
         self,

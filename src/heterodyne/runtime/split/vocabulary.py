@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from heterodyne.errors import PlanError
 from heterodyne.runtime.split.group import Group
 
-__all__ = ["cross_entropy", "embedding", "log_softmax", "logsumexp", "softmax"]
+__all__ = ["cross_entropy", "embedding", "log_softmax", "softmax", "weights_of_rows"]
 
 _REDUCTIONS: Final = ("mean", "sum", "none")
 
@@ -95,7 +95,7 @@ def cross_entropy(
         return losses.to(dtype)
     total = losses.sum()
     if reduction == "mean":
-        total = total / _weights_of_rows(target, weight, ignore_index, losses.dtype).sum()
+        total = total / weights_of_rows(target, weight, ignore_index, losses.dtype).sum()
     return total.to(dtype)
 
 
@@ -107,13 +107,6 @@ def log_softmax(group: Group, part: Tensor, dim: int, sizes: Sequence[int]) -> T
 def softmax(group: Group, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """The softmax over a dim that is cut into ``sizes``; cut alike."""
     return _tensor(_Softmax.apply(part, group, _checked(group, part, dim, sizes), _dtype(torch.softmax, part)))  # type: ignore[no-untyped-call]
-
-
-def logsumexp(group: Group, part: Tensor, dim: int, sizes: Sequence[int], *, keepdim: bool = False) -> Tensor:
-    """log sum exp over a dim that is cut into ``sizes``; whole."""
-    dim = _checked(group, part, dim, sizes)
-    result = _tensor(_LogSumExp.apply(part, group, dim, _dtype(torch.logsumexp, part)))  # type: ignore[no-untyped-call]
-    return result if keepdim else result.squeeze(dim)
 
 
 class _Embedding(torch.autograd.Function):
@@ -173,7 +166,7 @@ class _CrossEntropy(torch.autograd.Function):
             peaks, totals, *others = _exchanged(group, [peak, total, *more])
             top, total = _merged(peaks, totals)
             log_total = total.log()
-            row_weight = _weights_of_rows(target, weight, ignore_index, dtype).unsqueeze(dim)
+            row_weight = weights_of_rows(target, weight, ignore_index, dtype).unsqueeze(dim)
             losses = (1 - smoothing) * row_weight * (log_total - (_sum_in_order(others[0]) - top))
             if smoothing:
                 share = smoothing / sum(sizes)
@@ -253,26 +246,6 @@ class _Softmax(torch.autograd.Function):
             return weighted.addcmul_(result.to(total.dtype), total, value=-1).to(ctx.dtype), None, None, None
 
 
-class _LogSumExp(torch.autograd.Function):
-    """Keeps the input. Of it: u p."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, part: Tensor, group: Group, dim: int, dtype: torch.dtype) -> Tensor:
-        with _without_autocast(part):
-            top, total = _statistics(group, part, dim)
-            ctx.save_for_backward(part, top, total)
-            # An infinite peak is the result: all are -inf, or one is +inf.
-            return torch.where(top.isinf(), top, top + total.log()).to(dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        part, top, total = ctx.saved_tensors
-        with _without_autocast(part):
-            gradient = (part.to(top.dtype) - top).exp_().mul_(upstream.to(top.dtype) / total)
-            return gradient.to(part.dtype), None, None, None
-
-
 def _statistics(group: Group, part: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """m and s of the module's docstring over all members, with ``dim`` of size 1."""
     peak = _peak(part, dim)
@@ -334,7 +307,7 @@ def _at(part: Tensor, places: Tensor, dim: int) -> Tensor:
     return part.gather(dim, places.unsqueeze(dim))
 
 
-def _weights_of_rows(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def weights_of_rows(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """w_y of each row, 0 where it is ignored."""
     counted = target != ignore_index
     if weight is None:

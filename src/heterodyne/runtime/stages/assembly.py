@@ -38,7 +38,9 @@ class _Program(Protocol):
     def sends(self) -> tuple[Value, ...]: ...
     @property
     def random_before(self) -> int: ...
-    def bind(self, module: nn.Module, device: torch.device, team: SplitTeam | None = None) -> Runnable: ...
+    def bind(
+        self, module: nn.Module, device: torch.device, team: SplitTeam | None = None, *, overlap: bool = False
+    ) -> Runnable: ...
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -169,13 +171,16 @@ class Assembly:
 
     def _segments(self, found: Mapping[int, _Program]) -> dict[int, list[Segment]]:
         segments: dict[int, list[Segment]] = {stage: [] for stage in self._place.stages}
+        assert self._pipeline is not None
         for number, program in found.items():
-            segments[self._pieces[number].stage].append(
+            stage = self._pieces[number].stage
+            segments[stage].append(
                 Segment(
                     run=program.bind(
                         self._module,
                         self._device,
-                        self._team if self._pieces[number].stage in self._place.sharded else None,
+                        self._team if stage in self._place.sharded else None,
+                        overlap=self._pipeline.stages[stage].overlap,
                     ),
                     receives=program.receives,
                     sends=program.sends,

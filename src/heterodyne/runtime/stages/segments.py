@@ -18,6 +18,7 @@ class Runnable(Protocol):
     """Computes the values that a segment sends, by name; and `LOSS`, if the model ends in it."""
 
     training: bool
+    evaluating: bool
 
     def __call__(
         self, inputs: Mapping[str, Tensor], received: Mapping[str, Tensor], samples: int
@@ -46,6 +47,7 @@ class WholeModel:
     """The user's own module as one segment, in its own mode."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.evaluating = False
         self._module = module
 
     @property

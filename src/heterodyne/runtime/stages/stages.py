@@ -149,12 +149,12 @@ class Stages:
         runs = [segment.run for segments in self._segments.values() for segment in segments]
         modes = [run.training for run in runs]
         for run in runs:
-            run.training = False
+            run.training, run.evaluating = False, True
         try:
             yield
         finally:
             for run, training in zip(runs, modes, strict=True):
-                run.training = training
+                run.training, run.evaluating = training, False
 
     def recompute(self, stage: int, index: int) -> None:
         """Compute again what the backward will need."""

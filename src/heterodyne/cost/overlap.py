@@ -1,0 +1,78 @@
+"""Seconds of what several devices do together in two halves, where one half's exchanges are on their way while the other one computes.
+
+The halves take turns (`heterodyne.frontend.overlapped_graph`). Each member goes on as soon as it has handed over what it sends; an
+exchange leaves when the last member has come to it and the wires are free, and a half whose turn it is waits for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TypeAlias
+
+from heterodyne.cost.joint import Step
+
+__all__ = ["Crossing", "OverlapStep", "overlapped_s"]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """An exchange beside which something else may be computed.
+
+    Args:
+        own_s: seconds in which each member is busy with it itself.
+        way_s: seconds on the way.
+    """
+
+    own_s: float
+    way_s: float
+
+
+OverlapStep: TypeAlias = Step | Crossing
+"""What each member computes, an exchange for which both halves wait, or one beside which the other half computes."""
+
+
+@dataclass
+class _Turn:
+    """What a half does in one turn: its steps, and then what it sends."""
+
+    steps: list[Step] = field(default_factory=list)
+    sends: list[Crossing] = field(default_factory=list)
+
+
+def overlapped_s(halves: Sequence[Iterable[OverlapStep]], members: int) -> float:
+    """From the moment at which all members begin until the last one is done.
+
+    >>> compute, exchange = (2.0, 1.0), Crossing(own_s=0.0, way_s=1.0)
+    >>> overlapped_s([[compute, exchange, compute], [compute, exchange, compute]], 2)
+    8.0
+    """
+    reached = [0.0] * members
+    wires = 0.0
+    arrived = [0.0] * len(halves)
+    for turns in zip_longest(*map(_turns, halves), fillvalue=_Turn()):
+        for half, turn in enumerate(turns):
+            reached = [max(moment, arrived[half]) for moment in reached]
+            for step in turn.steps:
+                if isinstance(step, tuple):
+                    reached = [a + b for a, b in zip(reached, step, strict=True)]
+                else:
+                    wires = max(*reached, wires) + step
+                    reached = [wires] * members
+            for sent in turn.sends:
+                reached = [moment + sent.own_s for moment in reached]
+                wires = arrived[half] = max(*reached, wires) + sent.way_s
+    return max(*reached, *arrived)
+
+
+def _turns(steps: Iterable[OverlapStep]) -> list[_Turn]:
+    turns = [_Turn()]
+    for step in steps:
+        if isinstance(step, Crossing):
+            turns[-1].sends.append(step)
+        else:
+            if turns[-1].sends:
+                turns.append(_Turn())
+            turns[-1].steps.append(step)
+    return turns
