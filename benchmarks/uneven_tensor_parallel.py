@@ -123,7 +123,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             options.out.write_text(json.dumps({**found.seconds, "predicted": predicted}))
 
 
-def split(rig: Rig, shares: tuple[int, ...], size: Size) -> Plan:
+def split(rig: Rig, shares: tuple[int, ...], size: Size, *, overlap: bool = False) -> Plan:
     """The whole model on all devices, split by these shares."""
     graph, cluster = rig.captured.graph, rig.session.cluster
     stage = Stage(
@@ -131,6 +131,7 @@ def split(rig: Rig, shares: tuple[int, ...], size: Size) -> Plan:
         devices=tuple(device.id for device in cluster.devices),
         regions=(Region(layout=Layout(kind="split", shares=shares)),),
         exchange=Exchange(),
+        overlap=overlap,
     )
     return Plan(
         model=graph.fingerprint,

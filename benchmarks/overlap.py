@@ -1,0 +1,94 @@
+"""Exchanges of a stage in parts: waited for, or hidden behind the other half of the micro-batch.
+
+Emulated workers (CPU quotas) train a Llama whose weights are split over them, one way after the other in the same processes. ``waiting``
+exchanges and then goes on; ``halves in turns`` runs each micro-batch as two halves, one of which computes while what the other one
+exchanges is on its way (Merak's sub-pipelined tensor parallelism, here for any graph). On slow links that should pay; inside of one
+machine, where CPU workers copy what they exchange by hand, there is next to nothing to hide. Either is foretold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from emulation import emulated, in_rounds, ratios, worker_arguments
+from hand_made import Rig
+from results import Results, arguments, spread
+from uneven_tensor_parallel import llama, split
+
+WAITING, IN_TURNS = "waiting", "halves in turns"
+SPEEDS = (0.8, 0.4)
+LINKS = {"links of 0.5 Gb/s": "0.5Gb/s", "shared memory": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is trained: ``steps`` of each way in each of the ``rounds``, of ``samples`` each."""
+
+    width: int
+    layers: int
+    heads: int
+    samples: int
+    length: int
+    rounds: int
+    steps: int
+    budget_s: float
+
+
+FULL = Size(width=384, layers=4, heads=12, samples=8, length=128, rounds=8, steps=2, budget_s=45)
+QUICK = Size(width=192, layers=2, heads=12, samples=4, length=64, rounds=2, steps=2, budget_s=6)
+
+
+def main() -> int:
+    options = arguments(__doc__)
+    results = Results("overlap")
+    size = QUICK if options.quick else FULL
+    gains, foretold = {}, {}
+    for name, links in LINKS.items():
+        job = emulated(SPEEDS, [WAITING, IN_TURNS], size, Path(__file__), links=links)
+        for way in (WAITING, IN_TURNS):
+            predicted = job["predicted"][way]
+            error = predicted / median(job[way]) - 1
+            results.row(f"{name}: {way}", step_s=spread(job[way]), predicted_s=predicted, error=error)
+        found = ratios([job], WAITING, IN_TURNS)
+        gains[name], foretold[name] = median(found), job["predicted"][WAITING] / job["predicted"][IN_TURNS]
+        results.row(f"{name}: {WAITING} / {IN_TURNS}", step_ratio=spread(found), predicted_ratio=foretold[name])
+    slow, near = LINKS
+    results.bar(f"gain of halves in turns, {slow}", gains[slow], ">= 1.0")
+    # What the planner takes is what it foretells to be faster: it must not be slower than the other way, but for what noise does.
+    best = {name: max(gains[name], 1 / gains[name]) for name in LINKS}
+    for name in (slow, near):
+        chosen = gains[name] if foretold[name] > 1 else 1 / gains[name]
+        results.bar(f"the faster way by prediction over the faster way, {name}", chosen / best[name], ">= 0.97")
+    return results.write(options.json)
+
+
+def worker(options: argparse.Namespace, size: Size) -> None:
+    import torch
+
+    import heterodyne as hd
+
+    tokens = torch.randint(0, 256, (size.samples, size.length), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    with hd.open_session() as session:
+        rig = Rig.of(session, llama(size), batch, (size.samples // 2, size.samples), size.budget_s)
+        shares = tuple(round(10 * speed) for speed in SPEEDS)
+        plans = {way: rig.agreed(split(rig, shares, size, overlap=way == IN_TURNS)) for way in options.ways}
+        predicted = {way: rig.predicted(plan).step_s for way, plan in plans.items()}
+        workers = {way: rig.worker(plan, llama(size)) for way, plan in plans.items()}
+        run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
+        found = in_rounds(run, session.communicator, rounds=size.rounds, steps=size.steps)
+        for made in workers.values():
+            made.close()
+        if session.rank == 0:
+            options.out.write_text(json.dumps({**found.seconds, "predicted": predicted}))
+
+
+if __name__ == "__main__":
+    own = worker_arguments()
+    sys.exit(main() if own is None else worker(own, Size(**own.size)))
