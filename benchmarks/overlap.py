@@ -76,7 +76,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
     tokens = torch.randint(0, 256, (size.samples, size.length), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
     with hd.open_session() as session:
-        rig = Rig.of(session, llama(size), batch, (size.samples // 2, size.samples), size.budget_s)
+        rig = Rig.of(session, llama(size), batch, (1, size.samples // 2, size.samples), size.budget_s)
         shares = tuple(round(10 * speed) for speed in SPEEDS)
         plans = {way: rig.agreed(split(rig, shares, size, overlap=way == IN_TURNS)) for way in options.ways}
         predicted = {way: rig.predicted(plan).step_s for way, plan in plans.items()}

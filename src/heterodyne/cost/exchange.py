@@ -94,7 +94,7 @@ class Wires:
         links: ``[i][j]``: the name of the link that it takes.
         ports: of each member, for what it sends and for what it receives; those of one name do one thing at a time.
         copies_s_per_byte: seconds in which each member reads or writes a byte of its memory.
-        by_hand: the members carry the bytes themselves, as CPU workers of one machine do; so nothing else is done meanwhile.
+        by_hand: the members carry bytes themselves, as CPUs do: they copy them into the memory of a link and out of it.
     """
 
     transfers: tuple[tuple[AlphaBeta, ...], ...]
@@ -113,8 +113,7 @@ class Wires:
             links=tuple(tuple(link_between(cluster, a, b) for b in devices) for a in devices),
             ports=tuple((a, a) if cluster.device(a).backend == "cpu" else (f"from {a}", f"to {a}") for a in devices),
             copies_s_per_byte=tuple(copies_s_per_byte),
-            by_hand=len({cluster.device(d).node for d in devices}) == 1
-            and all(cluster.device(d).backend == "cpu" for d in devices),
+            by_hand=any(cluster.device(d).backend == "cpu" for d in devices),
         )
 
     def seconds(self, exchanged: Sequence[Round]) -> float:
@@ -126,9 +125,17 @@ class Wires:
         own, way = 0.0, 0.0
         for each in exchanged:
             latency_s, bytes_s = self._on_the_way_s(each)
-            own += self._copies_s(each) + (bytes_s if self.by_hand else 0.0)
-            way += latency_s + (0.0 if self.by_hand else bytes_s)
+            carried_s = min(bytes_s, self._carried_s(each)) if self.by_hand else 0.0
+            own += self._copies_s(each) + carried_s
+            way += latency_s + bytes_s - carried_s
         return own, way
+
+    def _carried_s(self, exchanged: Round) -> float:
+        """In which the busiest member copies what goes to others, and comes from them, into the link's memory and out of it."""
+        others = [[size for to, size in enumerate(row) if to != source] for source, row in enumerate(exchanged)]
+        left = list(map(sum, others))
+        came = [sum(row[to] for source, row in enumerate(exchanged) if source != to) for to in range(len(exchanged))]
+        return max(2 * byte_s * (a + b) for byte_s, a, b in zip(self.copies_s_per_byte, left, came, strict=True))
 
     def _copies_s(self, exchanged: Round) -> float:
         """Of what is sent ahead of that, and of what has come behind it; what a member has for itself too."""
