@@ -19,7 +19,7 @@ from heterodyne.graph.task_graphs import TaskGraph, task_graph_runs
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
-from heterodyne.search.by_speed import shares_by
+from heterodyne.search.by_speed import causal_shares, shares_by
 from heterodyne.search.planned import Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict
 from heterodyne.search.runs import Runs
@@ -80,7 +80,11 @@ class Split:
             for name, groups in self._groupings() if kind in kinds else ():
                 # Sequences are cut where one alone is long; samples of more than one would be shared.
                 sizes = self._tried if kind == "split" else self._tried[:1]
-                tried = [self._of_groups(f"{_NAMES[kind]} {name}", kind, groups, size) for size in sizes]
+                tried = [
+                    self._of_groups(f"{_NAMES[kind]} {name}{how}", kind, groups, shares, size)
+                    for how, shares in self._ways_to_share(kind, groups)
+                    for size in sizes
+                ]
                 found.append(_fastest([*tried, *self._overlapped(_fastest(tried))]))
         return tuple(found)
 
@@ -103,25 +107,45 @@ class Split:
             return []
         return [self._weighed(f"{candidate.name}, halves in turns", candidate.kind, pipelines)]
 
+    def _ways_to_share(
+        self, kind: Literal["split", "context"], groups: Sequence[Sequence[str]]
+    ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+        """The shares of the devices of each group: by speed, and where later tokens cost more also with that counted in."""
+        speeds = [[self._speed(device) for device in group] for group in groups]
+        yield "", [shares_by(of_group) for of_group in speeds]
+        if kind == "context":
+            causal = [causal_shares(self.model.graph, of_group) for of_group in speeds]
+            known = [shares for shares in causal if shares is not None]
+            if len(known) == len(groups):
+                yield ", later slices shorter", known
+
     def _of_groups(
-        self, name: str, kind: Literal["split", "context"], groups: Sequence[Sequence[str]], size: int
+        self,
+        name: str,
+        kind: Literal["split", "context"],
+        groups: Sequence[Sequence[str]],
+        shares: Sequence[tuple[int, ...]],
+        size: int,
     ) -> Candidate:
         whole = (0, len(self.model.graph.ops))
-        shares = self._dealt_batch(groups)
-        if self.count is not None and min(shares) < self.count:
+        taken = self._dealt_batch(groups)
+        if self.count is not None and min(taken) < self.count:
             return Candidate(name=name, kind=kind, why_not=f"a copy has too few samples for {self.count} micro-batches")
         pipelines = tuple(
-            Pipeline(micro_batches=self._micro_batches(share, size), stages=(self.stage(whole, devices, kind),))
-            for devices, share in zip(groups, shares, strict=True)
+            Pipeline(micro_batches=self._micro_batches(samples, size), stages=(self._stage(whole, devices, kind, own),))
+            for devices, own, samples in zip(groups, shares, taken, strict=True)
         )
         return self._weighed(name, kind, pipelines)
 
-    def stage(self, ops: tuple[int, int], devices: Sequence[str], kind: Literal["split", "context"]) -> Stage:
-        """A stage in parts, by the speeds of its devices."""
-        layout = Layout(kind=kind, shares=shares_by([self._speed(device) for device in devices]))
-        return Stage(
-            ops=ops, devices=tuple(devices), regions=(Region(layout=layout),), exchange=self._exchange(devices)
-        )
+    def _stage(
+        self,
+        ops: tuple[int, int],
+        devices: Sequence[str],
+        kind: Literal["split", "context"],
+        shares: tuple[int, ...],
+    ) -> Stage:
+        regions = (Region(layout=Layout(kind=kind, shares=shares)),)
+        return Stage(ops=ops, devices=tuple(devices), regions=regions, exchange=self._exchange(devices))
 
     def _groupings(self) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
         """Who lies in parts together: all, the fastest, each node by itself, pairs of equals."""

@@ -20,11 +20,12 @@ HIDDEN_BYTES = 4 * TOKENS * WIDTH
 class Writer:
     """Ops in order. ``moves``: whether they have memory traffic; without it all work is operations."""
 
-    def __init__(self, *, moves: bool) -> None:
+    def __init__(self, *, moves: bool, tokens: int) -> None:
         self.ops: list[Op] = []
         self.parameters: list[Parameter] = []
         self.blocks: list[Block] = []
-        self._shapes: dict[str, tuple[int, ...]] = {"x": (TOKENS, WIDTH)}  # without the samples
+        self._tokens = tokens
+        self._shapes: dict[str, tuple[int, ...]] = {"x": (tokens, WIDTH)}  # without the samples
         self._kept: set[str] = set()
         self._moves = moves
 
@@ -85,12 +86,15 @@ class Writer:
 
     def norm(self, source: str) -> str:
         arguments = {"input": Ref(source), "normalized_shape": (WIDTH,), "weight": None, "bias": None}
-        return self.op("layer_norm", (TOKENS, WIDTH), arguments, keeps=(source,))
+        return self.op("layer_norm", (self._tokens, WIDTH), arguments, keeps=(source,))
 
     def heads(self, source: str) -> str:
-        arguments = {"self": Ref(source), "size": (Size.per_sample(1), *map(Size.of, (TOKENS, HEADS, WIDTH // HEADS)))}
-        cut = self.op("view", (TOKENS, HEADS, WIDTH // HEADS), arguments, view=True)
-        return self._swapped(cut, (HEADS, TOKENS, WIDTH // HEADS))
+        arguments = {
+            "self": Ref(source),
+            "size": (Size.per_sample(1), *map(Size.of, (self._tokens, HEADS, WIDTH // HEADS))),
+        }
+        cut = self.op("view", (self._tokens, HEADS, WIDTH // HEADS), arguments, view=True)
+        return self._swapped(cut, (HEADS, self._tokens, WIDTH // HEADS))
 
     def _swapped(self, source: str, shape: tuple[int, ...]) -> str:
         return self.op("transpose", shape, {"self": Ref(source), "dim0": 1, "dim1": 2}, view=True)
@@ -102,17 +106,17 @@ class Writer:
         query, key, value = (self.heads(self.linear(normed, WIDTH)) for _ in range(3))
         attended = self.op(
             "scaled_dot_product_attention",
-            (HEADS, TOKENS, WIDTH // HEADS),
+            (HEADS, self._tokens, WIDTH // HEADS),
             {"query": Ref(query), "key": Ref(key), "value": Ref(value), "attn_mask": None, "is_causal": True},
-            flops=4 * TOKENS * TOKENS * WIDTH,
+            flops=4 * self._tokens * self._tokens * WIDTH,
             keeps=(query, key, value, "result"),
         )
-        swapped = self._swapped(attended, (TOKENS, HEADS, WIDTH // HEADS))
-        together = (Size.per_sample(1), Size.of(TOKENS), Size.of(WIDTH))
-        merged = self.op("reshape", (TOKENS, WIDTH), {"self": Ref(swapped), "shape": together})
+        swapped = self._swapped(attended, (self._tokens, HEADS, WIDTH // HEADS))
+        together = (Size.per_sample(1), Size.of(self._tokens), Size.of(WIDTH))
+        merged = self.op("reshape", (self._tokens, WIDTH), {"self": Ref(swapped), "shape": together})
         between = self.add(source, self.linear(merged, WIDTH))
         inner = self.linear(self.norm(between), INNER)
-        active = self.op("gelu", (TOKENS, INNER), {"self": Ref(inner), "approximate": "none"}, keeps=(inner,))
+        active = self.op("gelu", (self._tokens, INNER), {"self": Ref(inner), "approximate": "none"}, keeps=(inner,))
         result = self.add(between, self.linear(active, WIDTH))
         self.blocks.append(Block(index=len(self.blocks), name=name, kind="layer", start=start, stop=len(self.ops)))
         return result
@@ -121,15 +125,15 @@ class Writer:
         return 4 * prod(self._shapes[name])
 
 
-def transformer(layers: int = 2, *, moves: bool = False) -> ModelGraph:
+def transformer(layers: int = 2, *, moves: bool = False, tokens: int = TOKENS) -> ModelGraph:
     """``layers`` alike blocks between a projection of the input and a loss that adds up everything."""
-    writer = Writer(moves=moves)
+    writer = Writer(moves=moves, tokens=tokens)
     hidden = writer.linear("x", WIDTH)
     writer.blocks.append(Block(index=0, name="first", kind="first", start=0, stop=1))
     for number in range(layers):
         hidden = writer.block(f"layer{number}", hidden)
     start = len(writer.ops)
-    total = writer.op("sum", (), {"self": Ref(hidden)}, flops=TOKENS * WIDTH)
+    total = writer.op("sum", (), {"self": Ref(hidden)}, flops=tokens * WIDTH)
     (loss,) = (op for op in writer.ops if op.name == total)
     scalar = TensorSpec(shape=(), dtype="float32")
     writer.ops[-1] = Op(
@@ -141,7 +145,7 @@ def transformer(layers: int = 2, *, moves: bool = False) -> ModelGraph:
         inputs=(
             Input(
                 name="x",
-                spec=TensorSpec(shape=(Size.per_sample(1), Size.of(TOKENS), Size.of(WIDTH)), dtype="float32"),
+                spec=TensorSpec(shape=(Size.per_sample(1), Size.of(tokens), Size.of(WIDTH)), dtype="float32"),
                 batch_dim=0,
             ),
         ),
