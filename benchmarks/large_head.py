@@ -30,6 +30,7 @@ from heterodyne.plan.sharded_stage import problem_of, shard_stage
 if TYPE_CHECKING:
     import torch
 
+    from heterodyne.cluster.spec import Cluster
     from heterodyne.graph.ir import ModelGraph
 
 DATA, HYBRID = "data", "hybrid"
@@ -94,7 +95,8 @@ def worker(options: argparse.Namespace, size: Size) -> None:
 
         together = batch(0, size.samples * world, size.classes)
         rig = Rig.of(session, model(), together, (size.samples, size.samples * world), size.budget_s)
-        plans = {DATA: data(rig, size), HYBRID: hybrid(rig, size)}
+        graph, cluster = rig.captured.graph, session.cluster
+        plans = {DATA: data(graph, cluster, size.samples), HYBRID: hybrid(graph, cluster, size.samples)}
         predicted = {way: rig.predicted(plan).step_s for way, plan in plans.items()}
         made = {way: rig.worker(plan, model()) for way, plan in plans.items()}
         run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(together)) for way, w in made.items()}
@@ -102,46 +104,40 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         for own in made.values():
             own.close()
         if session.rank == 0:
-            facts = {"predicted": predicted, "split": ways_to_split(rig.captured.graph, plans[HYBRID])}
+            facts = {"predicted": predicted, "split": ways_to_split(graph, plans[HYBRID])}
             options.out.write_text(json.dumps({**found.seconds, **facts}))
 
 
-def data(rig: Rig, size: Size) -> Plan:
-    """The whole model on each worker."""
+def data(graph: ModelGraph, cluster: Cluster, samples: int) -> Plan:
+    """The whole model on each device, for so many samples each."""
     pipelines = tuple(
         Pipeline(
-            micro_batches=MicroBatches((size.samples,)),
-            stages=(
-                Stage(
-                    ops=(0, len(rig.captured.graph.ops)), devices=(d.id,), regions=(Region(layout=Layout(shares=(1,))),)
-                ),
-            ),
+            micro_batches=MicroBatches((samples,)),
+            stages=(Stage(ops=(0, len(graph.ops)), devices=(d.id,), regions=(Region(layout=Layout(shares=(1,))),)),),
         )
-        for d in rig.session.cluster.devices
+        for d in cluster.devices
     )
-    return plan_of(rig, size, pipelines)
+    return plan_of(graph, cluster, samples, pipelines)
 
 
-def hybrid(rig: Rig, size: Size) -> Plan:
+def hybrid(graph: ModelGraph, cluster: Cluster, samples: int) -> Plan:
     """As the annotations have it, in equal parts."""
-    devices = tuple(d.id for d in rig.session.cluster.devices)
+    devices = tuple(d.id for d in cluster.devices)
     equal = (1,) * len(devices)
     marked = [
         Region(task_graph=task_graph.name, layout=Layout(kind=task_graph.kind, shares=equal))
-        for task_graph in rig.captured.graph.task_graphs
+        for task_graph in graph.task_graphs
     ]
-    stage = Stage(
-        ops=(0, len(rig.captured.graph.ops)), devices=devices, regions=(Region(layout=Layout(shares=equal)), *marked)
-    )
-    pipeline = Pipeline(micro_batches=MicroBatches((size.samples * len(devices),)), stages=(stage,))
-    return plan_of(rig, size, (pipeline,))
+    stage = Stage(ops=(0, len(graph.ops)), devices=devices, regions=(Region(layout=Layout(shares=equal)), *marked))
+    pipeline = Pipeline(micro_batches=MicroBatches((samples * len(devices),)), stages=(stage,))
+    return plan_of(graph, cluster, samples, (pipeline,))
 
 
-def plan_of(rig: Rig, size: Size, pipelines: tuple[Pipeline, ...]) -> Plan:
+def plan_of(graph: ModelGraph, cluster: Cluster, samples: int, pipelines: tuple[Pipeline, ...]) -> Plan:
     return Plan(
-        model=rig.captured.graph.fingerprint,
-        cluster=rig.session.cluster.fingerprint,
-        global_batch_size=size.samples * rig.session.world_size,
+        model=graph.fingerprint,
+        cluster=cluster.fingerprint,
+        global_batch_size=samples * len(cluster.devices),
         pipelines=pipelines,
     )
 

@@ -3,8 +3,8 @@
 Four emulated workers (CPU quotas 0.7, 0.35, 0.35, 0.2 of a core) train a small GPT under one plan after the other: cuts, schedules,
 orders that were found, several devices a stage, unequal shares, recompute, pipelines side by side. Each is simulated from one
 measured profile, before it runs, and runs twice, so that one bad minute of the machine does not decide. Beside each run all workers
-compute for themselves for a while: the *pace*, seconds over those at the time of the profile, by which the simulated time is
-multiplied, as other benchmarks compare ways side by side. Memory is that of the process, as a run reports it, and what earlier plans
+compute for themselves for a while: the *pace*, seconds over those that the profile has for the same work, by which the simulated time
+is multiplied, as other benchmarks compare ways side by side. Memory is that of the process, as a run reports it, and what earlier plans
 have left in it is taken off.
 """
 
@@ -224,7 +224,8 @@ def worker(options: argparse.Namespace, size: Size) -> None:
 
 
 class Pace:
-    """How long all workers need for some work of their own, done at the same time, over how long they needed when this was made."""
+    """How long all workers need for some work of their own, done at the same time, over how long they needed by the profile: whole
+    models forward and backward, measured there in the same way."""
 
     def __init__(self, rig: Rig, module: torch.nn.Module, samples: torch.Tensor) -> None:
         import torch
@@ -233,12 +234,12 @@ class Pace:
         self._module, self._samples = module, samples
         mine = rig.costs.compute[rig.session.cluster.devices[rig.session.rank].id].micro_batch_s(len(samples))
         self._count = max(1, round(1 / mine))
+        self._by_profile = self._gather(self._count * mine)
         self._barrier = torch.distributed.barrier
         self._run()
-        self._at_first = [median(of) for of in zip(*(self._gather(self._run()) for _ in range(3)), strict=True)]
 
     def __call__(self) -> float:
-        return fmean(now / first for now, first in zip(self._gather(self._run()), self._at_first, strict=True))
+        return fmean(now / first for now, first in zip(self._gather(self._run()), self._by_profile, strict=True))
 
     @property
     def bytes(self) -> int:
