@@ -39,7 +39,7 @@ BATCH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is trained. ``every``: one plan in so many is taken; ``steps`` are measured of each, after one that warms up, in each of
+    """How much is trained. ``every``: one plan in so many is taken; ``steps`` are measured of each, after as many that warm up, in each of
     the ``rounds``."""
 
     width: int
@@ -207,7 +207,8 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             pace_before = pace()
             made = rig.worker(plan, model())
             forget_peak_memory(session.device)
-            made.step(batch)
+            for _ in range(size.steps):  # memory of the first ones is new
+                made.step(batch)
             seconds = []
             for _ in range(size.steps):
                 dist.barrier()

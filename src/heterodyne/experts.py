@@ -3,7 +3,7 @@
 A mixture gives a token x the output  y = sum_c w_c f_{e_c}(x)  of the k experts e_c that it has chosen, with the weights of the
 router (Shazeer et al., "Outrageously Large Neural Networks", 2017). Each choice is a row. The rows are put in order of expert, each expert
 that has any runs on its own, and what it makes of them goes back to their tokens. No place is padded, so what is computed is what was
-chosen, and no more. Between several devices rows travel there and back: that is a `Route` of another kind (`runtime.split.experts`).
+chosen, and no more. Between several devices rows travel there and back in between (`runtime.split.experts`).
 
 ``heterodyne::experts`` is one op for all of that. A graph that has it says what its parts do not: that each token is treated by
 itself, and what each expert holds.
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "Route", "Run", "by_expert", "combine", "dispatch", "mixture", "swiglu_experts"]
+__all__ = ["ACTIVATIONS", "Route", "Run", "by_expert", "mixture", "picked", "swiglu_experts", "weighed"]
 
 Run = Callable[[Tensor, Sequence[int]], Tensor]
 """What experts do: rows [M, H], in order of expert, and how many there are for each; gives [M, H]."""
@@ -52,9 +52,9 @@ def mixture(tokens: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, d
         rows, counted = by_expert(indices, gate_up.shape[0])
         counts = tuple(counted.tolist())
     route = Route(choices=indices.shape[1], rows=rows, counts=counts)
-    arrived = dispatch(tokens, route)
-    made = swiglu_experts(arrived, counts, gate_up, down, ACTIVATIONS[activation])
-    return combine(made, weights, arrived, route)
+    rows_picked = picked(tokens, route)
+    made = swiglu_experts(rows_picked, counts, gate_up, down, ACTIVATIONS[activation])
+    return weighed(made, weights, rows_picked, route)
 
 
 # An operator has to be known to PyTorch under its name before a graph can call it.
@@ -65,7 +65,7 @@ torch.library.define(
 torch.library.impl("heterodyne::experts", "CompositeImplicitAutograd")(mixture)
 
 
-# ---- there and back -------------------------------------------------------------------------------------------------
+# ---- from tokens to rows, and back -------------------------------------------------------------------------------------------------
 
 
 def by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -76,25 +76,17 @@ def by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Which choices go where. Here they stay: the experts are on the same device.
+    """Which choices become rows.
 
     Args:
         choices: k. Choice c of token n has the number n * k + c.
-        rows: [S], the numbers of the choices that go out from here, in order of expert, for one expert in order of token.
-        counts: how many rows each expert of this device has; they add up to M.
+        rows: [S], the numbers of the choices of tokens that are here, in order of expert, for one expert in order of token.
+        counts: how many rows each expert of this device has; they add up to M, which is S unless rows travel.
     """
 
     choices: int
     rows: Tensor
     counts: tuple[int, ...]
-
-    def outward(self, rows: Tensor) -> Tensor:
-        """[S, ...] in the order of `rows` here to [M, ...] in order of expert there."""
-        return rows
-
-    def homeward(self, rows: Tensor) -> Tensor:
-        """[M, ...] back to [S, ...]."""
-        return rows
 
     def at_choices(self, rows: Tensor, tokens: int) -> Tensor:
         """[S, ...] to [tokens, k, ...], with zeros for choices that did not go out. Each row has a place of its own, so none are added."""
@@ -103,58 +95,56 @@ class Route:
         return places.view(tokens, self.choices, *rows.shape[1:])
 
 
-def dispatch(tokens: Tensor, route: Route, anchor: Tensor | None = None) -> Tensor:
-    """Tokens [N, H] to the rows [M, H] of the experts at the end of the route, in order of expert. The gradient comes back the same way.
+def picked(tokens: Tensor, route: Route, anchor: Tensor | None = None) -> Tensor:
+    """The rows [S, H] of tokens [N, H], one a choice, in order of expert.
 
     ``anchor``: a number that requires gradients where the rows shall, whatever the tokens do.
     """
-    arrived: Tensor = _Dispatch.apply(tokens, anchor, route)  # type: ignore[no-untyped-call]
-    return arrived
+    rows: Tensor = _Picked.apply(tokens, anchor, route)  # type: ignore[no-untyped-call]
+    return rows
 
 
-def combine(results: Tensor, weights: Tensor, arrived: Tensor, route: Route) -> Tensor:
-    """What the experts made [M, H] of the rows that `dispatch` gave them (``arrived``), back at their tokens and added up: [N, H].
+def weighed(results: Tensor, weights: Tensor, rows: Tensor, route: Route) -> Tensor:
+    """What the experts made [S, H] of the rows that were `picked`, back at their tokens and added up: [N, H].
 
     ``weights``: [N, k] of the tokens here.
     """
     # A device without experts has made nothing, perhaps not even in another dtype.
-    combined: Tensor = _Combine.apply(results.to(arrived.dtype), weights, arrived, route)  # type: ignore[no-untyped-call]
+    combined: Tensor = _Weighed.apply(results.to(rows.dtype), weights, rows, route)  # type: ignore[no-untyped-call]
     return combined
 
 
-class _Dispatch(torch.autograd.Function):
+class _Picked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, tokens: Tensor, anchor: Tensor | None, route: Route) -> Tensor:  # noqa: ARG004
         ctx.route, ctx.tokens = route, tokens.shape[0]  # type: ignore[attr-defined]
         ctx.save_for_backward(route.rows)  # it is kept anyway; so whoever counts what is kept sees it
-        return route.outward(tokens[route.rows // route.choices])
+        return tokens[route.rows // route.choices]
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[0]:
             return None, None, None
-        return ctx.route.at_choices(ctx.route.homeward(upstream), ctx.tokens).sum(1), None, None
+        return ctx.route.at_choices(upstream, ctx.tokens).sum(1), None, None
 
 
-class _Combine(torch.autograd.Function):
-    """``arrived`` is not read: it lets backward reach `_Dispatch` also where there are no experts between the two."""
+class _Weighed(torch.autograd.Function):
+    """``rows`` are not read: they let the result have a gradient also where there are no experts that made anything of them."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, results: Tensor, weights: Tensor, arrived: Tensor, route: Route) -> Tensor:  # noqa: ARG004
-        returned = route.homeward(results)
+    def forward(ctx: FunctionCtx, results: Tensor, weights: Tensor, rows: Tensor, route: Route) -> Tensor:  # noqa: ARG004
         ctx.route = route  # type: ignore[attr-defined]
-        ctx.save_for_backward(returned, weights)
-        weighted = returned * _of_rows(weights, route)
+        ctx.save_for_backward(results, weights)
+        weighted = results * _of_rows(weights, route)
         return route.at_choices(weighted, weights.shape[0]).sum(1).to(results.dtype)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        returned, weights = ctx.saved_tensors
+        results, weights = ctx.saved_tensors
         route = ctx.route
-        of_rows = upstream[route.rows // route.choices].to(torch.promote_types(returned.dtype, weights.dtype))
-        of_weights = route.at_choices((of_rows * returned).sum(-1).to(weights.dtype), weights.shape[0])
-        of_results = route.outward((of_rows * _of_rows(weights, route)).to(returned.dtype))
-        return of_results, of_weights, None, None
+        of_rows = upstream[route.rows // route.choices].to(torch.promote_types(results.dtype, weights.dtype))
+        of_weights = route.at_choices((of_rows * results).sum(-1).to(weights.dtype), weights.shape[0])
+        return (of_rows * _of_rows(weights, route)).to(results.dtype), of_weights, None, None
 
 
 def _of_rows(weights: Tensor, route: Route) -> Tensor:

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from heterodyne.cluster import Cluster, Profile
+from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
 from heterodyne.measure import Cache, discover_cluster, measure
+from heterodyne.measure.exchanges import PART_BYTES, measure_exchanges
 from heterodyne.measure.links import measure_all_reduce, measure_overlap, measure_sends
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.workbench import Workbench
@@ -162,6 +164,28 @@ def test_all_sizes_in_time_and_fewer_without(pool: Pool) -> None:
     assert len(said) == 2  # the collective in one sentence, the transfers in another
     assert "d0 and d1 from 64 KiB on, d1 and d2 from 64 KiB on, d2 and d0" in said[1]
     assert all(notes == said for _, _, notes in results)
+
+
+def exchanges(world: World, budget_s: float) -> tuple[tuple[LinkSample, ...], list[str]]:
+    said: list[str] = []
+    bench = Workbench(device=CPU, sampling=QUICK, say=said.append)
+    with communicator_of(world) as peers:
+        channel = peers.channel(range(world.world_size))
+        assert channel is not None
+        return measure_exchanges(
+            peers, channel, [f"d{r}" for r in range(world.world_size)], bench, budget_s=budget_s
+        ), said
+
+
+def test_exchanges_are_measured_alike_on_all_ranks_or_left_out_on_all(pool: Pool) -> None:
+    (first, said), *others = pool.run(3, exchanges, 2.0)
+    assert [(s.op, s.devices, s.bytes) for s in first] == [("exchange", ("d0", "d1", "d2"), n) for n in PART_BYTES]
+    assert all(s.seconds > 0 for s in first)
+    assert said == []
+    assert all(found == first for found, _ in others)
+    for found, told in pool.run(3, exchanges, 0.0):
+        assert found == ()
+        assert "were not measured" in told[0]
 
 
 def overlaps(world: World) -> list[float]:

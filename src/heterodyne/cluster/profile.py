@@ -16,7 +16,7 @@ from heterodyne.errors import MeasureError
 
 __all__ = ["WHOLE", "BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 WHOLE: Final = "*"  # the kind under which the whole model stands among its blocks
 
 
@@ -66,9 +66,13 @@ class DeviceProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkSample:
-    """One collective or transfer of ``bytes`` among ``devices`` (for ``send``: from the first to the second)."""
+    """One collective or transfer of ``bytes`` among ``devices``.
 
-    op: Literal["all_reduce", "send"]
+    ``send``: from the first to the second. ``exchange``: so many from each to each other one, every few milliseconds while all compute;
+    ``seconds`` is what one adds to the computing, waits for who comes late included.
+    """
+
+    op: Literal["all_reduce", "send", "exchange"]
     devices: tuple[str, ...]
     bytes: int
     seconds: float

@@ -115,6 +115,24 @@ class Collectives:
             )
         return AlphaBeta(link.latency_s, 1 / link.bandwidth_bytes_per_s)
 
+    def exchange(self, devices: Sequence[str]) -> AlphaBeta | None:
+        """What an exchange adds to the computing of devices that meet often, by the bytes that each has for each other one; None if
+        that was not measured.
+
+        Of some of the devices of a node that were measured together: the last of n that come at moments of their own, evenly
+        spread over some time, comes after n / (n + 1) of it, and one by itself after half; so waits go as (n - 1) / (n + 1).
+        """
+        group = frozenset(devices)
+        groups = {frozenset(s.devices) for s in self.samples if s.op == "exchange"}
+        if group in groups:
+            return fit(self._points("exchange", group))
+        around = [g for g in groups if g > group and len({self.cluster.device(d).node for d in g}) == 1]
+        if not around or len(group) < 2:
+            return None
+        near = min(around, key=lambda g: (len(g), sorted(g)))
+        count, known = len(group), len(near)
+        return fit(self._points("exchange", near)).scaled((count - 1) / (count + 1) * (known + 1) / (known - 1), 1.0)
+
     def all_reduce(self, devices: Sequence[str]) -> AlphaBeta:
         """An all-reduce among the devices; nothing for one. Raises MeasureError if nothing is known of a link.
 

@@ -94,6 +94,8 @@ class Wires:
         links: ``[i][j]``: the name of the link that it takes.
         ports: of each member, for what it sends and for what it receives; those of one name do one thing at a time.
         copies_s_per_byte: seconds in which each member reads or writes a byte of its memory.
+        met: what an exchange of members that compute meanwhile adds to that, by the bytes of each for each other one, where it was
+            measured: then it stands for transfers, links and ports.
         by_hand: the members carry bytes themselves, as CPUs do: they copy them into the memory of a link and out of it.
     """
 
@@ -101,6 +103,7 @@ class Wires:
     links: tuple[tuple[str, ...], ...]
     ports: tuple[tuple[str, str], ...]
     copies_s_per_byte: tuple[float, ...]
+    met: AlphaBeta | None = None
     by_hand: bool = False
 
     @classmethod
@@ -113,6 +116,7 @@ class Wires:
             links=tuple(tuple(link_between(cluster, a, b) for b in devices) for a in devices),
             ports=tuple((a, a) if cluster.device(a).backend == "cpu" else (f"from {a}", f"to {a}") for a in devices),
             copies_s_per_byte=tuple(copies_s_per_byte),
+            met=collectives.exchange(devices),
             by_hand=any(cluster.device(d).backend == "cpu" for d in devices),
         )
 
@@ -132,10 +136,16 @@ class Wires:
 
     def _carried_s(self, exchanged: Round) -> float:
         """In which the busiest member copies what goes to others, and comes from them, into the link's memory and out of it."""
-        others = [[size for to, size in enumerate(row) if to != source] for source, row in enumerate(exchanged)]
-        left = list(map(sum, others))
-        came = [sum(row[to] for source, row in enumerate(exchanged) if source != to) for to in range(len(exchanged))]
-        return max(2 * byte_s * (a + b) for byte_s, a, b in zip(self.copies_s_per_byte, left, came, strict=True))
+        moved = self._sent_and_received(exchanged)
+        return max(2 * byte_s * size for byte_s, size in zip(self.copies_s_per_byte, moved, strict=True))
+
+    @staticmethod
+    def _sent_and_received(exchanged: Round) -> list[float]:
+        """Bytes of each member, to others and from them."""
+        places = range(len(exchanged))
+        return [
+            sum(exchanged[own][other] + exchanged[other][own] for other in places if other != own) for own in places
+        ]
 
     def _copies_s(self, exchanged: Round) -> float:
         """Of what is sent ahead of that, and of what has come behind it; what a member has for itself too."""
@@ -145,6 +155,9 @@ class Wires:
 
     def _on_the_way_s(self, exchanged: Round) -> tuple[float, float]:
         """Until the first byte arrives, and from then on."""
+        if self.met is not None:
+            each = max(self._sent_and_received(exchanged)) / (2 * (len(exchanged) - 1))
+            return self.met.latency_s, self.met.s_per_byte * each
         latency_s = 0.0
         busy: dict[str, float] = {}  # seconds of each port and of each link
         for source, row in enumerate(exchanged):

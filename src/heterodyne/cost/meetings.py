@@ -34,7 +34,8 @@ _MEAN: Final = 1  # as torch counts reductions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """``forward``, ``backward``: the rounds of each pass; none where nothing is exchanged. ``inside``: in the middle of an op."""
+    """``forward``, ``backward``: the rounds of each pass; none where nothing is exchanged. ``inside``: in the middle of an
+    op, beside which nothing else can be done."""
 
     forward: tuple[Round, ...]
     backward: tuple[Round, ...]
@@ -115,4 +116,5 @@ def _there_and_back(op: Op, rule: Rule, parts: Parts) -> Meeting:
     (there,) = rounds("all_to_all", size, parts.members, source=first, target=second)
     back = tuple(zip(*there, strict=True))
     counts = to_everyone(_COUNT_BYTES * sum(second), parts.members)
-    return Meeting(forward=(counts, there, back), backward=(there, back) if any(op.differentiable) else ())
+    ways = (there, back) if any(op.differentiable) else ()
+    return Meeting(forward=(counts, there, back), backward=ways, inside=False)

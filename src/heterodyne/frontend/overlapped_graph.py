@@ -1,8 +1,8 @@
 """The graph of a stage in parts, written out for two halves of a micro-batch in turns.
 
 What one half exchanges is on its way while the other half computes (Merak's sub-pipelined tensor parallelism, section 4.3, here for
-any graph). The graph is divided where tensors are laid out otherwise; the halves take a division each, in turn, and each waits for
-its exchange when it is its turn again:
+any graph). The graph is divided where tensors are laid out otherwise, or go to experts and come back; the halves take a division each, in
+turn, and each waits for its exchange when it is its turn again:
 
     first half    compute 0, begin |                          | end, compute 1, begin |                 | end, compute 2
     second half                    | compute 0, begin         |                       | end, compute 1, begin |         ...
@@ -14,7 +14,7 @@ exchange in the forward is where that of the gradients begins, and its beginning
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -26,11 +26,18 @@ _OWN = ("samples", "members")
 """Parameters of a stage's graph that each half has for itself, beside what ``divided`` names."""
 
 
+_PHASES: Mapping[str, tuple[str, ...]] = {
+    "convert": ("begin", "end"),
+    "experts_between": ("begin_experts", "run_experts", "end_experts"),
+}
+"""What `Members` does at once, in the calls between which the other half has its turn."""
+
+
 @dataclass
 class _Division:
-    """Nodes to run, after what has been begun before has ended."""
+    """Nodes to run, after what has been begun before has gone on: by the methods of `Members` that are named."""
 
-    ended: list[fx.Node] = field(default_factory=list)
+    going_on: list[tuple[fx.Node, str]] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
 
 
@@ -63,24 +70,34 @@ def overlapped_graph(
 
 
 def _divided(graph: fx.Graph, exchanged: Callable[[int], bool]) -> list[_Division]:
-    """A division ends behind the conversions that stand together: those between which nothing is computed."""
+    """A division ends behind the exchanges that stand together: those between which nothing is computed."""
     divisions, begun = [_Division()], list[fx.Node]()
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if begun and not _is_exchange(node, exchanged) and node.target is not operator.getitem:
-            divisions.append(_Division(ended=begun))
+        if begun and not _phases(node, exchanged) and node.target is not operator.getitem:
+            divisions += _going_on(begun, exchanged)
             begun = []
         divisions[-1].nodes.append(node)
-        if _is_exchange(node, exchanged):
+        if _phases(node, exchanged):
             begun.append(node)
-    if begun:
-        divisions.append(_Division(ended=begun))
+    return divisions + _going_on(begun, exchanged) if begun else divisions
+
+
+def _going_on(begun: Sequence[fx.Node], exchanged: Callable[[int], bool]) -> list[_Division]:
+    """The divisions that begin with the later calls of what has begun."""
+    divisions = []
+    for number in range(1, max(len(_phases(node, exchanged)) for node in begun)):
+        calls = [(node, phases[number]) for node in begun if number < len(phases := _phases(node, exchanged))]
+        divisions.append(_Division(going_on=calls))
     return divisions
 
 
-def _is_exchange(node: fx.Node, exchanged: Callable[[int], bool]) -> bool:
-    return node.op == "call_method" and node.target == "convert" and exchanged(int(str(node.args[2])))
+def _phases(node: fx.Node, exchanged: Callable[[int], bool]) -> tuple[str, ...]:
+    """The calls of an exchange; () for anything else."""
+    if node.op != "call_method" or (node.target == "convert" and not exchanged(int(str(node.args[2])))):
+        return ()
+    return _PHASES.get(str(node.target), ())
 
 
 def _write(
@@ -88,10 +105,10 @@ def _write(
 ) -> None:
     members = next(copy for node, copy in copied.items() if node.target == "members")
     graph.call_method("take_turn", (members,))
-    for node in division.ended:
-        copied[node] = graph.call_method("end", (members, copied[node]))
+    for node, method in division.going_on:
+        copied[node] = graph.call_method(method, (members, copied[node]))
     for node in division.nodes:
-        if _is_exchange(node, exchanged):
-            copied[node] = graph.call_method("begin", (members, copied[node.args[1]], node.args[2]))  # type: ignore[index]
-        else:
-            copied[node] = graph.node_copy(node, copied.__getitem__)
+        phases = _phases(node, exchanged)
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+        if phases:
+            copied[node].target = phases[0]

@@ -40,6 +40,12 @@ class Members(Protocol):
 
     def end(self, begun: Any) -> Tensor: ...
 
+    def begin_experts(self, slot: int, *arguments: Any) -> Any:
+        """`experts_between` in three calls."""
+
+    def run_experts(self, begun: Any) -> Any: ...
+    def end_experts(self, begun: Any) -> Tensor: ...
+
     def take_turn(self) -> None:
         """Told where a micro-batch runs as two halves: it is this one's turn."""
 

@@ -19,7 +19,7 @@ from heterodyne.measure.sampling import Sampling, Timing, summarise
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
 
-__all__ = ["MESSAGE_BYTES", "Repeats", "measure_all_reduce", "measure_overlap", "measure_sends"]
+__all__ = ["MESSAGE_BYTES", "Repeats", "matrix_product", "measure_all_reduce", "measure_overlap", "measure_sends"]
 
 MESSAGE_BYTES = (64 * 2**10, 512 * 2**10, 4 * 2**20, 16 * 2**20)
 _WARM_UP = 3  # the first collectives of a group open its connections
@@ -142,7 +142,7 @@ def measure_overlap(
         return 0.0
     clock = bench.stopwatch
     (tensor,) = channel.buffers([(message_bytes // 4, torch.float32)])
-    work = _matrix_product(bench.device) if compute is None else compute
+    work = matrix_product(bench.device) if compute is None else compute
 
     def reduce() -> None:
         channel.all_reduce(tensor).wait()
@@ -206,6 +206,7 @@ def _sample(op: str, devices: tuple[str, ...], size: int, timing: Timing, trips:
     )
 
 
-def _matrix_product(device: torch.device) -> Callable[[], object]:
+def matrix_product(device: torch.device) -> Callable[[], object]:
+    """Something to compute that is over soon."""
     a, b = torch.ones(_MATRIX, _MATRIX, device=device), torch.ones(_MATRIX, _MATRIX, device=device)
     return lambda: torch.mm(a, b)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -27,6 +27,10 @@ class Channel(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start the sum of a tensor over the ranks, in place."""
+        ...
+
+    def all_to_all(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
+        """Begin to send the flat ``parts[j]`` to the j-th rank; what is returned waits for ``sizes[i]`` elements from the i-th."""
         ...
 
     def close(self) -> None:

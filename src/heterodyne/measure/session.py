@@ -17,6 +17,7 @@ from heterodyne.measure.block_run import BlockProgram, Halves, Precision
 from heterodyne.measure.cache import Cache, profile_key
 from heterodyne.measure.clock import Clock
 from heterodyne.measure.confirm import changes
+from heterodyne.measure.exchanges import measure_exchanges
 from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.kernels import measure_blocks
 from heterodyne.measure.links import MESSAGE_BYTES, measure_all_reduce, measure_overlap, measure_sends
@@ -28,7 +29,7 @@ from heterodyne.measure.workbench import Workbench
 
 __all__ = ["Request", "measure"]
 
-_BUDGET = {"blocks": 0.65, "optimizer": 0.05, "all-reduce": 0.15, "transfers": 0.15}
+_BUDGET = {"blocks": 0.65, "optimizer": 0.05, "all-reduce": 0.12, "transfers": 0.12, "exchanges": 0.06}
 _OPTIMIZER_BYTES = 256 * 2**20
 _OVERLAP_S = 0.05  # the collective under which computation is timed: long enough to matter, short enough to repeat
 
@@ -238,9 +239,12 @@ class _Session:
             self._peers, self._channel, self._ids, self._bench, budget_s=self._budget("all-reduce")
         )
         sends = measure_sends(self._peers, self._ids, self._bench, budget_s=self._budget("transfers"))
+        exchanges = measure_exchanges(
+            self._peers, self._channel, self._ids, self._bench, budget_s=self._budget("exchanges")
+        )
         quick = [s.bytes for s in reduces if s.seconds <= _OVERLAP_S] or [min(MESSAGE_BYTES)]
         overlap = measure_overlap(self._peers, self._channel, self._bench, message_bytes=max(quick))
-        return reduces + sends, overlap
+        return reduces + sends + exchanges, overlap
 
     def _budget(self, what: str) -> float:
         return self._request.budget_s * _BUDGET[what]

@@ -90,7 +90,7 @@ def _borders(graph: ModelGraph, pipeline: Pipeline, number: int) -> tuple[dict[R
 
 
 def _at_the_border(op: Op, place: int, number: int) -> Layout:
-    dim = op.samples[place]
+    dim = op.samples[place] if op.samples else None  # a graph need not tell
     if dim is not None:
         return cut(dim)
     if all(size.is_constant for size in op.outputs[place].shape):

@@ -9,8 +9,9 @@ from typing import Final
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.sharding.causal import causal_sizes
 
-__all__ = ["causal_shares", "shares_by", "shares_of"]
+__all__ = ["causal_shares", "lighter_shares", "shares_by", "shares_of"]
 
+_ROOM: Final = 0.97  # of its memory, what a device is given that had too little
 _FINE: Final = 60
 """Shares are written in about so many parts: finer than that no measurement is."""
 
@@ -34,6 +35,25 @@ def shares_by(rates: Sequence[float]) -> tuple[int, ...]:
     shares = shares_of(rates, max(_FINE, len(rates)))
     common = gcd(*shares)
     return tuple(share // common for share in shares)
+
+
+def lighter_shares(
+    shares: Sequence[int], used_bytes: Sequence[float], memory_bytes: Sequence[float]
+) -> tuple[int, ...] | None:
+    """Shares with which devices that had too little memory have less, and the others what these give away, by the room that they have.
+
+    Whale's shift of load from devices that run out of memory (section 4.2). What a device uses is taken to grow with its share, which is
+    more than it does, so it may take several times. None if there is not room enough.
+    """
+    fits = [memory / used if used > 0 else inf for used, memory in zip(used_bytes, memory_bytes, strict=True)]
+    if min(fits) >= 1:
+        return tuple(shares)
+    kept = [share * min(1.0, _ROOM * fit) if fit < 1 else float(share) for share, fit in zip(shares, fits, strict=True)]
+    given = sum(shares) - sum(kept)
+    room = [share * max(0.0, min(_ROOM * fit, 10.0) - 1) for share, fit in zip(shares, fits, strict=True)]
+    if sum(room) < given:
+        return None
+    return shares_by([own + given * free / sum(room) for own, free in zip(kept, room, strict=True)])
 
 
 def causal_shares(graph: ModelGraph, rates: Sequence[float]) -> tuple[int, ...] | None:

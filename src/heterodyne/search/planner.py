@@ -29,6 +29,7 @@ from heterodyne.search.predict import compute_seconds, own_rates, predict
 from heterodyne.search.replicas import Replicas
 from heterodyne.search.runs import Runs
 from heterodyne.search.split import Split
+from heterodyne.search.split_pipelines import SplitPipelines
 from heterodyne.sim.run import Simulation
 
 __all__ = ["plan"]
@@ -113,12 +114,14 @@ def _candidates(
     splits = Split(model=model, runs=runs, samples=samples, sizes=sizes, count=counts[0])
     if strategy != "pipeline":
         found += [*splits.as_marked(), *splits.candidates(("split", "context") if strategy == "auto" else (strategy,))]
+    of_count = [Pipelines(model=model, runs=runs, samples=samples, sizes=sizes, count=count) for count in counts]
+    if strategy in ("auto", "split"):
+        found += SplitPipelines(split=splits, pipelines=of_count[0]).candidates()
     if strategy in ("split", "context"):
         return tuple(found)
     known = [c.step_s for c in found if c.step_s is not None]
     below = min(known, default=inf) if strategy == "auto" else inf
-    for count in counts:
-        pipelines = Pipelines(model=model, runs=runs, samples=samples, sizes=sizes, count=count)
+    for pipelines in of_count:
         lines = pipelines.candidates(below)
         if any(c.plan is not None for c in lines):
             break

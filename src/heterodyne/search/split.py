@@ -19,15 +19,17 @@ from heterodyne.graph.task_graphs import TaskGraph, task_graph_runs
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
-from heterodyne.search.by_speed import causal_shares, shares_by
+from heterodyne.search.by_speed import causal_shares, lighter_shares, shares_by
 from heterodyne.search.planned import Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict
 from heterodyne.search.runs import Runs
+from heterodyne.sim.run import Simulation
 from heterodyne.units import format_bytes
 
 __all__ = ["Split"]
 
 _KINDS: Final[tuple[Literal["split", "context"], ...]] = ("split", "context")
+_MOST_SHIFTS: Final = 4
 _NAMES: Final = {"split": "weights split", "context": "sequences split"}
 
 
@@ -59,7 +61,7 @@ class Split:
         firsts = [self._first_op(stage.task_graphs) for stage in copies[0]]
         borders = [0, *firsts[1:], len(graph.ops)]
         found = []
-        for size in self._tried:
+        for size in self.tried:
             pipelines = []
             shares = self._dealt_batch([[d for at in copy for d in at.devices] for copy in copies])
             for copy, share in zip(copies, shares, strict=True):
@@ -67,9 +69,9 @@ class Split:
                     self._marked_stage((borders[n], borders[n + 1]), at.devices, at.task_graphs)
                     for n, at in enumerate(copy)
                 )
-                pipelines.append(Pipeline(micro_batches=self._micro_batches(share, size), stages=stages))
+                pipelines.append(Pipeline(micro_batches=self.micro_batches(share, size), stages=stages))
             name = f"as the model is marked, micro-batches of {size}"
-            found.append(self._weighed(name, "marked", tuple(pipelines)))
+            found.append(self.weighed(name, "marked", tuple(pipelines)))
         return (*found, *self._overlapped(_fastest(found))) if found else ()
 
     def candidates(self, kinds: Sequence[str] = ("split", "context")) -> tuple[Candidate, ...]:
@@ -79,7 +81,7 @@ class Split:
         for kind in _KINDS:
             for name, groups in self._groupings() if kind in kinds else ():
                 # Sequences are cut where one alone is long; samples of more than one would be shared.
-                sizes = self._tried if kind == "split" else self._tried[:1]
+                sizes = self.tried if kind == "split" else self.tried[:1]
                 tried = [
                     self._of_groups(f"{_NAMES[kind]} {name}{how}", kind, groups, shares, size)
                     for how, shares in self._ways_to_share(kind, groups)
@@ -105,7 +107,7 @@ class Split:
         )
         if not any(size > 1 for pipeline in pipelines for size in pipeline.micro_batches.sizes):
             return []
-        return [self._weighed(f"{candidate.name}, halves in turns", candidate.kind, pipelines)]
+        return [self.weighed(f"{candidate.name}, halves in turns", candidate.kind, pipelines)]
 
     def _ways_to_share(
         self, kind: Literal["split", "context"], groups: Sequence[Sequence[str]]
@@ -132,12 +134,12 @@ class Split:
         if self.count is not None and min(taken) < self.count:
             return Candidate(name=name, kind=kind, why_not=f"a copy has too few samples for {self.count} micro-batches")
         pipelines = tuple(
-            Pipeline(micro_batches=self._micro_batches(samples, size), stages=(self._stage(whole, devices, kind, own),))
+            Pipeline(micro_batches=self.micro_batches(samples, size), stages=(self.stage(whole, devices, kind, own),))
             for devices, own, samples in zip(groups, shares, taken, strict=True)
         )
-        return self._weighed(name, kind, pipelines)
+        return self.weighed(name, kind, pipelines)
 
-    def _stage(
+    def stage(
         self,
         ops: tuple[int, int],
         devices: Sequence[str],
@@ -187,7 +189,10 @@ class Split:
         ]
         return Stage(ops=ops, devices=devices, regions=tuple(regions), exchange=self._exchange(devices))
 
-    def _weighed(self, name: str, kind: Kind, pipelines: tuple[Pipeline, ...]) -> Candidate:
+    def weighed(
+        self, name: str, kind: Kind, pipelines: tuple[Pipeline, ...], *, shifts: int = _MOST_SHIFTS
+    ) -> Candidate:
+        """Simulated; where devices run out of memory, parts of what lies in parts go to others (``shifts``: so many times at most)."""
         used = {device for pipeline in pipelines for place in pipeline.places for device in place}
         left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in used)
         try:
@@ -195,18 +200,43 @@ class Split:
         except (PlanError, InfeasibleError) as error:
             return Candidate(name=name, kind=kind, why_not=str(error), left_out=left_out)
         lacking = overflow(self.model, made, played)
+        lighter = self._lighter(pipelines, played) if lacking and shifts else None
+        if lighter is not None:
+            return self.weighed(name, kind, lighter, shifts=shifts - 1)
         if lacking:
             device, lack = max(lacking.items(), key=lambda entry: entry[1])
             why = f"{device} lacks {format_bytes(lack)}"
             return Candidate(name=name, kind=kind, why_not=why, left_out=left_out)
         return Candidate(name=name, kind=kind, plan=made, simulation=played, left_out=left_out)
 
+    def _lighter(self, pipelines: tuple[Pipeline, ...], played: Simulation) -> tuple[Pipeline, ...] | None:
+        """With less on devices that have run out of memory; None where that does not help."""
+        changed = tuple(
+            pipeline.model_copy(
+                update={"stages": tuple(self._lighter_stage(stage, played) for stage in pipeline.stages)}
+            )
+            for pipeline in pipelines
+        )
+        return None if changed == pipelines else changed
+
+    def _lighter_stage(self, stage: Stage, played: Simulation) -> Stage:
+        """The same if its devices have room enough, or too little all together."""
+        if not stage.sharded:
+            return stage
+        used = [played.peak_bytes[self.model.cluster.rank(device)] for device in stage.devices]
+        memory = [self.model.cluster.device(device).memory_bytes for device in stage.devices]
+        regions = []
+        for region in stage.regions:
+            shares = lighter_shares(region.layout.shares, used, memory) or region.layout.shares
+            regions.append(region.model_copy(update={"layout": Layout(kind=region.layout.kind, shares=shares)}))
+        return stage.model_copy(update={"regions": tuple(regions)})
+
     @property
-    def _tried(self) -> tuple[int, ...]:
+    def tried(self) -> tuple[int, ...]:
         """The smallest and the largest size: what is exchanged grows with samples, and so does what hides its latency."""
         return tuple(dict.fromkeys((self.sizes[0], self.sizes[-1]))) if self.count is None else self.sizes[:1]
 
-    def _micro_batches(self, samples: int, size: int) -> MicroBatches:
+    def micro_batches(self, samples: int, size: int) -> MicroBatches:
         if self.count is None:
             return MicroBatches.of_samples(samples, size)
         return MicroBatches(tuple(sorted(MicroBatches.of_count(samples, self.count).sizes)))
@@ -223,7 +253,10 @@ class Split:
         """What sending is worth beside computing, by the slowest link between any two of them."""
         if len(devices) < 2:
             return Exchange()
-        links = [self.model.collectives.send(a, b) for a in devices for b in devices if a != b]
+        met = self.model.collectives.exchange(devices)
+        links = (
+            [self.model.collectives.send(a, b) for a in devices for b in devices if a != b] if met is None else [met]
+        )
         s_per_byte = max(link.s_per_byte for link in links)
         latency_s = max(link.latency_s for link in links)
         graph = self.model.graph

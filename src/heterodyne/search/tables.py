@@ -64,7 +64,7 @@ class Tables:
         key = (device, kind, size)
         if key not in self._seconds:
             compute = self.model.compute[device]
-            self._seconds[key] = self._sums(lambda ops: compute.seconds(kind, ops, size) if size else 0.0)
+            self._seconds[key] = self.sums(lambda ops: compute.seconds(kind, ops, size) if size else 0.0)
         return self._seconds[key]
 
     def kept(self, device: str, size: int) -> Floats:
@@ -72,7 +72,7 @@ class Tables:
         key = (device, size)
         if key not in self._kept:
             memory = self.model.device_memory[device]
-            self._kept[key] = self._sums(lambda ops: float(memory.activations(size, ops)))
+            self._kept[key] = self.sums(lambda ops: float(memory.activations(size, ops)))
         return self._kept[key]
 
     def table(self, device: str, sizes: Mapping[int, int], in_flight: int) -> PlaceTable:
@@ -86,7 +86,7 @@ class Tables:
             start=np.zeros(len(self.points)),
         )
         step = _differences(passes) + self.update_s(device)
-        over = self._needs(device, largest, in_flight) - self.model.cluster.device(device).memory_bytes
+        over = self.needs(device, largest, in_flight) - self.model.cluster.device(device).memory_bytes
         # What is lacking is made again instead of kept: the more is lacking, the more of the forward runs twice.
         frees, again_s, held_again = self._again(device, sizes)
         frees = np.maximum(0.0, in_flight * frees - held_again)
@@ -108,8 +108,8 @@ class Tables:
         clip = 1 + self.model.recipe.clip_to_step
         return np.multiply(self._weights.gradients, self.model.measured(device).optimizer_s_per_byte * clip)
 
-    def _needs(self, device: str, size: int, in_flight: int) -> Floats:
-        """The peak of every stage."""
+    def needs(self, device: str, size: int, in_flight: int) -> Floats:
+        """Bytes of the peak of every stage, with so many micro-batches of that size in flight, if nothing is recomputed."""
         weights, memory = self._weights, self.model.device_memory[device]
         frame = memory.use(0, ()).context
         buckets = np.minimum(weights.gradients, 2 * self._largest_bucket)
@@ -199,7 +199,8 @@ class Tables:
         largest = max((p.bytes for p in self.model.graph.parameters if p.trainable), default=0)
         return float(self.model.recipe.bucket_bytes + largest)
 
-    def _sums(self, value: Callable[[tuple[int, int]], float]) -> Floats:
+    def sums(self, value: Callable[[tuple[int, int]], float]) -> Floats:
+        """A value of the ops between neighbouring points, added up from the beginning of the model to each point."""
         return np.concatenate(([0.0], np.cumsum(self._own(value))))
 
     def _own(self, value: Callable[[tuple[int, int]], float]) -> Floats:

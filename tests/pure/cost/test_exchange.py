@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster, Link
+from heterodyne.cluster.profile import LinkSample
 from heterodyne.cost.collective import Collectives
 from heterodyne.cost.exchange import Round, Wires, buffer_bytes, rounds, to_everyone
 from pure.build import cluster
@@ -110,6 +111,45 @@ def test_a_port_sends_one_message_after_another_and_a_link_of_two_nodes_carries_
     assert wires(inside).seconds((to_everyone(100.0, 2),)) == pytest.approx(0.25 + 0.1)
     # Each port sends 100 bytes to one neighbour and to two others; four messages share each direction of the link.
     assert wires(machines).seconds((to_everyone(100.0, 4),)) == pytest.approx(0.75 + 4 * 1.0)
+
+
+def met(machines: Cluster, *members: int) -> Wires:
+    """Where an exchange of all devices of this cluster was measured: 0.01 s, and 1 ms for every 1000 bytes."""
+    ids = tuple(device.id for device in machines.devices)
+    samples = tuple(
+        LinkSample(op="exchange", devices=ids, bytes=size, seconds=0.01 + 1e-6 * size, spread=0.0)
+        for size in (1000, 100_000)
+    )
+    collectives = Collectives(cluster=machines, samples=samples)
+    own = [ids[member] for member in members]
+    return Wires.between(own, machines, collectives, [0.0] * len(own))
+
+
+def test_what_was_measured_of_members_that_meet_counts_for_all_of_an_exchange() -> None:
+    made = met(PAIR, 0, 1)
+    assert made.seconds((to_everyone(5000.0, 2),)) == pytest.approx(0.01 + 0.005)
+    assert made.seconds(rounds("all_gather", 8000.0, 2, source=(3, 1))) == pytest.approx(0.01 + 0.004)
+    assert made.seconds((to_everyone(5000.0, 2),) * 2) == pytest.approx(2 * (0.01 + 0.005))
+
+
+def test_of_fewer_members_the_last_comes_sooner() -> None:
+    """Of n that come within a second, at moments that are equally likely, the last comes after n / (n + 1), and one alone after a half."""
+    three = cluster(3, link=Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e3, latency_s=0.5))
+    nothing = to_everyone(0.0, 2)
+    assert met(three, 0, 1, 2).seconds((to_everyone(0.0, 3),)) == pytest.approx(0.01)
+    assert met(three, 1, 2).seconds((nothing,)) == pytest.approx(0.01 * (1 / 3) / (1 / 2))
+
+
+def test_what_was_measured_between_nodes_says_nothing_of_one() -> None:
+    machines = replace(
+        cluster(4, nodes=2),
+        links=tuple(
+            Link(between=ends, bandwidth_bytes_per_s=1e3, latency_s=0.25)
+            for ends in (("n0", "n0"), ("n1", "n1"), ("n0", "n1"))
+        ),
+    )
+    assert met(machines, 0, 1, 2, 3).met is not None
+    assert met(machines, 0, 2).met is None
 
 
 @given(SIZES)

@@ -12,15 +12,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from heterodyne.graph.sharding.layout import Layout
 from heterodyne.runtime.split.group import Group, Later
 
-__all__ = ["Conversion", "converted"]
+__all__ = ["Step", "Travel", "converted", "ways_between"]
 
 Step: TypeAlias = Callable[[Tensor], Later]
-"""Begins to lay a tensor out otherwise, and returns what waits for the result."""
+"""Begins to bring a tensor to other members, or to lay it out otherwise, and returns what waits for the result."""
 
 
 def converted(
@@ -32,57 +31,58 @@ def converted(
     """
     if have == want or group.size == 1:
         return tensor
-    forward, back = _both_ways(group, have, want, have_sizes, want_sizes)
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return forward(tensor)()
-    made: Tensor = _Converted.apply(tensor, forward, back)  # type: ignore[no-untyped-call]
-    return made
+    way = Travel(*ways_between(group, have, want, have_sizes, want_sizes))
+    return way.end(way.begin(tensor))
 
 
-class Conversion:
-    """`converted` in two calls, between which something else can be done, and in whose backward it is done as well: there, what
-    follows the second call in the forward comes before the exchange of gradients begins, and what stands between them runs meanwhile.
+class Travel:
+    """A tensor goes to other members, and its gradient comes back, each in two calls, between which something else can be done.
 
-    The tensor must not be changed before `end`.
+    In the backward what follows `end` in the forward comes before the way back begins, and what stands between `begin` and `end` runs
+    meanwhile. The tensor must not be changed before `end`.
+
+    Args:
+        there, back: begin the ways of the tensor and of its gradient.
     """
 
-    def __init__(
-        self, group: Group, have: Layout, want: Layout, have_sizes: Sequence[int], want_sizes: Sequence[int]
-    ) -> None:
-        self._forward, self._back = _both_ways(group, have, want, have_sizes, want_sizes)
+    def __init__(self, there: Step, back: Step) -> None:
+        self._there, self._back = there, back
         self._later: Later | None = None
 
-    def begin(self, tensor: Tensor) -> Tensor:
-        """Returns what stands for the tensor on its way."""
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            self._later = self._forward(tensor)
+    def begin(self, tensor: Tensor, also: Tensor | None = None) -> Tensor:
+        """Returns what stands for the tensor on its way. ``also``: if that has a gradient, the tensor gets one on its way back."""
+        if not torch.is_grad_enabled() or not (tensor.requires_grad or (also is not None and also.requires_grad)):
+            self.leave(tensor)
             return tensor.new_empty(0)
-        begun: Tensor = _Begun.apply(tensor, self)  # type: ignore[no-untyped-call]
+        begun: Tensor = _Begun.apply(tensor, also, self)  # type: ignore[no-untyped-call]
         return begun
 
     def end(self, begun: Tensor) -> Tensor:
-        """The tensor as it is wanted."""
+        """The tensor that has come."""
         if not begun.requires_grad:
-            return self.arrived()
+            return self.arrive()
         ended: Tensor = _Ended.apply(begun, self)  # type: ignore[no-untyped-call]
         return ended
 
-    def sent(self, tensor: Tensor) -> None:
-        self._later = self._forward(tensor)
+    def leave(self, tensor: Tensor) -> None:
+        """Begin the way there."""
+        self._later = self._there(tensor)
 
-    def sent_back(self, gradient: Tensor) -> None:
+    def leave_for_home(self, gradient: Tensor) -> None:
+        """Begin the way back."""
         self._later = self._back(gradient)
 
-    def arrived(self) -> Tensor:
+    def arrive(self) -> Tensor:
+        """Wait for what has begun."""
         later, self._later = self._later, None
-        assert later is not None, "a conversion ends after it has begun"
+        assert later is not None, "what ends has begun before"
         return later()
 
 
-def _both_ways(
+def ways_between(
     group: Group, have: Layout, want: Layout, have_sizes: Sequence[int], want_sizes: Sequence[int]
 ) -> tuple[Step, Step]:
-    """Forward and backward. The gradient lies in the dual layout, and goes the way back."""
+    """From a layout to another one, and back for the gradient, which lies in the dual layout."""
     return (
         _STEPS[have.kind, want.kind](group, have.dim, want.dim, have_sizes, want_sizes),
         _STEPS[_DUAL[want.kind], _DUAL[have.kind]](group, want.dim, have.dim, want_sizes, have_sizes),
@@ -93,40 +93,28 @@ _DUAL = {"whole": "whole", "copy": "sum", "sum": "whole", "cut": "cut"}
 """How the gradient of a layout lies. That of a sum is the same on each member; that of a whole is too."""
 
 
-class _Converted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Step, backward: Step) -> Tensor:
-        ctx.back = backward
-        result = forward(tensor)()
-        return result.view_as(tensor) if result is tensor else result
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0])(), None, None  # type: ignore[attr-defined]
-
-
 class _Begun(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, conversion: Conversion) -> Tensor:
-        ctx.conversion = conversion
-        conversion.sent(tensor)
+    def forward(ctx: Any, tensor: Tensor, also: Tensor | None, travel: Travel) -> Tensor:  # noqa: ARG004
+        ctx.travel = travel
+        travel.leave(tensor)
         return tensor.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.conversion.arrived(), None
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.travel.arrive(), None, None
 
 
 class _Ended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, begun: Tensor, conversion: Conversion) -> Tensor:
-        ctx.conversion, ctx.like = conversion, begun.new_empty(0)
-        result = conversion.arrived()
+    def forward(ctx: Any, begun: Tensor, travel: Travel) -> Tensor:
+        ctx.travel, ctx.like = travel, begun.new_empty(0)
+        result = travel.arrive()
         return result.view_as(result)  # it may be what was sent
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.conversion.sent_back(gradients[0])
+        ctx.travel.leave_for_home(gradients[0])
         return ctx.like, None
 
 

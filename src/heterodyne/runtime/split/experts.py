@@ -17,22 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heterodyne.experts import Route, Run, by_expert, combine, dispatch
-from heterodyne.runtime.split.group import Group
+from heterodyne.experts import Route, Run, by_expert, picked, weighed
+from heterodyne.runtime.split.conversions import Travel
+from heterodyne.runtime.split.group import Group, Later
 
-__all__ = ["experts_between", "experts_here"]
+__all__ = ["Trip", "experts_between", "experts_here"]
 
 
-def experts_between(
-    group: Group,
-    tokens: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    *,
-    sizes: Sequence[int],
-    run: Run,
-) -> Tensor:
-    """The mixture for tokens that are cut over the group.
+class Trip:
+    """The mixture for tokens that are cut over the group: there, to be worked on, and back, in calls between which something else can be
+    done. Each is collective, forward and backward.
 
     Args:
         group: the members, each with its own tokens: N may differ, and be 0.
@@ -40,14 +34,38 @@ def experts_between(
         indices, weights: [N, k]: the experts that each token has chosen, all different, and how much each counts.
         sizes: how many experts each member holds.
         run: computes those of this member.
-
-    Returns [N, H] of this member. Collective, forward and backward.
     """
-    route = _route_between(group, indices, sizes)
-    # What has a gradient here must have one on every member, else some would wait in backward for others that have nothing to do.
-    anchor = torch.zeros((), device=tokens.device, requires_grad=True)
-    arrived = dispatch(tokens, route, anchor)
-    return combine(run(arrived, route.counts), weights, arrived, route)
+
+    def __init__(
+        self, group: Group, tokens: Tensor, indices: Tensor, weights: Tensor, *, sizes: Sequence[int], run: Run
+    ) -> None:
+        self._run, self._weights = run, weights
+        self._route = route = _route_between(group, indices, sizes)
+        # What has a gradient here must have one on every member, else some would wait in backward for others that have nothing to do.
+        anchor = torch.zeros((), device=tokens.device, requires_grad=True)
+        self._rows = picked(tokens, route, anchor)
+        self._travel = Travel(route.outward, route.homeward)
+        self._begun = self._travel.begin(self._rows)
+
+    def work(self) -> None:
+        """The rows have come; what the experts make of them leaves for home."""
+        arrived = self._travel.end(self._begun)
+        made = self._run(arrived, self._route.counts).to(arrived.dtype)
+        self._travel = Travel(self._route.homeward, self._route.outward)
+        self._begun = self._travel.begin(made, also=arrived)
+
+    def end(self) -> Tensor:
+        """[N, H] of this member."""
+        return weighed(self._travel.end(self._begun), self._weights, self._rows, self._route)
+
+
+def experts_between(
+    group: Group, tokens: Tensor, indices: Tensor, weights: Tensor, *, sizes: Sequence[int], run: Run
+) -> Tensor:
+    """A whole `Trip`, one way after the other: [N, H]."""
+    trip = Trip(group, tokens, indices, weights, sizes=sizes, run=run)
+    trip.work()
+    return trip.end()
 
 
 def experts_here(
@@ -65,8 +83,8 @@ def experts_here(
     words of `heterodyne.graph.sharding.layout`, it takes COPY and gives SUM. Else as `experts_between`, which takes and gives cut(0).
     """
     route = _route_here(group, indices, sizes)
-    arrived = dispatch(tokens, route)
-    return combine(run(arrived, route.counts), weights, arrived, route)
+    rows = picked(tokens, route)
+    return weighed(run(rows, route.counts), weights, rows, route)
 
 
 # ---- where the rows go ----------------------------------------------------------------------------------------------
@@ -87,18 +105,22 @@ class _Between(Route):
     received: tuple[int, ...]
     order: Tensor
 
-    def outward(self, rows: Tensor) -> Tensor:
+    def outward(self, rows: Tensor) -> Later:
+        """[S, ...] in the order of `rows` here to [M, ...] in order of expert there."""
         shapes = [(count, *rows.shape[1:]) for count in self.received]
-        return torch.cat(self.group.all_to_all(rows.split_with_sizes(self.sent), shapes))[self.order]
+        arriving = self.group.begin_all_to_all(rows.split_with_sizes(self.sent), shapes)
+        return lambda: torch.cat(arriving())[self.order]
 
-    def homeward(self, rows: Tensor) -> Tensor:
+    def homeward(self, rows: Tensor) -> Later:
+        """[M, ...] back to [S, ...]."""
         by_member = torch.empty_like(rows)
         by_member[self.order] = rows
         shapes = [(count, *rows.shape[1:]) for count in self.sent]
-        return torch.cat(self.group.all_to_all(by_member.split_with_sizes(self.received), shapes))
+        arriving = self.group.begin_all_to_all(by_member.split_with_sizes(self.received), shapes)
+        return lambda: torch.cat(arriving())
 
 
-def _route_between(group: Group, indices: Tensor, sizes: Sequence[int]) -> Route:
+def _route_between(group: Group, indices: Tensor, sizes: Sequence[int]) -> _Between:
     """The route of tokens that are cut: the members tell each other how many rows they have for each expert. Collective."""
     rows, counts = by_expert(indices, sum(sizes))
     own = sizes[group.position]

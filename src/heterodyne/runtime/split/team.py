@@ -20,7 +20,7 @@ from heterodyne.graph.sharding import Layout, Sharding
 from heterodyne.graph.sharding.numbered import Numbered
 from heterodyne.runtime.exact.dropout import in_part, turn_to
 from heterodyne.runtime.split import experts, vocabulary
-from heterodyne.runtime.split.conversions import Conversion, converted
+from heterodyne.runtime.split.conversions import Travel, converted, ways_between
 from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.vocabulary import weights_of_rows
 
@@ -89,14 +89,14 @@ class Members:
         have, want, have_sizes, want_sizes = self.steps[step]
         return converted(self.group, tensor, have, want, have_sizes, want_sizes)
 
-    def begin(self, tensor: Tensor, step: int) -> tuple[Conversion, Tensor]:
+    def begin(self, tensor: Tensor, step: int) -> tuple[Travel, Tensor]:
         """The same in two calls: what is exchanged is on its way meanwhile. The tensor must stay as it is until `end`."""
-        conversion = Conversion(self.group, *self.steps[step])
-        return conversion, conversion.begin(tensor)
+        travel = Travel(*ways_between(self.group, *self.steps[step]))
+        return travel, travel.begin(tensor)
 
-    def end(self, begun: tuple[Conversion, Tensor]) -> Tensor:
-        conversion, on_its_way = begun
-        return conversion.end(on_its_way)
+    def end(self, begun: tuple[Travel, Tensor]) -> Tensor:
+        travel, on_its_way = begun
+        return travel.end(on_its_way)
 
     def take_turn(self) -> None:
         """What is drawn from here on is for ``some`` of the samples."""
@@ -219,6 +219,18 @@ class Members:
         """The mixture of this member's tokens, of which a row of each choice goes to the member that has the expert."""
         run = _run(*own)
         return experts.experts_between(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
+
+    def begin_experts(self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any) -> experts.Trip:
+        """`experts_between` in three calls: what travels is on its way meanwhile."""
+        run = _run(*own)
+        return experts.Trip(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
+
+    def run_experts(self, trip: experts.Trip) -> experts.Trip:
+        trip.work()
+        return trip
+
+    def end_experts(self, trip: experts.Trip) -> Tensor:
+        return trip.end()
 
 
 def _run(gate_up: Tensor, down: Tensor, activation: str) -> Run:

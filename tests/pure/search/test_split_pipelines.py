@@ -1,0 +1,77 @@
+"""Pipelines with stages in parts: whole, within memory, and taken where nothing else fits or is as fast."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from heterodyne.cluster import Link
+from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.plan.check import violations
+from heterodyne.search.planned import Planned
+from heterodyne.search.planner import plan
+from pure.build import cluster, linear, profile
+from pure.cost.transformer import transformer
+
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+FAST = Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e12, latency_s=1e-9)
+
+
+def asked(machines: Cluster, speeds: tuple[float, ...], *, layers: int = 8, strategy: str = "split") -> Planned:
+    model = transformer(layers)
+    measured = profile(model, machines, [linear(speed) for speed in speeds])
+    return plan(
+        model,
+        machines,
+        measured,
+        global_batch_size=8,
+        micro_batch_sizes=(1, 2),
+        strategy=strategy,  # type: ignore[arg-type]  # one of them
+        memory=BARE,
+    )
+
+
+def mixed(planned: Planned) -> list[str]:
+    return [c.name for c in planned.candidates if "weights split inside" in c.name]
+
+
+def test_a_pipeline_of_stages_in_parts_is_among_what_is_weighed() -> None:
+    planned = asked(cluster(4, link=FAST), (1.0, 1.0, 3.0, 3.0))
+    (name,) = mixed(planned)
+    assert " | " in name
+    (candidate,) = [c for c in planned.candidates if c.name == name]
+    assert candidate.plan is not None
+    assert violations(candidate.plan, planned.graph, planned.cluster) == ()
+    (pipeline,) = candidate.plan.pipelines
+    assert any(stage.sharded for stage in pipeline.stages)
+    assert all(before.ops[1] == after.ops[0] for before, after in pairwise(pipeline.stages))
+
+
+def test_groups_of_unlike_speed_wait_no_longer_than_a_block_takes() -> None:
+    """Two devices are three times as slow as the two others; no block could be moved to make up for what they wait."""
+    layers = 16
+    planned = asked(cluster(4, link=FAST), (1.0, 1.0, 3.0, 3.0), layers=layers)
+    (name,) = mixed(planned)
+    (candidate,) = [c for c in planned.candidates if c.name == name]
+    assert candidate.plan is not None
+    assert candidate.simulation is not None
+    (pipeline,) = candidate.plan.pipelines
+    ops = {stage.devices: stage.ops[1] - stage.ops[0] for stage in pipeline.stages}
+    slow = sum(count for devices, count in ops.items() if planned.cluster.devices[3].id in devices)
+    assert 0 < slow < sum(ops.values()) / 2
+    wait = candidate.simulation.wait_s
+    whole_of_the_slow_pair = 8 * 3.0 / 2
+    assert max(wait) - min(wait) <= 1.1 * whole_of_the_slow_pair / (layers + 2)
+
+
+def test_where_neither_single_stages_nor_a_whole_split_fit_best_it_is_simulated_as_any_other() -> None:
+    planned = asked(cluster(4, link=FAST), (1.0, 1.0, 3.0, 3.0), strategy="auto")
+    steps = [c.step_s for c in planned.candidates if c.step_s is not None]
+    assert planned.chosen.step_s is not None
+    assert planned.chosen.step_s <= min(steps) / 0.9
+
+
+def test_two_devices_have_no_groups_in_a_line() -> None:
+    assert mixed(asked(cluster(2, link=FAST), (1.0, 2.0))) == []
