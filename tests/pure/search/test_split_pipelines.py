@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
-
 from heterodyne.cluster import Link
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.memory import MemoryAssumptions
