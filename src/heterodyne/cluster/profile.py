@@ -68,8 +68,8 @@ class DeviceProfile:
 class LinkSample:
     """One collective or transfer of ``bytes`` among ``devices``.
 
-    ``send``: from the first to the second. ``exchange``: so many from each to each other one, every few milliseconds while all compute;
-    ``seconds`` is what one adds to the computing, waits for who comes late included.
+    ``send``: from the first to the second. ``exchange``: so many from each to each other one, every few milliseconds while all compute
+    in between; waits for who comes late are part of its seconds.
     """
 
     op: Literal["all_reduce", "send", "exchange"]
