@@ -53,10 +53,6 @@ class Group:
         """The tensors of all members, of any shapes, one dtype."""
         return self.all_to_all([part] * self.size, shapes)
 
-    def reduce_scatter(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """This member's part of the sum of everyone's ``whole``, which is cut along ``dim`` into ``sizes``."""
-        return self.begin_reduce_scatter(whole, dim, sizes)()
-
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of everyone's tensor, the same bits on every member; a new tensor."""
         return self.begin_all_reduce(tensor)()
@@ -70,6 +66,7 @@ class Group:
         return lambda: [flat.view(tuple(shape)) for flat, shape in zip(arriving(), shapes, strict=True)]
 
     def begin_all_gather(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Later:
+        """Begin `all_gather`."""
         if self.size == 1:
             return lambda: part
         shapes = [(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in sizes]
@@ -77,6 +74,7 @@ class Group:
         return lambda: torch.cat(arriving(), dim)
 
     def begin_reduce_scatter(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Later:
+        """This member's part of the sum of everyone's ``whole``, which is cut along ``dim`` into ``sizes``."""
         if self.size == 1:
             return lambda: whole
         parts = whole.split_with_sizes(list(sizes), dim)
@@ -84,7 +82,7 @@ class Group:
         return lambda: self._added_up(arriving())
 
     def begin_all_reduce(self, tensor: Tensor) -> Later:
-        """Of a large tensor only the first of two exchanges begins here; the second one is part of waiting."""
+        """Begin `all_reduce`. Of a large tensor only the first of two exchanges begins here; the second one is part of waiting."""
         if self.size == 1:
             return tensor.clone
         if reduced_at_once(tensor.numel() * tensor.element_size(), self.size):
