@@ -1,9 +1,10 @@
 """A mixture of experts on unlike devices: placed by speed or in equal parts, tokens sent to their experts or gathered everywhere.
 
 Emulated workers (CPU quotas) train a Hugging Face Mixtral, one way after the other in the same processes: its experts are split over the
-workers and all else is replicated, each worker with samples by its speed. ``by speed`` places the experts by speed too, ``equal`` in equal
-parts; in both a token travels to the experts that it has chosen. ``gathered`` places them by speed, and gives every worker all tokens:
-the dense way, whose results are summed. The planner never chooses it for experts that are marked, so it is forced here.
+workers and all else is replicated, each worker with samples by its speed. ``by speed`` places the experts by speed too, ``equal`` in
+equal parts; in both a token travels to the experts that it has chosen. ``gathered`` places them by speed, and gives every worker all
+tokens: the dense way, whose results are summed. The planner never chooses it for experts that are marked, so it is forced here.
+Predictions are at the pace that the devices have beside the run (`pace`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from emulation import emulated, in_rounds, ratios, worker_arguments
 from hand_made import Rig
+from pace import Pace, at_pace, between
 from results import Results, arguments, spread
 
 from heterodyne.graph.ir import ModelGraph
@@ -142,15 +144,20 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         least = size.samples * min(size.shares) // sum(size.shares)
         rig = Rig.of(session, mixtral(size), batch, (least, size.samples), size.budget_s)
         plans = {way: rig.agreed(plan_of(rig, size, way)) for way in options.ways}
-        predicted = {way: rig.predicted(plan).step_s for way, plan in plans.items()}
+        pace = Pace(rig, mixtral(size), batch)
+        before = pace()
         workers = {way: rig.worker(plan, mixtral(size)) for way, plan in plans.items()}
         run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
         found = in_rounds(run, session.communicator, rounds=size.rounds, steps=size.steps)
         for made in workers.values():
             made.close()
+        paces = between(before, pace())
         if session.rank == 0:
+            predicted = {way: at_pace(rig, plan, paces) for way, plan in plans.items()}
             layout = {way: told(rig, plan) for way, plan in plans.items()}
-            options.out.write_text(json.dumps({**found.seconds, "predicted": predicted, "layout": layout}))
+            options.out.write_text(
+                json.dumps({**found.seconds, "predicted": predicted, "paces": paces, "layout": layout})
+            )
 
 
 def plan_of(rig: Rig, size: Size, way: str) -> Plan:

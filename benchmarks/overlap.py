@@ -3,7 +3,8 @@
 Emulated workers (CPU quotas) train a Llama whose weights are split over them, one way after the other in the same processes. ``waiting``
 exchanges and then goes on; ``halves in turns`` runs each micro-batch as two halves, one of which computes while what the other one
 exchanges is on its way (Merak's sub-pipelined tensor parallelism, here for any graph). On slow links that should pay; inside of one
-machine, where CPU workers copy what they exchange by hand, there is next to nothing to hide. Either is foretold.
+machine, where CPU workers copy what they exchange by hand, there is next to nothing to hide. Either is foretold, at the pace that the
+devices have beside the run (`pace`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from statistics import median
 
 from emulation import emulated, in_rounds, ratios, worker_arguments
 from hand_made import Rig
+from pace import Pace, at_pace, between
 from results import Results, arguments, spread
 from uneven_tensor_parallel import llama, split
 
@@ -48,13 +50,13 @@ def main() -> int:
     options = arguments(__doc__)
     results = Results("overlap")
     size = QUICK if options.quick else FULL
-    gains, foretold = {}, {}
+    gains, foretold, errors = {}, {}, []
     for name, links in LINKS.items():
         job = emulated(SPEEDS, [WAITING, IN_TURNS], size, Path(__file__), links=links)
         for way in (WAITING, IN_TURNS):
             predicted = job["predicted"][way]
-            error = predicted / median(job[way]) - 1
-            results.row(f"{name}: {way}", step_s=spread(job[way]), predicted_s=predicted, error=error)
+            errors.append(predicted / median(job[way]) - 1)
+            results.row(f"{name}: {way}", step_s=spread(job[way]), predicted_s=predicted, error=errors[-1])
         found = ratios([job], WAITING, IN_TURNS)
         gains[name], foretold[name] = median(found), job["predicted"][WAITING] / job["predicted"][IN_TURNS]
         results.row(f"{name}: {WAITING} / {IN_TURNS}", step_ratio=spread(found), predicted_ratio=foretold[name])
@@ -65,6 +67,7 @@ def main() -> int:
     for name in (slow, near):
         chosen = gains[name] if foretold[name] > 1 else 1 / gains[name]
         results.bar(f"the faster way by prediction over the faster way, {name}", chosen / best[name], ">= 0.97")
+    results.bar("mean error of the predictions", sum(map(abs, errors)) / len(errors), "<= 0.07")
     return results.write(options.json)
 
 
@@ -79,14 +82,17 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         rig = Rig.of(session, llama(size), batch, (1, size.samples // 2, size.samples), size.budget_s)
         shares = tuple(round(10 * speed) for speed in SPEEDS)
         plans = {way: rig.agreed(split(rig, shares, size, overlap=way == IN_TURNS)) for way in options.ways}
-        predicted = {way: rig.predicted(plan).step_s for way, plan in plans.items()}
+        pace = Pace(rig, llama(size), batch)
+        before = pace()
         workers = {way: rig.worker(plan, llama(size)) for way, plan in plans.items()}
         run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
         found = in_rounds(run, session.communicator, rounds=size.rounds, steps=size.steps)
         for made in workers.values():
             made.close()
+        paces = between(before, pace())
         if session.rank == 0:
-            options.out.write_text(json.dumps({**found.seconds, "predicted": predicted}))
+            predicted = {way: at_pace(rig, plan, paces) for way, plan in plans.items()}
+            options.out.write_text(json.dumps({**found.seconds, "predicted": predicted, "paces": paces}))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from emulation import UNEQUAL, emulated, worker_arguments
 from hand_made import Line, Rig, plan_of, with_best_order
+from pace import Pace, at_pace, between
 from results import ROOT, Results, arguments
 from uneven_pipeline import relative_rates
 
@@ -188,7 +189,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
     batch = {"input_ids": tokens, "labels": tokens}
     with hd.open_session() as session:
         rig, _ = Rig.of(session, model(), batch, (1, 2, 4), size.budget_s).planned()
-        pace = Pace(rig, model(), tokens[:2])
+        pace = Pace(rig, model(), {name: of[:2] for name, of in batch.items()})
         drafts = [
             (kind, name, rig.agreed(plan))
             for kind, name, plan in list(plans(rig, relative_rates(rig, 2)))[:: size.every]
@@ -221,7 +222,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             del made
             gathered = session.communicator.all_gather_object((used, left))
             row["measured_s"] += seconds
-            row["pace"] += [[(a + b) / 2 for a, b in zip(pace_before, pace(), strict=True)]] * size.steps
+            row["pace"] += [between(pace_before, pace())] * size.steps
             row["measured_bytes"] = [max(a, b) for a, (b, _) in zip(row["measured_bytes"], gathered, strict=True)]
             row["left_mib"] = max([row["left_mib"], *(number >> 20 for _, number in gathered)])
             if session.rank == 0:
@@ -232,46 +233,6 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             for row, (_, _, plan) in zip(found, drafts, strict=True):
                 row["simulated_at_pace_s"] = [at_pace(rig, plan, paces) for paces in row["pace"]]
             options.out.write_text(json.dumps({"plans": found}))
-
-
-def at_pace(rig: Rig, plan: Plan, paces: Sequence[float]) -> float:
-    """Seconds of a step if each device takes so many times as long as its profile says."""
-    devices = {
-        name: replace(own, calibration=own.calibration * pace)
-        for (name, own), pace in zip(rig.profile.devices.items(), paces, strict=True)
-    }
-    return replace(rig, profile=replace(rig.profile, devices=devices)).predicted(plan).step_s
-
-
-class Pace:
-    """How long each worker needs for some work of their own, done at the same time, over how long they needed by the profile: whole
-    models forward and backward, measured there in the same way."""
-
-    def __init__(self, rig: Rig, module: torch.nn.Module, samples: torch.Tensor) -> None:
-        import torch
-
-        self._gather = rig.session.communicator.all_gather_object
-        self._module, self._samples = module, samples
-        mine = rig.costs.compute[rig.session.cluster.devices[rig.session.rank].id].micro_batch_s(len(samples))
-        self._count = max(1, round(1 / mine))
-        self._by_profile = self._gather(self._count * mine)
-        self._barrier = torch.distributed.barrier
-        self._run()
-
-    def __call__(self) -> list[float]:
-        return [now / first for now, first in zip(self._gather(self._run()), self._by_profile, strict=True)]
-
-    @property
-    def bytes(self) -> int:
-        """Of its own weights and gradients."""
-        return sum(2 * p.nbytes for p in self._module.parameters())
-
-    def _run(self) -> float:
-        self._barrier()
-        started = time.perf_counter()
-        for _ in range(self._count):
-            self._module(input_ids=self._samples, labels=self._samples).backward()
-        return time.perf_counter() - started
 
 
 def _give_back_memory() -> None:

@@ -4,7 +4,8 @@ Emulated workers (CPU quotas of a core) train a Llama whose weights are split ov
 processes, so that a machine that gets slower does so for all. ``by speed`` cuts heads, feed-forward columns and vocabulary in
 proportion to the speeds, ``equal`` in equal parts, both on our runtime; ``DTensor`` is `torch.distributed.tensor.parallel` on the same
 layers, in the plan of PyTorch's own tutorial (columns, then rows; vocabulary of embedding and head), with the same optimizer, and
-without clipping, which ours does: torch's own refuses where some parameters are split and others are not.
+without clipping, which ours does: torch's own refuses where some parameters are split and others are not. Predictions are at the pace
+that the devices have beside the run (`pace`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from emulation import emulated, in_rounds, ratios, worker_arguments
 from hand_made import Rig
+from pace import Pace, at_pace, between
 from results import Results, arguments, spread
 
 from heterodyne.plan.micro_batches import MicroBatches
@@ -67,6 +69,8 @@ def main() -> int:
     report(results, "equal devices", job)
     level = ratios([job], TORCH, EVEN)
     results.row(f"equal devices: {TORCH} / ours", step_ratio=spread(level))
+    errors = [abs(row["error"]) for row in results.rows if "error" in row]
+    results.bar("mean error of the predictions", sum(errors) / len(errors), "<= 0.07")
     for name, ratio in gains.items():
         results.bar(f"widths by speed over equal widths, {name}", median(ratio), ">= 1.2")
     results.bar("speed-up over DTensor, equal devices", median(level), ">= 1.0")
@@ -109,7 +113,8 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         rig = Rig.of(session, llama(size), batch, (size.samples,), size.budget_s)
         shares = {BY_SPEED: tuple(size.shares), EVEN: (1,) * len(size.shares)}
         plans = {way: rig.agreed(split(rig, of, size)) for way, of in shares.items() if way in options.ways}
-        predicted = {way: rig.predicted(plan).step_s for way, plan in plans.items()}
+        pace = Pace(rig, llama(size), batch)
+        before = pace()
         workers = {way: rig.worker(plan, llama(size)) for way, plan in plans.items()}
         run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
         if TORCH in options.ways:
@@ -119,8 +124,10 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         )
         for made in workers.values():
             made.close()
+        paces = between(before, pace())
         if session.rank == 0:
-            options.out.write_text(json.dumps({**found.seconds, "predicted": predicted}))
+            predicted = {way: at_pace(rig, plan, paces) for way, plan in plans.items()}
+            options.out.write_text(json.dumps({**found.seconds, "predicted": predicted, "paces": paces}))
 
 
 def split(rig: Rig, shares: tuple[int, ...], size: Size, *, overlap: bool = False) -> Plan:

@@ -1,0 +1,70 @@
+"""How fast the devices are now, over how fast they were when they were measured: what a prediction has to be compared at.
+
+A shared machine is faster or slower from one minute to the next, and so is each of its emulated workers. Beside what is measured, all
+workers compute for themselves for a while, forward and backward of the whole model as the profile has it too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from heterodyne.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from hand_made import Rig
+    from torch import Tensor, nn
+
+__all__ = ["Pace", "at_pace", "between"]
+
+
+class Pace:
+    """How long each worker needs for some work of its own, all at the same time, over how long it needed by the profile. Collective.
+
+    ``batch``: of a size at which the whole model was measured.
+    """
+
+    def __init__(self, rig: Rig, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
+        import torch
+
+        self._gather = rig.session.communicator.all_gather_object
+        self._barrier = torch.distributed.barrier
+        self._module, self._batch = module, batch
+        compute = rig.costs.compute[rig.session.cluster.devices[rig.session.rank].id]
+        mine = compute.micro_batch_s(len(next(iter(batch.values()))))
+        self._count = max(1, round(1 / mine))
+        self._by_profile = self._gather(self._count * mine)
+        self._run()
+
+    def __call__(self) -> list[float]:
+        return [now / first for now, first in zip(self._gather(self._run()), self._by_profile, strict=True)]
+
+    @property
+    def bytes(self) -> int:
+        """Of its own weights and gradients."""
+        return sum(2 * p.nbytes for p in self._module.parameters())
+
+    def _run(self) -> float:
+        from heterodyne.frontend import loss_of
+
+        self._barrier()
+        started = time.perf_counter()
+        for _ in range(self._count):
+            loss_of(self._module(**self._batch)).backward()
+        return time.perf_counter() - started
+
+
+def at_pace(rig: Rig, plan: Plan, paces: Sequence[float]) -> float:
+    """Seconds of a step if each device takes so many times as long as its profile says."""
+    devices = {
+        name: replace(own, calibration=own.calibration * pace)
+        for (name, own), pace in zip(rig.profile.devices.items(), paces, strict=True)
+    }
+    return replace(rig, profile=replace(rig.profile, devices=devices)).predicted(plan).step_s
+
+
+def between(before: Sequence[float], after: Sequence[float]) -> list[float]:
+    """The paces in the middle."""
+    return [(a + b) / 2 for a, b in zip(before, after, strict=True)]
