@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -21,35 +20,17 @@ from emulation import emulated, in_rounds, ratios, worker_arguments
 from hand_made import Rig
 from pace import Pace, at_pace, between
 from results import Results, arguments, spread
-from uneven_tensor_parallel import llama, split
+from uneven_tensor_parallel import FULL, QUICK, Size, by_speed, llama, split
 
 WAITING, IN_TURNS = "waiting", "halves in turns"
 SPEEDS = (0.8, 0.4)
 LINKS = {"links of 0.5 Gb/s": "0.5Gb/s", "shared memory": None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is trained: ``steps`` of each way in each of the ``rounds``, of ``samples`` each."""
-
-    width: int
-    layers: int
-    heads: int
-    samples: int
-    length: int
-    rounds: int
-    steps: int
-    budget_s: float
-
-
-FULL = Size(width=384, layers=4, heads=12, samples=8, length=128, rounds=8, steps=2, budget_s=45)
-QUICK = Size(width=192, layers=2, heads=12, samples=4, length=64, rounds=2, steps=2, budget_s=6)
-
-
 def main() -> int:
     options = arguments(__doc__)
     results = Results("overlap")
-    size = QUICK if options.quick else FULL
+    size = by_speed(QUICK if options.quick else FULL, SPEEDS)
     gains, foretold, errors = {}, {}, []
     for name, links in LINKS.items():
         job = emulated(SPEEDS, [WAITING, IN_TURNS], size, Path(__file__), links=links)
@@ -80,8 +61,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
     batch = {"input_ids": tokens, "labels": tokens}
     with hd.open_session() as session:
         rig = Rig.of(session, llama(size), batch, (1, size.samples // 2, size.samples), size.budget_s)
-        shares = tuple(round(10 * speed) for speed in SPEEDS)
-        plans = {way: rig.agreed(split(rig, shares, size, overlap=way == IN_TURNS)) for way in options.ways}
+        plans = {way: rig.agreed(split(rig, tuple(size.shares), size, overlap=way == IN_TURNS)) for way in options.ways}
         pace = Pace(rig, llama(size), batch)
         before = pace()
         workers = {way: rig.worker(plan, llama(size)) for way, plan in plans.items()}

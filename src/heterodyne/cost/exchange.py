@@ -120,12 +120,9 @@ class Wires:
             by_hand=any(cluster.device(d).backend == "cpu" for d in devices),
         )
 
-    def seconds(self, exchanged: Sequence[Round]) -> float:
-        """From the moment at which all members have come until all have what they need."""
-        return sum(self.divided(exchanged))
-
     def divided(self, exchanged: Sequence[Round]) -> tuple[float, float]:
-        """The seconds of that in which the members are busy with it themselves, and those in which it is on the way."""
+        """From the moment at which all members have come until all have what they need: the seconds in which the members are busy with
+        it themselves, and those in which it is on the way."""
         own, way = 0.0, 0.0
         for each in exchanged:
             latency_s, bytes_s = self._on_the_way_s(each)

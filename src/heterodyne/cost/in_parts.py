@@ -21,6 +21,7 @@ from heterodyne.cost.parts import Fractions, Parts
 from heterodyne.graph.cut import stage_ops
 from heterodyne.graph.ir import ModelGraph, Op
 from heterodyne.graph.sharding import Sharding
+from heterodyne.graph.sharding.dealing import halved
 
 __all__ = ["InParts"]
 
@@ -92,7 +93,7 @@ class InParts:
 
     def _run_as(self, samples: int) -> tuple[int, ...]:
         """The sizes of the parts in which a micro-batch runs."""
-        return (samples - samples // 2, samples // 2) if self.overlap and samples > 1 else (samples,)
+        return halved(samples) if self.overlap else (samples,)
 
     def ready_fraction(self, position: int, samples: int) -> float:
         """The fraction of the backward after which that of the ops from ``position`` on is over."""

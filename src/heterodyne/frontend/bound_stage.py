@@ -12,13 +12,14 @@ from heterodyne.errors import DataError
 from heterodyne.frontend.regions import Regions
 from heterodyne.frontend.sharded_graph import Members
 from heterodyne.graph import Size
+from heterodyne.graph.sharding.dealing import halved
 from heterodyne.model_output import LOSS
 
-__all__ = ["BoundStage", "Halves"]
+__all__ = ["BoundStage", "InTurns"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Halves:
+class InTurns:
     """How all of a model runs on two halves of a micro-batch in turns.
 
     Args:
@@ -33,7 +34,8 @@ class Halves:
 
     def divided(self, inputs: Mapping[str, Tensor], samples: int) -> tuple[tuple[range, ...], list[dict[str, Tensor]]]:
         """The samples of each half, and its inputs."""
-        parts = (range(samples - samples // 2), range(samples - samples // 2, samples))
+        first = halved(samples)[0]
+        parts = (range(first), range(first, samples))
         return parts, [{name: self._part(name, tensor, part) for name, tensor in inputs.items()} for part in parts]
 
     def _part(self, name: str, tensor: Tensor, part: range) -> Tensor:
@@ -54,7 +56,7 @@ class BoundStage:
         results: tuple[str, ...],
         training: bool,
         members: Callable[[int, range | None], Members] | None = None,
-        halves: Halves | None = None,
+        halves: InTurns | None = None,
     ) -> None:
         self.training = training
         self.evaluating = False
@@ -97,7 +99,7 @@ class BoundStage:
             )
         return dict(zip(self._results, results, strict=True))
 
-    def _in_halves(self, halves: Halves, inputs: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
+    def _in_halves(self, halves: InTurns, inputs: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
         assert self._members is not None
         parts, of_parts = halves.divided(inputs, samples)
         own: list[Any] = []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from heterodyne.errors import CaptureError, PlanError
-from heterodyne.frontend.bound_stage import BoundStage, Halves
+from heterodyne.frontend.bound_stage import BoundStage, InTurns
 from heterodyne.frontend.counting import LossCounter
 from heterodyne.frontend.describe import producer_of
 from heterodyne.frontend.export import Traced, tensors_of
@@ -29,6 +29,7 @@ from heterodyne.graph import Value
 from heterodyne.graph.sharding import Sharding
 from heterodyne.graph.sharding.layout import conversion
 from heterodyne.graph.sharding.numbered import Numbered
+from heterodyne.loss_count import counts
 from heterodyne.model_output import LOSS
 
 __all__ = ["StageProgram", "Team", "stage_program"]
@@ -89,7 +90,7 @@ class StageProgram:
         results = [*(named[value.name] for value in self.sends), *([traced.loss] if self.is_last else [])]
         given = (*inputs, *received, *kept)
         members: Callable[[int, range | None], Members] | None = None
-        halves: Halves | None = None
+        halves: InTurns | None = None
         if self._sharding is None:
             run = stage_graph(self._pieces, device, nodes=self._nodes, given=given, results=results)
         else:
@@ -116,20 +117,17 @@ class StageProgram:
 
     def _halves(
         self, run: fx.GraphModule, numbered: Numbered, inputs: Sequence[str], buffers: Mapping[str, Tensor]
-    ) -> Halves:
+    ) -> InTurns:
         flows, count, graph = self._pieces.graph.flows, self._count, self._pieces.graph
         meets = [conversion(have, want, differentiable=flows(ref)).meets for ref, have, want in numbered.steps]
 
         def weigh(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) -> list[float]:
-            if graph.loss.reduction == "sum":
-                return [1.0] * len(sizes)
-            own = [float(size) for size in sizes]
-            if graph.loss.count != "samples":
-                assert count is not None
-                own = [float(count(part, buffers)) for part in parts]
-            return [each / sum(own) if each else 0.0 for each in own]
+            assert count is not None
+            own = counts(graph.loss, parts, sizes, count, buffers)
+            whole = 1.0 if graph.loss.reduction == "sum" else sum(own)
+            return [each / whole if each else 0.0 for each in own]
 
-        return Halves(
+        return InTurns(
             run=overlapped_graph(run, divided=inputs, exchanged=meets.__getitem__),
             dims={entry.name: entry.batch_dim for entry in graph.inputs},
             weigh=weigh,

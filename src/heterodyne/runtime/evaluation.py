@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.loss_count import LossCount, counts
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.program import Action
-from heterodyne.runtime.exact.weighting import LossCount, counts
 from heterodyne.runtime.meeting.communicator import Channel
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource

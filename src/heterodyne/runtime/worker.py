@@ -14,11 +14,12 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import DataError, PlanError, WorkerError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
+from heterodyne.loss_count import LossCount, counts
 from heterodyne.plan.boxes import inside
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.runtime.evaluation import evaluate
-from heterodyne.runtime.exact.weighting import LossCount, Weights, counts
+from heterodyne.runtime.exact.weighting import Weights
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Place, Placement

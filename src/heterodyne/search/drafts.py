@@ -21,9 +21,9 @@ from heterodyne.search.lines import Line, Place
 from heterodyne.search.points import Points
 from heterodyne.search.tables import Floats, PlaceTable, Tables
 
-__all__ = ["Draft", "Drafting", "even_draft", "sizes_of"]
+__all__ = ["FILLED", "Draft", "Drafting", "even_draft", "sizes_of"]
 
-_FILLED = 0.7  # of what the other stages take for one micro-batch: the weights' half of a backward can wait for the end
+FILLED = 0.7  # of what the other stages take for one micro-batch: the weights' half of a backward can wait for the end
 _TURNS = 2  # on both sides of the middle: where the second stages may begin
 
 
@@ -65,7 +65,7 @@ class Drafting:
         count, places = len(micro_batches), len(line)
         borders = [self._border(a, b, micro_batches) for a, b in pairwise(line)]
         names = [" + ".join(place.devices) for place in line]
-        fill = _FILLED / max(1, count)
+        fill = FILLED / max(1, count)
         for most in (count, 1):
             tables = [self._place(p, micro_batches, min(most, count, places - r)) for r, p in enumerate(line)]
             step, lack = [t.step_s for t in tables], [t.lack_bytes for t in tables]
@@ -102,7 +102,7 @@ class Drafting:
         work = [0.0] * places
         for stage, place in enumerate(place_of):
             work[place] += float(step[place][points[stage], points[stage + 1]])
-        fill = _FILLED / max(1, len(micro_batches))
+        fill = FILLED / max(1, len(micro_batches))
         return Draft(
             line=line,
             micro_batches=micro_batches,

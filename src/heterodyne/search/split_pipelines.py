@@ -19,7 +19,7 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.by_speed import shares_by
 from heterodyne.search.cuts import best_cut
-from heterodyne.search.drafts import Drafting
+from heterodyne.search.drafts import FILLED, Drafting
 from heterodyne.search.lines import Line, Place, wide_lines
 from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.planned import Candidate
@@ -32,7 +32,6 @@ __all__ = ["SplitPipelines"]
 
 _MOST_PLAYED = 3
 _MOST_DEVICES = 16  # each group that is unlike another one takes a search for its layouts
-_FILLED = 0.7  # as for drafts of other pipelines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ class SplitPipelines:
         tables = [self._table(place, micro_batches, min(count, len(line) - at)) for at, place in enumerate(line)]
         nothing = [np.zeros(len(points))] * (len(line) - 1)
         names = [" + ".join(place.devices) for place in line]
-        fill = _FILLED / max(1, count)
+        fill = FILLED / max(1, count)
         cut = best_cut([t.step_s for t in tables], [t.lack_bytes for t in tables], nothing, names, fill=fill)
         return _Drawn(
             line=line,

@@ -64,7 +64,7 @@ def test_groups_of_unlike_speed_wait_no_longer_than_a_block_takes() -> None:
     assert max(wait) - min(wait) <= 1.1 * whole_of_the_slow_pair / (layers + 2)
 
 
-def test_where_neither_single_stages_nor_a_whole_split_fit_best_it_is_simulated_as_any_other() -> None:
+def test_nothing_that_was_weighed_is_faster_than_what_is_chosen_but_for_doubt() -> None:
     planned = asked(cluster(4, link=FAST), (1.0, 1.0, 3.0, 3.0), strategy="auto")
     steps = [c.step_s for c in planned.candidates if c.step_s is not None]
     assert planned.chosen.step_s is not None

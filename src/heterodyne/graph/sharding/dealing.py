@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Final
 
-__all__ = ["dealt", "dealt_to_all"]
+__all__ = ["dealt", "dealt_to_all", "halved"]
 
 _EIGHT: Final = 8
 
@@ -41,3 +41,8 @@ def dealt_to_all(units: int, shares: Sequence[int]) -> tuple[int, ...]:
                 counts[max(several, key=lambda p: counts[p] * sum(shares) - units * shares[p])] -= 1
                 counts[place] = 1
     return tuple(counts)
+
+
+def halved(samples: int) -> tuple[int, ...]:
+    """The sizes of the halves of a micro-batch that runs as two in turns; of one sample there is one."""
+    return (samples - samples // 2, samples // 2) if samples > 1 else (samples,)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import DataError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.exact.weighting import LossCount, counts
+from heterodyne.loss_count import LossCount, counts
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, as_source, union
 from heterodyne.runtime.stages.forward import Forward, Precision

@@ -10,35 +10,15 @@ A summed loss has weight 1 everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from heterodyne.errors import DataError
 from heterodyne.graph.ir import Loss
 from heterodyne.runtime.meeting.communicator import Channel
 
-__all__ = ["LossCount", "Weights", "counts"]
-
-# What the loss counts in a part of the batch, with the buffers of the model by name (it may weigh classes by one of them).
-LossCount: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], float]
-
-
-def counts(
-    loss: Loss,
-    parts: Sequence[Mapping[str, Tensor]],
-    sizes: Sequence[int],
-    count: LossCount,
-    buffers: Mapping[str, Tensor],
-) -> list[float]:
-    """What each part counts: its samples, or ``count(part, buffers)`` where that depends on the data; 1 for a summed loss."""
-    if loss.reduction == "sum":
-        return [1.0] * len(sizes)
-    if loss.count == "samples":
-        return [float(size) for size in sizes]
-    return [float(count(part, buffers)) for part in parts]
+__all__ = ["Weights"]
 
 
 class Weights:
