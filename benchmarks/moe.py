@@ -10,7 +10,6 @@ Predictions are at the pace that the devices have beside the run (`pace`).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from emulation import emulated, in_rounds, ratios, worker_arguments
+from emulation import emulated, ratios, worker_arguments
 from hand_made import Rig
-from pace import Pace, at_pace, between
+from pace import Pace, run_in_turns
 from results import Results, arguments, spread
 
 from heterodyne.graph.ir import ModelGraph
@@ -145,19 +144,12 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         rig = Rig.of(session, mixtral(size), batch, (least, size.samples), size.budget_s)
         plans = {way: rig.agreed(plan_of(rig, size, way)) for way in options.ways}
         pace = Pace(rig, mixtral(size), batch)
-        before = pace()
         workers = {way: rig.worker(plan, mixtral(size)) for way, plan in plans.items()}
         run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
-        found = in_rounds(run, session.communicator, rounds=size.rounds, steps=size.steps)
+        layout = {way: told(rig, plan) for way, plan in plans.items()}
+        run_in_turns(rig, run, plans, pace, options.out, rounds=size.rounds, steps=size.steps, layout=layout)
         for made in workers.values():
             made.close()
-        paces = between(before, pace())
-        if session.rank == 0:
-            predicted = {way: at_pace(rig, plan, paces) for way, plan in plans.items()}
-            layout = {way: told(rig, plan) for way, plan in plans.items()}
-            options.out.write_text(
-                json.dumps({**found.seconds, "predicted": predicted, "paces": paces, "layout": layout})
-            )
 
 
 def plan_of(rig: Rig, size: Size, way: str) -> Plan:

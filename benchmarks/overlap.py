@@ -10,15 +10,14 @@ devices have beside the run (`pace`).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from emulation import emulated, in_rounds, ratios, worker_arguments
+from emulation import emulated, ratios, worker_arguments
 from hand_made import Rig
-from pace import Pace, at_pace, between
+from pace import Pace, run_in_turns
 from results import Results, arguments, spread
 from uneven_tensor_parallel import FULL, QUICK, Size, by_speed, llama, split
 
@@ -63,16 +62,11 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         rig = Rig.of(session, llama(size), batch, (1, size.samples // 2, size.samples), size.budget_s)
         plans = {way: rig.agreed(split(rig, tuple(size.shares), size, overlap=way == IN_TURNS)) for way in options.ways}
         pace = Pace(rig, llama(size), batch)
-        before = pace()
         workers = {way: rig.worker(plan, llama(size)) for way, plan in plans.items()}
         run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
-        found = in_rounds(run, session.communicator, rounds=size.rounds, steps=size.steps)
+        run_in_turns(rig, run, plans, pace, options.out, rounds=size.rounds, steps=size.steps)
         for made in workers.values():
             made.close()
-        paces = between(before, pace())
-        if session.rank == 0:
-            predicted = {way: at_pace(rig, plan, paces) for way, plan in plans.items()}
-            options.out.write_text(json.dumps({**found.seconds, "predicted": predicted, "paces": paces}))
 
 
 if __name__ == "__main__":

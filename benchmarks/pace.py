@@ -6,10 +6,15 @@ workers compute for themselves for a while, forward and backward of the whole mo
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from emulation import in_rounds
 
 from heterodyne.plan.plan import Plan
 
@@ -17,7 +22,9 @@ if TYPE_CHECKING:
     from hand_made import Rig
     from torch import Tensor, nn
 
-__all__ = ["Pace", "at_pace", "between"]
+__all__ = ["Pace", "at_pace", "between", "run_in_turns"]
+
+_PACE = "pace"
 
 
 class Pace:
@@ -68,3 +75,26 @@ def at_pace(rig: Rig, plan: Plan, paces: Sequence[float]) -> float:
 def between(before: Sequence[float], after: Sequence[float]) -> list[float]:
     """The paces in the middle."""
     return [(a + b) / 2 for a, b in zip(before, after, strict=True)]
+
+
+def run_in_turns(
+    rig: Rig,
+    run: Mapping[str, Callable[[], object]],
+    plans: Mapping[str, Plan],
+    pace: Pace,
+    out: Path,
+    *,
+    rounds: int,
+    steps: int,
+    **told: Any,
+) -> None:
+    """Ways take turns, the devices' own work among them; rank 0 writes the seconds of the ways and what was foretold for the plans, at
+    the paces in the middle of all rounds. ``told``: written too. Collective."""
+    found: list[list[float]] = []
+    turns = {**run, _PACE: lambda: found.append(pace())}
+    seconds = in_rounds(turns, rig.session.communicator, rounds=rounds, steps=steps).seconds
+    paces = [median(of_device) for of_device in zip(*found[steps:], strict=True)]  # the first round warms up
+    if rig.session.rank == 0:
+        predicted = {way: at_pace(rig, plan, paces) for way, plan in plans.items()}
+        ways = {way: of for way, of in seconds.items() if way != _PACE}
+        out.write_text(json.dumps({**ways, "predicted": predicted, "paces": paces, **told}))

@@ -11,7 +11,6 @@ that the devices have beside the run (`pace`).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from emulation import emulated, in_rounds, ratios, worker_arguments
+from emulation import emulated, ratios, worker_arguments
 from hand_made import Rig
-from pace import Pace, at_pace, between
+from pace import Pace, run_in_turns
 from results import Results, arguments, spread
 
 from heterodyne.plan.micro_batches import MicroBatches
@@ -114,20 +113,14 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         shares = {BY_SPEED: tuple(size.shares), EVEN: (1,) * len(size.shares)}
         plans = {way: rig.agreed(split(rig, of, size)) for way, of in shares.items() if way in options.ways}
         pace = Pace(rig, llama(size), batch)
-        before = pace()
         workers = {way: rig.worker(plan, llama(size)) for way, plan in plans.items()}
         run: dict[str, Callable[[], object]] = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
         if TORCH in options.ways:
             run[TORCH] = dtensor(llama(size), tokens, session.world_size)
-        found = in_rounds(
-            {way: run[way] for way in options.ways}, session.communicator, rounds=size.rounds, steps=size.steps
-        )
+        turns = {way: run[way] for way in options.ways}
+        run_in_turns(rig, turns, plans, pace, options.out, rounds=size.rounds, steps=size.steps)
         for made in workers.values():
             made.close()
-        paces = between(before, pace())
-        if session.rank == 0:
-            predicted = {way: at_pace(rig, plan, paces) for way, plan in plans.items()}
-            options.out.write_text(json.dumps({**found.seconds, "predicted": predicted, "paces": paces}))
 
 
 def split(rig: Rig, shares: tuple[int, ...], size: Size, *, overlap: bool = False) -> Plan:

@@ -8,7 +8,7 @@ is a little faster than the others waits for them at each; so the one that spend
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Final
 
 import torch
@@ -59,7 +59,10 @@ def measure_exchanges(
         return clock.seconds(start, clock.mark())
 
     def exchange_s(times: int, runs: int, exchanged: tuple[list[torch.Tensor], list[int]]) -> float:
-        """Seconds of an exchange behind ``times`` computations, the mean of ``runs``."""
+        """Seconds of an exchange behind ``times`` computations: the mean of the middle half of ``runs``.
+
+        What else runs on the machine for a moment makes some exchanges tens of times as long.
+        """
         peers.barrier()
         marks = []
         for _ in range(runs):
@@ -68,7 +71,8 @@ def measure_exchanges(
             start = clock.mark()
             channel.all_to_all(*exchanged)()
             marks.append((start, clock.mark()))
-        return sum(clock.seconds(start, stop) for start, stop in marks) / runs
+        taken = sorted(clock.seconds(start, stop) for start, stop in marks)
+        return fmean(taken[runs // 4 : runs - runs // 4])
 
     peers.barrier()
     some = max(1, round(bench.sampling.sample_s / max(computing_s(_GUESS) / _GUESS, 1e-6)))
