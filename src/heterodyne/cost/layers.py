@@ -1,0 +1,61 @@
+"""What a layer costs on a kind of device: the one table that a search over fleets reads, whoever filled it.
+
+A model is a row of layers, most of them alike: an embedding, so many blocks, a head. Alike layers have one name, so that a table has
+as many rows as there are kinds of layers, however deep the model is. Measured profiles and formulas fill the same table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["LayerCost", "LayerCosts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """One layer on one device of a group of ``width`` that share it by tensor parallelism, for one micro-batch of a size.
+
+    Seconds hold what the group exchanges inside the layer.
+
+    Args:
+        forward_s, backward_s: of one micro-batch; the backward whole, without a recomputed forward.
+        update_s: of the optimizer, for all the parameters of the layer that lie on this device; once a step.
+        parameter_bytes, gradient_bytes, optimizer_bytes: on this device, whatever the micro-batch.
+        kept_bytes: of one micro-batch, from its forward until its backward.
+        kept_bytes_recomputed: the same if the layer is recomputed: what its forward reads.
+        workspace_bytes: comes and goes inside a pass.
+        output_bytes: of the whole micro-batch, what the next stage reads; as much comes back as its gradient.
+        reduced_bytes: what replicas exchange of the gradients of this device; None: ``gradient_bytes``.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    kept_bytes: int
+    kept_bytes_recomputed: int
+    output_bytes: int
+    workspace_bytes: int = 0
+    reduced_bytes: int | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Gradients and what the optimizer keeps."""
+        return self.gradient_bytes + self.optimizer_bytes
+
+
+class LayerCosts(Protocol):
+    """The costs of one model on kinds of devices."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The kind of each layer, from the input to the loss: ``("embedding", "block", "block", "head")``."""
+
+    def widths(self, device_kind: str) -> tuple[int, ...]:
+        """The tensor-parallel widths that are known, ascending; none for a kind of device that is not."""
+
+    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
+        """None where it is not known, such as beyond the largest micro-batch that was measured."""
