@@ -17,7 +17,6 @@ from heterodyne.cluster.profile import LinkSample
 from heterodyne.measure.links import matrix_product
 from heterodyne.measure.peers import Channel, Peers
 from heterodyne.measure.workbench import Workbench
-from heterodyne.units import format_bytes
 
 __all__ = ["PART_BYTES", "measure_exchanges"]
 
@@ -25,7 +24,7 @@ PART_BYTES: Final = (4 * 2**10, 2**20)
 _BETWEEN_S: Final = 0.01
 _ROUND_S: Final = 0.3
 _LEAST_RUNS: Final = 3
-_MOST_ROUNDS: Final = 6
+_MOST_ROUNDS: Final = 9
 _GUESS: Final = 10
 _LEAST_S: Final = 1e-7
 
@@ -59,10 +58,7 @@ def measure_exchanges(
         return clock.seconds(start, clock.mark())
 
     def exchange_s(times: int, runs: int, exchanged: tuple[list[torch.Tensor], list[int]]) -> float:
-        """Seconds of an exchange behind ``times`` computations: the mean of the middle half of ``runs``.
-
-        What else runs on the machine for a moment makes some exchanges tens of times as long.
-        """
+        """Seconds of an exchange behind ``times`` computations, the mean of ``runs``: who hiccups makes the others wait in a step too."""
         peers.barrier()
         marks = []
         for _ in range(runs):
@@ -71,22 +67,27 @@ def measure_exchanges(
             start = clock.mark()
             channel.all_to_all(*exchanged)()
             marks.append((start, clock.mark()))
-        taken = sorted(clock.seconds(start, stop) for start, stop in marks)
-        return fmean(taken[runs // 4 : runs - runs // 4])
+        return fmean(clock.seconds(start, stop) for start, stop in marks)
 
     peers.barrier()
     some = max(1, round(bench.sampling.sample_s / max(computing_s(_GUESS) / _GUESS, 1e-6)))
     times = max(1, round(_BETWEEN_S * some / max(computing_s(some), 1e-6)))
-    samples = []
-    for index, size in enumerate(part_bytes):
-        bench.progress(f"exchanges of {format_bytes(size)}", index + 1, len(part_bytes))
+    exchanged, runs = [], []
+    for size in part_bytes:
         parts = [torch.zeros(size // 4, device=bench.device)] * peers.world_size
-        exchanged = (parts, [size // 4] * peers.world_size)
-        exchange_s(1, _LEAST_RUNS, exchanged)  # the first ones open connections
-        each_s = exchange_s(1, _LEAST_RUNS, exchanged)
-        runs = peers.broadcast_object(max(_LEAST_RUNS, round(_ROUND_S / (_BETWEEN_S + each_s))), 0)
-        found = [exchange_s(times, runs, exchanged) for _ in range(rounds)]
-        added = [max(_LEAST_S, min(of_ranks)) for of_ranks in zip(*peers.all_gather_object(found), strict=True)]
+        exchanged.append((parts, [size // 4] * peers.world_size))
+        exchange_s(1, _LEAST_RUNS, exchanged[-1])  # the first ones open connections
+        each_s = exchange_s(1, _LEAST_RUNS, exchanged[-1])
+        runs.append(peers.broadcast_object(max(_LEAST_RUNS, round(_ROUND_S / (_BETWEEN_S + each_s))), 0))
+    # The sizes take turns, so that a bad moment of the machine spoils few rounds of each, and the middle one is not among them.
+    found: list[list[float]] = [[] for _ in part_bytes]
+    for number in range(rounds):
+        bench.progress("exchanges between stretches of computing", number + 1, rounds)
+        for index in range(len(part_bytes)):
+            found[index].append(exchange_s(times, runs[index], exchanged[index]))
+    samples = []
+    for size, of_size in zip(part_bytes, zip(*peers.all_gather_object(found), strict=True), strict=True):
+        added = [max(_LEAST_S, min(of_ranks)) for of_ranks in zip(*of_size, strict=True)]
         middle = median(added)
         low, _, high = quantiles(added, n=4, method="inclusive") if len(added) > 1 else (middle,) * 3
         samples.append(
