@@ -17,66 +17,25 @@ Ranks follow the order of the file. A kind that the catalog knows by another nam
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from heterodyne.cluster.catalog import find, lookup
+from heterodyne.cluster.file_values import Count, DevicesEntry, LinkValues, Name, some
 from heterodyne.cluster.spec import Cluster, Device, Link
 from heterodyne.documents import Location, Section, read_yaml, validate
 from heterodyne.errors import ClusterError
-from heterodyne.units import parse_bandwidth, parse_bytes, parse_seconds
+from heterodyne.units import parse_seconds
 
 __all__ = ["CATALOG_LINK_LATENCY_S", "catalog_link", "load_cluster"]
 
 # Datasheets state no latency. The order of a copy between two GPUs of one node; whoever needs better measures it.
 CATALOG_LINK_LATENCY_S = parse_seconds("10 us")
-
-_BOUNDS: Mapping[str, tuple[float, float, str]] = {
-    "memory": (2**20, 2**50, "1 MiB and 1 PiB"),
-    "bandwidth": (1e3, 1e15, "1 kB/s and 1 PB/s"),
-    "latency": (0, 60, "0 and 1 min"),
-}
-
-
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-_Item = TypeVar("_Item")
-
-
-def _within(what: str, value: float, text: object) -> float:
-    low, high, said = _BOUNDS[what]
-    if not low <= value <= high:
-        raise ValueError(f"{text!r} is no {what} between {said}; is the unit right?")
-    return value
-
-
-def _memory(text: str | float) -> int:
-    return int(_within("memory", parse_bytes(text), text))
-
-
-def _bandwidth(text: str | float) -> float:
-    return _within("bandwidth", parse_bandwidth(text), text)
-
-
-def _latency(text: str | float) -> float:
-    return _within("latency", parse_seconds(text), text)
-
-
-def _name(text: str) -> str:
-    if not _NAME.match(text):
-        raise ValueError(f"{text!r} is no name of a node; use letters, digits, '.', '_' and '-', as in 'gpu-box.3'")
-    return text
-
-
-def _some(items: tuple[_Item, ...]) -> tuple[_Item, ...]:
-    if not items:
-        raise ValueError("is empty; a cluster needs at least one node, and a node at least one device")
-    return items
 
 
 def _between(ends: object) -> object:
@@ -85,42 +44,26 @@ def _between(ends: object) -> object:
     raise ValueError(f"{ends!r} is neither two nodes, as in '[new, old]', nor 'all'")
 
 
-Name = Annotated[str, AfterValidator(_name)]
-Count = Annotated[int, Field(ge=1, le=100_000, strict=True)]
-
-
-class _LinkValues(Section):
-    bandwidth: Annotated[float, BeforeValidator(_bandwidth)]
-    latency: Annotated[float, BeforeValidator(_latency)]
-
-
-class _Devices(Section):
-    kind: Annotated[str, Field(min_length=1)]
-    count: Count = 1
-    memory: Annotated[int, BeforeValidator(_memory)] | None = None
-    backend: Literal["cpu", "cuda", "xpu", "npu", "hpu", "xla", "mps"] | None = None
-
-
 class _Node(Section):
     """``link: null`` says that nothing is known of it; without the key the catalog is asked."""
 
     name: Name
     count: Count | None = None
-    devices: Annotated[tuple[_Devices, ...], AfterValidator(_some)]
-    link: _LinkValues | None = None
+    devices: Annotated[tuple[DevicesEntry, ...], AfterValidator(some)]
+    link: LinkValues | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name,) if self.count is None else tuple(f"{self.name}-{i}" for i in range(self.count))
 
 
-class _Link(_LinkValues):
+class _Link(LinkValues):
     between: Annotated[tuple[str, str] | Literal["all"], BeforeValidator(_between)]
 
 
 class _File(Section):
     name: Annotated[str, Field(min_length=1)] = "cluster"
-    nodes: Annotated[tuple[_Node, ...], AfterValidator(_some)]
+    nodes: Annotated[tuple[_Node, ...], AfterValidator(some)]
     links: tuple[_Link, ...] = ()
 
 
@@ -247,5 +190,5 @@ class _Reader:
         return ClusterError(message, path=self._path, line=line)
 
 
-def _link(a: str, b: str, values: _LinkValues) -> Link:
+def _link(a: str, b: str, values: LinkValues) -> Link:
     return Link(between=(a, b), bandwidth_bytes_per_s=values.bandwidth, latency_s=values.latency)
