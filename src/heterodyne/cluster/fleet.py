@@ -163,9 +163,14 @@ class Fleet:
             )
 
     def wire(self, a: Pool, b: Pool) -> Wire | None:
-        """What a node of one pool has towards a node of the other (the same pool: another of its nodes); None if that is not known."""
+        """What a node of one pool has towards a node of the other (the same pool: another of its nodes); None if that is not known.
+
+        Of two pools in one and the same node it is what joins the devices of that node.
+        """
         if a.name == b.name and a.between is not None:
             return a.between
+        if a.name != b.name and a.nodes == b.nodes == 1 and a.node_name == b.node_name:
+            return _slower(a.inside, b.inside)
         found = self._between(a, b, self.links)
         if found is not None:
             return found
