@@ -1,0 +1,138 @@
+"""From a good mix of pipelines to a better one, step by step, each judged by the played time.
+
+Cuts that are best for the slowest stage need not be best for few micro-batches, and whole counts leave devices over. So a
+step moves a layer over a border, changes a size of micro-batch, what is recomputed, or takes pipelines away and puts others in
+their place. Whatever cannot win even if its pipelines never waited is not played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement, pairwise
+
+from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
+
+__all__ = ["Steps", "climb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What may be done to a mix. ``columns``: templates that may be put in; ``sizes``: of micro-batches, ascending."""
+
+    predictor: Predictor
+    columns: Sequence[Template]
+    sizes: Sequence[int]
+    recompute: bool
+    most_pipelines: int | None = None
+
+    def from_mix(self, mix: Mix) -> Iterator[Mix]:
+        """Every mix that is one step away, those with the smallest changes first."""
+        for template, count in mix:
+            for changed in self.changed(template):
+                yield mix_of((changed if t == template else t, n) for t, n in mix)
+                if count > 1:
+                    yield mix_of([*_less(mix, template), (changed, 1)])
+        for template, _ in mix:
+            fewer = _less(mix, template)
+            if fewer:
+                yield mix_of(fewer)
+            yield from self._filled(fewer)
+        yield from self._filled(mix)
+        for a, b in combinations_with_replacement([template for template, _ in mix], 2):
+            fewer = _less(_less(mix, a), b)
+            if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
+                yield from self._filled(fewer)
+
+    def changed(self, template: Template) -> Iterator[Template]:
+        """A border moved, another size of micro-batch, or something recomputed or not."""
+        stages = template.stages
+        for number, (a, b) in enumerate(pairwise(stages)):
+            for border in (a.stop - 1, a.stop + 1):
+                if a.start < border < b.stop:
+                    moved = [*stages[:number], replace(a, stop=border), replace(b, start=border), *stages[number + 2 :]]
+                    yield replace(template, stages=tuple(moved))
+                    if self.recompute:
+                        yield self._fitted(replace(template, stages=tuple(moved)))
+        for size in self._near(template.micro_batch):
+            yield from self._known(self._fitted(replace(template, micro_batch=size)))
+        for number, stage in enumerate(stages):
+            if stage.recompute or self.recompute:
+                other = replace(stage, recompute=not stage.recompute)
+                yield replace(template, stages=(*stages[:number], other, *stages[number + 1 :]))
+
+    def _near(self, size: int) -> list[int]:
+        if size not in self.sizes:
+            return []
+        at = self.sizes.index(size)
+        return [self.sizes[n] for n in (at - 1, at + 1) if 0 <= n < len(self.sizes)]
+
+    def _known(self, template: Template) -> list[Template]:
+        try:
+            self.predictor.stage_tables(template)
+        except KeyError:
+            return []
+        return [template]
+
+    def _fitted(self, template: Template) -> Template:
+        """Recomputed where it does not fit otherwise."""
+        if not self.recompute or not self._known(template):
+            return template
+        stages: list[Stage] = []
+        plain = replace(template, stages=tuple(replace(stage, recompute=False) for stage in template.stages))
+        for number, stage in enumerate(plain.stages):
+            many = self.predictor.global_batch
+            need = self.predictor.memory(plain, number, micro_batches=many, schedule="1F1B", shards=1).total
+            stages.append(replace(stage, recompute=need > self.predictor.fleet.pool(stage.pool).memory_bytes))
+        return replace(template, stages=tuple(stages))
+
+    def _filled(self, mix: Mix) -> Iterator[Mix]:
+        """One more of some column, or as many as there are devices for."""
+        pools = {pool.name: pool.devices for pool in self.predictor.fleet.pools}
+        for template, count in mix:
+            for pool, devices in template.devices.items():
+                pools[pool] -= count * devices
+        pipelines = sum(count for _, count in mix)
+        for column in self.columns:
+            most = min(pools[pool] // devices for pool, devices in column.devices.items())
+            if self.most_pipelines is not None:
+                most = min(most, self.most_pipelines - pipelines)
+            for count in {min(most, 1), most} - {0}:
+                if count > 0:
+                    yield mix_of([*mix, (column, count)])
+
+
+def climb(
+    start: Weighed,
+    start_mix: Mix,
+    steps: Steps,
+    weigh: Callable[[Mix], Weighed | None],
+    score: Callable[[Weighed], float],
+    could_beat: Callable[[Mix, float], bool],
+    proceed: Callable[[], bool],
+) -> tuple[Weighed, Mix]:
+    """Take the first step that is better until there is none, or ``proceed`` says stop. ``could_beat``: False only if it cannot."""
+    best, best_mix = start, start_mix
+    seen = {start_mix}
+    found = True
+    while found:
+        found = False
+        for mix in steps.from_mix(best_mix):
+            if mix in seen or not mix:
+                continue
+            seen.add(mix)
+            if not could_beat(mix, score(best)):
+                continue
+            if not proceed():
+                return best, best_mix
+            weighed = weigh(mix)
+            if weighed is not None and score(weighed) < score(best) * (1 - 1e-9):
+                best, best_mix, found = weighed, mix, True
+                break
+    return best, best_mix
+
+
+def _less(mix: Mix, template: Template) -> Mix:
+    """Without one pipeline of a template."""
+    return mix_of((t, n - (t == template)) for t, n in mix)

@@ -1,0 +1,85 @@
+"""A plan over a fleet: alike pipelines are one template and a count, so that a plan of 25,000 devices is a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template"]
+
+ScheduleName = Literal["1F1B", "GPipe"]
+Layout = Literal["stages", "pipelines"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Layers ``[start, stop)`` on ``width`` devices of a node of a pool, split by tensor parallelism."""
+
+    pool: str
+    width: int
+    start: int
+    stop: int
+    recompute: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Template:
+    """One pipeline: its stages in order, and the samples of its micro-batches."""
+
+    micro_batch: int
+    stages: tuple[Stage, ...]
+
+    @property
+    def devices(self) -> Mapping[str, int]:
+        """By pool."""
+        count: dict[str, int] = {}
+        for stage in self.stages:
+            count[stage.pool] = count.get(stage.pool, 0) + stage.width
+        return count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Alike pipelines, each with as many micro-batches."""
+
+    template: Template
+    replicas: int
+    num_microbatches: int
+
+    @property
+    def capacity(self) -> int:
+        """Samples, if every micro-batch is full."""
+        return self.replicas * self.num_microbatches * self.template.micro_batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetPlan:
+    """Groups of pipelines that share a global batch.
+
+    The groups can hold at least ``global_batch`` samples; where they can hold more, micro-batches of the last pipelines of the last
+    group are not full.
+
+    Args:
+        layout: what shares a node: replicas of a stage (``stages``), or the stages of a pipeline (``pipelines``).
+        shard_optimizer: the optimizer state of a layer is spread over its replicas (ZeRO-1, Rajbhandari et al., SC 2020).
+    """
+
+    groups: tuple[Group, ...]
+    global_batch: int
+    schedule: ScheduleName = "1F1B"
+    layout: Layout = "stages"
+    shard_optimizer: bool = True
+
+    @property
+    def pipelines(self) -> int:
+        return sum(group.replicas for group in self.groups)
+
+    @property
+    def devices(self) -> Mapping[str, int]:
+        """By pool."""
+        count: dict[str, int] = {}
+        for group in self.groups:
+            for pool, devices in group.template.devices.items():
+                count[pool] = count.get(pool, 0) + group.replicas * devices
+        return count

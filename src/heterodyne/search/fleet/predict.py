@@ -1,0 +1,303 @@
+"""What a plan over a fleet takes: a step's seconds, played exactly; money, energy and memory.
+
+A step is the longest pipeline, the exchange of the gradients, the update. Pipelines are played with their unequal stages and the
+messages between them; how many micro-batches each gets follows from that: as many as it can do until all are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.makespan import Makespans, StageSeconds
+from heterodyne.search.fleet.network import Network
+from heterodyne.search.fleet.plan import FleetPlan, Group, Layout, ScheduleName, Stage, Template
+from heterodyne.search.fleet.tables import Memory, Table, Tables
+
+__all__ = ["Mix", "Predicted", "Predictor", "Weighed", "mix_of"]
+
+Mix = tuple[tuple[Template, int], ...]
+"""Templates and how many pipelines there are of each, in a fixed order (see `mix_of`)."""
+_SLACK = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """Of one step. Money and energy are None where a pool that is used has no price or no watts.
+
+    Args:
+        pipelines_s, sync_s, update_s: the longest pipeline, the gradients, the optimizer; ``step_s`` is their sum.
+        usd_per_hour: of the devices; ``usd``: of the step, with the traffic.
+        peak_bytes: of the fullest device; ``peak_share``: the largest share of a device's memory.
+    """
+
+    step_s: float
+    pipelines_s: float
+    sync_s: float
+    update_s: float
+    samples_per_s: float
+    devices: int
+    usd_per_hour: float | None
+    usd: float | None
+    joules: float | None
+    peak_bytes: float
+    peak_share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weighed:
+    """A plan and what it takes."""
+
+    plan: FleetPlan
+    predicted: Predicted
+
+
+def mix_of(parts: Iterable[tuple[Template, int]]) -> Mix:
+    """Alike templates counted together, in an order that does not depend on how they came."""
+    count: dict[Template, int] = {}
+    for template, replicas in parts:
+        count[template] = count.get(template, 0) + replicas
+    return tuple(sorted(((t, n) for t, n in count.items() if n > 0), key=lambda entry: _key(entry[0])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """Predicts plans of one model on one fleet for one global batch. What was computed once is kept."""
+
+    fleet: Fleet
+    tables: Tables
+    network: Network
+    global_batch: int
+    _tables: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
+    _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
+    _most: dict[tuple[Template, ScheduleName, int], int] = field(default_factory=dict, repr=False)
+
+    def stage_tables(self, template: Template) -> tuple[Table, ...]:
+        """Raises KeyError if the costs of a stage are not known."""
+        if template not in self._tables:
+            found = []
+            for stage in template.stages:
+                table = self.tables.table(self.fleet.pool(stage.pool).kind, stage.width, template.micro_batch)
+                if table is None:
+                    raise KeyError(f"{stage.pool}: width {stage.width}, micro-batch {template.micro_batch}")
+                found.append(table)
+            self._tables[template] = tuple(found)
+        return self._tables[template]
+
+    def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
+        key = (template, schedule, layout)
+        if key not in self._makespans:
+            stages = []
+            last = len(template.stages) - 1
+            for number, (stage, table) in enumerate(zip(template.stages, self.stage_tables(template), strict=True)):
+                send_s = 0.0
+                if number < last:
+                    send_s = self.network.send_s(template, number, table.output_bytes(stage.stop), layout)
+                stages.append(
+                    StageSeconds(
+                        forward_s=table.forward_s(stage.start, stage.stop),
+                        backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
+                        send_s=send_s,
+                    )
+                )
+            self._makespans[key] = Makespans(stages, schedule)
+        return self._makespans[key]
+
+    def memory(
+        self, template: Template, number: int, *, micro_batches: int, schedule: ScheduleName, shards: int
+    ) -> Memory:
+        """Of a stage. 1F1B: stage i of p holds min(m, p - i) micro-batches; GPipe: all m."""
+        stage = template.stages[number]
+        held = micro_batches if schedule == "GPipe" else min(micro_batches, len(template.stages) - number)
+        table = self.stage_tables(template)[number]
+        return table.memory(stage.start, stage.stop, recompute=stage.recompute, held=held, shards=shards)
+
+    def most_micro_batches(self, template: Template, schedule: ScheduleName, shards: int) -> int:
+        """For which there is memory; 0 if there is none for one."""
+        key = (template, schedule, shards)
+        if key not in self._most:
+            whole = ceil(self.global_batch / template.micro_batch)
+            known, over = 0, whole + 1
+            tried = whole
+            while over - known > 1:
+                if self._fits(template, tried, schedule, shards):
+                    known = tried
+                else:
+                    over = tried
+                tried = (known + over) // 2
+            self._most[key] = known
+        return self._most[key]
+
+    def weigh(
+        self,
+        mix: Mix,
+        *,
+        schedule: ScheduleName = "1F1B",
+        layout: Layout = "stages",
+        shard_optimizer: bool = True,
+    ) -> Weighed | None:
+        """The best shares of the batch for these pipelines, and what they take; None if they do not fit, or one would have nothing."""
+        pipelines = sum(count for _, count in mix)
+        shards = pipelines if shard_optimizer else 1
+        most = [self.most_micro_batches(template, schedule, shards) for template, _ in mix]
+        if not mix or min(most) < 1 or not self._enough_devices(mix):
+            return None
+        synced = self.network.sync(mix, {template: self.stage_tables(template) for template, _ in mix}, layout)
+        played = [self.makespans(template, schedule, layout) for template, _ in mix]
+        counts = self._counts(mix, played, most)
+        if synced.seconds == inf or counts is None:
+            return None
+        pipelines_s = max(own.seconds(count) for own, count in zip(played, counts, strict=True))
+        if pipelines_s == inf:
+            return None
+        update_s = max(
+            table.update_s(stage.start, stage.stop) / shards
+            for template, _ in mix
+            for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
+        )
+        plan = FleetPlan(
+            groups=self._groups(mix, counts),
+            global_batch=self.global_batch,
+            schedule=schedule,
+            layout=layout,
+            shard_optimizer=shard_optimizer,
+        )
+        seconds = (pipelines_s, synced.seconds, update_s)
+        return Weighed(plan=plan, predicted=self._predicted(plan, seconds, synced.usd, shards))
+
+    def bound_s(self, mix: Mix) -> float:
+        """Never more than the step of any `weigh` of these pipelines: messages take no time here, and there is nothing to exchange."""
+        lines = []
+        for template, count in mix:
+            around, own = 0.0, []
+            for stage, table in zip(template.stages, self.stage_tables(template), strict=True):
+                each = table.forward_s(stage.start, stage.stop)
+                each += table.backward_s(stage.start, stage.stop, stage.recompute)
+                own.append((around, each))
+                around += each
+            lines.append((own, count * template.micro_batch))
+        return _time_until(lines, [self.global_batch] * len(lines), self.global_batch)
+
+    def _fits(self, template: Template, micro_batches: int, schedule: ScheduleName, shards: int) -> bool:
+        return all(
+            self.memory(template, n, micro_batches=micro_batches, schedule=schedule, shards=shards).total
+            <= self.fleet.pool(stage.pool).memory_bytes
+            for n, stage in enumerate(template.stages)
+        )
+
+    def _enough_devices(self, mix: Mix) -> bool:
+        used: dict[str, int] = {}
+        for template, count in mix:
+            for pool, devices in template.devices.items():
+                used[pool] = used.get(pool, 0) + count * devices
+        return all(devices <= self.fleet.pool(pool).devices for pool, devices in used.items())
+
+    def _counts(self, mix: Mix, played: Sequence[Makespans], most: Sequence[int]) -> list[int] | None:
+        """Micro-batches of a pipeline of each template: the shortest time in which all together do the batch.
+
+        From the time that no plan can beat on: always the pipelines that would be done first get one more.
+        """
+        sizes = [count * template.micro_batch for template, count in mix]
+        if sum(size * own for size, own in zip(sizes, most, strict=True)) < self.global_batch:
+            return None
+        lines = [own.lines for own in played]
+        if any(around == inf for own in lines for around, _ in own):
+            return None
+        low = _time_until(list(zip(lines, sizes, strict=True)), most, self.global_batch)
+        counts = [own.most_within(low, top) for own, top in zip(played, most, strict=True)]
+        done = sum(size * count for size, count in zip(sizes, counts, strict=True))
+        while done < self.global_batch:
+            next_s = [
+                own.seconds(count + 1) if count < top else inf
+                for own, count, top in zip(played, counts, most, strict=True)
+            ]
+            first = min(range(len(mix)), key=next_s.__getitem__)
+            counts[first] += 1
+            done += sizes[first]
+        return counts if all(counts) else None
+
+    def _groups(self, mix: Mix, counts: Sequence[int]) -> tuple[Group, ...]:
+        """Where more samples have room than there are, as many pipelines get a micro-batch less."""
+        spare = sum(n * t.micro_batch * m for (t, n), m in zip(mix, counts, strict=True)) - self.global_batch
+        groups = []
+        for (template, replicas), count in sorted(
+            zip(mix, counts, strict=True), key=lambda entry: -entry[0][0].micro_batch
+        ):
+            less = min(replicas, spare // template.micro_batch) if count > 1 else 0
+            spare -= less * template.micro_batch
+            for part, own in ((replicas - less, count), (less, count - 1)):
+                if part:
+                    groups.append(Group(template=template, replicas=part, num_microbatches=own))
+        return tuple(groups)
+
+    def _predicted(
+        self, plan: FleetPlan, seconds: tuple[float, float, float], sync_usd: float, shards: int
+    ) -> Predicted:
+        step_s = sum(seconds)
+        used = [(self.fleet.pool(name), count) for name, count in plan.devices.items()]
+        prices = [pool.usd_per_device_hour for pool, _ in used]
+        watts = [pool.watts_per_device for pool, _ in used]
+        hourly = sum((p or 0.0) * n for p, (_, n) in zip(prices, used, strict=True)) if None not in prices else None
+        power = sum((w or 0.0) * n for w, (_, n) in zip(watts, used, strict=True)) if None not in watts else None
+        peaks = [
+            (
+                self.memory(
+                    g.template, n, micro_batches=g.num_microbatches, schedule=plan.schedule, shards=shards
+                ).total,
+                self.fleet.pool(stage.pool).memory_bytes,
+            )
+            for g in plan.groups
+            for n, stage in enumerate(g.template.stages)
+        ]
+        return Predicted(
+            step_s=step_s,
+            pipelines_s=seconds[0],
+            sync_s=seconds[1],
+            update_s=seconds[2],
+            samples_per_s=plan.global_batch / step_s if step_s > 0 else inf,
+            devices=sum(count for _, count in used),
+            usd_per_hour=hourly,
+            usd=None if hourly is None else hourly * step_s / 3600 + sync_usd + self._message_usd(plan),
+            joules=None if power is None else power * step_s,
+            peak_bytes=max(peak for peak, _ in peaks),
+            peak_share=max(peak / room for peak, room in peaks),
+        )
+
+    def _message_usd(self, plan: FleetPlan) -> float:
+        if not self.fleet.usd_per_byte:
+            return 0.0
+        usd = 0.0
+        for group in plan.groups:
+            tables = self.stage_tables(group.template)
+            for a, b, table in zip(group.template.stages, group.template.stages[1:], tables, strict=False):
+                price = self.fleet.traffic_usd_per_byte(self.fleet.pool(a.pool), self.fleet.pool(b.pool))
+                if a.pool != b.pool and price:
+                    usd += 2 * price * table.output_bytes(a.stop) * group.num_microbatches * group.replicas
+        return usd
+
+
+def _time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most: Sequence[int], samples: int) -> float:
+    """No later than when so many samples are done. ``lines``: of each kind of pipeline, with the samples of a micro-batch of all of
+    that kind (see `Makespans.lines`).
+    """
+    low, high = 0.0, max(around + samples * each for own, _ in lines for around, each in own)
+    for _ in range(40):
+        middle = (low + high) / 2
+        done = 0
+        for (own, size), top in zip(lines, most, strict=True):
+            done += size * max(0, min(top, *(int((middle - a) / e) if e > 0 else top for a, e in own)))
+        if done < samples:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, int, bool], ...]]:
+    return template.micro_batch, tuple(map(_stage_key, template.stages))
+
+
+def _stage_key(stage: Stage) -> tuple[str, int, int, int, bool]:
+    return stage.pool, stage.start, stage.stop, stage.width, stage.recompute

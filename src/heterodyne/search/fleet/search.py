@@ -1,0 +1,288 @@
+"""The search for the best plan over a fleet.
+
+1. For every size of micro-batch, and for optimizer states in more and more parts: the shapes of pipelines that fit (`shapes`).
+2. The relaxed knapsack over them says what no plan can beat; where that is no better than a plan that is known, nothing more is done.
+3. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
+4. The best of these mixes are played, and improved step by step (`improve`).
+
+Steps 1 to 3 find cuts and counts that are best for slowest stages; played time is what plans are compared by, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from time import monotonic
+
+import numpy as np
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.counts import Ints, Limits, best_per_devices, capacities, relaxed, shortest_s, whole
+from heterodyne.search.fleet.improve import Steps, climb
+from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
+from heterodyne.search.fleet.shapes import Shapes, shapes
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.tables import Floats, Tables
+
+__all__ = ["Search"]
+
+_BISECTIONS = 5
+_STARTS = 3  # mixes that are improved
+_PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
+Score = Callable[[Weighed], float]
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Searches one space for one model, fleet and global batch. Keeps all that it weighed.
+
+    Args:
+        deadline_s: on `time.monotonic`'s clock; the best that is known by then is the result.
+    """
+
+    predictor: Predictor
+    space: Space
+    deadline_s: float | None = None
+    weighed: dict[Mix, Weighed] = field(default_factory=dict)
+    bound_s: float = inf
+    stopped: bool = False
+    _shapes: dict[tuple[int, int], Shapes | None] = field(default_factory=dict)
+    _work: int = 0
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.predictor.fleet
+
+    @property
+    def tables(self) -> Tables:
+        return self.predictor.tables
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of micro-batches, those of which something is known."""
+        most = self.predictor.global_batch
+        wanted = self.space.micro_batches or tuple(2**n for n in range(most.bit_length()))
+        kinds = {(pool.kind, width) for pool in self.fleet.pools for width in self.tables.costs.widths(pool.kind)}
+        known = [
+            size
+            for size in wanted
+            if size <= most and any(self.tables.table(kind, width, size) is not None for kind, width in sorted(kinds))
+        ]
+        return tuple(sorted(known))
+
+    def run(self, score: Score, *, prices: Floats | None = None, budget: float = inf) -> Weighed | None:
+        """The best by a score among plans within a budget; None if nothing fits. ``prices``: of a device of each pool."""
+        best: Weighed | None = None
+        columns: dict[Template, None] = {}
+        for shards in self._levels():
+            if self._late():
+                break
+            rows = self._rows(shards)
+            limits = self._limits(shards, prices, budget)
+            times = self._times(rows, limits)
+            if times is None:
+                continue
+            self.bound_s = min(self.bound_s, times[0])
+            if best is not None and prices is None and times[0] >= best.predicted.step_s:
+                continue  # no plan with these shapes is faster
+            own = self._columns(rows, limits, times[1])
+            columns.update(dict.fromkeys(own))
+            found = self._played(self._mixes(own, limits, times), score, prices, budget)
+            if found is not None and (best is None or score(found) < score(best)):
+                best = found
+        return best if best is None else self._improved(best, list(columns), score, prices, budget)
+
+    def weigh(self, mix: Mix) -> Weighed | None:
+        """The best way to run these pipelines: every layout and schedule of the space that makes a difference."""
+        if mix in self.weighed:
+            return self.weighed[mix]
+        deep = any(len(template.stages) > 1 for template, _ in mix)
+        self._work += sum(4 + len(template.stages) for template, _ in mix)
+        options = [
+            self.predictor.weigh(mix, schedule=schedule, layout=layout, shard_optimizer=self.space.shard_optimizer)
+            for layout in (self.space.layouts if deep else self.space.layouts[:1])
+            for schedule in (self.space.schedules if deep else self.space.schedules[:1])
+        ]
+        known = [option for option in options if option is not None]
+        if not known:
+            return None
+        best = min(known, key=lambda option: option.predicted.step_s)
+        self.weighed[mix] = best
+        return best
+
+    def _levels(self) -> list[int]:
+        """In how many parts the optimizer state may be: only as many as help."""
+        most = min(self.fleet.devices, self.space.max_pipelines or self.fleet.devices)
+        if not self.space.shard_optimizer or most < 2:
+            return [1]
+        one, many = (self._times(self._rows(n), self._limits(1, None, inf)) for n in (1, most))
+        if one is not None and many is not None and many[0] >= one[0] * (1 - 1e-9):
+            return [1]
+        return [1, *(2**n for n in range(1, most.bit_length()) if 2**n <= most)]
+
+    def _limits(self, shards: int, prices: Floats | None, budget: float) -> Limits:
+        room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
+        return Limits(room=room, prices=prices, budget=budget, least=shards, most=self.space.max_pipelines)
+
+    def _rows(self, shards: int) -> list[Shapes]:
+        for size in self.sizes:
+            if (size, shards) not in self._shapes:
+                self._shapes[size, shards] = shapes(
+                    self.fleet,
+                    self.tables,
+                    micro_batch=size,
+                    global_batch=self.predictor.global_batch,
+                    shards=shards,
+                    space=self.space,
+                )
+        found = [self._shapes[size, shards] for size in self.sizes]
+        return [rows for rows in found if rows is not None]
+
+    def _times(self, rows: Sequence[Shapes], limits: Limits) -> tuple[float, float] | None:
+        if not rows:
+            return None
+        longest, total, sizes, devices = _together(rows)
+        return shortest_s(longest, total, sizes, devices, limits, self.predictor.global_batch)
+
+    def _columns(self, rows: Sequence[Shapes], limits: Limits, seconds: float) -> list[Template]:
+        """The shapes that are worth most at a time: without an exchange of gradients, and with about what it takes."""
+        longest, total, sizes, devices = _together(rows)
+        chosen: dict[int, None] = {}
+        for extra in (np.zeros(len(total)), self._exchange_s(devices)):
+            at_s = seconds + float(extra.min())
+            capacity = capacities(longest, total + extra, sizes, at_s)
+            keep = best_per_devices(capacity, devices, most=2)
+            known = relaxed(capacity[keep], devices[keep], limits)
+            if known is None:
+                continue
+            per_device = known.worth / np.maximum(1, devices[keep].sum(axis=1))
+            for order in (np.argsort(-known.worth, kind="stable"), np.argsort(-per_device, kind="stable")):
+                chosen.update(dict.fromkeys(keep[order[: self.space.columns // 4]].tolist()))
+        starts = np.cumsum([0, *map(len, rows)])
+        made = []
+        for row in chosen:
+            part = int(np.searchsorted(starts, row, side="right")) - 1
+            made.append(rows[part].template(row - int(starts[part])))
+        return list(dict.fromkeys(made))
+
+    def _exchange_s(self, devices: Ints) -> Floats:
+        """About what the gradients take of pipelines over so many devices: each node of a pipeline has its part of the layers."""
+        table = next(
+            table
+            for pool in self.fleet.pools
+            for width in self.tables.costs.widths(pool.kind)
+            for size in self.sizes
+            if (table := self.tables.table(pool.kind, width, size)) is not None
+        )
+        size = table.reduced_bytes(0, len(table.costs))
+        wires = [self.fleet.wire(pool, pool) for pool in self.fleet.pools]
+        slow = np.array([0.0 if wire is None else 2 * size / wire.bandwidth_bytes_per_s for wire in wires])
+        stages = np.maximum(1, devices.sum(axis=1))
+        found: Floats = np.where(devices > 0, slow[None, :], 0.0).max(axis=1) / stages
+        return found
+
+    def _mixes(self, columns: Sequence[Template], limits: Limits, times: tuple[float, float]) -> list[Mix]:
+        """Whole counts: the most that can be done in some times, and every column by itself."""
+        devices = np.array([[t.devices.get(pool.name, 0) for pool in self.fleet.pools] for t in columns])
+        found: dict[Mix, None] = {}
+        for template, own in zip(columns, devices, strict=True):
+            most = int(min(room // need for room, need in zip(limits.room, own, strict=True) if need))
+            for count in {1, 2, most // 2, most - 1, most}:
+                if limits.least <= count <= min(most, limits.most or most):
+                    found[mix_of([(template, count)])] = None
+        for layout in self.space.layouts:
+            once = [self._once_s(template, layout == "stages") for template in columns]
+            low, high = times[0], 3 * times[1] + max(once)
+            at_s = times[1] + min(once)
+            for _ in range(_BISECTIONS):
+                capacity = [
+                    t.micro_batch
+                    * self.predictor.makespans(t, "1F1B", layout).most_within(
+                        at_s - extra, self.predictor.most_micro_batches(t, "1F1B", limits.least)
+                    )
+                    for t, extra in zip(columns, once, strict=True)
+                ]
+                counts = whole(capacity, devices, limits)
+                if counts is None:
+                    break
+                mix = mix_of((t, n) for t, n in zip(columns, counts, strict=True))
+                found[mix] = None
+                if sum(c * n for c, n in zip(capacity, counts, strict=True)) >= self.predictor.global_batch:
+                    high = at_s
+                else:
+                    low = at_s
+                at_s = (low + high) / 2 if high < 2 * at_s else at_s * 1.25
+        return [mix for mix in found if mix]
+
+    def _once_s(self, template: Template, stages: bool) -> float:
+        """About what a pipeline beside others like it does once a step."""
+        tables = {template: self.predictor.stage_tables(template)}
+        most = min(self.fleet.pool(pool).devices // need for pool, need in template.devices.items())
+        layout = "stages" if stages else "pipelines"
+        return self.predictor.network.sync([(template, most)], tables, layout).seconds  # type: ignore[arg-type]
+
+    def _played(self, mixes: Sequence[Mix], score: Score, prices: Floats | None, budget: float) -> Weighed | None:
+        """The best of them. With ``prices`` a longer step may still be the better one, so bounds only say what comes first."""
+        best: Weighed | None = None
+        ranked = sorted(((self.predictor.bound_s(mix), n) for n, mix in enumerate(mixes)))
+        for bound_s, number in ranked[:_PLAYED]:
+            if self._late() or (prices is None and best is not None and bound_s >= best.predicted.step_s):
+                break
+            if not self._within(mixes[number], prices, budget):
+                continue
+            weighed = self.weigh(mixes[number])
+            if weighed is not None and (best is None or score(weighed) < score(best)):
+                best = weighed
+        return best
+
+    def _improved(
+        self, best: Weighed, columns: Sequence[Template], score: Score, prices: Floats | None, budget: float
+    ) -> Weighed:
+        steps = Steps(
+            predictor=self.predictor,
+            columns=columns,
+            sizes=self.sizes,
+            recompute=self.space.recompute,
+            most_pipelines=self.space.max_pipelines,
+        )
+        within = [(mix, w) for mix, w in self.weighed.items() if self._within(mix, prices, budget)]
+        starts = sorted(within, key=lambda entry: score(entry[1]))[:_STARTS]
+        limit = self._work
+        for mix, start in starts:
+            limit += self.space.work // len(starts)
+
+            def could_beat(tried: Mix, least: float) -> bool:
+                if not self._within(tried, prices, budget):
+                    return False
+                return prices is not None or self.predictor.bound_s(tried) < least
+
+            def proceed(limit: int = limit) -> bool:
+                return self._work < limit and not self._late()
+
+            found, _ = climb(start, mix, steps, self.weigh, score, could_beat, proceed)
+            if score(found) < score(best):
+                best = found
+        return best
+
+    def _within(self, mix: Mix, prices: Floats | None, budget: float) -> bool:
+        if prices is None or budget == inf:
+            return True
+        by_pool = {pool.name: float(price) for pool, price in zip(self.fleet.pools, prices, strict=True)}
+        return sum(n * by_pool[p] * d for t, n in mix for p, d in t.devices.items()) <= budget * (1 + 1e-9)
+
+    def _late(self) -> bool:
+        late = self.deadline_s is not None and monotonic() >= self.deadline_s
+        self.stopped = self.stopped or late
+        return late
+
+
+def _together(rows: Sequence[Shapes]) -> tuple[Floats, Floats, Ints, Ints]:
+    return (
+        np.concatenate([own.longest_s for own in rows]),
+        np.concatenate([own.total_s for own in rows]),
+        np.concatenate([np.full(len(own), own.micro_batch, dtype=np.int64) for own in rows]),
+        np.concatenate([own.devices for own in rows]),
+    )

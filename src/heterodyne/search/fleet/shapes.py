@@ -1,0 +1,294 @@
+"""Shapes of pipelines: rows of stages on kinds of devices, each with the cut whose slowest stage is as fast as can be.
+
+A dynamic program from the last layer to the first. The last stage of 1F1B holds one micro-batch, the one before it two, so a row
+that is grown from its end knows what each new stage holds, and all rows that end alike share their work. With T[s][l] the least
+longest stage of a row s over the layers from l on: T[k + s][l] = min over e of max(cost of stage [l, e) on kind k, T[s][e]), which is exact
+(the min-max partition of AutoPipe and PipeDream, with a memory limit for each stage). Alike devices are one kind, so the number of rows
+grows with kinds and stages and not with devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.tables import Floats, Table, Tables
+
+__all__ = ["Kind", "Shapes", "kinds_of", "shapes"]
+
+_CELLS = 1 << 20  # of an array that is worked on at once
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Devices of a pool, as many as a stage takes. ``pool``: its number in the fleet."""
+
+    pool: int
+    name: str
+    width: int
+    memory_bytes: float
+    table: Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Rows of stages that fit, for one micro-batch size.
+
+    Args:
+        longest_s, total_s: of each row, of one micro-batch: its slowest stage, and all its stages. Shape [rows].
+        devices: Shape [rows, pools].
+    """
+
+    kinds: tuple[Kind, ...]
+    micro_batch: int
+    held_at_most: int
+    shards: int
+    recompute: bool
+    longest_s: Floats
+    total_s: Floats
+    devices: Ints
+    _node: Ints
+    _parent: Ints
+    _kind: Ints
+
+    def __len__(self) -> int:
+        return len(self.longest_s)
+
+    def template(self, row: int) -> Template:
+        """With its cut."""
+        chain = []
+        node = int(self._node[row])
+        while node >= 0:
+            chain.append(self.kinds[int(self._kind[node])])
+            node = int(self._parent[node])
+        return self._cut(chain)
+
+    def _cut(self, chain: Sequence[Kind]) -> Template:
+        layers = len(chain[0].table.costs)
+        reached = np.full(layers + 1, np.inf)
+        reached[layers] = 0.0
+        ways: list[tuple[Ints, Floats]] = []
+        for back, kind in enumerate(reversed(chain), 1):
+            held = min(back, self.held_at_most)
+            cost = _cost(kind, held, self.shards, self.recompute)
+            worse = np.maximum(cost, reached[None, :])
+            ways.append((np.argmin(worse, axis=1), cost))
+            reached = worse.min(axis=1)
+        stages = []
+        start = 0
+        for place, kind in enumerate(chain):
+            stop_of, _ = ways[len(chain) - 1 - place]
+            stop = int(stop_of[start])
+            held = min(len(chain) - place, self.held_at_most)
+            plain = kind.table.memory(start, stop, recompute=False, held=held, shards=self.shards)
+            stages.append(
+                Stage(
+                    pool=kind.name,
+                    width=kind.width,
+                    start=start,
+                    stop=stop,
+                    recompute=plain.total > kind.memory_bytes,
+                )
+            )
+            start = stop
+        return Template(micro_batch=self.micro_batch, stages=tuple(stages))
+
+
+def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space) -> tuple[Kind, ...]:
+    """Every pool with every width that fills its nodes without a rest: a width that divides the next larger one, or the node."""
+    found = []
+    for number, pool in enumerate(fleet.pools):
+        if space.pools is not None and pool.name not in space.pools:
+            continue
+        for width in usable_widths(tables.costs.widths(pool.kind), pool.devices_per_node):
+            table = tables.table(pool.kind, width, micro_batch)
+            if table is not None and (width == 1 or pool.inside is not None) and width <= space.max_width:
+                found.append(
+                    Kind(pool=number, name=pool.name, width=width, memory_bytes=float(pool.memory_bytes), table=table)
+                )
+    return tuple(found)
+
+
+def usable_widths(widths: Sequence[int], devices_per_node: int) -> tuple[int, ...]:
+    """Those that divide the node and each other, from the widest on: then stages of any of them fill nodes without a rest."""
+    chosen: list[int] = []
+    for width in sorted(widths, reverse=True):
+        if (chosen[-1] if chosen else devices_per_node) % width == 0:
+            chosen.append(width)
+    return tuple(reversed(chosen))
+
+
+def shapes(
+    fleet: Fleet, tables: Tables, *, micro_batch: int, global_batch: int, shards: int, space: Space
+) -> Shapes | None:
+    """All rows that fit, within the limits of the space; None if there is none.
+
+    ``shards``: of the optimizer state, as if there were so many pipelines.
+    """
+    kinds = kinds_of(fleet, tables, micro_batch, space)
+    if not kinds:
+        return None
+    grown = _Grown(fleet=fleet, kinds=kinds, held_at_most=ceil(global_batch / micro_batch), shards=shards, space=space)
+    return grown.shapes(micro_batch)
+
+
+@dataclass(kw_only=True)
+class _Frontier:
+    """Rows of one length. ``reached``, ``total``: for each layer the longest stage and the sum of stages from it on."""
+
+    node: Ints
+    kind: Ints
+    pools: Ints  # bits
+    run: Ints  # stages on the last pool
+    devices: Ints
+    reached: Floats
+    total: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Grown:
+    fleet: Fleet
+    kinds: tuple[Kind, ...]
+    held_at_most: int
+    shards: int
+    space: Space
+
+    def shapes(self, micro_batch: int) -> Shapes | None:
+        layers = len(self.kinds[0].table.costs)
+        room = np.array([pool.devices for pool in self.fleet.pools])
+        reached = np.full((1, layers + 1), np.inf)
+        reached[0, layers] = 0.0
+        frontier = _Frontier(
+            node=np.array([-1]),
+            kind=np.array([-1]),
+            pools=np.array([0]),
+            run=np.array([0]),
+            devices=np.zeros((1, len(room)), dtype=np.int64),
+            reached=reached,
+            total=np.where(np.isfinite(reached), 0.0, np.inf),
+        )
+        mixed_run = self._mixed_run(layers)
+        parents: list[Ints] = []
+        own_kinds: list[Ints] = []
+        rows: list[tuple[Ints, Floats, Floats, Ints]] = []
+        count = 0
+        for depth in range(1, min(layers, self.space.max_stages) + 1):
+            held = min(depth, self.held_at_most)
+            longer = []
+            for number, kind in enumerate(self.kinds):
+                cost = _cost(kind, held, self.shards, self.space.recompute)
+                if not np.isfinite(cost).any():
+                    continue
+                grown = self._extend(frontier, number, cost, room, mixed_run)
+                if grown is not None:
+                    longer.append(grown)
+            if not longer:
+                break
+            frontier = _joined(longer)
+            parents.append(frontier.node.copy())
+            own_kinds.append(frontier.kind)
+            frontier.node = np.arange(count, count + len(frontier.kind))
+            count += len(frontier.kind)
+            whole = np.isfinite(frontier.reached[:, 0])
+            rows.append(
+                (frontier.node[whole], frontier.reached[whole, 0], frontier.total[whole, 0], frontier.devices[whole])
+            )
+        if not any(len(entry[0]) for entry in rows):
+            return None
+        node, longest, total, devices = (np.concatenate([entry[n] for entry in rows]) for n in range(4))
+        return Shapes(
+            kinds=self.kinds,
+            micro_batch=micro_batch,
+            held_at_most=self.held_at_most,
+            shards=self.shards,
+            recompute=self.space.recompute,
+            longest_s=longest,
+            total_s=total,
+            devices=devices.astype(np.int64),
+            _node=node.astype(np.int64),
+            _parent=np.concatenate(parents),
+            _kind=np.concatenate(own_kinds),
+        )
+
+    def _mixed_run(self, layers: int) -> int:
+        """How many stages of one pool stand in a row with other pools, so that the work stays within its limit."""
+        pairs = sum(a.pool != b.pool for a in self.kinds for b in self.kinds)
+        triples = sum(len({a.pool, b.pool, c.pool}) == 3 for a in self.kinds for b in self.kinds for c in self.kinds)
+        most = self.space.cells / (layers + 1) ** 2
+        longest = 0
+        for run in range(1, self.space.max_stages + 1):
+            rows = pairs * run**2 + (triples * run**3 if self.space.max_pools > 2 else 0)
+            if rows > most:
+                break
+            longest = run
+        return max(longest, 1)
+
+    def _extend(self, rows: _Frontier, number: int, cost: Floats, room: Ints, mixed_run: int) -> _Frontier | None:
+        kind = self.kinds[number]
+        same = rows.kind == number
+        other = (rows.pools >> kind.pool) & 1 == 0
+        several = np.array([int(p).bit_count() for p in rows.pools])
+        first = rows.pools == 0
+        # A row of one pool may be long; a row of several has at most so many stages on each.
+        short = (several < 2) | (rows.run < mixed_run)
+        allowed = (same & short) | (other & (several < self.space.max_pools) & (first | (rows.run <= mixed_run)))
+        allowed &= rows.devices[:, kind.pool] + kind.width <= room[kind.pool]
+        chosen = np.flatnonzero(allowed)
+        if not len(chosen):
+            return None
+        reached, total = _grow(cost, rows.reached[chosen], rows.total[chosen])
+        alive = np.isfinite(reached).any(axis=1)
+        chosen = chosen[alive]
+        if not len(chosen):
+            return None
+        devices = rows.devices[chosen].copy()
+        devices[:, kind.pool] += kind.width
+        return _Frontier(
+            node=rows.node[chosen],
+            kind=np.full(len(chosen), number),
+            pools=rows.pools[chosen] | (1 << kind.pool),
+            run=np.where(same[chosen], rows.run[chosen] + 1, 1),
+            devices=devices,
+            reached=reached[alive],
+            total=total[alive],
+        )
+
+
+def _grow(cost: Floats, reached: Floats, total: Floats) -> tuple[Floats, Floats]:
+    """One more stage before each row."""
+    layers = cost.shape[0]
+    longest = np.empty_like(reached)
+    whole = np.empty_like(total)
+    step = max(1, _CELLS // layers**2)
+    at = np.arange(layers)[None, :]
+    for low in range(0, len(reached), step):
+        own = slice(low, low + step)
+        worse = np.maximum(cost[None, :, :], reached[own, None, :])
+        stop = worse.argmin(axis=2)
+        longest[own] = np.take_along_axis(worse, stop[:, :, None], axis=2)[:, :, 0]
+        whole[own] = cost[at, stop] + np.take_along_axis(total[own], stop, axis=1)
+    return longest, whole
+
+
+def _cost(kind: Kind, held: int, shards: int, recompute: bool) -> Floats:
+    return kind.table.seconds(held=held, shards=shards, memory_bytes=kind.memory_bytes, recompute=recompute)
+
+
+def _joined(parts: Sequence[_Frontier]) -> _Frontier:
+    return _Frontier(
+        node=np.concatenate([p.node for p in parts]),
+        kind=np.concatenate([p.kind for p in parts]),
+        pools=np.concatenate([p.pools for p in parts]),
+        run=np.concatenate([p.run for p in parts]),
+        devices=np.concatenate([p.devices for p in parts]),
+        reached=np.concatenate([p.reached for p in parts]),
+        total=np.concatenate([p.total for p in parts]),
+    )

@@ -1,0 +1,37 @@
+"""What a search may choose from, and how much work it may do: counted, not timed, so that the same input gives the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from heterodyne.search.fleet.plan import Layout, ScheduleName
+
+__all__ = ["Space"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """The plans that may be made.
+
+    Args:
+        pools: by name; None: all.
+        max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_width``: of a stage; ``max_pipelines``: beside each other.
+        micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
+        cells: of the tables of stages that are worked through for one micro-batch size.
+        columns: kinds of pipelines among which counts are chosen exactly.
+        work: stages that are played while the best mixes are improved.
+    """
+
+    pools: tuple[str, ...] | None = None
+    max_stages: int = 64
+    max_pools: int = 3
+    max_width: int = 1024
+    max_pipelines: int | None = None
+    micro_batches: tuple[int, ...] | None = None
+    recompute: bool = True
+    shard_optimizer: bool = True
+    schedules: tuple[ScheduleName, ...] = ("1F1B", "GPipe")
+    layouts: tuple[Layout, ...] = ("stages", "pipelines")
+    cells: int = 8_000_000
+    columns: int = 40
+    work: int = 20_000

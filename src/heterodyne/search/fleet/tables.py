@@ -1,0 +1,186 @@
+"""Sums over layers: what a stage from any layer to any other takes on one kind of device, at a width and a micro-batch.
+
+Alike devices share a table, so what this costs grows with the kinds of devices and not with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterodyne.cost.layers import LayerCost, LayerCosts
+
+__all__ = ["Memory", "Table", "Tables"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes of the fullest device of a stage. ``passing``: comes and goes inside a pass."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    passing: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.passing
+
+
+@dataclass(frozen=True)
+class Table:
+    """Costs of stages on one kind of device. Layers are counted from 0; a stage is ``[start, stop)``."""
+
+    costs: Sequence[LayerCost]
+    width: int
+
+    def forward_s(self, start: int, stop: int) -> float:
+        return self._forward[stop] - self._forward[start]
+
+    def backward_s(self, start: int, stop: int, recompute: bool) -> float:
+        """With the forward again if it is recomputed."""
+        again = self.forward_s(start, stop) if recompute else 0.0
+        return self._backward[stop] - self._backward[start] + again
+
+    def update_s(self, start: int, stop: int) -> float:
+        return self._update[stop] - self._update[start]
+
+    def reduced_bytes(self, start: int, stop: int) -> float:
+        """Gradients of whole layers, over all devices of the stage."""
+        return self._reduced[stop] - self._reduced[start]
+
+    def output_bytes(self, stop: int) -> float:
+        """What a stage that ends before layer ``stop`` sends."""
+        return float(self.costs[stop - 1].output_bytes)
+
+    def memory(self, start: int, stop: int, *, recompute: bool, held: int, shards: int) -> Memory:
+        """``held``: micro-batches at the same time; ``shards``: parts of the optimizer state.
+
+        A recomputed stage brings back one layer at a time.
+        """
+        kept = self._kept_again if recompute else self._kept
+        own = self.costs[start:stop]
+        passing = max(cost.workspace_bytes for cost in own)
+        if recompute:
+            passing += max(max(0, cost.kept_bytes - cost.kept_bytes_recomputed) for cost in own)
+        return Memory(
+            parameters=self._parameters[stop] - self._parameters[start],
+            gradients=self._gradients[stop] - self._gradients[start],
+            optimizer=(self._optimizer[stop] - self._optimizer[start]) / shards,
+            activations=held * (kept[stop] - kept[start]),
+            passing=float(passing),
+        )
+
+    def seconds(self, *, held: int, shards: int, memory_bytes: float, recompute: bool) -> Floats:
+        """For every start and stop the forward and backward of a micro-batch; infinite where it does not fit.
+
+        Recomputed where it does not fit otherwise and ``recompute`` allows it. Shape [layers + 1, layers + 1].
+        """
+        plain, again, fixed, optimizer, kept, kept_again = self._square
+        fixed = fixed + optimizer / shards
+        found = np.where(fixed + held * kept <= memory_bytes, plain, np.inf)
+        if recompute:
+            redone = np.where(fixed + self._redone + held * kept_again <= memory_bytes, again, np.inf)
+            found = np.minimum(found, redone)
+        return found
+
+    @cached_property
+    def _forward(self) -> list[float]:
+        return _sums([cost.forward_s for cost in self.costs])
+
+    @cached_property
+    def _backward(self) -> list[float]:
+        return _sums([cost.backward_s for cost in self.costs])
+
+    @cached_property
+    def _update(self) -> list[float]:
+        return _sums([cost.update_s for cost in self.costs])
+
+    @cached_property
+    def _parameters(self) -> list[float]:
+        return _sums([cost.parameter_bytes for cost in self.costs])
+
+    @cached_property
+    def _gradients(self) -> list[float]:
+        return _sums([cost.gradient_bytes for cost in self.costs])
+
+    @cached_property
+    def _optimizer(self) -> list[float]:
+        return _sums([cost.optimizer_bytes for cost in self.costs])
+
+    @cached_property
+    def _kept(self) -> list[float]:
+        return _sums([cost.kept_bytes for cost in self.costs])
+
+    @cached_property
+    def _kept_again(self) -> list[float]:
+        return _sums([cost.kept_bytes_recomputed for cost in self.costs])
+
+    @cached_property
+    def _reduced(self) -> list[float]:
+        return _sums(
+            [
+                self.width * (cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes)
+                for cost in self.costs
+            ]
+        )
+
+    @cached_property
+    def _redone(self) -> Floats:
+        return _largest([max(0, cost.kept_bytes - cost.kept_bytes_recomputed) for cost in self.costs])
+
+    @cached_property
+    def _square(self) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
+        forward, backward = _between(self._forward), _between(self._backward)
+        count = len(self.costs) + 1
+        stage = np.arange(count)[:, None] < np.arange(count)[None, :]
+        plain = np.where(stage, forward + backward, np.inf)
+        fixed = _between(self._parameters) + _between(self._gradients)
+        fixed = fixed + _largest([cost.workspace_bytes for cost in self.costs])
+        kept, kept_again = _between(self._kept), _between(self._kept_again)
+        return plain, plain + forward, fixed, _between(self._optimizer), kept, kept_again
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a model, made when they are asked for."""
+
+    costs: LayerCosts
+    _known: dict[tuple[str, int, int], Table | None] = field(default_factory=dict, repr=False)
+
+    def table(self, kind: str, width: int, micro_batch: int) -> Table | None:
+        """None where the cost of some layer is not known."""
+        key = (kind, width, micro_batch)
+        if key not in self._known:
+            by_layer = {layer: self.costs.cost(kind, layer, width, micro_batch) for layer in set(self.costs.layers)}
+            own = [by_layer[layer] for layer in self.costs.layers]
+            known = [cost for cost in own if cost is not None]
+            self._known[key] = Table(known, width) if len(known) == len(own) else None
+        return self._known[key]
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    return list(accumulate(values, initial=0.0))
+
+
+def _between(sums: Sequence[float]) -> Floats:
+    row = np.asarray(sums)
+    difference: Floats = row[None, :] - row[:, None]
+    return difference
+
+
+def _largest(values: Sequence[float]) -> Floats:
+    """For every start and stop the largest value between them."""
+    count = len(values)
+    square = np.where(np.arange(count)[:, None] <= np.arange(count)[None, :], np.asarray(values, float)[None, :], 0.0)
+    found = np.zeros((count + 1, count + 1))
+    found[:count, 1:] = np.maximum.accumulate(square, axis=1)
+    return found
