@@ -1,0 +1,18 @@
+"""Plans in the words of other frameworks, for those that are even: the same on every device, as these frameworks know it."""
+
+from heterodyne.plan.export.even_plan import EvenPlan, ModelShape, Precision
+from heterodyne.plan.export.from_plan import even_plan
+from heterodyne.plan.export.megatron import megatron_arguments, megatron_layout
+from heterodyne.plan.export.schedule import schedule_csv
+from heterodyne.plan.export.torchtitan import torchtitan_toml
+
+__all__ = [
+    "EvenPlan",
+    "ModelShape",
+    "Precision",
+    "even_plan",
+    "megatron_arguments",
+    "megatron_layout",
+    "schedule_csv",
+    "torchtitan_toml",
+]

@@ -1,0 +1,174 @@
+"""From a Plan to an even one, for plans that are: every share equal, every stage as wide as the others, every pipeline the same."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Final, Literal
+
+from heterodyne.errors import PlanError
+from heterodyne.graph import ModelGraph
+from heterodyne.plan.export.even_plan import EvenPlan
+from heterodyne.plan.export.model_shape import layer_blocks, model_shape
+from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.schedules import SCHEDULES
+
+__all__ = ["even_plan"]
+
+_DEGREE: Final = {"replicate": "dp", "split": "tp", "context": "cp"}
+
+
+def even_plan(plan: Plan, graph: ModelGraph) -> EvenPlan:
+    """The plan in the words that other frameworks have. Raises PlanError with the first stage that is not like the others, and why."""
+    if not plan.pipelines:
+        raise PlanError("the plan has no pipeline")
+    first = plan.pipelines[0]
+    _require_alike(plan)
+    kind, width = _layout(first)
+    sizes = first.micro_batches.sizes
+    if not sizes or len(set(sizes)) > 1:
+        raise PlanError(
+            f"pipeline 0 has micro-batches of unequal sizes ({first.micro_batches}); other frameworks have one size"
+        )
+    copies = width if kind == "replicate" else 1
+    if sizes[0] % copies:
+        raise PlanError(
+            f"stage 0: micro-batches of {sizes[0]} samples cannot be shared out evenly over {copies} devices"
+        )
+    layers, again = _layers(first, graph)
+    places = len(first.places)
+    degrees = {"dp": len(plan.pipelines), "tp": 1, "cp": 1}
+    degrees[_DEGREE[kind]] *= width
+    return EvenPlan(
+        **degrees,
+        pp=places,
+        vpp=_stages_a_place(plan, first),
+        zero_stage=_zero_stage(first),
+        micro_batch_size=sizes[0] // copies,
+        global_batch_size=plan.global_batch_size,
+        layers_per_stage=layers,
+        recomputed_layers=again,
+        schedule=plan.schedule,
+        precision=plan.precision,
+        shape=model_shape(graph),
+        notes=_notes(plan),
+    )
+
+
+def _require_alike(plan: Plan) -> None:
+    first = plan.pipelines[0]
+    for number, pipeline in enumerate(plan.pipelines[1:], start=1):
+        if pipeline.micro_batches != first.micro_batches:
+            raise PlanError(
+                f"pipeline {number} takes {pipeline.micro_batches} and pipeline 0 {first.micro_batches}; others give each the same"
+            )
+        if len(pipeline.stages) != len(first.stages):
+            raise PlanError(f"pipeline {number} has {len(pipeline.stages)} stages and pipeline 0 {len(first.stages)}")
+        if pipeline.place_of_stage != first.place_of_stage:
+            raise PlanError(f"pipeline {number} puts its stages on its places in another way than pipeline 0")
+        for index, (stage, other) in enumerate(zip(pipeline.stages, first.stages, strict=True)):
+            here = f"pipeline {number} stage {index}"
+            if stage.ops != other.ops:
+                raise PlanError(
+                    f"{here} runs ops {stage.ops} and that of pipeline 0 {other.ops}; other frameworks cut all pipelines alike"
+                )
+            if len(stage.devices) != len(other.devices) or _kinds(stage) != _kinds(other):
+                raise PlanError(
+                    f"{here} lies otherwise on {len(stage.devices)} devices than that of pipeline 0 on {len(other.devices)}"
+                )
+            if stage.recompute != other.recompute or stage.state_shares != other.state_shares:
+                raise PlanError(
+                    f"{here} computes other blocks again, or shares out its states otherwise, than that of pipeline 0"
+                )
+        _layout(pipeline, f"pipeline {number} ")
+
+
+def _kinds(stage: Stage) -> list[tuple[str, str]]:
+    return sorted((region.task_graph, region.layout.kind) for region in stage.regions)
+
+
+def _layout(pipeline: Pipeline, prefix: str = "") -> tuple[Literal["replicate", "split", "context"], int]:
+    """How all the stages lie on their devices, and on how many each."""
+    width = len(pipeline.stages[0].devices)
+    kinds: dict[Literal["replicate", "split", "context"], int] = {}
+    for index, stage in enumerate(pipeline.stages):
+        here = f"{prefix}stage {index}"
+        if len(stage.devices) != width:
+            raise PlanError(
+                f"{here} is on {len(stage.devices)} devices, stage 0 on {width}; other frameworks have one width"
+            )
+        for region in stage.regions:
+            shares, name = region.layout.shares, "" if region.task_graph == "*" else f" in {region.task_graph!r}"
+            if len(set(shares)) > 1 or not all(shares):
+                said = ":".join(map(str, shares))
+                raise PlanError(f"{here} has unequal shares{name} ({said}); other frameworks give each device the same")
+            if width > 1:
+                kinds.setdefault(region.layout.kind, index)
+        if len(kinds) > 1:
+            raise PlanError(f"{here} is {' and '.join(kinds)}; other frameworks have one layout for all layers")
+    return next(iter(kinds), "replicate"), width
+
+
+def _stages_a_place(plan: Plan, pipeline: Pipeline) -> int:
+    places, stages = len(pipeline.places), len(pipeline.stages)
+    if stages % places:
+        raise PlanError(f"{stages} stages on {places} places: some have more than others")
+    if plan.schedule not in SCHEDULES:
+        raise PlanError(f"schedule {plan.schedule!r} is not known; it can be {', '.join(SCHEDULES)}")
+    wanted = SCHEDULES[plan.schedule].stage_places(places, stages // places)
+    for index, (place, other) in enumerate(zip(pipeline.place_of_stage, wanted, strict=True)):
+        if place != other:
+            raise PlanError(f"stage {index} is on place {place}; {plan.schedule} has it on place {other}")
+    if any(p.order for p in plan.pipelines):
+        raise PlanError("a pipeline has an order of its own, which is no named schedule; take it to PyTorch as CSV")
+    return stages // places
+
+
+def _layers(pipeline: Pipeline, graph: ModelGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For each stage how many layers it has, and how many of them compute their activations again."""
+    layers = layer_blocks(graph)
+    starts, stops = {b.start for b in graph.blocks}, {b.stop for b in graph.blocks}
+    counts, again = [], []
+    for index, stage in enumerate(pipeline.stages):
+        start, stop = stage.ops
+        if start not in starts or stop not in stops:
+            inside = next((b.name for b in graph.blocks if b.start < start < b.stop or b.start < stop < b.stop), "?")
+            raise PlanError(
+                f"stage {index} begins or ends inside block {inside!r}; other frameworks cut between layers only"
+            )
+        held = [block for block in graph.blocks if start <= block.start and block.stop <= stop]
+        before = [b for b in held if b.index < layers[0].index]
+        after = [b for b in held if b.index > layers[-1].index]
+        if (before and index > 0) or (after and index < len(pipeline.stages) - 1):
+            block = (before or after)[0]
+            raise PlanError(
+                f"stage {index} has {block.name!r}; others keep what is before the layers in the first stage, the rest in the last"
+            )
+        counts.append(sum(block in layers for block in held))
+        again.append(sum(block in layers and block.index in stage.recompute for block in held))
+    return tuple(counts), tuple(again) if any(again) else ()
+
+
+def _zero_stage(pipeline: Pipeline) -> Literal[0, 1]:
+    """States are shared out in all stages, or in none."""
+    shared = [stage.state_shares for stage in pipeline.stages]
+    for index, shares in enumerate(shared):
+        if shares is not None and (len(set(shares)) > 1 or not all(shares)):
+            said = ":".join(map(str, shares))
+            raise PlanError(
+                f"stage {index} has unequal state_shares ({said}); other frameworks give each device the same"
+            )
+        if (shares is None) != (shared[0] is None):
+            raise PlanError(f"stage {index} and stage 0 do not both share out their states")
+    return 0 if shared[0] is None else 1
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    notes = []
+    stages = list(chain.from_iterable(pipeline.stages for pipeline in plan.pipelines))
+    if plan.idle:
+        notes.append(f"{len(plan.idle)} devices of the cluster take no part")
+    if any(stage.overlap for stage in stages):
+        notes.append("the plan runs micro-batches as two halves in turns, which is not exported")
+    if len(plan.pipelines) > 1 and any(stage.state_shares for stage in stages):
+        notes.append("optimizer states are shared out over all replicas, not within each pipeline only")
+    return tuple(notes)
