@@ -1,0 +1,154 @@
+"""What was published and measured, predicted: given the plan and the cluster of each row, its step, its memory, and the best of its plans.
+
+``zero-shot``: nothing is known of the source. ``calibrated``: one factor for each source and kind of device, from its three smallest rows;
+the others are compared. ``naive``: 55% of the peak and a pipeline bubble, calibrated in the same way. The sources are split into those
+that the predictor's constants are fitted to and those that judge it (`published_rows`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from statistics import fmean, median
+
+from published_rows import FIT, TEST, Run, runs
+from results import ROOT, Results
+
+from heterodyne.predictor.prediction import predicted
+
+DATA = ROOT.parent / "shared" / "data" / "measurements.jsonl"
+_SMALLEST = 3
+_NAIVE = 0.55
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A row and what was predicted for it: seconds over those measured, both ways, and bytes over those measured."""
+
+    run: Run
+    ratio: float
+    naive: float
+    memory: float | None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="every eighth row")
+    parser.add_argument("--json", type=Path, help="where the rows and bars are written")
+    parser.add_argument("--data", type=Path, default=DATA, help="the published rows, one JSON a line")
+    options = parser.parse_args()
+    if not options.data.is_file():
+        print(f"there are no published rows at {options.data}; give them with --data FILE", file=sys.stderr)
+        return 2
+    found = [judge(run) for run in runs(options.data)[:: 8 if options.quick else 1]]
+    results = Results("published")
+    for group, rows in grouped(found).items():
+        results.row(group, side=rows[0].run.side, **figures(rows))
+    for side in (FIT, TEST):
+        rows = [row for row in found if row.run.side == side]
+        results.row(f"all of the {side} half", side=side, **figures(rows))
+    tested = [row for row in found if row.run.side == TEST]
+    errors = [abs(row.ratio - 1) for row in tested]
+    results.bar("zero-shot, test half: median error", median(errors), "<= 0.15")
+    results.bar("zero-shot, test half: 90th percentile", percentile(errors, 0.9), "<= 0.4")
+    kept = calibrated(tested, lambda row: row.ratio)
+    results.bar("calibrated, test half: mean error", fmean(kept), "<= 0.1")
+    results.bar("calibrated, test half: 90th percentile", percentile(kept, 0.9), "<= 0.2")
+    right, asked = order(found)
+    results.row("order", asked=asked, right=right)
+    results.bar("the best plan by prediction is the best, or within 5%", right / asked, ">= 0.85")
+    memory = [row.memory for row in found if row.memory is not None]
+    results.bar("memory: least of predicted over measured", min(memory), ">= 0.97")
+    results.bar("memory: mean over-estimate", fmean(max(0.0, ratio - 1) for ratio in memory), "<= 0.15")
+    for row in sorted(tested, key=lambda row: -abs(log(row.ratio)))[:12]:
+        results.row(
+            f"far off: {row.run.id}", side=TEST, ratio=row.ratio, model=row.run.model_name, device=row.run.device.kind
+        )
+    return results.write(options.json)
+
+
+def judge(run: Run) -> Judged:
+    told = predicted(run.model, run.setup, run.device, run.wires())
+    return Judged(
+        run=run,
+        ratio=told.step_s / run.measured_s,
+        naive=naive_s(run) / run.measured_s,
+        memory=None if run.measured_bytes is None else told.memory.total / run.measured_bytes,
+    )
+
+
+def naive_s(run: Run) -> float:
+    """A constant part of the peak, and a bubble."""
+    peaks, s = run.device.peak_flops, run.setup
+    peak = peaks.get(s.precision) or peaks.get("bf16") or peaks["fp16"]
+    flops = run.model.forward_flops_a_token() * run.model.seq * s.global_batch * (4 if s.recompute == "full" else 3)
+    return flops / (run.devices * peak * _NAIVE) * (1 + (s.pp - 1) / (s.micro_batches * s.vpp))
+
+
+def grouped(found: Iterable[Judged]) -> dict[str, list[Judged]]:
+    groups: dict[str, list[Judged]] = {}
+    for row in found:
+        groups.setdefault(row.run.group, []).append(row)
+    return groups
+
+
+def calibrated(found: Iterable[Judged], ratio: Callable[[Judged], float]) -> list[float]:
+    """Errors of the rows of each group besides its smallest: those on fewest devices, the shortest first."""
+    errors = []
+    for rows in grouped(found).values():
+        smallest = sorted(rows, key=lambda row: (row.run.devices, row.run.measured_s, row.run.id))[:_SMALLEST]
+        factor = exp(fmean(log(ratio(row)) for row in smallest))
+        errors += [abs(ratio(row) / factor - 1) for row in rows if row not in smallest]
+    return errors
+
+
+def order(found: Iterable[Judged]) -> tuple[int, int]:
+    """Of choices between plans for one model and cluster: those where the predicted best is the measured best or within 5% of it, and all."""
+    choices: dict[tuple[object, ...], list[Judged]] = {}
+    for row in found:
+        run = row.run
+        choices.setdefault((run.source, run.model_name, run.model, run.device.kind, run.devices), []).append(row)
+    right = asked = 0
+    for rows in choices.values():
+        if len({row.run.setup for row in rows}) < 2:
+            continue
+        asked += 1
+        chosen = min(rows, key=lambda row: row.ratio * _a_sample(row.run))
+        right += _a_sample(chosen.run) <= 1.05 * min(_a_sample(row.run) for row in rows)
+    return right, asked
+
+
+def _a_sample(run: Run) -> float:
+    return run.measured_s / run.setup.global_batch
+
+
+def figures(rows: Sequence[Judged]) -> Mapping[str, object]:
+    errors = [abs(row.ratio - 1) for row in rows]
+    kept, naive = calibrated(rows, lambda row: row.ratio), calibrated(rows, lambda row: row.naive)
+    told: dict[str, object] = {
+        "rows": len(rows),
+        "ratio": median(row.ratio for row in rows),
+        "median_error": median(errors),
+        "p90_error": percentile(errors, 0.9),
+        "worst_error": max(errors),
+    }
+    if kept:
+        told |= {"calibrated_mean": fmean(kept), "calibrated_p90": percentile(kept, 0.9)}
+        told |= {"naive_calibrated_mean": fmean(naive), "naive_calibrated_p90": percentile(naive, 0.9)}
+    memory = [row.memory for row in rows if row.memory is not None]
+    if memory:
+        told |= {"memory_least": min(memory), "memory_mean": fmean(memory)}
+    return told
+
+
+def percentile(values: Iterable[float], part: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

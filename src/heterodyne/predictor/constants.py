@@ -1,0 +1,59 @@
+"""The numbers of `constants.yaml`, checked."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from pydantic import Field
+
+from heterodyne.documents import Section, read_yaml, validate
+from heterodyne.errors import ClusterError
+
+__all__ = ["Constants", "Fitted", "Stated", "constants"]
+
+
+class Fitted(Section):
+    """From published runs; the file says what each is."""
+
+    training: float = Field(gt=0, le=1)
+    attention: float = Field(gt=0, le=1)
+    attention_hopper: float = Field(gt=0, le=1)
+    prologue: float = Field(ge=0)
+    around: float = Field(ge=0)
+    unfused: float = Field(ge=1)
+    score: float = Field(gt=0, le=1)
+    launch_us: float = Field(ge=0)
+    inside: float = Field(gt=0, le=1)
+    between: float = Field(gt=0, le=1)
+
+
+class Stated(Section):
+    """Known from elsewhere, counted, or set by hand; the file says which."""
+
+    attention_backward: float = Field(gt=0, le=1)
+    memory: float = Field(gt=0, le=1)
+    vector: float = Field(gt=0, le=1)
+    pcie: float = Field(gt=0, le=1)
+    tuned: float = Field(ge=1)
+    tuned_attention: float = Field(ge=1)
+    fp8: float = Field(ge=1, le=2)
+    score_bytes: tuple[float, float]
+    logit_bytes: tuple[float, float]
+    launches: tuple[float, float]
+    inside_latency_us: float = Field(ge=0)
+    between_latency_us: float = Field(ge=0)
+
+
+class Constants(Section):
+    fitted: Fitted
+    stated: Stated = Field(alias="set")
+
+
+@cache
+def constants() -> Constants:
+    """Those of the file beside this one."""
+    path = Path(str(files("heterodyne.predictor") / "constants.yaml"))
+    content, lines = read_yaml(path, ClusterError)
+    return validate(Constants, content, error=ClusterError, path=str(path), lines=lines)

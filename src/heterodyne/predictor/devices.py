@@ -1,0 +1,125 @@
+"""From a kind of device to what the roofline needs: datasheet times generation times constants."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from pydantic import Field
+
+from heterodyne.cluster.catalog import Accelerator
+from heterodyne.documents import Section, read_yaml, validate
+from heterodyne.errors import ClusterError
+from heterodyne.predictor.constants import Constants, constants
+from heterodyne.predictor.network import Network
+from heterodyne.predictor.roofline import Chip
+from heterodyne.predictor.setup import Precision
+from heterodyne.predictor.software import Software
+
+__all__ = ["chip_of", "generation_of", "network_of"]
+
+_NVLINK = 60e9
+"""Links of fewer bytes/s are PCIe, on which devices are in each other's way."""
+_PCIE_3 = 16e9
+
+
+class _Generation(Section):
+    kinds: tuple[str, ...]
+    units: int = Field(gt=0)
+    best: float = Field(gt=0, le=1)
+    hopper: bool = False
+    nic_gb_per_s: float = Field(gt=0)
+    source: str
+
+
+class _Generations(Section):
+    entries: tuple[_Generation, ...]
+
+
+@cache
+def _generations() -> tuple[_Generation, ...]:
+    path = Path(str(files("heterodyne.predictor") / "generations.yaml"))
+    content, lines = read_yaml(path, ClusterError)
+    return validate(_Generations, {"entries": content}, error=ClusterError, path=str(path), lines=lines).entries
+
+
+def generation_of(kind: str) -> _Generation:
+    """What devices of this kind have in common with others."""
+    return next(g for g in _generations() if any(kind.startswith(prefix) for prefix in g.kinds))
+
+
+def chip_of(device: Accelerator, precision: Precision, software: Software, known: Constants | None = None) -> Chip:
+    """What a device does at a precision under some software.
+
+    Raises ClusterError, with what is missing, for a device whose datasheet lacks a peak or the bandwidth of its memory.
+    """
+    known = known or constants()
+    fitted, stated = known.fitted, known.stated
+    generation = generation_of(device.kind)
+    if device.memory_bandwidth_bytes_per_s is None:
+        raise ClusterError(
+            f"the memory bandwidth of {device.kind} is not known: give it under 'kinds' in the cluster file"
+        )
+    wanted: Precision = "bf16" if precision == "fp8" and "fp8" not in device.peak_flops else precision
+    of_products = _best_flops(device, generation.best, wanted, known)
+    rate = fitted.training * (stated.tuned if software.tuned else 1.0)
+    sixteen = max(device.peak_flops.get("bf16", 0.0), device.peak_flops.get("fp16", 0.0)) or of_products
+    flash = fitted.attention_hopper if generation.hopper else fitted.attention
+    forward = flash * (stated.tuned_attention if software.tuned else 1.0) * min(sixteen, 2.5 * of_products)
+    return Chip(
+        flops=of_products * min(1.0, rate) if wanted != "fp32" else of_products,
+        units=generation.units,
+        memory_bytes_per_s=device.memory_bandwidth_bytes_per_s * stated.memory,
+        attention=(forward, forward * stated.attention_backward),
+        launch_s=fitted.launch_us * 1e-6,
+        element_bytes=4 if precision in ("fp32", "tf32") else 2,
+        prologue=fitted.prologue,
+    )
+
+
+def _best_flops(device: Accelerator, part: float, precision: Precision, known: Constants) -> float:
+    """FLOP/s of the best large product at a precision; where a device has no units for it, of the next wider one."""
+    peaks, measured = device.peak_flops, device.measured_flops
+    if precision == "fp8":
+        return _best_flops(device, part, "bf16", known) * known.stated.fp8
+    if precision in ("bf16", "fp16"):
+        either = [measured[p] for p in ("bf16", "fp16") if p in measured]
+        if either:
+            return max(either)
+        peak = max(peaks.get("bf16", 0.0), peaks.get("fp16", 0.0))
+        if peak:
+            return peak * part
+    if precision == "tf32" and "tf32" in peaks:
+        return peaks["tf32"] * part
+    if "fp32" in peaks:
+        return peaks["fp32"] * known.stated.vector
+    raise ClusterError(
+        f"the peak of {device.kind} in {precision} is not known: give it under 'kinds' in the cluster file"
+    )
+
+
+def network_of(
+    device: Accelerator,
+    devices_per_node: int,
+    *,
+    inside_bytes_per_s: float | None = None,
+    between_bytes_per_s: float | None = None,
+    known: Constants | None = None,
+) -> Network:
+    """Nodes of such devices. What is not told is as on the datasheet, and as in the maker's reference server.
+
+    Args:
+        inside_bytes_per_s: of a device's link, as promised. ``between_bytes_per_s``: of all network cards of a node, as promised.
+    """
+    known = known or constants()
+    stated, fitted = known.stated, known.fitted
+    link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s or _PCIE_3
+    cards = between_bytes_per_s or generation_of(device.kind).nic_gb_per_s * 1e9 * devices_per_node
+    return Network(
+        devices=devices_per_node,
+        inside_bytes_per_s=link * (fitted.inside if link >= _NVLINK else stated.pcie),
+        between_bytes_per_s=cards * fitted.between,
+        inside_latency_s=stated.inside_latency_us * 1e-6,
+        between_latency_s=stated.between_latency_us * 1e-6,
+    )

@@ -1,0 +1,89 @@
+"""Seconds of collectives over nodes of several devices: rings inside nodes, rings between them, and what both take together.
+
+Costs are alpha-beta: a ring of n passes 2 (n - 1) messages of 1/n of the bytes (Patarasuk & Yuan, 2009), half of them for a gather or a
+scatter. Groups that run at the same time share what their node has towards the others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Group", "Network"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Devices that communicate: ``size`` of them, ``inside`` in each node, beside ``others`` other groups of the node at the same time."""
+
+    size: int
+    inside: int
+    others: int = 0
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.size // self.inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Alike nodes.
+
+    Args:
+        devices: of a node.
+        inside_bytes_per_s: of a device towards the others of its node, in one direction.
+        between_bytes_per_s: of a node towards the others, in one direction.
+        inside_latency_s, between_latency_s: of one message.
+    """
+
+    devices: int
+    inside_bytes_per_s: float
+    between_bytes_per_s: float
+    inside_latency_s: float = 8e-6
+    between_latency_s: float = 20e-6
+
+    def group(self, size: int, stride: int = 1) -> Group:
+        """``size`` devices, each ``stride`` ranks behind the one before."""
+        inside = max(1, min(size, self.devices // stride))
+        return Group(size=size, inside=inside, others=max(0, min(stride, self.devices) - 1))
+
+    def all_reduce_s(self, group: Group, count: float) -> float:
+        """Of ``count`` bytes on each device."""
+        return 2 * self.gather_s(group, count)
+
+    def gather_s(self, group: Group, count: float) -> float:
+        """All-gather to (or reduce-scatter from) ``count`` bytes on each device."""
+        if group.size < 2 or count <= 0:
+            return 0.0
+        part = (group.size - 1) / group.size * count
+        if group.nodes == 1:
+            return part / self.inside_bytes_per_s + self._steps(group.inside) * self.inside_latency_s
+        # Rings are laid out so that every byte enters a node once, over whatever its members have together.
+        between = part / (self.between_bytes_per_s * 1.0 / (group.others + 1))
+        inside = part / self.inside_bytes_per_s if group.inside > 1 else 0.0
+        wait = self._steps(group.inside) * self.inside_latency_s + self._steps(group.nodes) * self.between_latency_s
+        return max(between, inside) + wait
+
+    def all_to_all_s(self, group: Group, count: float) -> float:
+        """Of ``count`` bytes that each device has for all of the group."""
+        if group.size < 2 or count <= 0:
+            return 0.0
+        outside = count * (group.size - group.inside) / group.size
+        inside = count * (group.inside - 1) / group.size
+        between = outside * group.inside * (group.others + 1) / self.between_bytes_per_s
+        return (
+            max(between, inside / self.inside_bytes_per_s)
+            + self.between_latency_s * (group.nodes > 1)
+            + self.inside_latency_s
+        )
+
+    def send_s(self, count: float, *, stride: int, beside: int = 1) -> float:
+        """To the device ``stride`` ranks on, ``beside`` of a node at the same time."""
+        if stride < self.devices:
+            return count / self.inside_bytes_per_s + self.inside_latency_s
+        return count * beside / self.between_bytes_per_s + self.between_latency_s
+
+    @staticmethod
+    def _steps(count: int) -> float:
+        """Of a ring, or of a tree where the ring is long: libraries take what is faster for small messages."""
+        return min(count - 1, 2 * math.log2(max(count, 1)) + 1) if count > 1 else 0

@@ -1,0 +1,64 @@
+"""Seconds of kernels on a device: what the slower of computing and moving takes, in tiles that fill the device or do not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from heterodyne.predictor.kernels import Kernels, Product
+
+__all__ = ["Chip", "kernels_s", "product_s"]
+
+_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
+"""Rows, columns, and the part of the best rate that a kernel of such tiles reaches."""
+_GAP_S = 2e-6
+"""Between the end of a kernel and the begin of the next."""
+_FLASH_BACKWARD = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One device at one precision.
+
+    Args:
+        flops: of the best matrix product, in FLOP/s. ``units``: that compute tiles side by side.
+        memory_bytes_per_s: that a copy reaches.
+        attention: FLOP/s of a flash kernel, forward and backward.
+        launch_s: of the host, for one kernel.
+        element_bytes: of a weight or an activation in a product.
+        prologue: a tile begins and ends as long as so many steps along k take.
+    """
+
+    flops: float
+    units: int
+    memory_bytes_per_s: float
+    attention: tuple[float, float]
+    launch_s: float = 10e-6
+    element_bytes: float = 2.0
+    prologue: float = 50.0
+
+
+def product_s(product: Product, chip: Chip) -> float:
+    """Seconds of one kernel."""
+    a_unit = chip.flops / chip.units
+    best = math.inf
+    for rows, columns, rate in _TILES:
+        tiles = math.ceil(product.m / rows) * math.ceil(product.n / columns) * product.count
+        waves = math.ceil(tiles / chip.units)
+        best = min(best, waves * 2 * rows * columns * (product.k + chip.prologue) / (a_unit * rate))
+    moved = product.elements * chip.element_bytes / chip.memory_bytes_per_s
+    return max(best, moved) + _GAP_S
+
+
+def kernels_s(kernels: Kernels, chip: Chip, *, launch: float = 1.0) -> tuple[float, float]:
+    """Seconds of a forward and of its backward."""
+    forward = sum(product_s(product, chip) for product in kernels.products)
+    backward = sum(product_s(half, chip) for product in kernels.products for half in product.backward())
+    for kernel in kernels.attention:
+        moved = kernel.bytes / chip.memory_bytes_per_s
+        forward += max(kernel.flops / chip.attention[0], moved)
+        backward += max(_FLASH_BACKWARD * kernel.flops / chip.attention[1], 2 * moved)
+    forward += kernels.moved_bytes / chip.memory_bytes_per_s
+    backward += 2 * kernels.moved_bytes / chip.memory_bytes_per_s
+    host = kernels.launches * chip.launch_s * launch
+    return max(forward, host), max(backward, 1.5 * host)

@@ -1,0 +1,77 @@
+"""What a framework does besides the mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from heterodyne.documents import Section, read_yaml, validate
+from heterodyne.errors import ClusterError
+
+__all__ = ["Software", "software_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """How devices are driven. The defaults are PyTorch's of today.
+
+    Args:
+        tuned: made for its devices by those who make them, or by hand.
+        flash: attention in one kernel that never writes the scores.
+        fused: norms, activations and dropouts in few kernels; else each op reads and writes memory for itself. ``fused_loss``: the same
+            of softmax and cross entropy.
+        launch: how much of the host's time for starting kernels counts: 1 for eager PyTorch, near 0 for captured graphs and compiled
+            programs.
+        overlap_gradients, overlap_parameters: whether gradients are reduced, and sharded parameters gathered, beside the computing.
+        overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products.
+        overlap_sends: whether a device computes while it sends to the next stage.
+        gradient_bytes: of an element of a gradient, as it is kept and reduced.
+        optimizer_bytes: read and written in a step of the optimizer, a parameter: Adam with fp32 masters reads gradient, master and two
+            moments and writes master, moments and weight.
+        state_bytes: kept by the optimizer, a parameter: masters and moments.
+        offload: the part of states that is kept in the host's memory.
+    """
+
+    tuned: bool = False
+    flash: bool = True
+    fused: bool = True
+    fused_loss: bool = True
+    launch: float = 1.0
+    overlap_gradients: bool = True
+    overlap_parameters: bool = True
+    overlap_tensor: float = 0.0
+    overlap_sends: bool = False
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 30
+    state_bytes: int = 12
+    offload: float = 0.0
+
+
+class _Entry(Section):
+    names: tuple[str, ...]
+    set: Mapping[str, bool | float]
+    why: str
+
+
+class _Entries(Section):
+    entries: tuple[_Entry, ...]
+
+
+@cache
+def _entries() -> tuple[_Entry, ...]:
+    path = Path(str(files("heterodyne.predictor") / "software.yaml"))
+    content, lines = read_yaml(path, ClusterError)
+    return validate(_Entries, {"entries": content}, error=ClusterError, path=str(path), lines=lines).entries
+
+
+def software_of(framework: str | None) -> Software:
+    """What is known of a framework by its name; PyTorch of today where nothing is."""
+    name = (framework or "").lower()
+    found = next((entry for entry in _entries() if any(word in name for word in entry.names)), None)
+    if found is None:
+        return Software()
+    whole = {"gradient_bytes", "optimizer_bytes", "state_bytes"}
+    return replace(Software(), **{key: int(value) if key in whole else value for key, value in found.set.items()})  # type: ignore[arg-type]

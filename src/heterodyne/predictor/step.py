@@ -1,0 +1,110 @@
+"""Seconds of a step: the pipeline played, what of the gradients' way nothing hides, the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.schedules.clock import play
+from heterodyne.plan.schedules.times import StageTimes, chain
+from heterodyne.predictor.constants import Constants, constants
+from heterodyne.predictor.network import Network
+from heterodyne.predictor.passes import Passes
+from heterodyne.predictor.roofline import Chip
+from heterodyne.predictor.setup import Setup
+from heterodyne.predictor.transformer import Transformer
+
+__all__ = ["StepTime", "step_time"]
+
+_HIDDEN = 0.9
+"""Of the reduction of gradients; the last bucket waits for the last layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds.
+
+    Args:
+        computing_s: forward and backward of all micro-batches on the busiest device, what they exchange counted; ``bubble_s``: what
+            the pipeline takes longer than that.
+        exposed_s: gradients and updated parameters on their way while nothing is computed.
+    """
+
+    computing_s: float
+    bubble_s: float
+    exposed_s: float
+    optimizer_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.computing_s + self.bubble_s + self.exposed_s + self.optimizer_s
+
+
+def step_time(
+    model: Transformer, setup: Setup, chip: Chip, network: Network, known: Constants | None = None
+) -> StepTime:
+    """One step of training, on as many devices as the setup has. Raises ValueError for a schedule that there is not."""
+    passes = Passes(model=model, setup=setup, chip=chip, network=network, known=known or constants())
+    computing, pipeline = _pipeline(passes)
+    software = setup.software
+    parts = (setup.zero_group or setup.dp * setup.cp) if setup.zero else 1
+    return StepTime(
+        computing_s=computing,
+        bubble_s=pipeline - computing,
+        exposed_s=_exposed_s(passes),
+        optimizer_s=passes.parameters * software.optimizer_bytes / parts / chip.memory_bytes_per_s,
+    )
+
+
+def _pipeline(passes: Passes) -> tuple[float, float]:
+    """Seconds of the busiest device, and of the whole."""
+    model, s = passes.model, passes.setup
+    (forward, backward), head = passes.layer, passes.head
+    if s.pp == 1:
+        one = s.micro_batches * (model.layers * (forward + backward) + sum(head) + passes.added_s)
+        return one, one
+    send = 0.0 if s.software.overlap_sends else passes.send_s
+    layers = s.layers_of_stages(model.layers)
+    last, times = len(layers) - 1, []
+    for stage, count in enumerate(layers):
+        f = count * forward + (head[0] if stage == last else send)
+        b = count * backward + (head[1] if stage == last else 0.0) + (send if stage else 0.0) + passes.added_s / s.vpp
+        times.append(StageTimes(forward_s=f, input_s=b / 2, weight_s=b / 2))
+    schedule = s.schedule if s.vpp == 1 else "Interleaved1F1B"
+    if schedule not in SCHEDULES:
+        raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+    lag = passes.send_s if s.software.overlap_sends else 0.0
+    busiest = max(sum(t.total_s for t in times[place :: s.pp]) for place in range(s.pp))
+    return s.micro_batches * busiest, _played_s(tuple(times), s.pp, s.micro_batches, schedule, lag)
+
+
+@lru_cache(maxsize=4096)
+def _played_s(times: tuple[StageTimes, ...], places: int, micro_batches: int, schedule: str, lag_s: float) -> float:
+    """A long row of alike micro-batches is a straight line; its begin and end are played."""
+    most = 4 * len(times)
+    if micro_batches > most + places:
+        few = most - most % places
+        low, high = (_played_s(times, places, count, schedule, lag_s) for count in (few, few + places))
+        return low + (micro_batches - few) * (high - low) / places
+    if schedule == "Interleaved1F1B" and micro_batches % places:  # rounds are whole
+        full = micro_batches + places - micro_batches % places
+        return _played_s(times, places, full, schedule, lag_s) * micro_batches / full
+    orders = SCHEDULES[schedule].orders(places, len(times) // places, micro_batches)
+    return play(orders, times, reads=chain(len(times), lag_s)).makespan_s
+
+
+def _exposed_s(passes: Passes) -> float:
+    """Gradients over the replicas; updated parameters back, where states are sharded."""
+    s, net, software = passes.setup, passes.network, passes.setup.software
+    if s.dp * s.cp == 1 or s.zero == 3:
+        return 0.0
+    group, count = net.group(s.dp * s.cp, s.tp), passes.parameters
+    gradients = count * (4 if s.element_bytes == 4 else software.gradient_bytes)
+    there = net.all_reduce_s(group, gradients) if s.zero == 0 else net.gather_s(group, gradients)
+    back = 0.0 if s.zero == 0 else net.gather_s(group, count * s.element_bytes)
+    if not software.overlap_gradients:
+        return there + back
+    # Behind the backward of the last micro-batch, and half of the parameters behind the next forward.
+    last_backward = passes.model.layers / s.pp * passes.layer[1]
+    return there - min(_HIDDEN * there, last_backward) + back / 2
