@@ -18,6 +18,7 @@ from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.errors import ClusterError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.yaml"))
+SIX_KINDS = Path(__file__).parents[2] / "examples" / "fleets" / "six_kinds.yaml"
 
 SITES = """\
 name: sites
@@ -143,12 +144,11 @@ def test_prices_that_are_not_there_are_listed(write: Write) -> None:
     load_fleet(write(SITES.replace("{H100-SXM-80GB: 3,", "{H100-SXM-80GB: 3, A100-SXM-80GB: 2,"))).require_prices()
 
 
-def test_twenty_five_thousand_devices_of_six_kinds_are_a_screenful(write: Write) -> None:
-    path = Path(__file__).parents[2] / "examples" / "fleets" / "six_kinds.yaml"
-    fleet = load_fleet(path)
+def test_twenty_five_thousand_devices_of_six_kinds_are_a_screenful() -> None:
+    fleet = load_fleet(SIX_KINDS)
     assert fleet.devices == 25_000
     assert len(fleet.kinds) == 6
-    assert len(path.read_text().splitlines()) <= 40
+    assert len(SIX_KINDS.read_text().splitlines()) <= 40
     fleet.require_prices()
     assert all(fleet.wire(a, b) is not None for a in fleet.pools for b in fleet.pools)
 
@@ -336,6 +336,15 @@ def test_alike_nodes_are_one_pool(write: Write) -> None:
     fleet = load_fleet(write(text))
     assert len(fleet.pools) == 1
     assert [pool.nodes for pool in fleet_of(cluster_of(fleet)).pools] == [500]
+
+
+def test_a_fleet_file_is_a_cluster_file_while_it_is_small(write: Write) -> None:
+    path = write(SITES)
+    assert load_cluster(path) == cluster_of(load_fleet(path))
+    flat = "nodes: [{name: a, count: 2, kind: A100-SXM-80GB, devices_per_node: 2, usd_per_hour: 1.5}]"
+    assert [device.id for device in load_cluster(write(flat)).devices][-1] == "a-1/A100-SXM-80GB:1"
+    with pytest.raises(ClusterError, match="at most 4,096"):
+        load_cluster(SIX_KINDS)
 
 
 def test_too_many_devices_to_list() -> None:

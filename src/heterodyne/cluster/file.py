@@ -26,16 +26,21 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from heterodyne.cluster.catalog import find, lookup
-from heterodyne.cluster.file_values import Count, DevicesEntry, LinkValues, Name, some
+from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S, Count, DevicesEntry, LinkValues, Name, some
+from heterodyne.cluster.fleet_cluster import cluster_of
+from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.spec import Cluster, Device, Link
 from heterodyne.documents import Location, Section, read_yaml, validate
 from heterodyne.errors import ClusterError
-from heterodyne.units import parse_seconds
 
 __all__ = ["CATALOG_LINK_LATENCY_S", "catalog_link", "load_cluster"]
 
-# Datasheets state no latency. The order of a copy between two GPUs of one node; whoever needs better measures it.
-CATALOG_LINK_LATENCY_S = parse_seconds("10 us")
+# What only a fleet file has: at its top, in its nodes, in its links.
+_OF_FLEETS: Mapping[str, frozenset[str]] = {
+    "": frozenset({"regions", "zones", "pods", "kinds", "prices", "spot"}),
+    "nodes": frozenset({"kind", "devices_per_node", "memory", "usd_per_hour", "spot", "watts"}),
+    "links": frozenset({"usd_per_gb"}),
+}
 
 
 def _between(ends: object) -> object:
@@ -68,14 +73,27 @@ class _File(Section):
 
 
 def load_cluster(path: Path) -> Cluster:
-    """The cluster that a YAML file describes. Raises ClusterError with the line of what is wrong and the remedy."""
+    """The cluster that a YAML file describes: a cluster file, or a fleet file of at most 4,096 devices.
+
+    Raises ClusterError with the line of what is wrong and the remedy.
+    """
     content, lines = read_yaml(path, ClusterError)
     if not isinstance(content, dict):
         raise ClusterError(
             "a cluster is a mapping with name, nodes and, if it has several nodes, links", path=str(path), line=1
         )
+    if _speaks_of_a_fleet(content):
+        return cluster_of(load_fleet(path))
     file = validate(_File, content, error=ClusterError, path=str(path), lines=lines)
     return _Reader(file, str(path), lines).cluster()
+
+
+def _speaks_of_a_fleet(content: Mapping[str, object]) -> bool:
+    for section, keys in _OF_FLEETS.items():
+        items = content.get(section) if section else [content]
+        if isinstance(items, list) and any(isinstance(item, dict) and not keys.isdisjoint(item) for item in items):
+            return True
+    return False
 
 
 def catalog_link(node: str, kinds: list[str]) -> Link | None:

@@ -11,7 +11,21 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from heterodyne.documents import Section
 from heterodyne.units import parse_bandwidth, parse_bytes, parse_seconds
 
-__all__ = ["Backend", "Bandwidth", "Count", "DevicesEntry", "Latency", "LinkValues", "Memory", "Name", "some"]
+__all__ = [
+    "CATALOG_LINK_LATENCY_S",
+    "Backend",
+    "Bandwidth",
+    "Count",
+    "DevicesEntry",
+    "Latency",
+    "LinkValues",
+    "Memory",
+    "Name",
+    "some",
+]
+
+# Datasheets state no latency. The order of a copy between two GPUs of one node; whoever needs better measures it.
+CATALOG_LINK_LATENCY_S = parse_seconds("10 us")
 
 _BOUNDS: Mapping[str, tuple[float, float, str]] = {
     "memory": (2**20, 2**50, "1 MiB and 1 PiB"),

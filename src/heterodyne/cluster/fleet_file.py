@@ -29,8 +29,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-from heterodyne.cluster.file import CATALOG_LINK_LATENCY_S
-from heterodyne.cluster.file_values import DevicesEntry, LinkValues
+from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S, DevicesEntry, LinkValues
 from heterodyne.cluster.fleet import Fleet, Pool, Wire, listed
 from heterodyne.cluster.fleet_kinds import Kinds
 from heterodyne.cluster.fleet_links import FleetLinks, Place

@@ -21,7 +21,7 @@ from itertools import islice, repeat
 from typing import TypeVar
 
 from heterodyne.cluster.catalog import Accelerator, catalog, find
-from heterodyne.cluster.file import CATALOG_LINK_LATENCY_S
+from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S
 from heterodyne.cluster.fleet import EVERYWHERE, Fleet, Pool, Wire, listed
 from heterodyne.errors import ClusterError, UnitError
 from heterodyne.units import parse_bandwidth, parse_seconds
