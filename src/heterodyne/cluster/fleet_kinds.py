@@ -128,5 +128,6 @@ class Kinds:
         try:
             lookup(kind)
         except ClusterError as unknown:
-            return self._error(f"{unknown} Or describe it: 'kinds: {{{kind}: {{{_FOUR_NUMBERS}}}}}'", at)
+            end = "" if str(unknown).endswith("?") else "."
+            return self._error(f"{unknown}{end} Or describe it: 'kinds: {{{kind}: {{{_FOUR_NUMBERS}}}}}'", at)
         raise AssertionError(kind)
