@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterodyne.cluster import Cluster
+from heterodyne.cluster import Cluster, fleet_file
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cluster.fleet_cluster import cluster_of, fleet_of
@@ -151,6 +152,13 @@ def test_twenty_five_thousand_devices_of_six_kinds_are_a_screenful() -> None:
     assert len(SIX_KINDS.read_text().splitlines()) <= 40
     fleet.require_prices()
     assert all(fleet.wire(a, b) is not None for a in fleet.pools for b in fleet.pools)
+
+
+def test_the_example_of_the_page_is_a_fleet(write: Write) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text(encoding="utf-8")
+    text = page.split("## The file\n")[1].split("**Places.**")[0]
+    assert load_fleet(write(textwrap.dedent(text))).kinds == ("H100-SXM-80GB", "NPU-X")
+    assert load_fleet(write(textwrap.dedent((fleet_file.__doc__ or "").split("\n\n")[1]))).devices == 3072
 
 
 @pytest.mark.parametrize(

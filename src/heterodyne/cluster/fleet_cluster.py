@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, groupby, product
+from itertools import combinations, combinations_with_replacement, groupby, product
 
 from heterodyne.cluster.catalog import find
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
@@ -41,7 +41,8 @@ def cluster_of(fleet: Fleet) -> Cluster:
             standing.append((name, group[0]))
             if group[0].inside is not None:
                 inner.append(_link(name, name, group[0].inside))
-    wires = {(a.name, b.name): fleet.wire(a, b) for a in fleet.pools for b in fleet.pools}
+    leading = list({pool.name: pool for _, pool in standing}.values())
+    wires = {(a.name, b.name): fleet.wire(a, b) for a, b in combinations_with_replacement(leading, 2)}
     outer = [
         _link(one, other, wire)
         for (one, a), (other, b) in combinations(standing, 2)

@@ -17,7 +17,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import islice, repeat
 from typing import TypeVar
 
 from heterodyne.cluster.catalog import Accelerator, catalog, find
@@ -221,20 +220,21 @@ def _linked(fleet: Fleet, text: str) -> Fleet:
 
 
 def _joined(fleet: Fleet, a: str, b: str, bandwidth: float, latency: float | None, text: str) -> Fleet:
-    """With one link more, or another one. ``a`` and ``all``: with whatever is outside of a."""
-    if EVERYWHERE in (a, b) and a != b:
+    """With one link more, or another one. ``a`` and ``all``: with each pool outside of a."""
+    pairs = [(a, b)]
+    if a != b and EVERYWHERE in (a, b):
         alone = a if b == EVERYWHERE else b
-        outside = [p.name for p in fleet.pools if alone not in (p.name, *_words(p))]
-        for name in outside:
-            fleet = _joined(fleet, alone, name, bandwidth, latency, text)
-        return fleet
+        pairs = [(alone, pool.name) for pool in fleet.pools if alone not in (pool.name, *_words(pool))]
+    links = dict(fleet.links)
+    for ends in pairs:
+        turned = (ends[1], ends[0])
+        left, right = (_held(fleet, end) for end in ends)
+        met = (fleet.wire(p, q) for p in left for q in right if p.name != q.name or p.nodes > 1)
+        known = (links.pop(ends, None), links.pop(turned, None), next(met, None))
+        links[ends] = _wire(next((wire for wire in known if wire is not None), None), bandwidth, latency, text)
     bare = replace(fleet, pools=tuple(replace(pool, between=None) for pool in fleet.pools))
-    stated = (fleet.links.get(ends) for ends in ((a, b), (b, a)))
-    met = (fleet.wire(p, q) for p in _held(fleet, a) for q in _held(fleet, b) if p.name != q.name or p.nodes > 1)
-    old = next((wire for wire in (*stated, *islice(met, 1)) if wire is not None), None)
-    kept = {ends: value for ends, value in fleet.links.items() if ends != (b, a)}
-    grown = replace(bare, links={**kept, (a, b): _wire(old, bandwidth, latency, text)})
-    return replace(grown, pools=tuple(map(_rederived, fleet.pools, repeat(bare), repeat(grown), repeat(a))))
+    grown = replace(bare, links=links)
+    return replace(grown, pools=tuple(_rederived(pool, bare, grown, a) for pool in fleet.pools))
 
 
 def _rederived(pool: Pool, before: Fleet, after: Fleet, end: str) -> Pool:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from heterodyne.errors import PlanError
 from heterodyne.graph import ModelGraph
@@ -15,6 +16,7 @@ from heterodyne.plan.export import even_plan, megatron_arguments, torchtitan_tom
 from heterodyne.plan.export.model_shape import model_shape
 from pure.build import graph
 from pure.cost.transformer import HEADS, TOKENS, transformer
+from pure.plan.strategies import GENERAL_PLANS
 
 MODEL = graph(6)  # ops: embed, six layers of two, head
 
@@ -26,10 +28,10 @@ def stage(
     return Stage(ops=(start, stop), devices=tuple(devices), regions=(Region(layout=layout),), **other)
 
 
-def plan(*pipelines: tuple[Stage, ...], micro_batches: str = "4x2", **other: Any) -> Plan:
+def plan(*pipelines: tuple[Stage, ...], micro_batches: str = "4x2", model: ModelGraph = MODEL, **other: Any) -> Plan:
     made = tuple(Pipeline(micro_batches=MicroBatches.parse(micro_batches), stages=stages) for stages in pipelines)
     samples = sum(pipeline.micro_batches.samples for pipeline in made)
-    return Plan(model=MODEL.fingerprint, cluster="", global_batch_size=samples, pipelines=made, **other)
+    return Plan(model=model.fingerprint, cluster="", global_batch_size=samples, pipelines=made, **other)
 
 
 def test_pipelines_of_stages_that_lie_in_parts() -> None:
@@ -107,6 +109,9 @@ UNEVEN = {
     "stage 1 and stage 0 do not both": plan((stage(0, 7, "ab", state_shares=(1, 1)), stage(7, 14, "cd"))),
     "some have more than others": plan((stage(0, 3, "a"), stage(3, 7, "b"), stage(7, 14, "a"))),
     "'Magic' is not known": plan((stage(0, 14, "a"),), schedule="Magic"),
+    "stage 1 runs ops 8 to 14, the ones before end at 7": plan((stage(0, 7, "a"), stage(8, 14, "b"))),
+    "the stages end at op 13, the model has 14": plan((stage(0, 13, "a"),)),
+    "stage 0 has no device": plan((stage(0, 14, ""),)),
     "has no pipeline": plan((stage(0, 14, "a"),)).model_copy(update={"pipelines": ()}),
 }
 
@@ -126,7 +131,7 @@ def test_an_order_of_its_own_is_no_named_schedule() -> None:
 
 def test_a_model_without_layers() -> None:
     with pytest.raises(PlanError, match="no repeated layers"):
-        even_plan(plan((stage(0, 4, "a"),)), graph(1))
+        even_plan(plan((stage(0, 4, "a"),), model=graph(1)), graph(1))
 
 
 def renamed(block: int, **changes: str) -> ModelGraph:
@@ -135,16 +140,31 @@ def renamed(block: int, **changes: str) -> ModelGraph:
 
 
 def test_a_layer_of_another_kind_is_a_layer() -> None:
-    assert even_plan(plan((stage(0, 14, "a"),)), renamed(1, kind="dense")).layers == 6
+    model = renamed(1, kind="dense")
+    assert even_plan(plan((stage(0, 14, "a"),), model=model), model).layers == 6
 
 
 def test_what_stands_before_the_layers_is_in_the_first_stage() -> None:
     model = renamed(1, kind="stem", name="stem")
-    assert even_plan(plan((stage(0, 3, "a"), stage(3, 14, "b"))), model).layers_per_stage == (0, 5)
+    assert even_plan(plan((stage(0, 3, "a"), stage(3, 14, "b")), model=model), model).layers_per_stage == (0, 5)
     with pytest.raises(PlanError, match="stage 1 has 'stem'"):
-        even_plan(plan((stage(0, 1, "a"), stage(1, 14, "b"))), model)
+        even_plan(plan((stage(0, 1, "a"), stage(1, 14, "b")), model=model), model)
 
 
 def test_the_shape_of_a_transformer() -> None:
     shape = model_shape(transformer())
     assert (shape.num_attention_heads, shape.sequence_length) == (HEADS, TOKENS)
+
+
+@given(GENERAL_PLANS)
+def test_any_plan_is_even_or_told_why_not(plan: Plan) -> None:
+    try:
+        even = even_plan(plan.model_copy(update={"model": MODEL.fingerprint}), MODEL)
+    except PlanError:
+        return
+    assert even.devices == len(plan.devices)
+
+
+def test_a_plan_of_another_model() -> None:
+    with pytest.raises(PlanError, match="made for another model"):
+        even_plan(plan((stage(0, 14, "a"),)), graph(5))

@@ -19,9 +19,12 @@ _DEGREE: Final = {"replicate": "dp", "split": "tp", "context": "cp"}
 
 def even_plan(plan: Plan, graph: ModelGraph) -> EvenPlan:
     """The plan in the words that other frameworks have. Raises PlanError with the first stage that is not like the others, and why."""
+    if plan.model != graph.fingerprint:
+        raise PlanError("the plan was made for another model; plan again with 'heterodyne plan'")
     if not plan.pipelines:
         raise PlanError("the plan has no pipeline")
     first = plan.pipelines[0]
+    _require_whole(first, graph)
     _require_alike(plan)
     kind, width = _layout(first)
     sizes = first.micro_batches.sizes
@@ -52,6 +55,18 @@ def even_plan(plan: Plan, graph: ModelGraph) -> EvenPlan:
         shape=model_shape(graph),
         notes=_notes(plan),
     )
+
+
+def _require_whole(pipeline: Pipeline, graph: ModelGraph) -> None:
+    done = 0
+    for index, stage in enumerate(pipeline.stages):
+        if not stage.devices:
+            raise PlanError(f"stage {index} has no device")
+        if stage.ops[0] != done or stage.ops[1] < done:
+            raise PlanError(f"stage {index} runs ops {stage.ops[0]} to {stage.ops[1]}, the ones before end at {done}")
+        done = stage.ops[1]
+    if done != len(graph.ops):
+        raise PlanError(f"the stages end at op {done}, the model has {len(graph.ops)}")
 
 
 def _require_alike(plan: Plan) -> None:
