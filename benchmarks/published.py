@@ -107,7 +107,7 @@ def calibrated(found: Iterable[Judged], ratio: Callable[[Judged], float]) -> lis
 
 
 def order(found: Iterable[Judged]) -> tuple[int, int]:
-    """Of choices between plans for one model and cluster: those where the predicted best is the measured best or within 5% of it, and all."""
+    """Of choices between plans for one model and cluster: how often the predicted best is the best or within 5%, of how many."""
     choices: dict[tuple[object, ...], list[Judged]] = {}
     for row in found:
         run = row.run

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,7 @@ _KINDS = (
 _NOT_IN_THE_CATALOG = {
     # The maker's product page; dense, with sums in 32 bits.
     "RTX-5060Ti-16GB": Accelerator(
-        kind="RTX-5060Ti-16GB", backend="cuda", aliases=(), peak_flops={"fp32": 23.7e12, "fp16": 47.4e12, "bf16": 47.4e12},
+        kind="RTX-5060Ti-16GB", backend="cuda", aliases=(), peak_flops={"fp32": 23.7e12, "fp16": 47.4e12, "bf16": 47.4e12, "fp8": 94.8e12},
         measured_flops={}, memory_bytes=16 * 10**9, memory_bandwidth_bytes_per_s=448e9, link_bandwidth_bytes_per_s=None,
         link_type="PCIe 5 x8", tdp_w=180, prices=(), sources=("nvidia.com",), notes="",
     )
@@ -111,6 +111,8 @@ def _run(row: Mapping[str, Any]) -> Run | None:
     if side is None or device is None or not known or not plan.get("global_batch") or not plan.get("micro_batch"):
         return None
     model = _model(row)
+    if model is None:
+        return None
     seconds = _seconds(row, model)
     if seconds is None:
         return None
@@ -141,7 +143,8 @@ def _device(name: str) -> Accelerator | None:
         return None
 
 
-def _model(row: Mapping[str, Any]) -> Transformer:
+def _model(row: Mapping[str, Any]) -> Transformer | None:
+    """None where nobody says how wide the feed-forward layer is."""
     shape, name = row["model"], (row["model"]["name"] or "").lower()
     hidden, seq = shape["hidden"], shape["seq"]
     vocab, ffn = shape.get("vocab") or 51200, shape.get("ffn") or shape.get("moe_ffn")
@@ -150,6 +153,8 @@ def _model(row: Mapping[str, Any]) -> Transformer:
         ffn, vocab = 11008, 103168
     if "gpt3_7b" in name:  # 7 billion parameters with 8 kv heads: Llama-3's feed-forward layer
         ffn, gated = 14336, True
+    if not ffn:
+        return None
     bert, gshard = "bert" in name, "gshard" in name
     if bert:
         vocab = 30522
@@ -161,7 +166,7 @@ def _model(row: Mapping[str, Any]) -> Transformer:
         head_dim=128 if "qwen3" in name else None,
         vocab=vocab,
         seq=seq,
-        ffn=ffn or 4 * hidden,
+        ffn=ffn,
         gated=gated,
         experts=shape.get("experts") or 0,
         topk=shape.get("topk") or 1,
@@ -179,6 +184,8 @@ def _model(row: Mapping[str, Any]) -> Transformer:
 def _setup(row: Mapping[str, Any]) -> Setup:
     plan, shape = row["parallel"], row["model"]
     software = software_of(plan.get("framework"))
+    if "fp32 grad" in (plan.get("precision") or ""):  # sums of gradients in 32 bits besides those in 16
+        software = replace(software, gradient_bytes=6)
     recompute, layers = _recompute(str(plan.get("recompute")))
     pp, vpp = plan["pp"] or 1, plan.get("vpp") or 1
     schedule = _SCHEDULES.get(plan.get("schedule") or "", "1F1B")

@@ -27,6 +27,8 @@ class Fitted(Section):
     launch_us: float = Field(ge=0)
     inside: float = Field(gt=0, le=1)
     between: float = Field(gt=0, le=1)
+    inside_latency_us: float = Field(ge=0)
+    between_latency_us: float = Field(ge=0)
 
 
 class Stated(Section):
@@ -42,8 +44,6 @@ class Stated(Section):
     score_bytes: tuple[float, float]
     logit_bytes: tuple[float, float]
     launches: tuple[float, float]
-    inside_latency_us: float = Field(ge=0)
-    between_latency_us: float = Field(ge=0)
 
 
 class Constants(Section):

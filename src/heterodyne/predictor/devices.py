@@ -120,6 +120,6 @@ def network_of(
         devices=devices_per_node,
         inside_bytes_per_s=link * (fitted.inside if link >= _NVLINK else stated.pcie),
         between_bytes_per_s=cards * fitted.between,
-        inside_latency_s=stated.inside_latency_us * 1e-6,
-        between_latency_s=stated.between_latency_us * 1e-6,
+        inside_latency_s=fitted.inside_latency_us * 1e-6,
+        between_latency_s=fitted.between_latency_us * 1e-6,
     )

@@ -13,9 +13,10 @@ from heterodyne.predictor.transformer import Transformer
 
 __all__ = ["Footprint", "footprint", "layer_activation_bytes"]
 
-_CONTEXT_BYTES = 1.2 * 2**30
-"""Of a driver's context and the buffers of a communication library: what a GPU process has before it allocates anything."""
-_FRAGMENTS = 0.05
+_CONTEXT_BYTES = 2.0 * 2**30
+"""Of a driver's context and the buffers of a communication library: a GPU process of several groups has 1 to 3 GiB before it allocates
+anything."""
+_FRAGMENTS = 0.1
 """Of what is allocated: lost between blocks of the allocator."""
 
 
@@ -99,6 +100,7 @@ def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
         workspace = max(workspace, logits * (element + 4 + (4 if software.fused_loss else 8)))
     if s.zero == 3:  # two layers gathered at a time, and the embedding
         workspace += element * (2 * (dense / max(mine, 1)) + model.embedding_parameters / s.tp)
+    workspace += software.buffer_bytes
     activations = each * _under_way(s, stage)
     allocated = weights + gradients + states + activations + workspace
     return Footprint(

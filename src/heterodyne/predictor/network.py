@@ -48,21 +48,16 @@ class Network:
         return Group(size=size, inside=inside, others=max(0, min(stride, self.devices) - 1))
 
     def all_reduce_s(self, group: Group, count: float) -> float:
-        """Of ``count`` bytes on each device."""
-        return 2 * self.gather_s(group, count)
+        """Of ``count`` bytes on each device. Libraries reduce along a tree where a ring is long."""
+        if group.size < 2 or count <= 0:
+            return 0.0
+        return 2 * (self._carried_s(group, count) + min(self._ring_s(group), self._tree_s(group)))
 
     def gather_s(self, group: Group, count: float) -> float:
         """All-gather to (or reduce-scatter from) ``count`` bytes on each device."""
         if group.size < 2 or count <= 0:
             return 0.0
-        part = (group.size - 1) / group.size * count
-        if group.nodes == 1:
-            return part / self.inside_bytes_per_s + self._steps(group.inside) * self.inside_latency_s
-        # Rings are laid out so that every byte enters a node once, over whatever its members have together.
-        between = part / (self.between_bytes_per_s * 1.0 / (group.others + 1))
-        inside = part / self.inside_bytes_per_s if group.inside > 1 else 0.0
-        wait = self._steps(group.inside) * self.inside_latency_s + self._steps(group.nodes) * self.between_latency_s
-        return max(between, inside) + wait
+        return self._carried_s(group, count) + self._ring_s(group)
 
     def all_to_all_s(self, group: Group, count: float) -> float:
         """Of ``count`` bytes that each device has for all of the group."""
@@ -83,7 +78,18 @@ class Network:
             return count / self.inside_bytes_per_s + self.inside_latency_s
         return count * beside / self.between_bytes_per_s + self.between_latency_s
 
-    @staticmethod
-    def _steps(count: int) -> float:
-        """Of a ring, or of a tree where the ring is long: libraries take what is faster for small messages."""
-        return min(count - 1, 2 * math.log2(max(count, 1)) + 1) if count > 1 else 0
+    def _carried_s(self, group: Group, count: float) -> float:
+        """A ring, once round. It is laid out so that every byte enters a node once, over whatever its members have together."""
+        part = (group.size - 1) / group.size * count
+        inside = part / self.inside_bytes_per_s if group.inside > 1 else 0.0
+        if group.nodes == 1:
+            return inside
+        return max(inside, part * (group.others + 1) / self.between_bytes_per_s)
+
+    def _ring_s(self, group: Group) -> float:
+        """All members pass on at the same time, so each step takes as long as the slowest."""
+        step = self.inside_latency_s if group.nodes == 1 else self.between_latency_s
+        return (group.size - 1) * step
+
+    def _tree_s(self, group: Group) -> float:
+        return math.log2(group.inside) * self.inside_latency_s + math.log2(group.nodes) * self.between_latency_s

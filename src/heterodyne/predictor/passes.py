@@ -127,8 +127,9 @@ class Passes:
         if s.zero < 3 or s.dp * s.cp == 1:
             return forward, backward
         group, count = net.group(s.dp * s.cp, s.tp), self.layer_parameters(experts=experts)
-        gather = net.gather_s(group, count * s.element_bytes)
-        scatter = net.gather_s(group, count * software.gradient_bytes)
+        messages = software.gathers
+        gather = messages * net.gather_s(group, count * s.element_bytes / messages)
+        scatter = messages * net.gather_s(group, count * software.gradient_bytes / messages)
         if software.overlap_parameters:
             return max(forward, gather), max(backward, gather + scatter)
         return forward + gather, backward + gather + scatter

@@ -26,12 +26,14 @@ class Software:
         launch: how much of the host's time for starting kernels counts: 1 for eager PyTorch, near 0 for captured graphs and compiled
             programs.
         overlap_gradients, overlap_parameters: whether gradients are reduced, and sharded parameters gathered, beside the computing.
+        gathers: how many messages the parameters of a layer are gathered in (ZeRO-3).
         overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products.
         overlap_sends: whether a device computes while it sends to the next stage.
         gradient_bytes: of an element of a gradient, as it is kept and reduced.
         optimizer_bytes: read and written in a step of the optimizer, a parameter: Adam with fp32 masters reads gradient, master and two
             moments and writes master, moments and weight.
         state_bytes: kept by the optimizer, a parameter: masters and moments.
+        buffer_bytes: that communication keeps for itself.
         offload: the part of states that is kept in the host's memory.
     """
 
@@ -42,11 +44,13 @@ class Software:
     launch: float = 1.0
     overlap_gradients: bool = True
     overlap_parameters: bool = True
+    gathers: int = 1
     overlap_tensor: float = 0.0
     overlap_sends: bool = False
     gradient_bytes: int = 4
     optimizer_bytes: int = 30
     state_bytes: int = 12
+    buffer_bytes: int = 0
     offload: float = 0.0
 
 
@@ -73,5 +77,5 @@ def software_of(framework: str | None) -> Software:
     found = next((entry for entry in _entries() if any(word in name for word in entry.names)), None)
     if found is None:
         return Software()
-    whole = {"gradient_bytes", "optimizer_bytes", "state_bytes"}
+    whole = {"gathers", "gradient_bytes", "optimizer_bytes", "state_bytes", "buffer_bytes"}
     return replace(Software(), **{key: int(value) if key in whole else value for key, value in found.set.items()})  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""Fits what `predictor/constants.yaml` calls fitted to the published rows of the fitting side, and prints it.
+
+The median of the logarithms of predicted over measured steps is what counts (a soft L1 loss); every source and kind of device has the
+same weight, whatever the number of its rows; and each constant is held back towards where it is now, so that one that the rows say
+nothing about stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+from published import DATA
+from published_rows import FIT, Run, runs
+from scipy.optimize import least_squares
+
+from heterodyne.predictor.constants import Constants, Fitted, constants
+from heterodyne.predictor.prediction import predicted
+
+_MOST = 24
+"""Rows of a source and kind of device; they are correlated, more say little more."""
+_HELD_BACK = 0.25
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=DATA, help="the published rows, one JSON a line")
+    parser.add_argument(
+        "--evaluations", type=int, default=12, help="how often all rows are predicted, times the constants"
+    )
+    options = parser.parse_args()
+    chosen = sample([run for run in runs(options.data) if run.side == FIT])
+    now = constants()
+    names = tuple(Fitted.model_fields)
+    start = np.log([getattr(now.fitted, name) for name in names])
+
+    def residuals(at: np.ndarray) -> np.ndarray:
+        known = changed(now, names, at)
+        off = [weight * log(seconds(run, known) / run.measured_s) for run, weight in chosen]
+        return np.array([*off, *(_HELD_BACK * (at - start))])
+
+    found = least_squares(residuals, start, loss="soft_l1", f_scale=0.1, max_nfev=options.evaluations, diff_step=0.02)
+    for name, was, value in zip(names, start, found.x, strict=True):
+        print(f"{name:18} {exp(was):9.4g} -> {exp(value):9.4g}")
+    return 0
+
+
+def sample(found: list[Run]) -> list[tuple[Run, float]]:
+    """No more than so many of each group, and the weight of each."""
+    groups: dict[str, list[Run]] = {}
+    for run in found:
+        groups.setdefault(run.group, []).append(run)
+    chosen = []
+    for rows in groups.values():
+        few = rows[:: max(1, len(rows) // _MOST)][:_MOST]
+        chosen += [(run, min(1.0, 6 / len(few)) ** 0.5) for run in few]
+    return chosen
+
+
+def changed(now: Constants, names: tuple[str, ...], at: np.ndarray) -> Constants:
+    """Checked no more than an optimiser can bear: it looks at both sides of every bound."""
+    fitted = now.fitted.model_copy(update={name: exp(value) for name, value in zip(names, at, strict=True)})
+    return now.model_copy(update={"fitted": fitted})
+
+
+def seconds(run: Run, known: Constants) -> float:
+    return predicted(run.model, run.setup, run.device, run.wires(known), known).step_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())
