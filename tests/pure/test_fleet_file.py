@@ -351,7 +351,7 @@ def test_a_fleet_file_is_a_cluster_file_while_it_is_small(write: Write) -> None:
     assert load_cluster(path) == cluster_of(load_fleet(path))
     flat = "nodes: [{name: a, count: 2, kind: A100-SXM-80GB, devices_per_node: 2, usd_per_hour: 1.5}]"
     assert [device.id for device in load_cluster(write(flat)).devices][-1] == "a-1/A100-SXM-80GB:1"
-    with pytest.raises(ClusterError, match="at most 4,096"):
+    with pytest.raises(ClusterError, match=r"six_kinds.yaml: fleet .* at most 4,096"):
         load_cluster(SIX_KINDS)
 
 

@@ -27,6 +27,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from heterodyne.cluster.catalog import find, lookup
 from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S, Count, DevicesEntry, LinkValues, Name, some
+from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.spec import Cluster, Device, Link
@@ -83,7 +84,7 @@ def load_cluster(path: Path) -> Cluster:
             "a cluster is a mapping with name, nodes and, if it has several nodes, links", path=str(path), line=1
         )
     if _speaks_of_a_fleet(content):
-        return cluster_of(load_fleet(path))
+        return _listed(load_fleet(path), path)
     file = validate(_File, content, error=ClusterError, path=str(path), lines=lines)
     return _Reader(file, str(path), lines).cluster()
 
@@ -94,6 +95,13 @@ def _speaks_of_a_fleet(content: Mapping[str, object]) -> bool:
         if isinstance(items, list) and any(isinstance(item, dict) and not keys.isdisjoint(item) for item in items):
             return True
     return False
+
+
+def _listed(fleet: Fleet, path: Path) -> Cluster:
+    try:
+        return cluster_of(fleet)
+    except ClusterError as error:
+        raise ClusterError(str(error), path=str(path)) from error
 
 
 def catalog_link(node: str, kinds: list[str]) -> Link | None:
