@@ -22,7 +22,7 @@ from heterodyne.predictor.prediction import predicted
 
 _MOST = 24
 """Rows of a source and kind of device; they are correlated, more say little more."""
-_HELD_BACK = 0.25
+_HELD_BACK = 0.1
 
 
 def main() -> int:
@@ -42,7 +42,16 @@ def main() -> int:
         off = [weight * log(seconds(run, known) / run.measured_s) for run, weight in chosen]
         return np.array([*off, *(_HELD_BACK * (at - start))])
 
-    found = least_squares(residuals, start, loss="soft_l1", f_scale=0.1, max_nfev=options.evaluations, diff_step=0.02)
+    most = np.log([_bound(name) for name in names])
+    found = least_squares(
+        residuals,
+        start,
+        bounds=(-np.inf, most),
+        loss="soft_l1",
+        f_scale=0.1,
+        max_nfev=options.evaluations,
+        diff_step=0.02,
+    )
     for name, was, value in zip(names, start, found.x, strict=True):
         print(f"{name:18} {exp(was):9.4g} -> {exp(value):9.4g}")
     return 0
@@ -60,8 +69,14 @@ def sample(found: list[Run]) -> list[tuple[Run, float]]:
     return chosen
 
 
+def _bound(name: str) -> float:
+    """No part of a datasheet's number is more than all of it."""
+    upper = [rule.le for rule in Fitted.model_fields[name].metadata if hasattr(rule, "le")]
+    return upper[0] if upper else float("inf")
+
+
 def changed(now: Constants, names: tuple[str, ...], at: np.ndarray) -> Constants:
-    """Checked no more than an optimiser can bear: it looks at both sides of every bound."""
+    """With these values."""
     fitted = now.fitted.model_copy(update={name: exp(value) for name, value in zip(names, at, strict=True)})
     return now.model_copy(update={"fitted": fitted})
 

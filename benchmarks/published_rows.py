@@ -186,6 +186,8 @@ def _setup(row: Mapping[str, Any]) -> Setup:
     software = software_of(plan.get("framework"))
     if "fp32 grad" in (plan.get("precision") or ""):  # sums of gradients in 32 bits besides those in 16
         software = replace(software, gradient_bytes=6)
+    if "fp32 all-reduce" in (plan.get("precision") or ""):
+        software = replace(software, gradient_bytes=4)
     recompute, layers = _recompute(str(plan.get("recompute")))
     pp, vpp = plan["pp"] or 1, plan.get("vpp") or 1
     schedule = _SCHEDULES.get(plan.get("schedule") or "", "1F1B")
@@ -235,6 +237,7 @@ def _network(row: Mapping[str, Any]) -> dict[str, Any]:
     if said:
         scale = 1e9 if said[3] == "GB/s" else 1e9 / 8
         found["between_bytes_per_s"] = int(said[1] or 1) * float(said[2]) * scale
+        found["rdma"] = "AWS" not in cluster["inter"]  # these instances have no network card that RDMA can use
     elif row["source"].startswith("BigScience"):
         found["between_bytes_per_s"] = _OMNI_PATH
     return found

@@ -38,6 +38,7 @@ class Stated(Section):
     memory: float = Field(gt=0, le=1)
     vector: float = Field(gt=0, le=1)
     pcie: float = Field(gt=0, le=1)
+    sockets: float = Field(gt=0, le=1)
     tuned: float = Field(ge=1)
     tuned_attention: float = Field(ge=1)
     fp8: float = Field(ge=1, le=2)

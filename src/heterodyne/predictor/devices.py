@@ -105,12 +105,14 @@ def network_of(
     *,
     inside_bytes_per_s: float | None = None,
     between_bytes_per_s: float | None = None,
+    rdma: bool = True,
     known: Constants | None = None,
 ) -> Network:
     """Nodes of such devices. What is not told is as on the datasheet, and as in the maker's reference server.
 
     Args:
         inside_bytes_per_s: of a device's link, as promised. ``between_bytes_per_s``: of all network cards of a node, as promised.
+        rdma: whether they write into the memory of devices by themselves; else the kernel carries everything through sockets.
     """
     known = known or constants()
     stated, fitted = known.stated, known.fitted
@@ -119,7 +121,7 @@ def network_of(
     return Network(
         devices=devices_per_node,
         inside_bytes_per_s=link * (fitted.inside if link >= _NVLINK else stated.pcie),
-        between_bytes_per_s=cards * fitted.between,
+        between_bytes_per_s=cards * (fitted.between if rdma else stated.sockets),
         inside_latency_s=fitted.inside_latency_us * 1e-6,
         between_latency_s=fitted.between_latency_us * 1e-6,
     )
