@@ -237,6 +237,16 @@ def test_links_of_which_neither_is_the_more_special_one(write: Write) -> None:
     assert gbit(fleet.wire(fleet.pool("west/x"), fleet.pool("east/b"))) == 2
 
 
+def test_paths_that_make_the_same_names_of_nodes(write: Write) -> None:
+    text = """
+regions:
+  - {name: a.b, nodes: [{kind: A100-SXM-80GB}]}
+  - {name: a, zones: [{name: b, nodes: [{kind: A100-SXM-80GB}]}]}
+"""
+    with pytest.raises(ClusterError, match=r"a\.b and a/b have the same names"):
+        load_fleet(write(text))
+
+
 def test_a_link_of_counted_pods_is_between_each_two_of_them(write: Write) -> None:
     link = "  - {between: [east/a/h100, east/a/h100], bandwidth: 333 Gb/s, latency: 1 us}\nregions:\n"
     fleet = load_fleet(write(SITES.replace("regions:\n", link, 1)))

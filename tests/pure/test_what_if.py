@@ -106,6 +106,20 @@ def test_what_is_gone(load: Load, without: list[str], left: dict[str, int]) -> N
     assert all((pool.between is None) == (pool.nodes == 1) for pool in fleet.pools)
 
 
+def test_a_node_of_several_kinds_goes_as_a_whole(load: Load) -> None:
+    mixed = load(LAB.replace("name: old, ", "name: old, count: 3, "))
+    fleet = changed(mixed, without=["old-1"])
+    assert {pool.name: pool.nodes for pool in fleet.pools} == {"new": 3, "old/V100-SXM2-16GB": 2, "old/cpu": 2}
+    with pytest.raises(ClusterError, match="have the same names but are not the same"):
+        changed(mixed, without=["1xold/cpu"])
+
+
+def test_what_was_added_goes_without_what_it_stands_beside(load: Load) -> None:
+    fleet = changed(load(LAB), add=["8xA100"])
+    assert changed(fleet, without=["A100-SXM-80GB"]) == load(LAB)
+    assert {pool.kind for pool in changed(fleet, without=["new"]).pools} == set(fleet.kinds)
+
+
 def test_a_whole_region_is_gone_with_its_links(load: Load) -> None:
     fleet = changed(load(SITES), without=["east"])
     assert [pool.name for pool in fleet.pools] == ["west"]

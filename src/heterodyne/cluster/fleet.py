@@ -125,6 +125,13 @@ class Fleet:
         for pool in self.pools:
             if self._around[pool.name] != _around(pool.name, pool.place):
                 raise ClusterError(f"{pool.name!r} is the name of a pool and of a place that it is not in; rename one")
+        standing: dict[str, Pool] = {}
+        for pool in self.pools:
+            other = standing.setdefault(pool.node_name, pool)
+            if (pool.node or pool.name, pool.nodes, pool.place) != (other.node or other.name, other.nodes, other.place):
+                raise ClusterError(
+                    f"the nodes of pools {other.name} and {pool.name} have the same names but are not the same; rename one"
+                )
         for stated in (self.links, self.usd_per_byte):
             self._check(stated)
 

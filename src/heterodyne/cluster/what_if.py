@@ -58,12 +58,12 @@ def changed(fleet: Fleet, *, add: Iterable[str] = (), without: Iterable[str] = (
 
 def _without(fleet: Fleet, text: str) -> Fleet:
     """The fleet without a pool, a place, or some nodes of a pool."""
-    held = {word: [p for p in fleet.pools if word in (p.name, p.node_name, *_words(p))] for word in _names(fleet)}
+    held = {word: _named(fleet, word) for word in _names(fleet)}
     name, number = text, None
     if name not in held:
         counted, single = _WITHOUT.match(text), _single(fleet, text)
         if single is not None:
-            name, number = single.name, 1
+            name, number = single.node_name, 1
         elif counted is not None and counted["nodes"] and counted["name"] in held:
             name, number = counted["name"], int(counted["nodes"])
     if name not in held:
@@ -85,6 +85,12 @@ def _without(fleet: Fleet, text: str) -> Fleet:
     return replace(fleet, pools=pools, links=_among(fleet.links, there), usd_per_byte=_among(fleet.usd_per_byte, there))
 
 
+def _named(fleet: Fleet, word: str) -> list[Pool]:
+    """The pools of that name, or in nodes of that name; else those in that place."""
+    own = [pool for pool in fleet.pools if word in (pool.name, pool.node_name)]
+    return own or [pool for pool in fleet.pools if word in _words(pool)]
+
+
 def _smaller(pool: Pool, nodes: int) -> Pool | None:
     left = pool.nodes - nodes
     if left < 1:
@@ -96,7 +102,7 @@ def _single(fleet: Fleet, text: str) -> Pool | None:
     """The pool of which a name like ``new-3`` is one node, if it stands there alone."""
     base, _, number = text.rpartition("-")
     found = [p for p in fleet.pools if p.node_name == base.replace("/", ".") and p.numbered]
-    inside = len(found) == 1 and number.isdecimal() and int(number) < found[0].nodes
+    inside = bool(found) and number.isdecimal() and int(number) < found[0].nodes
     return found[0] if inside else None
 
 
