@@ -19,6 +19,7 @@ from published_rows import FIT, TEST, Run, runs
 from results import ROOT, Results
 
 from heterodyne.predictor.prediction import predicted
+from heterodyne.report.scatter import Foretold, scatter_picture
 
 DATA = ROOT.parent / "shared" / "data" / "measurements.jsonl"
 _SMALLEST = 3
@@ -48,6 +49,8 @@ def main() -> int:
     results = Results("published")
     for group, rows in grouped(found).items():
         results.row(group, side=rows[0].run.side, **figures(rows))
+    for kind in sorted({kind_of(row.run) for row in found}):
+        results.row(f"plans: {kind}", **figures([row for row in found if kind_of(row.run) == kind]))
     for side in (FIT, TEST):
         rows = [row for row in found if row.run.side == side]
         results.row(f"all of the {side} half", side=side, **figures(rows))
@@ -64,11 +67,31 @@ def main() -> int:
     memory = [row.memory for row in found if row.memory is not None]
     results.bar("memory: least of predicted over measured", min(memory), ">= 0.97")
     results.bar("memory: mean over-estimate", fmean(max(0.0, ratio - 1) for ratio in memory), "<= 0.15")
+    if not options.quick:
+        draw(found)
     for row in sorted(tested, key=lambda row: -abs(log(row.ratio)))[:12]:
         results.row(
             f"far off: {row.run.id}", side=TEST, ratio=row.ratio, model=row.run.model_name, device=row.run.device.kind
         )
     return results.write(options.json)
+
+
+def draw(found: Sequence[Judged]) -> None:
+    points = [
+        Foretold(kind=kind_of(row.run), simulated_s=row.ratio * row.run.measured_s, measured_s=row.run.measured_s)
+        for row in sorted(found, key=lambda row: kind_of(row.run))
+    ]
+    picture = ROOT / "docs" / "pictures" / "published.png"
+    scatter_picture(points, picture, title="Published steps, predicted without knowing the source", band=0.15)
+
+
+def kind_of(run: Run) -> str:
+    """Of plan."""
+    s = run.setup
+    if run.model.experts:
+        return "experts"
+    names = [name for name, degree in (("data", s.dp), ("tensor", s.tp), ("pipeline", s.pp)) if degree > 1]
+    return "sharded data" if s.zero == 3 else " + ".join(names) or "one device"
 
 
 def judge(run: Run) -> Judged:

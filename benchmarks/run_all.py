@@ -34,6 +34,7 @@ BENCHMARKS = (
     "simulator_speed",
     "greedy_schedules",
     "simulator_truth",
+    "published",
 )
 
 
