@@ -55,11 +55,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Relaxed:
-    """The knapsack with fractions of pipelines. ``worth``: of each column, what it does less what its devices would do elsewhere."""
+    """The knapsack with fractions of pipelines. ``prices``: samples that one more device of each pool would do."""
 
     samples: float
-    worth: Floats
-    counts: Floats
+    prices: Floats
 
 
 def relaxed(capacity: Floats, devices: Ints, limits: Limits) -> Relaxed | None:
@@ -68,8 +67,11 @@ def relaxed(capacity: Floats, devices: Ints, limits: Limits) -> Relaxed | None:
     found = linprog(-capacity, A_ub=left, b_ub=right, bounds=(0, None), method="highs")
     if found.status != 0:
         return None
-    prices = found.ineqlin.marginals
-    return Relaxed(samples=float(capacity @ np.asarray(found.x, float)), worth=capacity + prices @ left, counts=np.asarray(found.x))
+    marginals = -np.asarray(found.ineqlin.marginals)
+    prices = marginals[: devices.shape[1]]
+    if limits.prices is not None and np.isfinite(limits.budget):
+        prices = prices + marginals[devices.shape[1]] * limits.prices
+    return Relaxed(samples=float(capacity @ np.asarray(found.x, float)), prices=prices)
 
 
 def shortest_s(
@@ -100,17 +102,18 @@ def shortest_s(
 
 def capacities(longest_s: Floats, total_s: Floats, sizes: Ints, seconds: float) -> Floats:
     """Samples that a pipeline does in a time, in fractions of micro-batches."""
-    count: Floats = sizes * np.maximum(0.0, 1 + (seconds - total_s) / longest_s)
-    return count
+    rounds: Floats = np.maximum(0.0, 1 + (seconds - total_s) / longest_s)
+    return sizes * rounds
 
 
 def best_per_devices(capacity: Floats, devices: Ints, most: int = 1) -> Ints:
     """Of all columns with the same devices those that do most, in the order of the columns."""
-    order: Ints = np.lexsort((np.arange(len(capacity)), -capacity, *devices.T))
-    changed: NDArray[np.bool_] = np.any(devices[order][1:] != devices[order][:-1], axis=1) if len(order) > 1 else np.zeros(0, bool)
-    starts = np.concatenate(([True], changed))
-    begin: Ints = np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))
-    kept: Ints = np.sort(order[np.arange(len(order)) - begin < most])
+    order = np.lexsort((np.arange(len(capacity)), -capacity, *devices.T))
+    place = np.arange(len(order))
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = np.any(devices[order][1:] != devices[order][:-1], axis=1)
+    begin = np.maximum.accumulate(np.where(new, place, 0))
+    kept: Ints = np.sort(order[place - begin < most])
     return kept
 
 

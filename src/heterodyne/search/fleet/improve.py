@@ -16,6 +16,8 @@ from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
 
 __all__ = ["Steps", "climb"]
 
+_FEW = 8  # stages up to which a border moves together with the size of the micro-batches
+
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
@@ -39,6 +41,9 @@ class Steps:
             if fewer:
                 yield mix_of(fewer)
             yield from self._filled(fewer)
+            without = mix_of((t, n) for t, n in mix if t != template)
+            if without != fewer:
+                yield from self._filled(without)
         yield from self._filled(mix)
         for a, b in combinations_with_replacement([template for template, _ in mix], 2):
             fewer = _less(_less(mix, a), b)
@@ -47,26 +52,28 @@ class Steps:
 
     def changed(self, template: Template) -> Iterator[Template]:
         """A border moved, another size of micro-batch, or something recomputed or not."""
+        yield from self._moved(template)
+        for size in self.sizes:
+            if size != template.micro_batch:
+                for other in self._known(self._fitted(replace(template, micro_batch=size))):
+                    yield other
+                    if len(template.stages) <= _FEW:
+                        yield from self._moved(other)
+        stages = template.stages
+        for number, stage in enumerate(stages):
+            if stage.recompute or self.recompute:
+                toggled = replace(stage, recompute=not stage.recompute)
+                yield replace(template, stages=(*stages[:number], toggled, *stages[number + 1 :]))
+
+    def _moved(self, template: Template) -> Iterator[Template]:
         stages = template.stages
         for number, (a, b) in enumerate(pairwise(stages)):
             for border in (a.stop - 1, a.stop + 1):
                 if a.start < border < b.stop:
-                    moved = [*stages[:number], replace(a, stop=border), replace(b, start=border), *stages[number + 2 :]]
-                    yield replace(template, stages=tuple(moved))
+                    moved = (*stages[:number], replace(a, stop=border), replace(b, start=border), *stages[number + 2 :])
+                    yield replace(template, stages=moved)
                     if self.recompute:
-                        yield self._fitted(replace(template, stages=tuple(moved)))
-        for size in self._near(template.micro_batch):
-            yield from self._known(self._fitted(replace(template, micro_batch=size)))
-        for number, stage in enumerate(stages):
-            if stage.recompute or self.recompute:
-                other = replace(stage, recompute=not stage.recompute)
-                yield replace(template, stages=(*stages[:number], other, *stages[number + 1 :]))
-
-    def _near(self, size: int) -> list[int]:
-        if size not in self.sizes:
-            return []
-        at = self.sizes.index(size)
-        return [self.sizes[n] for n in (at - 1, at + 1) if 0 <= n < len(self.sizes)]
+                        yield self._fitted(replace(template, stages=moved))
 
     def _known(self, template: Template) -> list[Template]:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from heterodyne.search.fleet.plan import ScheduleName
 
@@ -51,7 +52,7 @@ class Makespans:
             return 0.0
         return max(around + micro_batches * each for around, each in self.lines)
 
-    @property
+    @cached_property
     def lines(self) -> list[tuple[float, float]]:
         """For each stage: seconds in which it cannot work, and seconds of work for one micro-batch."""
         found = []
@@ -64,10 +65,7 @@ class Makespans:
 
     def most_within(self, seconds: float, at_most: int) -> int:
         """The most micro-batches that are done in so many seconds."""
-        bound = min(
-            (int((seconds - around) / each * (1 + _CLOSE)) if each > 0 else at_most) for around, each in self.lines
-        )
-        known, over = 0, max(0, min(at_most, bound)) + 1
+        known, over = 0, self.most_bound(seconds, at_most) + 1
         tried = over - 1
         while over - known > 1:
             if self.seconds(tried) <= seconds * (1 + _CLOSE):
@@ -76,6 +74,13 @@ class Makespans:
                 over = tried
             tried = (known + over) // 2
         return known
+
+    def most_bound(self, seconds: float, at_most: int) -> int:
+        """Never less than `most_within`, by `bound_s`."""
+        bound = min(
+            (int((seconds - around) / each * (1 + _CLOSE)) if each > 0 else at_most) for around, each in self.lines
+        )
+        return max(0, min(at_most, bound))
 
     def _gpipe(self, micro_batches: int) -> float:
         once = sum(s.forward_s + s.backward_s for s in self.stages) + 2 * sum(s.send_s for s in self.stages[:-1])

@@ -10,7 +10,7 @@ Steps 1 to 3 find cuts and counts that are best for slowest stages; played time 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -21,7 +21,7 @@ import numpy as np
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.counts import Ints, Limits, best_per_devices, capacities, relaxed, shortest_s, whole
 from heterodyne.search.fleet.improve import Steps, climb
-from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.plan import Layout, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
 from heterodyne.search.fleet.shapes import Shapes, shapes
 from heterodyne.search.fleet.space import Space
@@ -30,7 +30,10 @@ from heterodyne.search.fleet.tables import Floats, Tables
 __all__ = ["Search"]
 
 _BISECTIONS = 5
+_SOONER = 0.9995
 _STARTS = 3  # mixes that are improved
+_ALONE = 3  # shapes for each number of pipelines that are all alike
+_ONE_BY_ONE = 8  # numbers of pipelines up to which every number is tried
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 Score = Callable[[Weighed], float]
 
@@ -90,9 +93,10 @@ class Search:
                 continue  # no plan with these shapes is faster
             own = self._columns(rows, limits, times[1])
             columns.update(dict.fromkeys(own))
-            found = self._played(self._mixes(own, limits, times), score, prices, budget)
-            if found is not None and (best is None or score(found) < score(best)):
-                best = found
+            best = self._played(self._alike(own, limits), best, score, prices, budget)
+            known_s = 1e3 * times[1] if best is None else best.predicted.step_s
+            mixes = list(dict.fromkeys(self._unlike(own, limits, times[0], known_s)))
+            best = self._played(mixes, best, score, prices, budget)
         return best if best is None else self._improved(best, list(columns), score, prices, budget)
 
     def weigh(self, mix: Mix) -> Weighed | None:
@@ -151,22 +155,48 @@ class Search:
         """The shapes that are worth most at a time: without an exchange of gradients, and with about what it takes."""
         longest, total, sizes, devices = _together(rows)
         chosen: dict[int, None] = {}
-        for extra in (np.zeros(len(total)), self._exchange_s(devices)):
-            at_s = seconds + float(extra.min())
-            capacity = capacities(longest, total + extra, sizes, at_s)
+        several = self.space.columns // 4
+        each = max(1, several // len(rows))
+        exchange_s = self._exchange_s(devices)
+        for extra, later in ((0.0, 1.0), (1.0, 1.0), (0.0, 1.1), (1.0, 1.25)):
+            at_s = later * (seconds + extra * float(exchange_s.min()))
+            capacity = capacities(longest, total + extra * exchange_s, sizes, at_s)
+            if later > 1:
+                capacity = sizes * np.floor(capacity / sizes)
             keep = best_per_devices(capacity, devices, most=2)
             known = relaxed(capacity[keep], devices[keep], limits)
             if known is None:
                 continue
-            per_device = known.worth / np.maximum(1, devices[keep].sum(axis=1))
-            for order in (np.argsort(-known.worth, kind="stable"), np.argsort(-per_device, kind="stable")):
-                chosen.update(dict.fromkeys(keep[order[: self.space.columns // 4]].tolist()))
+            worth = capacity - devices @ known.prices
+            per_device = worth / np.maximum(1, devices.sum(axis=1))
+            for value in (worth, per_device):
+                chosen.update(dict.fromkeys(_first(keep, value, several)))
+                for size in self.sizes:
+                    own = np.flatnonzero(sizes == size)
+                    best = own[best_per_devices(capacity[own], devices[own])]
+                    chosen.update(dict.fromkeys(_first(best, value, each)))
+        chosen.update(dict.fromkeys(self._alone(longest, total, sizes, devices, limits)))
         starts = np.cumsum([0, *map(len, rows)])
-        made = []
+        made: list[Template] = []
         for row in chosen:
             part = int(np.searchsorted(starts, row, side="right")) - 1
-            made.append(rows[part].template(row - int(starts[part])))
+            made += rows[part].templates(row - int(starts[part]))
         return list(dict.fromkeys(made))
+
+    def _alone(self, longest: Floats, total: Floats, sizes: Ints, devices: Ints, limits: Limits) -> list[int]:
+        """The shapes that do the whole batch fastest in so many pipelines all alike."""
+        most = np.min(np.where(devices > 0, limits.room // np.maximum(1, devices), limits.room.max()), axis=1)
+        exchange_s = self._exchange_s(devices)
+        found: dict[int, None] = {}
+        count = limits.least
+        while count <= min(int(most.max()), limits.most or count):
+            fits = np.flatnonzero(most >= count)
+            rounds: Floats = np.ceil(self.predictor.global_batch / (sizes[fits] * count))
+            step_s = total[fits] + (rounds - 1) * longest[fits] + (exchange_s[fits] if count > 1 else 0.0)
+            best = fits[np.argsort(step_s, kind="stable")[:_ALONE]]
+            found.update(dict.fromkeys(best.tolist()))
+            count = count + 1 if count < _ONE_BY_ONE else 2 * count
+        return list(found)
 
     def _exchange_s(self, devices: Ints) -> Floats:
         """About what the gradients take of pipelines over so many devices: each node of a pipeline has its part of the layers."""
@@ -184,49 +214,76 @@ class Search:
         found: Floats = np.where(devices > 0, slow[None, :], 0.0).max(axis=1) / stages
         return found
 
-    def _mixes(self, columns: Sequence[Template], limits: Limits, times: tuple[float, float]) -> list[Mix]:
-        """Whole counts: the most that can be done in some times, and every column by itself."""
-        devices = np.array([[t.devices.get(pool.name, 0) for pool in self.fleet.pools] for t in columns])
+    def _devices(self, columns: Sequence[Template]) -> Ints:
+        return np.array([[t.devices.get(pool.name, 0) for pool in self.fleet.pools] for t in columns], dtype=np.int64)
+
+    def _alike(self, columns: Sequence[Template], limits: Limits) -> list[Mix]:
+        """Every column by itself, so many times."""
+        devices = self._devices(columns)
         found: dict[Mix, None] = {}
         for template, own in zip(columns, devices, strict=True):
             most = int(min(room // need for room, need in zip(limits.room, own, strict=True) if need))
-            for count in {1, 2, most // 2, most - 1, most}:
+            for count in {*range(1, min(most, _ONE_BY_ONE) + 1), most // 2, most - 1, most}:
                 if limits.least <= count <= min(most, limits.most or most):
                     found[mix_of([(template, count)])] = None
-        for layout in self.space.layouts:
-            once = [self._once_s(template, layout == "stages") for template in columns]
-            low, high = times[0], 3 * times[1] + max(once)
-            at_s = times[1] + min(once)
-            for _ in range(_BISECTIONS):
-                capacity = [
-                    t.micro_batch
-                    * self.predictor.makespans(t, "1F1B", layout).most_within(
-                        at_s - extra, self.predictor.most_micro_batches(t, "1F1B", limits.least)
-                    )
-                    for t, extra in zip(columns, once, strict=True)
-                ]
-                counts = whole(capacity, devices, limits)
-                if counts is None:
-                    break
-                mix = mix_of((t, n) for t, n in zip(columns, counts, strict=True))
-                found[mix] = None
-                if sum(c * n for c, n in zip(capacity, counts, strict=True)) >= self.predictor.global_batch:
-                    high = at_s
-                else:
-                    low = at_s
-                at_s = (low + high) / 2 if high < 2 * at_s else at_s * 1.25
-        return [mix for mix in found if mix]
+        return list(found)
 
-    def _once_s(self, template: Template, stages: bool) -> float:
+    def _unlike(self, columns: Sequence[Template], limits: Limits, bound_s: float, known_s: float) -> Iterator[Mix]:
+        """Whole counts of all columns together that could be done before a time that is known."""
+        devices = self._devices(columns)
+        for layout in self.space.layouts:
+            full = [self._once_s(template, layout) for template in columns]
+            for part in (0.0, 1.0):
+                once = [part * seconds for seconds in full]
+                yield from self._bisected(columns, devices, once, layout, limits, (bound_s, known_s))
+
+    def _bisected(
+        self,
+        columns: Sequence[Template],
+        devices: Ints,
+        once: Sequence[float],
+        layout: Layout,
+        limits: Limits,
+        times: tuple[float, float],
+    ) -> Iterator[Mix]:
+        """Mixes that do most in times that come near the one in which the batch is just done. ``once``: seconds of each column that
+        no micro-batch is done in.
+        """
+        played = [self.predictor.makespans(t, "1F1B", layout) for t in columns]
+        most = [self.predictor.most_micro_batches(t, "1F1B", limits.least) for t in columns]
+        low, high = times
+        at_s = high * _SOONER
+        for _ in range(_BISECTIONS):
+            capacity = [
+                t.micro_batch * own.most_bound(at_s - extra, top)
+                for t, own, extra, top in zip(columns, played, once, most, strict=True)
+            ]
+            counts = whole(capacity, devices, limits)
+            if counts is None:
+                return
+            mix = mix_of((t, n) for t, n in zip(columns, counts, strict=True))
+            if mix:
+                yield mix
+            if sum(c * n for c, n in zip(capacity, counts, strict=True)) >= self.predictor.global_batch:
+                high = at_s
+            elif high == times[1]:
+                return
+            else:
+                low = at_s
+            at_s = (low + high) / 2
+
+    def _once_s(self, template: Template, layout: Layout) -> float:
         """About what a pipeline beside others like it does once a step."""
         tables = {template: self.predictor.stage_tables(template)}
         most = min(self.fleet.pool(pool).devices // need for pool, need in template.devices.items())
-        layout = "stages" if stages else "pipelines"
-        return self.predictor.network.sync([(template, most)], tables, layout).seconds  # type: ignore[arg-type]
+        return self.predictor.network.sync([(template, most)], tables, layout).seconds
 
-    def _played(self, mixes: Sequence[Mix], score: Score, prices: Floats | None, budget: float) -> Weighed | None:
-        """The best of them. With ``prices`` a longer step may still be the better one, so bounds only say what comes first."""
-        best: Weighed | None = None
+    def _played(
+        self, mixes: Sequence[Mix], best: Weighed | None, score: Score, prices: Floats | None, budget: float
+    ) -> Weighed | None:
+        """The best of them, and of what is known already. With ``prices`` a longer step may still be the better one, so bounds only say
+        what comes first.
+        """
         ranked = sorted(((self.predictor.bound_s(mix), n) for n, mix in enumerate(mixes)))
         for bound_s, number in ranked[:_PLAYED]:
             if self._late() or (prices is None and best is not None and bound_s >= best.predicted.step_s):
@@ -277,6 +334,12 @@ class Search:
         late = self.deadline_s is not None and monotonic() >= self.deadline_s
         self.stopped = self.stopped or late
         return late
+
+
+def _first(rows: Ints, value: Floats, count: int) -> list[int]:
+    """Those with the largest values."""
+    order = np.argsort(-value[rows], kind="stable")[:count]
+    return [int(row) for row in rows[order]]
 
 
 def _together(rows: Sequence[Shapes]) -> tuple[Floats, Floats, Ints, Ints]:

@@ -23,6 +23,7 @@ from heterodyne.search.fleet.tables import Floats, Table, Tables
 
 __all__ = ["Kind", "Shapes", "kinds_of", "shapes"]
 
+_FEW = (2, 4, 16)
 _CELLS = 1 << 20  # of an array that is worked on at once
 Ints = NDArray[np.int64]
 
@@ -62,44 +63,53 @@ class Shapes:
     def __len__(self) -> int:
         return len(self.longest_s)
 
-    def template(self, row: int) -> Template:
-        """With its cut."""
+    def templates(self, row: int) -> list[Template]:
+        """With the cut whose slowest stage is fastest, and with those that are best for few micro-batches.
+
+        Stage i cannot begin before the ones before it have had the first micro-batch, nor end after they have begun the last
+        backward, so n micro-batches take at least H[i] = max(n cost[i], cost[i] + H[i + 1]), which the cut makes least.
+        """
         chain = []
         node = int(self._node[row])
         while node >= 0:
             chain.append(self.kinds[int(self._kind[node])])
             node = int(self._parent[node])
-        return self._cut(chain)
+        costs = [self._cost(kind, len(chain) - place) for place, kind in enumerate(chain)]
+        found = [self._template(chain, _least(costs, None))]
+        for count in _FEW if len(chain) > 1 else ():
+            if count <= self.held_at_most:
+                found.append(self._template(chain, _least(costs, count)))
+        return list(dict.fromkeys(found))
 
-    def _cut(self, chain: Sequence[Kind]) -> Template:
-        layers = len(chain[0].table.costs)
-        reached = np.full(layers + 1, np.inf)
-        reached[layers] = 0.0
-        ways: list[tuple[Ints, Floats]] = []
-        for back, kind in enumerate(reversed(chain), 1):
-            held = min(back, self.held_at_most)
-            cost = _cost(kind, held, self.shards, self.recompute)
-            worse = np.maximum(cost, reached[None, :])
-            ways.append((np.argmin(worse, axis=1), cost))
-            reached = worse.min(axis=1)
+    def _cost(self, kind: Kind, back: int) -> Floats:
+        return _cost(kind, min(back, self.held_at_most), self.shards, self.recompute)
+
+    def _template(self, chain: Sequence[Kind], points: Sequence[int]) -> Template:
         stages = []
-        start = 0
         for place, kind in enumerate(chain):
-            stop_of, _ = ways[len(chain) - 1 - place]
-            stop = int(stop_of[start])
+            start, stop = points[place], points[place + 1]
             held = min(len(chain) - place, self.held_at_most)
             plain = kind.table.memory(start, stop, recompute=False, held=held, shards=self.shards)
-            stages.append(
-                Stage(
-                    pool=kind.name,
-                    width=kind.width,
-                    start=start,
-                    stop=stop,
-                    recompute=plain.total > kind.memory_bytes,
-                )
-            )
-            start = stop
+            recompute = plain.total > kind.memory_bytes
+            stages.append(Stage(pool=kind.name, width=kind.width, start=start, stop=stop, recompute=recompute))
         return Template(micro_batch=self.micro_batch, stages=tuple(stages))
+
+
+def _least(costs: Sequence[Floats], micro_batches: int | None) -> list[int]:
+    """The first layer of each stage of the best cut for so many micro-batches (None: for very many), and the number of layers."""
+    layers = costs[0].shape[0] - 1
+    reached = np.full(layers + 1, np.inf)
+    reached[layers] = 0.0
+    stops: list[Ints] = []
+    for cost in reversed(costs):
+        after = reached[None, :]
+        ways = np.maximum(cost, after) if micro_batches is None else np.maximum(micro_batches * cost, cost + after)
+        stops.append(np.argmin(ways, axis=1))
+        reached = ways.min(axis=1)
+    points = [0]
+    for stop in reversed(stops):
+        points.append(int(stop[points[-1]]))
+    return points
 
 
 def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space) -> tuple[Kind, ...]:
