@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
 
-__all__ = ["Footprint", "footprint", "layer_activation_bytes"]
+__all__ = ["Footprint", "footprint", "layer_activation_bytes", "loss_workspace_bytes"]
 
 _CONTEXT_BYTES = 2.0 * 2**30
 """Of a driver's context and the buffers of a communication library: a GPU process of several groups has 1 to 3 GiB before it allocates
@@ -64,6 +64,12 @@ def layer_activation_bytes(model: Transformer, setup: Setup, *, experts: bool = 
     return tokens * (outside + inside + ffn), entering
 
 
+def loss_workspace_bytes(model: Transformer, setup: Setup) -> float:
+    """Of logits, once as they are, once in 32 bits, and their gradients (and softmax, where it is an op of its own)."""
+    logits = setup.micro_batch * model.seq * model.predicted / setup.cp * model.vocab / setup.tp
+    return logits * (setup.element_bytes + 4 + (4 if setup.software.fused_loss else 8))
+
+
 def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
     s, software = setup, setup.software
     layers = s.layers_of_stages(model.layers)
@@ -96,8 +102,7 @@ def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
         each = kept + (1 - s.recompute_layers) * whole
         workspace = max(plain, layer_activation_bytes(model, s, experts=bool(model.experts))[0])
     if last:
-        logits = s.micro_batch * model.seq * model.predicted / s.cp * model.vocab / s.tp
-        workspace = max(workspace, logits * (element + 4 + (4 if software.fused_loss else 8)))
+        workspace = max(workspace, loss_workspace_bytes(model, s))
     if s.zero == 3:  # two layers gathered at a time, and the embedding
         workspace += element * (2 * (dense / max(mine, 1)) + model.embedding_parameters / s.tp)
     workspace += software.buffer_bytes

@@ -41,8 +41,8 @@ class Passes:
     def layer(self) -> Pair:
         """The mean over all layers: some have experts."""
         part = self.model.expert_layers / self.model.layers
-        plain = self._layer(experts=False) if part < 1 else (0.0, 0.0)
-        routed = self._layer(experts=True) if part > 0 else (0.0, 0.0)
+        plain = self.layer_of(experts=False) if part < 1 else (0.0, 0.0)
+        routed = self.layer_of(experts=True) if part > 0 else (0.0, 0.0)
         forward, backward = ((1 - part) * a + part * b for a, b in zip(plain, routed, strict=True))
         return forward, backward
 
@@ -89,7 +89,8 @@ class Passes:
         routed = model.experts * model.ffn_parameters / s.ep
         return (model.attention_parameters + model.shared_parameters) / s.tp + routed
 
-    def _layer(self, *, experts: bool) -> Pair:
+    def layer_of(self, *, experts: bool) -> Pair:
+        """Of one layer, with experts or without."""
         s, software = self.setup, self.setup.software
         kernels = layer_kernels(self.model, s, self.known, experts=experts)
         forward, backward = kernels_s(kernels, self.chip, launch=software.launch)
