@@ -21,7 +21,7 @@ import numpy as np
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.counts import Ints, Limits, best_per_devices, capacities, relaxed, shortest_s, whole
 from heterodyne.search.fleet.improve import Steps, climb
-from heterodyne.search.fleet.plan import Layout, Template
+from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
 from heterodyne.search.fleet.shapes import Shapes, shapes
 from heterodyne.search.fleet.space import Space
@@ -97,6 +97,9 @@ class Search:
             known_s = 1e3 * times[1] if best is None else best.predicted.step_s
             mixes = list(dict.fromkeys(self._unlike(own, limits, times[0], known_s)))
             best = self._played(mixes, best, score, prices, budget)
+            if best is not None:
+                pairs = self._pairs(own, limits, best.predicted.step_s)
+                best = self._played(pairs, best, score, prices, budget)
         return best if best is None else self._improved(best, list(columns), score, prices, budget)
 
     def weigh(self, mix: Mix) -> Weighed | None:
@@ -105,17 +108,31 @@ class Search:
             return self.weighed[mix]
         deep = any(len(template.stages) > 1 for template, _ in mix)
         self._work += sum(4 + len(template.stages) for template, _ in mix)
-        options = [
-            self.predictor.weigh(mix, schedule=schedule, layout=layout, shard_optimizer=self.space.shard_optimizer)
-            for layout in (self.space.layouts if deep else self.space.layouts[:1])
-            for schedule in (self.space.schedules if deep else self.space.schedules[:1])
-        ]
+        options: list[Weighed | None] = []
+        for schedule in self.space.schedules if deep else self.space.schedules[:1]:
+            for layout in self.space.layouts if deep else self.space.layouts[:1]:
+                if not any(option is not None and self._no_faster(option, schedule, layout) for option in options):
+                    options.append(
+                        self.predictor.weigh(
+                            mix, schedule=schedule, layout=layout, shard_optimizer=self.space.shard_optimizer
+                        )
+                    )
         known = [option for option in options if option is not None]
         if not known:
             return None
         best = min(known, key=lambda option: option.predicted.step_s)
         self.weighed[mix] = best
         return best
+
+    def _no_faster(self, known: Weighed, schedule: ScheduleName, layout: Layout) -> bool:
+        """Whether these very pipelines and shares take as long with another schedule in the same layout."""
+        if known.plan.schedule == schedule or known.plan.layout != layout:
+            return False
+        return all(
+            self.predictor.makespans(group.template, schedule, layout).seconds(group.num_microbatches)
+            >= self.predictor.makespans(group.template, known.plan.schedule, layout).seconds(group.num_microbatches)
+            for group in known.plan.groups
+        )
 
     def _levels(self) -> list[int]:
         """In how many parts the optimizer state may be: only as many as help."""
@@ -162,8 +179,8 @@ class Search:
             at_s = later * (seconds + extra * float(exchange_s.min()))
             capacity = capacities(longest, total + extra * exchange_s, sizes, at_s)
             if later > 1:
-                capacity = sizes * np.floor(capacity / sizes)
-            keep = best_per_devices(capacity, devices, most=2)
+                capacity = np.floor(capacity / sizes) * sizes
+            keep: Ints = best_per_devices(capacity, devices, most=2)
             known = relaxed(capacity[keep], devices[keep], limits)
             if known is None:
                 continue
@@ -236,6 +253,37 @@ class Search:
             for part in (0.0, 1.0):
                 once = [part * seconds for seconds in full]
                 yield from self._bisected(columns, devices, once, layout, limits, (bound_s, known_s))
+
+    def _pairs(self, columns: Sequence[Template], limits: Limits, known_s: float) -> list[Mix]:
+        """Mixes of two columns that could be done in a time, those first that could do most.
+
+        A mixed integer program names one mix for a time; where the exchange of gradients decides, the best is one of the others.
+        """
+        devices = self._devices(columns)
+        once = np.min(
+            [[self._once_s(template, layout) for template in columns] for layout in self.space.layouts], axis=0
+        )
+        items = []
+        for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
+            most = int(min(room // need for room, need in zip(limits.room, own, strict=True) if need))
+            counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
+            played = self.predictor.makespans(template, "1F1B", self.space.layouts[-1])
+            top = self.predictor.most_micro_batches(template, "1F1B", limits.least)
+            done = [template.micro_batch * played.most_bound(known_s - part * once[number], top) for part in (0.0, 0.5)]
+            items += [(number, count, count * done[0], count * done[1]) for count in counts]
+        column, count, could, does = (np.array([item[n] for item in items]) for n in range(4))
+        need = devices[column] * count[:, None]
+        fits = np.all(need[:, None, :] + need[None, :, :] <= limits.room, axis=2)
+        fits &= could[:, None] + could[None, :] >= self.predictor.global_batch
+        fits &= (column[:, None] < column[None, :]) & (count[:, None] + count[None, :] >= limits.least)
+        if limits.most is not None:
+            fits &= count[:, None] + count[None, :] <= limits.most
+        a, b = np.nonzero(fits)
+        order = np.argsort(-(does[a] + does[b]), kind="stable")[:_PLAYED]
+        return [
+            mix_of([(columns[column[i]], int(count[i])), (columns[column[j]], int(count[j]))])
+            for i, j in zip(a[order], b[order], strict=True)
+        ]
 
     def _bisected(
         self,

@@ -76,9 +76,8 @@ class Shapes:
             node = int(self._parent[node])
         costs = [self._cost(kind, len(chain) - place) for place, kind in enumerate(chain)]
         found = [self._template(chain, _least(costs, None))]
-        for count in _FEW if len(chain) > 1 else ():
-            if count <= self.held_at_most:
-                found.append(self._template(chain, _least(costs, count)))
+        counts = [count for count in _FEW if count <= self.held_at_most and len(chain) > 1]
+        found += [self._template(chain, _least(costs, count)) for count in counts]
         return list(dict.fromkeys(found))
 
     def _cost(self, kind: Kind, back: int) -> Floats:
