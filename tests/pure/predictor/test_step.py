@@ -70,7 +70,7 @@ def test_a_long_row_of_micro_batches_goes_on_as_it_went(forward: list[float], ma
     times = tuple(StageTimes(forward_s=f, input_s=f, weight_s=f / 2) for f in forward)
     orders = SCHEDULES[schedule].orders(len(times), 1, many)
     whole = play(orders, times, reads=chain(len(times), 0.1)).makespan_s
-    assert _played_s(times, len(times), many, schedule, 0.1) == pytest.approx(whole, abs=2 * 0.1)  # messages
+    assert _played_s(times, len(times), many, schedule, 0.1) == pytest.approx(whole, rel=0.02, abs=0.2)
 
 
 @given(tp=st.sampled_from([1, 2, 4, 8]), seq=st.sampled_from([512, 2048]), micro_batch=st.integers(1, 8))

@@ -1,0 +1,126 @@
+"""The table of layer costs of any captured model, op by op, filled from datasheets.
+
+The layers are the blocks of the graph. Widths above 1 are not here: what an op costs in parts follows from the sharding of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.cost.layers import LayerCost
+from heterodyne.graph.ir import Block, ModelGraph, Op
+from heterodyne.predictor.constants import Constants, constants
+from heterodyne.predictor.devices import chip_of
+from heterodyne.predictor.kernels import Attention, Kernels, Product
+from heterodyne.predictor.roofline import Chip, kernels_s
+from heterodyne.predictor.setup import Precision
+from heterodyne.predictor.software import Software
+
+__all__ = ["GraphLayers", "graph_layers"]
+
+_ATTENTION = "scaled_dot_product_attention"
+_VIEWS = frozenset(
+    {"view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "t", "detach"}
+)
+_LEAST_FLOPS_A_BYTE = 1.0
+"""Ops with fewer are elementwise: their operations never count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphLayers:
+    """Implements `cost.layers.LayerCosts` for width 1.
+
+    Args:
+        states: values that the optimizer keeps for each parameter; ``passes``: how often its step reads or writes one.
+    """
+
+    graph: ModelGraph
+    chips: Mapping[str, Chip]
+    precision: Precision = "fp32"
+    states: int = 2
+    passes: int = 7
+    software: Software = field(default_factory=Software)
+    known: Constants = field(default_factory=constants)
+    _made: dict[tuple[str, str, int], LayerCost] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(block.kind for block in self.graph.blocks)
+
+    @cached_property
+    def _first(self) -> Mapping[str, Block]:
+        return {block.kind: block for block in reversed(self.graph.blocks)}
+
+    def widths(self, device_kind: str) -> tuple[int, ...]:
+        return (1,) if device_kind in self.chips else ()
+
+    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
+        """None for a kind of device or of block that there is not, and for a width above 1."""
+        if width != 1 or device_kind not in self.chips or layer_kind not in self._first:
+            return None
+        key = (device_kind, layer_kind, micro_batch)
+        if key not in self._made:
+            self._made[key] = self._cost(self.chips[device_kind], self._first[layer_kind], micro_batch)
+        return self._made[key]
+
+    def _cost(self, chip: Chip, block: Block, size: int) -> LayerCost:
+        ops = self.graph.ops_of(block)
+        forward, backward = kernels_s(_kernels(ops, size), chip, launch=self.software.launch)
+        held = self.graph.parameters_of(block)
+        trained = sum(p.bytes for p in held if p.trainable)
+        scale = 0.5 if self.precision in ("bf16", "fp16") else 1.0  # activations under autocast
+        last = ops[-1]
+        output = max((int(spec.bytes(size)) for spec in last.outputs), default=0)
+        entering = output  # blocks that are alike read what they make
+        return LayerCost(
+            forward_s=forward,
+            backward_s=backward + 3 * trained / chip.memory_bytes_per_s,  # a gradient is read and added to a sum
+            update_s=self.passes * trained / chip.memory_bytes_per_s,
+            parameter_bytes=sum(p.bytes for p in held),
+            gradient_bytes=trained,
+            optimizer_bytes=self.states * trained,
+            kept_bytes=round(scale * sum(op.bytes_saved(size) for op in ops)),
+            kept_bytes_recomputed=round(scale * entering),
+            output_bytes=0 if block.stop == len(self.graph.ops) else round(scale * output),
+            workspace_bytes=max((int(spec.bytes(size)) for op in ops for spec in op.outputs), default=0),
+        )
+
+
+def _kernels(ops: tuple[Op, ...], size: int) -> Kernels:
+    """Products where an op computes more than it moves; else what it moves."""
+    products: list[Product] = []
+    attention: list[Attention] = []
+    moved = launches = 0.0
+    for op in ops:
+        if op.kind in _VIEWS:
+            continue
+        launches += 1
+        flops, traffic = op.flops_forward(size), op.bytes_read(size) + op.bytes_written(size)
+        if op.kind == _ATTENTION:
+            attention.append(Attention(flops=flops, bytes=traffic))
+        elif flops > _LEAST_FLOPS_A_BYTE * traffic:
+            numel = max(1.0, float(op.outputs[0].numel(size)))
+            columns = float(op.outputs[0].shape[-1](size)) if op.outputs[0].shape else 1.0
+            columns = max(1.0, columns)
+            products.append(Product(m=numel / columns, n=columns, k=max(1.0, flops / (2 * numel))))
+        else:
+            moved += traffic
+    return Kernels(products=tuple(products), attention=tuple(attention), moved_bytes=moved, launches=launches)
+
+
+def graph_layers(
+    graph: ModelGraph,
+    fleet: Fleet,
+    *,
+    precision: Precision = "fp32",
+    states: int = 2,
+    passes: int = 7,
+    software: Software | None = None,
+) -> GraphLayers:
+    """For all kinds of a fleet. Raises ClusterError for a kind whose datasheet lacks a number that is needed."""
+    software = software or Software()
+    chips = {kind: chip_of(fleet.accelerator(kind), precision, software) for kind in fleet.kinds}
+    return GraphLayers(graph=graph, chips=chips, precision=precision, states=states, passes=passes, software=software)

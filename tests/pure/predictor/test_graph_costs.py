@@ -1,0 +1,52 @@
+"""A captured model costs what its ops cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from heterodyne.cluster.fleet import Fleet, Pool
+from heterodyne.predictor.graph_costs import graph_layers
+from pure.build import graph
+
+FLEET = Fleet(
+    name="one kind", pools=(Pool(name="a", kind="A100-SXM-80GB", nodes=1, devices_per_node=8, memory_bytes=2**36),)
+)
+
+
+def test_layers_are_the_blocks_of_the_graph() -> None:
+    layers = graph_layers(graph(3), FLEET)
+    assert layers.layers == ("embed", "layer", "layer", "layer", "head")
+    assert layers.widths("A100-SXM-80GB") == (1,)
+    assert layers.cost("A100-SXM-80GB", "layer", 2, 1) is None
+    assert layers.cost("H20", "layer", 1, 1) is None
+
+
+def test_parameters_gradients_and_states_are_counted_once() -> None:
+    model = graph(3, width=64)
+    layers = graph_layers(model, FLEET, states=2)
+    costs = [layers.cost("A100-SXM-80GB", kind, 1, 4) for kind in layers.layers]
+    assert sum(c.parameter_bytes for c in costs if c) == model.parameter_bytes
+    assert sum(c.gradient_bytes for c in costs if c) == model.trainable_bytes
+    assert sum(c.optimizer_bytes for c in costs if c) == 2 * model.trainable_bytes
+    assert sum(c.kept_bytes for c in costs if c) == model.bytes_saved()(4)
+
+
+def test_more_samples_and_wider_layers_take_longer() -> None:
+    narrow, wide = (graph_layers(graph(2, width=width), FLEET) for width in (4096, 16384))
+    few, many = (narrow.cost("A100-SXM-80GB", "layer", 1, size) for size in (1024, 65536))
+    wider = wide.cost("A100-SXM-80GB", "layer", 1, 1024)
+    assert few is not None
+    assert many is not None
+    assert wider is not None
+    assert few.forward_s < many.forward_s
+    assert few.forward_s < wider.forward_s
+
+
+def test_no_op_is_faster_than_the_device() -> None:
+    model = graph(2, width=8192)
+    layers = graph_layers(model, FLEET, precision="bf16")
+    cost = layers.cost("A100-SXM-80GB", "layer", 1, 4096)
+    assert cost is not None
+    block = model.blocks[1]
+    assert cost.forward_s >= model.flops_forward(block)(4096) / 312e12
+    assert cost.backward_s == pytest.approx(2 * cost.forward_s, rel=0.2)
