@@ -37,6 +37,14 @@ class Limits:
     least: int = 1
     most: int | None = None
 
+    def most_of(self, devices: Ints) -> int:
+        """Pipelines over so many devices of each pool."""
+        counts = [int(room // need) for room, need in zip(self.room, devices, strict=True) if need]
+        if self.prices is not None and np.isfinite(self.budget):
+            each = float(devices @ self.prices)
+            counts += [int(self.budget / each * (1 + 1e-9))] if each > 0 else []
+        return min([*counts, *([] if self.most is None else [self.most])])
+
     def rows(self, devices: Ints) -> tuple[Floats, Floats]:
         """The left and right sides of ``left @ counts <= right``."""
         left = [*devices.T.astype(float)]

@@ -7,7 +7,7 @@ their place. Whatever cannot win even if its pipelines never waited is not playe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, pairwise
 
@@ -21,13 +21,16 @@ _FEW = 8  # stages up to which a border moves together with the size of the micr
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What may be done to a mix. ``columns``: templates that may be put in; ``sizes``: of micro-batches, ascending."""
+    """What may be done to a mix. ``columns``: templates that may be put in; ``sizes``: of micro-batches, ascending; ``usd``:
+    what a device of each pool costs, and what all may cost.
+    """
 
     predictor: Predictor
     columns: Sequence[Template]
     sizes: Sequence[int]
     recompute: bool
     most_pipelines: int | None = None
+    usd: tuple[Mapping[str, float], float] | None = None
 
     def from_mix(self, mix: Mix) -> Iterator[Mix]:
         """Every mix that is one step away, those with the smallest changes first."""
@@ -105,7 +108,12 @@ class Steps:
             most = min(pools[pool] // devices for pool, devices in column.devices.items())
             if self.most_pipelines is not None:
                 most = min(most, self.most_pipelines - pipelines)
-            for count in {min(most, 1), most} - {0}:
+            if self.usd is not None:
+                each, left = self.usd
+                spent = sum(n * each[p] * d for t, n in mix for p, d in t.devices.items())
+                price = sum(each[p] * d for p, d in column.devices.items())
+                most = min(most, int((left - spent) / price * (1 + 1e-9))) if price > 0 else most
+            for count in sorted({min(most, 1), most}):
                 if count > 0:
                     yield mix_of([*mix, (column, count)])
 

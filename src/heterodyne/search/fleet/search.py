@@ -239,9 +239,9 @@ class Search:
         devices = self._devices(columns)
         found: dict[Mix, None] = {}
         for template, own in zip(columns, devices, strict=True):
-            most = int(min(room // need for room, need in zip(limits.room, own, strict=True) if need))
+            most = limits.most_of(own)
             for count in {*range(1, min(most, _ONE_BY_ONE) + 1), most // 2, most - 1, most}:
-                if limits.least <= count <= min(most, limits.most or most):
+                if limits.least <= count <= most and count > 0:
                     found[mix_of([(template, count)])] = None
         return list(found)
 
@@ -265,7 +265,7 @@ class Search:
         )
         items = []
         for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
-            most = int(min(room // need for room, need in zip(limits.room, own, strict=True) if need))
+            most = limits.most_of(own)
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
             played = self.predictor.makespans(template, "1F1B", self.space.layouts[-1])
             top = self.predictor.most_micro_batches(template, "1F1B", limits.least)
@@ -352,6 +352,7 @@ class Search:
             sizes=self.sizes,
             recompute=self.space.recompute,
             most_pipelines=self.space.max_pipelines,
+            usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
         )
         within = [(mix, w) for mix, w in self.weighed.items() if self._within(mix, prices, budget)]
         starts = sorted(within, key=lambda entry: score(entry[1]))[:_STARTS]
@@ -375,8 +376,11 @@ class Search:
     def _within(self, mix: Mix, prices: Floats | None, budget: float) -> bool:
         if prices is None or budget == inf:
             return True
-        by_pool = {pool.name: float(price) for pool, price in zip(self.fleet.pools, prices, strict=True)}
+        by_pool = self._by_pool(prices)
         return sum(n * by_pool[p] * d for t, n in mix for p, d in t.devices.items()) <= budget * (1 + 1e-9)
+
+    def _by_pool(self, prices: Floats) -> dict[str, float]:
+        return {pool.name: float(price) for pool, price in zip(self.fleet.pools, prices, strict=True)}
 
     def _late(self) -> bool:
         late = self.deadline_s is not None and monotonic() >= self.deadline_s

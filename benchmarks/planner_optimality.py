@@ -1,0 +1,60 @@
+"""The fleet planner against every plan there is: small random models on small random fleets, all plans tried, one played time.
+
+Fleets of one to three kinds with up to six devices, models of up to eight blocks with an embedding and a head, batches of 4 to 64
+samples, links from slow to fast and memory from scarce to plenty. The exhaustive search passes over a plan only where pipelines that
+never wait would be no faster than the planner's result. Instances come in the order of their numbers; one whose exhaustive search
+would be too long is cut to fewer devices before anything is searched.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from time import process_time
+
+from results import ROOT, Results, arguments, spread
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from heterodyne.search.fleet.exhaustive import Exhaustive
+from pure.search.fleet.small import drawn, search_of
+
+CASES, QUICK_CASES = 300, 60
+SIZES = ((3, 8), (4, 6), (4, 8), (5, 5), (6, 4))  # devices, blocks
+
+
+def main() -> int:
+    options = arguments(__doc__)
+    results = Results("planner_optimality")
+    longer: list[float] = []
+    seconds: list[float] = []
+    nothing = 0
+    for number in range(QUICK_CASES if options.quick else CASES):
+        chance = random.Random(number)
+        devices, blocks = SIZES[number % len(SIZES)]
+        fleet, costs, samples = drawn(chance, devices=devices, blocks=blocks)
+        began = process_time()
+        search = search_of(fleet, costs, samples)
+        best = search.run(lambda weighed: weighed.predicted.step_s)
+        seconds.append(process_time() - began)
+        known_s = float("inf") if best is None else best.predicted.step_s
+        shortest_s = Exhaustive(search=search_of(fleet, costs, samples), known_s=known_s).shortest_s()
+        if best is None:
+            nothing += 1
+            assert shortest_s == float("inf"), f"instance {number}: there is a plan, and none was found"
+            continue
+        longer.append(known_s / shortest_s - 1)
+        assert search.bound_s <= shortest_s * (1 + 1e-9), f"instance {number}: a plan beats its bound"
+        if longer[-1] > 1e-9:
+            print(f"instance {number}: {longer[-1]:.3%} longer than the best", flush=True)
+    equal = sum(value <= 1e-9 for value in longer) / len(longer)
+    results.row("instances", planned=len(longer), nothing_fits=nothing)
+    results.row("planning", cpu_s=spread(seconds))
+    results.row("longer than the best plan there is", most=max(longer), equal=equal)
+    results.bar("share of instances with the best plan there is", equal, ">= 0.95")
+    results.bar("most that a step is longer than the best one", max(longer), "<= 0.01")
+    return results.write(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

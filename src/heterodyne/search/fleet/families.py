@@ -1,0 +1,86 @@
+"""Every kind of plan that one could think of: its best member, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.planner import FleetPlanner, Planned
+from heterodyne.search.fleet.predict import Weighed
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.why_not import why_not
+
+__all__ = ["Family", "Outcome", "families_of", "outcomes"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A part of the space of plans, in words."""
+
+    name: str
+    space: Space
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The best of a family, or why it has no member."""
+
+    family: Family
+    best: Weighed | None
+    why_not: str = ""
+
+
+def families_of(planner: FleetPlanner, space: Space) -> tuple[Family, ...]:
+    """Data only, pipelines only, without what saves memory, without the slow ones, each kind alone."""
+    found = [
+        Family(name="data parallel only", space=replace(space, max_stages=1, max_width=1)),
+        Family(name="data and tensor parallel, no stages", space=replace(space, max_stages=1)),
+        Family(name="one pipeline", space=replace(space, max_pipelines=1)),
+        Family(name="no tensor parallelism", space=replace(space, max_width=1)),
+        Family(name="no recompute", space=replace(space, recompute=False)),
+        Family(name="no sharded optimizer state", space=replace(space, shard_optimizer=False)),
+    ]
+    pools = planner.fleet.pools
+    if len(pools) > 1:
+        found.append(Family(name="no pipeline over several pools", space=replace(space, max_pools=1)))
+    kinds = _by_pace(planner, space)
+    if len(kinds) > 1:
+        if len(kinds) > 2:
+            fast = tuple(pool.name for pool in pools if pool.kind != kinds[-1])
+            found.append(Family(name=f"without {kinds[-1]}, the slowest", space=replace(space, pools=fast)))
+        for kind in kinds:
+            own = tuple(pool.name for pool in pools if pool.kind == kind)
+            found.append(Family(name=f"{kind} alone", space=replace(space, pools=own)))
+    return tuple(found)
+
+
+def outcomes(planner: FleetPlanner, planned: Planned, space: Space | None = None) -> Iterator[Outcome]:
+    """One for each family, as they are found. A family that holds the best plan itself is told with it."""
+    space = space or Space()
+    for family in families_of(planner, space):
+        search = planner.search(family.space)
+        objective = planned.objective
+        goal = objective if objective.goal == "throughput" else Objective(usd_per_hour=objective.usd_per_hour)
+        limit = float("inf") if objective.usd_per_hour is None else objective.usd_per_hour
+        best = search.run(goal.score, prices=goal.rates(planner.fleet), budget=limit)
+        known = [w for w in (best, *search.weighed.values()) if w is not None and objective.score(w) < float("inf")]
+        found = min(known, key=objective.score, default=None)
+        yield Outcome(family=family, best=found, why_not="" if found else why_not(search, objective))
+
+
+def _by_pace(planner: FleetPlanner, space: Space) -> list[str]:
+    """Kinds of devices that are in the space, by the samples/s of one device of a stage that holds the whole model, the fastest first."""
+    pace: dict[str, float] = {}
+    tables = planner.tables
+    sizes = planner.search(space).sizes
+    for pool in planner.fleet.pools:
+        if space.pools is None or pool.name in space.pools:
+            rates = [
+                size / width / (table.forward_s(0, layers) + table.backward_s(0, layers, False))
+                for size in sizes
+                for width in tables.costs.widths(pool.kind)
+                if (table := tables.table(pool.kind, width, size)) is not None and (layers := len(table.costs))
+            ]
+            pace[pool.kind] = max(rates, default=0.0)
+    return sorted(pace, key=lambda kind: (-pace[kind], kind))

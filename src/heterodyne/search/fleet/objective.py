@@ -1,0 +1,59 @@
+"""What the best plan is the best in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+import numpy as np
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.predict import Weighed
+from heterodyne.search.fleet.tables import Floats
+
+__all__ = ["Goal", "Objective"]
+
+Goal = Literal["throughput", "money", "energy", "memory"]
+_TIE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """A goal, within a budget.
+
+    Args:
+        goal: least seconds, usd or joules of a step, or least bytes of the fullest device.
+        usd_per_hour: the most that the devices of the plan may cost together; None: no limit.
+    """
+
+    goal: Goal = "throughput"
+    usd_per_hour: float | None = None
+
+    def score(self, weighed: Weighed) -> float:
+        """Less is better; of equals the faster one. Infinite where a price or watts are not known, or the budget is not kept."""
+        own = weighed.predicted
+        if self.usd_per_hour is not None and (
+            own.usd_per_hour is None or own.usd_per_hour > self.usd_per_hour * (1 + 1e-9)
+        ):
+            return inf
+        value = {"throughput": own.step_s, "money": own.usd, "energy": own.joules, "memory": own.peak_bytes}[self.goal]
+        return (
+            inf if value is None else value if self.goal == "throughput" else value * (1 + _TIE * min(own.step_s, 1e3))
+        )
+
+    def rates(self, fleet: Fleet) -> Floats | None:
+        """What a device of each pool takes by the hour, in what is spent; None where nothing is."""
+        if self.goal == "energy":
+            return np.array([pool.watts_per_device or 0.0 for pool in fleet.pools])
+        if self.goal == "money" or self.usd_per_hour is not None:
+            return np.array([pool.usd_per_device_hour or 0.0 for pool in fleet.pools])
+        return None
+
+    def missing(self, fleet: Fleet) -> tuple[str, ...]:
+        """Pools of which the objective has to know a price or watts that are not stated."""
+        if self.goal == "energy":
+            return tuple(pool.name for pool in fleet.pools if pool.watts_per_device is None)
+        if self.goal == "money" or self.usd_per_hour is not None:
+            return tuple(pool.name for pool in fleet.pools if pool.usd_per_device_hour is None)
+        return ()

@@ -1,0 +1,200 @@
+"""Plans a fleet: the best plan for an objective, what every other kind of plan would cost, and what time, money and devices trade for.
+
+Less money or energy means fewer or cheaper devices, so there the fastest plan is searched under smaller and smaller budgets, and the
+best of all that were weighed is improved for what is asked. Less memory is searched likewise, under smaller and smaller devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import inf
+from time import monotonic
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.cost.layers import LayerCosts
+from heterodyne.errors import ClusterError, InfeasibleError
+from heterodyne.search.fleet.network import Network, Rings
+from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.predict import Predictor, Weighed
+from heterodyne.search.fleet.search import Search
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.tables import Tables
+from heterodyne.search.fleet.why_not import why_not
+
+__all__ = ["FleetPlanner", "Planned", "plan_fleet"]
+
+_BUDGETS = 8
+_RUNNERS_UP = 5
+_MEMORIES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What a search found.
+
+    Args:
+        best: by the objective.
+        runners_up: the next best of other pipelines, best first.
+        bound_s: of the step: no plan of the space is faster, whatever it costs.
+        frontier: the plans that no other one beats in seconds, usd and devices at once, the fastest first.
+        stopped: the deadline came before the search was done.
+    """
+
+    objective: Objective
+    best: Weighed
+    runners_up: tuple[Weighed, ...]
+    bound_s: float
+    frontier: tuple[Weighed, ...]
+    stopped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetPlanner:
+    """Plans one model on one fleet. ``network``: what goes between devices; by default rings over the wires of the fleet."""
+
+    fleet: Fleet
+    costs: LayerCosts
+    global_batch: int
+    network: Network | None = None
+    _tables: list[Tables] = field(default_factory=list, repr=False)
+
+    @property
+    def tables(self) -> Tables:
+        if not self._tables:
+            self._tables.append(Tables(self.costs))
+        return self._tables[0]
+
+    def search(self, space: Space, *, deadline_s: float | None = None, memory: float = 1.0) -> Search:
+        """``memory``: of each device the part that may be filled."""
+        fleet = self.fleet
+        if memory < 1:
+            pools = (replace(pool, memory_bytes=int(pool.memory_bytes * memory)) for pool in fleet.pools)
+            fleet = replace(fleet, pools=tuple(pools))
+        predictor = Predictor(
+            fleet=fleet,
+            tables=self.tables,
+            network=self.network or Rings(self.fleet),
+            global_batch=self.global_batch,
+        )
+        return Search(predictor=predictor, space=space, deadline_s=deadline_s)
+
+    def plan(
+        self,
+        objective: Objective | None = None,
+        *,
+        space: Space | None = None,
+        seconds: float | None = None,
+        frontier: bool = False,
+    ) -> Planned:
+        """The best plan. ``seconds``: when to stop with the best so far; without it the same input gives the same plan.
+
+        Raises InfeasibleError if nothing fits, with the reason; ClusterError if a price or watts that the objective asks for are missing.
+        """
+        objective, space = objective or Objective(), space or Space()
+        missing = objective.missing(self.fleet)
+        if missing:
+            what = "watts" if objective.goal == "energy" else "a price"
+            raise ClusterError(f"{objective.goal} needs {what} of every pool; not stated for {', '.join(missing)}")
+        search = self.search(space, deadline_s=None if seconds is None else monotonic() + seconds)
+        rates = objective.rates(self.fleet)
+        limit = inf if objective.usd_per_hour is None else objective.usd_per_hour
+        if objective.goal == "memory":
+            found = self._small(objective, space, search)
+        elif objective.goal == "throughput":
+            found = [search.run(objective.score, prices=rates, budget=limit)]
+        else:
+            found = self._cheap(objective, search, limit)
+        if frontier and objective.goal == "throughput":
+            priced = Objective(goal="money")
+            if not priced.missing(self.fleet):
+                self._cheap(priced, search, limit)
+        known = [weighed for weighed in (*found, *search.weighed.values()) if weighed is not None]
+        ranked = sorted(
+            (w for w in known if objective.score(w) < inf), key=lambda w: (objective.score(w), w.predicted.devices)
+        )
+        if not ranked:
+            raise InfeasibleError(why_not(search, objective))
+        return Planned(
+            objective=objective,
+            best=ranked[0],
+            runners_up=_unlike(ranked)[1 : _RUNNERS_UP + 1],
+            bound_s=search.bound_s,
+            frontier=_frontier(known),
+            stopped=search.stopped,
+        )
+
+    def _cheap(self, objective: Objective, search: Search, limit: float) -> list[Weighed | None]:
+        """Under budgets from all devices down to the cheapest one, and at last for the objective itself.
+
+        The score of a budget is time; what is best by the objective is chosen among all that were weighed.
+        """
+        rates = objective.rates(self.fleet)
+        assert rates is not None  # money and energy have rates
+        whole = sum(rate * pool.devices for rate, pool in zip(rates.tolist(), self.fleet.pools, strict=True))
+        if whole <= 0:
+            return [search.run(objective.score)]
+        least = min(rate for rate in rates.tolist() if rate > 0)
+        whole = min(whole, limit if objective.goal == "money" else whole)
+        found: list[Weighed | None] = []
+        for number in range(_BUDGETS):
+            budget = whole * (least / whole) ** (number / (_BUDGETS - 1)) if whole > least else whole
+            found.append(search.run(objective.score, prices=rates, budget=budget))
+        return found
+
+    def _small(self, objective: Objective, space: Space, search: Search) -> list[Weighed | None]:
+        """Halving what of each device may be filled, between what fits and what does not."""
+        found = [search.run(objective.score)]
+        low, high = 0.0, 1.0 if found[0] is None else found[0].predicted.peak_share
+        for _ in range(_MEMORIES):
+            middle = (low + high) / 2
+            smaller = self.search(space, deadline_s=search.deadline_s, memory=middle)
+            best = smaller.run(objective.score)
+            search.stopped = search.stopped or smaller.stopped
+            if best is None:
+                low = middle
+            else:
+                found.append(best)
+                high = min(middle, best.predicted.peak_share)
+        return found
+
+
+def plan_fleet(
+    fleet: Fleet,
+    costs: LayerCosts,
+    *,
+    global_batch: int,
+    objective: Objective | None = None,
+    space: Space | None = None,
+    network: Network | None = None,
+    seconds: float | None = None,
+) -> Planned:
+    """The best plan of a model on a fleet (see `FleetPlanner.plan`)."""
+    planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=global_batch, network=network)
+    return planner.plan(objective, space=space, seconds=seconds)
+
+
+def _unlike(ranked: Iterable[Weighed]) -> tuple[Weighed, ...]:
+    """The first of those that put as many devices of each pool into pipelines of as many stages."""
+    found: dict[object, Weighed] = {}
+    for weighed in ranked:
+        shape = frozenset(
+            (tuple((stage.pool, stage.width) for stage in group.template.stages), group.replicas)
+            for group in weighed.plan.groups
+        )
+        found.setdefault(shape, weighed)
+    return tuple(found.values())
+
+
+def _frontier(known: Iterable[Weighed]) -> tuple[Weighed, ...]:
+    kept: list[Weighed] = []
+
+    def figures(weighed: Weighed) -> tuple[float, float, float]:
+        own = weighed.predicted
+        return own.step_s, 0.0 if own.usd is None else own.usd, own.devices
+
+    for weighed in sorted(known, key=figures):
+        own = figures(weighed)
+        if not any(all(a <= b for a, b in zip(figures(other), own, strict=True)) for other in kept):
+            kept.append(weighed)
+    return tuple(kept)

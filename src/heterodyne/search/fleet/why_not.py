@@ -1,0 +1,144 @@
+"""Why nothing fits: the stage that comes nearest, what fills it, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.search import Search
+from heterodyne.search.fleet.shapes import Kind, kinds_of
+from heterodyne.search.fleet.tables import Memory
+from heterodyne.units import format_bytes
+
+__all__ = ["why_not"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tight:
+    """A stage that does not fit, of the pipeline in which the fullest one lacks least."""
+
+    kind: Kind
+    stage: int
+    stages: int
+    micro_batch: int
+    recompute: bool
+    memory: Memory
+
+    @property
+    def filled(self) -> float:
+        return self.memory.total / self.kind.memory_bytes
+
+
+def why_not(search: Search, objective: Objective | None = None) -> str:
+    """In words, why no plan of a search's space can be."""
+    if not search.sizes:
+        return "the costs of the layers are not known for any device of the fleet at any size of micro-batch"
+    if search.weighed:
+        if objective is not None and objective.usd_per_hour is not None:
+            least = min((w.predicted.usd_per_hour or inf for w in search.weighed.values()), default=inf)
+            return (
+                f"no plan keeps the budget of {objective.usd_per_hour:.2f} usd/hour: the cheapest that was found costs "
+                f"{least:.2f} usd/hour"
+            )
+        return "no plan that was found keeps the limits"
+    nearest = min(_tightest(search), key=lambda tight: tight.filled, default=None)
+    if nearest is None:
+        return "the costs of the layers are known for none of the widths that fill the nodes of the fleet"
+    if nearest.filled <= 1:
+        return (
+            f"no links are known that join enough devices: pipelines of {nearest.stages} stages would fit the memory of "
+            f"{nearest.kind.name}; state the links between its nodes"
+        )
+    return _told(nearest, search)
+
+
+def _tightest(search: Search) -> Iterator[_Tight]:
+    """For each kind of device and size of micro-batch: as many stages as there may be, each with as alike a part of the bytes as can be."""
+    space = search.space
+    for size in search.sizes:
+        for kind in kinds_of(search.fleet, search.tables, size, space):
+            layers = len(kind.table.costs)
+            devices = search.fleet.pools[kind.pool].devices
+            most = min(layers, space.max_stages, devices // kind.width)
+            pipelines = max(1, devices // (kind.width * most)) if space.shard_optimizer else 1
+            for stages in sorted({1, most}):
+                yield _evenly(kind, stages, size, pipelines, search)
+
+
+def _evenly(kind: Kind, stages: int, size: int, shards: int, search: Search) -> _Tight:
+    """The fullest stage of the cut whose fullest stage is least full, by bisection."""
+    layers = len(kind.table.costs)
+    again = search.space.recompute
+    held_at_most = max(1, search.predictor.global_batch // size)
+
+    def memory(start: int, stop: int, number: int) -> Memory:
+        held = min(stages - number, held_at_most)
+        return kind.table.memory(start, stop, recompute=again, held=held, shards=shards)
+
+    def cut(limit: float) -> list[tuple[int, int]] | None:
+        spans, start = [], 0
+        for number in range(stages):
+            last = layers - (stages - number - 1)
+            stop = start + 1
+            while stop < last and memory(start, stop + 1, number).total <= limit:
+                stop += 1
+            if memory(start, stop, number).total > limit:
+                return None
+            spans.append((start, stop))
+            start = stop
+        return spans if start == layers else None
+
+    low, high = 0.0, 2 * memory(0, layers, 0).total * stages + 1
+    best = cut(high)
+    for _ in range(40):
+        middle = (low + high) / 2
+        found = cut(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    assert best is not None  # everything fits into the upper limit
+    number = max(range(stages), key=lambda n: memory(*best[n], n).total)
+    return _Tight(
+        kind=kind,
+        stage=number,
+        stages=stages,
+        micro_batch=size,
+        recompute=again,
+        memory=memory(*best[number], number),
+    )
+
+
+def _told(tight: _Tight, search: Search) -> str:
+    memory = tight.memory
+    parts = {
+        "activations": memory.activations,
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "working memory": memory.passing,
+    }
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:2]
+    needs = " and ".join(f"{format_bytes(size)} {name}" for name, size in largest)
+    width = f" (width {tight.kind.width})" if tight.kind.width > 1 else ""
+    return (
+        f"needs {format_bytes(memory.total)} on {tight.kind.name}{width} in stage {tight.stage} of {tight.stages}, which has "
+        f"{format_bytes(tight.kind.memory_bytes)}: {needs} at micro-batch {tight.micro_batch}; {_remedy(tight, search)}"
+    )
+
+
+def _remedy(tight: _Tight, search: Search) -> str:
+    """What of the space could be wider."""
+    space = search.space
+    ways = []
+    if not space.recompute and tight.memory.activations > tight.memory.total / 4:
+        ways.append("recompute")
+    if tight.micro_batch > 1 and tight.memory.activations > tight.memory.total / 4:
+        ways.append("micro-batch 1")
+    if not space.shard_optimizer and tight.memory.optimizer > tight.memory.total / 4:
+        ways.append("sharding the optimizer state over replicas")
+    if space.max_stages < len(tight.kind.table.costs):
+        ways.append("more stages")
+    return f"try {' or '.join(ways)}" if ways else "it takes more devices, or devices with more memory"
