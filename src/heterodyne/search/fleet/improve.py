@@ -29,13 +29,15 @@ class Steps:
     columns: Sequence[Template]
     sizes: Sequence[int]
     recompute: bool
+    shard_optimizer: bool
     most_pipelines: int | None = None
     usd: tuple[Mapping[str, float], float] | None = None
 
     def from_mix(self, mix: Mix) -> Iterator[Mix]:
         """Every mix that is one step away, those with the smallest changes first."""
+        shards = sum(count for _, count in mix) if self.shard_optimizer else 1
         for template, count in mix:
-            for changed in self.changed(template):
+            for changed in self.changed(template, shards):
                 yield mix_of((changed if t == template else t, n) for t, n in mix)
                 if count > 1:
                     yield mix_of([*_less(mix, template), (changed, 1)])
@@ -53,22 +55,22 @@ class Steps:
             if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
                 yield from self._filled(fewer)
 
-    def changed(self, template: Template) -> Iterator[Template]:
+    def changed(self, template: Template, shards: int) -> Iterator[Template]:
         """A border moved, another size of micro-batch, or something recomputed or not."""
-        yield from self._moved(template)
+        yield from self._moved(template, shards)
         for size in self.sizes:
             if size != template.micro_batch:
-                for other in self._known(self._fitted(replace(template, micro_batch=size))):
+                for other in self._known(self._fitted(replace(template, micro_batch=size), shards)):
                     yield other
                     if len(template.stages) <= _FEW:
-                        yield from self._moved(other)
+                        yield from self._moved(other, shards)
         stages = template.stages
         for number, stage in enumerate(stages):
             if stage.recompute or self.recompute:
                 toggled = replace(stage, recompute=not stage.recompute)
                 yield replace(template, stages=(*stages[:number], toggled, *stages[number + 1 :]))
 
-    def _moved(self, template: Template) -> Iterator[Template]:
+    def _moved(self, template: Template, shards: int) -> Iterator[Template]:
         stages = template.stages
         for number, (a, b) in enumerate(pairwise(stages)):
             for border in (a.stop - 1, a.stop + 1):
@@ -76,7 +78,7 @@ class Steps:
                     moved = (*stages[:number], replace(a, stop=border), replace(b, start=border), *stages[number + 2 :])
                     yield replace(template, stages=moved)
                     if self.recompute:
-                        yield self._fitted(replace(template, stages=moved))
+                        yield self._fitted(replace(template, stages=moved), shards)
 
     def _known(self, template: Template) -> list[Template]:
         try:
@@ -85,7 +87,7 @@ class Steps:
             return []
         return [template]
 
-    def _fitted(self, template: Template) -> Template:
+    def _fitted(self, template: Template, shards: int) -> Template:
         """Recomputed where it does not fit otherwise."""
         if not self.recompute or not self._known(template):
             return template
@@ -93,7 +95,7 @@ class Steps:
         plain = replace(template, stages=tuple(replace(stage, recompute=False) for stage in template.stages))
         for number, stage in enumerate(plain.stages):
             many = self.predictor.global_batch
-            need = self.predictor.memory(plain, number, micro_batches=many, schedule="1F1B", shards=1).total
+            need = self.predictor.memory(plain, number, micro_batches=many, schedule="1F1B", shards=shards).total
             stages.append(replace(stage, recompute=need > self.predictor.fleet.pool(stage.pool).memory_bytes))
         return replace(template, stages=tuple(stages))
 

@@ -31,6 +31,7 @@ __all__ = ["Search"]
 
 _BISECTIONS = 5
 _SOONER = 0.9995
+_SHARDS = (1, 2, 3, 4, 6, 8, 16, 64, 256)  # of the optimizer state; beyond, what is left of it hardly matters
 _STARTS = 3  # mixes that are improved
 _ALONE = 3  # shapes for each number of pipelines that are all alike
 _ONE_BY_ONE = 8  # numbers of pipelines up to which every number is tried
@@ -139,10 +140,9 @@ class Search:
         most = min(self.fleet.devices, self.space.max_pipelines or self.fleet.devices)
         if not self.space.shard_optimizer or most < 2:
             return [1]
-        one, many = (self._times(self._rows(n), self._limits(1, None, inf)) for n in (1, most))
-        if one is not None and many is not None and many[0] >= one[0] * (1 - 1e-9):
+        if all(_same(one, many) for one, many in zip(self._rows(1), self._rows(most), strict=False)):
             return [1]
-        return [1, *(2**n for n in range(1, most.bit_length()) if 2**n <= most)]
+        return [n for n in _SHARDS if n <= most]
 
     def _limits(self, shards: int, prices: Floats | None, budget: float) -> Limits:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
@@ -351,6 +351,7 @@ class Search:
             columns=columns,
             sizes=self.sizes,
             recompute=self.space.recompute,
+            shard_optimizer=self.space.shard_optimizer,
             most_pipelines=self.space.max_pipelines,
             usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
         )
@@ -386,6 +387,10 @@ class Search:
         late = self.deadline_s is not None and monotonic() >= self.deadline_s
         self.stopped = self.stopped or late
         return late
+
+
+def _same(one: Shapes, many: Shapes) -> bool:
+    return len(one) == len(many) and bool(np.array_equal(one.longest_s, many.longest_s))
 
 
 def _first(rows: Ints, value: Floats, count: int) -> list[int]:

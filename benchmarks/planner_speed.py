@@ -1,0 +1,97 @@
+"""Seconds that planning takes, from 32 devices of two kinds to 25,000 of six.
+
+The first rows are from measured layers, the others from tables by FLOPs and bytes. Nothing is kept between repeats. Memory is the most
+that the process ever held.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from fleets import LLAMA_70B, MOE_1800B, fleet_of, with_profiles
+from results import Results, spread
+
+from heterodyne.cost.layer_profiles import read_layer_profiles
+from heterodyne.cost.layers import LayerCosts
+from heterodyne.search.fleet.planner import FleetPlanner
+
+REPEATS, QUICK_REPEATS = 5, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    name: str
+    fleet: dict[str, int]
+    costs: Callable[[], LayerCosts]
+    global_batch: int
+    most_s: float
+
+
+def main() -> int:
+    options = with_profiles(__doc__)
+    results = Results("planner_speed")
+    rows = (
+        Row(
+            name="OPT-350M on 32 GPUs of 2 kinds",
+            fleet={"A100-40": 16, "V100-16": 16},
+            costs=lambda: read_layer_profiles(options.profiles, "OPT-350"),
+            global_batch=1024,
+            most_s=0.5,
+        ),
+        Row(
+            name="Llama-3-8B on 128 GPUs of 3 kinds",
+            fleet={"GH-96": 32, "A100-40": 48, "V100-16": 48},
+            costs=lambda: read_layer_profiles(options.profiles, "LLAMA-3-8"),
+            global_batch=1024,
+            most_s=2.0,
+        ),
+        Row(
+            name="a 70B model on 1,024 GPUs of 4 kinds",
+            fleet={"H100-80": 256, "A100-80": 256, "A100-40": 256, "L40S-48": 256},
+            costs=lambda: LLAMA_70B,
+            global_batch=2048,
+            most_s=5.0,
+        ),
+        Row(
+            name="a 1.8T mixture on 25,000 GPUs of 6 kinds",
+            fleet={
+                "B200-180": 2000,
+                "H200-141": 4000,
+                "H100-80": 8000,
+                "A100-80": 6000,
+                "GH-96": 2000,
+                "L40S-48": 3000,
+            },
+            costs=lambda: MOE_1800B,
+            global_batch=8192,
+            most_s=30.0,
+        ),
+    )
+    for row in rows:
+        seconds = []
+        for _ in range(QUICK_REPEATS if options.quick else REPEATS):
+            planner = FleetPlanner(fleet=fleet_of(row.fleet), costs=row.costs(), global_batch=row.global_batch)
+            began = perf_counter()
+            planned = planner.plan()
+            seconds.append(perf_counter() - began)
+        own = planned.best.predicted
+        results.row(
+            row.name,
+            planning_s=spread(seconds),
+            step_s=own.step_s,
+            bound_s=planned.bound_s,
+            devices=own.devices,
+            pipelines=planned.best.plan.pipelines,
+        )
+        results.bar(f"median seconds, {row.name}", spread(seconds)["median"], f"<= {row.most_s}")
+    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    results.bar("GiB of memory at most", gib, "<= 2")
+    return results.write(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
