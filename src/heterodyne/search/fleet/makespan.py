@@ -13,7 +13,7 @@ from functools import cached_property
 
 from heterodyne.search.fleet.plan import ScheduleName
 
-__all__ = ["Makespans", "StageSeconds"]
+__all__ = ["Makespans", "StageSeconds", "lines_of"]
 
 _CLOSE = 1e-13
 
@@ -54,14 +54,8 @@ class Makespans:
 
     @cached_property
     def lines(self) -> list[tuple[float, float]]:
-        """For each stage: seconds in which it cannot work, and seconds of work for one micro-batch."""
-        found = []
-        around = 0.0
-        for stage in self.stages:
-            each = stage.forward_s + stage.backward_s
-            found.append((around, each))
-            around += each + 2 * stage.send_s
-        return found
+        """For each stage that can be the last one: seconds in which it cannot work, and seconds of work for one micro-batch."""
+        return lines_of([(stage.forward_s + stage.backward_s, stage.send_s) for stage in self.stages])
 
     def most_within(self, seconds: float, at_most: int) -> int:
         """The most micro-batches that are done in so many seconds."""
@@ -121,6 +115,21 @@ class Makespans:
         more = (number - len(rounds) + 1) * self._step[0]
         forward, backward = rounds[-1]
         return [end + more for end in forward], [end + more for end in backward]
+
+
+def lines_of(stages: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of stages with the seconds of a micro-batch and of a message (see `Makespans.lines`).
+
+    A stage before one that is no faster waits less and works no more, so it is left out.
+    """
+    found: list[tuple[float, float]] = []
+    around = 0.0
+    for each, send_s in stages:
+        while found and found[-1][1] <= each:
+            found.pop()
+        found.append((around, each))
+        around += each + 2 * send_s
+    return found
 
 
 def _first(stages: Sequence[StageSeconds], micro_batches: int) -> tuple[list[float], list[float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template"]
@@ -29,6 +29,14 @@ class Template:
 
     micro_batch: int
     stages: tuple[Stage, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # A search looks templates up far more often than it makes them.
+        object.__setattr__(self, "_hash", hash((self.micro_batch, self.stages)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def devices(self) -> Mapping[str, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.search.fleet.makespan import Makespans, StageSeconds
+from heterodyne.search.fleet.makespan import Makespans, StageSeconds, lines_of
 from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.plan import FleetPlan, Group, Layout, ScheduleName, Stage, Template
 from heterodyne.search.fleet.tables import Memory, Table, Tables
@@ -72,6 +72,7 @@ class Predictor:
     global_batch: int
     _tables: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
+    _bounds: dict[Template, list[tuple[float, float]]] = field(default_factory=dict, repr=False)
     _most: dict[tuple[Template, ScheduleName, int], int] = field(default_factory=dict, repr=False)
 
     def stage_tables(self, template: Template) -> tuple[Table, ...]:
@@ -169,16 +170,26 @@ class Predictor:
 
     def bound_s(self, mix: Mix) -> float:
         """Never more than the step of any `weigh` of these pipelines: messages take no time here, and there is nothing to exchange."""
-        lines = []
-        for template, count in mix:
-            around, own = 0.0, []
-            for stage, table in zip(template.stages, self.stage_tables(template), strict=True):
-                each = table.forward_s(stage.start, stage.stop)
-                each += table.backward_s(stage.start, stage.stop, stage.recompute)
-                own.append((around, each))
-                around += each
-            lines.append((own, count * template.micro_batch))
+        lines = [(self._lines(template), count * template.micro_batch) for template, count in mix]
         return _time_until(lines, [self.global_batch] * len(lines), self.global_batch)
+
+    def could_take(self, mix: Mix, seconds: float) -> bool:
+        """Whether `bound_s` is within so many seconds."""
+        done = 0.0
+        for template, count in mix:
+            rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in self._lines(template) if e > 0)
+            done += count * template.micro_batch * max(0, rounds)
+        return done >= self.global_batch
+
+    def _lines(self, template: Template) -> list[tuple[float, float]]:
+        if template not in self._bounds:
+            self._bounds[template] = lines_of(
+                [
+                    (table.forward_s(s.start, s.stop) + table.backward_s(s.start, s.stop, s.recompute), 0.0)
+                    for s, table in zip(template.stages, self.stage_tables(template), strict=True)
+                ]
+            )
+        return self._bounds[template]
 
     def _fits(self, template: Template, micro_batches: int, schedule: ScheduleName, shards: int) -> bool:
         return all(

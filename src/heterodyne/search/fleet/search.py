@@ -31,10 +31,13 @@ __all__ = ["Search"]
 
 _BISECTIONS = 5
 _SOONER = 0.9995
-_SHARDS = (1, 2, 3, 4, 6, 8, 16, 64, 256)  # of the optimizer state; beyond, what is left of it hardly matters
+_FEW_DEVICES = 16
+_SHARDS = (1, 2, 3, 4, 6, 8, 16)  # of the optimizer state
+_SHARDS_OF_MANY = (1, 4, 16, 64)  # beyond, what is left of it hardly matters
 _STARTS = 3  # mixes that are improved
 _ALONE = 3  # shapes for each number of pipelines that are all alike
 _ONE_BY_ONE = 8  # numbers of pipelines up to which every number is tried
+_PLAYED_STAGES = 1000  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 Score = Callable[[Weighed], float]
 
@@ -84,16 +87,16 @@ class Search:
         for shards in self._levels():
             if self._late():
                 break
-            rows = self._rows(shards)
             limits = self._limits(shards, prices, budget)
+            rows = self._rows(shards)
             times = self._times(rows, limits)
             if times is None:
                 continue
             self.bound_s = min(self.bound_s, times[0])
             if best is not None and prices is None and times[0] >= best.predicted.step_s:
                 continue  # no plan with these shapes is faster
-            own = self._columns(rows, limits, times[1])
-            columns.update(dict.fromkeys(own))
+            columns.update(dict.fromkeys(self._columns(rows, limits, times[1])))
+            own = list(columns)
             best = self._played(self._alike(own, limits), best, score, prices, budget)
             known_s = 1e3 * times[1] if best is None else best.predicted.step_s
             mixes = list(dict.fromkeys(self._unlike(own, limits, times[0], known_s)))
@@ -140,9 +143,8 @@ class Search:
         most = min(self.fleet.devices, self.space.max_pipelines or self.fleet.devices)
         if not self.space.shard_optimizer or most < 2:
             return [1]
-        if all(_same(one, many) for one, many in zip(self._rows(1), self._rows(most), strict=False)):
-            return [1]
-        return [n for n in _SHARDS if n <= most]
+        levels = [n for n in (_SHARDS if most <= _FEW_DEVICES else _SHARDS_OF_MANY) if n <= most]
+        return levels[:1] if _same(self._rows(1), self._rows(levels[-1])) else levels
 
     def _limits(self, shards: int, prices: Floats | None, budget: float) -> Limits:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
@@ -247,12 +249,34 @@ class Search:
 
     def _unlike(self, columns: Sequence[Template], limits: Limits, bound_s: float, known_s: float) -> Iterator[Mix]:
         """Whole counts of all columns together that could be done before a time that is known."""
+        columns = self._worth_most(columns, limits, known_s)
         devices = self._devices(columns)
         for layout in self.space.layouts:
             full = [self._once_s(template, layout) for template in columns]
             for part in (0.0, 1.0):
                 once = [part * seconds for seconds in full]
                 yield from self._bisected(columns, devices, once, layout, limits, (bound_s, known_s))
+
+    def _worth_most(self, columns: Sequence[Template], limits: Limits, seconds: float) -> list[Template]:
+        """Those that a mixed integer program is asked about: what they do in a time is worth most."""
+        devices = self._devices(columns)
+        layout = self.space.layouts[-1]
+        capacity = np.array(
+            [
+                t.micro_batch
+                * self.predictor.makespans(t, "1F1B", layout).most_bound(
+                    seconds, self.predictor.most_micro_batches(t, "1F1B", limits.least)
+                )
+                for t in columns
+            ],
+            dtype=float,
+        )
+        known = relaxed(capacity, devices, limits)
+        if known is None:
+            return list(columns[: self.space.columns])
+        worth = capacity - devices @ known.prices
+        kept = np.sort(np.argsort(-worth, kind="stable")[: self.space.columns])
+        return [columns[int(number)] for number in kept]
 
     def _pairs(self, columns: Sequence[Template], limits: Limits, known_s: float) -> list[Mix]:
         """Mixes of two columns that could be done in a time, those first that could do most.
@@ -333,8 +357,13 @@ class Search:
         what comes first.
         """
         ranked = sorted(((self.predictor.bound_s(mix), n) for n, mix in enumerate(mixes)))
+        limit = self._work + _PLAYED_STAGES
         for bound_s, number in ranked[:_PLAYED]:
-            if self._late() or (prices is None and best is not None and bound_s >= best.predicted.step_s):
+            if (
+                self._late()
+                or self._work > limit
+                or (prices is None and best is not None and bound_s >= best.predicted.step_s)
+            ):
                 break
             if not self._within(mixes[number], prices, budget):
                 continue
@@ -364,7 +393,7 @@ class Search:
             def could_beat(tried: Mix, least: float) -> bool:
                 if not self._within(tried, prices, budget):
                     return False
-                return prices is not None or self.predictor.bound_s(tried) < least
+                return prices is not None or self.predictor.could_take(tried, least)
 
             def proceed(limit: int = limit) -> bool:
                 return self._work < limit and not self._late()
@@ -389,8 +418,11 @@ class Search:
         return late
 
 
-def _same(one: Shapes, many: Shapes) -> bool:
-    return len(one) == len(many) and bool(np.array_equal(one.longest_s, many.longest_s))
+def _same(some: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
+    """Whether no shape is faster among the others."""
+    return len(some) == len(others) and all(
+        np.array_equal(one.longest_s, other.longest_s) for one, other in zip(some, others, strict=True)
+    )
 
 
 def _first(rows: Ints, value: Floats, count: int) -> list[int]:
