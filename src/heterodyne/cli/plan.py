@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, ProfileOption, SetOption
+from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
+from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.search.fleet.objective import Objective
 
 __all__ = ["command"]
 
@@ -20,21 +24,95 @@ def command(
     job: JobArgument,
     cluster: ClusterOption = None,
     profile: ProfileOption = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where the plan is written: plan.json, or fleet_plan.json."),
+    ] = None,
     overrides: SetOption = None,
+    on_paper: Annotated[
+        bool,
+        typer.Option("--on-paper", help="Plan from datasheets, without measuring. So it is for several nodes anyway."),
+    ] = False,
+    objective: Annotated[
+        Literal["throughput", "money", "energy", "memory"],
+        typer.Option("--objective", help="What the plan is best in."),
+    ] = "throughput",
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="USD", min=0, help="The most that the devices may cost in an hour."),
+    ] = None,
+    frontier: Annotated[bool, typer.Option("--frontier", help="Show what time, money and devices trade for.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="The frontier as a picture.")
+    ] = None,
+    families: Annotated[
+        bool, typer.Option("--families", help="Show the best of each kind of plan, or why there is none.")
+    ] = False,
+    add: Annotated[
+        list[str] | None, typer.Option("--add", metavar="8xH100", help="What if there were these too?")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", metavar="NAME", help="What if this pool, place or node were not there?"),
+    ] = None,
+    links: Annotated[
+        list[str] | None, typer.Option("--links", metavar="inter=100Gb/s", help="What if links were like that?")
+    ] = None,
+    framework: Annotated[
+        str | None, typer.Option("--framework", metavar="NAME", help="Who runs the plan, if not this library.")
+    ] = None,
+    within: Annotated[
+        float | None,
+        typer.Option("--within", metavar="SECONDS", min=0, help="Stop searching then, with the best so far."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (on paper).")] = False,
 ) -> int:
     """Choose who does how much, and say why.
 
-    Measure (or read a profile), weigh the plans, print the choice with its reasons, and write it.
+    Measure (or read a profile), weigh the plans, print the choice with its reasons, and write it. For devices that are not here, plan
+    on paper: from datasheets.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
     wanted = Job.load(job, tuple(overrides or ()))
     measured = None if profile is None else Profile.load(profile)
-    if not out.parent.is_dir():
-        raise HeterodyneError(f"--out {out}: there is no directory {out.parent}; make it, or write the plan elsewhere")
+    asked = objective != "throughput" or budget is not None or frontier or picture is not None or families or as_json
+    asked = asked or framework is not None or within is not None or bool(add or without or links)
+    paper = cluster is not None and WorkerEnvironment.read() is None and (on_paper or asked or elsewhere(cluster))
+    if (on_paper or asked) and not paper:
+        raise HeterodyneError("to plan on paper, give the file that describes the devices: --cluster fleet.yaml")
+    out = out or Path("fleet_plan.json" if paper else "plan.json")
+    for path, option in ((out, "--out"), (picture, "--picture")):
+        if path is not None and not path.parent.is_dir():
+            raise HeterodyneError(
+                f"{option} {path}: there is no directory {path.parent}; make it, or write the plan elsewhere"
+            )
+    if paper:
+        from heterodyne.api.on_paper import Wishes, plan_on_paper
+
+        assert cluster is not None
+        wishes = Wishes(
+            objective=Objective(goal=objective, usd_per_hour=budget),
+            frontier=frontier or picture is not None,
+            add=tuple(add or ()),
+            without=tuple(without or ()),
+            links=tuple(links or ()),
+            families=families,
+            framework=framework,
+            seconds=within,
+            picture=picture,
+            as_json=as_json,
+        )
+        return plan_on_paper(
+            wanted, job.parent, cluster_file=cluster, out=out, wishes=wishes, say=partial(typer.echo, err=True)
+        )
     from heterodyne.api import on_every_device, plan_job
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
     return plan_job(wanted, job.parent, cluster_file=cluster, profile=measured, out=out)
+
+
+def elsewhere(cluster: Path) -> bool:
+    """Whether a file describes several nodes, which one machine cannot be."""
+    return sum(pool.nodes for pool in load_fleet(cluster).pools) > 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
 
-__all__ = ["Footprint", "footprint", "layer_activation_bytes", "loss_workspace_bytes"]
+__all__ = ["Footprint", "footprint", "layer_activation_bytes", "loss_workspace_bytes", "usable_bytes"]
 
 _CONTEXT_BYTES = 2.0 * 2**30
 """Of a driver's context and the buffers of a communication library: a GPU process of several groups has 1 to 3 GiB before it allocates
@@ -39,6 +39,11 @@ class Footprint:
     @property
     def total(self) -> float:
         return self.allocated + self.lost
+
+
+def usable_bytes(memory_bytes: int) -> int:
+    """What a plan may fill of a device's memory."""
+    return max(1, int((memory_bytes - _CONTEXT_BYTES) / (1 + _FRAGMENTS)))
 
 
 def footprint(model: Transformer, setup: Setup) -> Footprint:

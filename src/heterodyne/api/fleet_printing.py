@@ -1,0 +1,48 @@
+"""What a plan on paper prints."""
+
+from __future__ import annotations
+
+import sys
+
+from heterodyne.api.printing import show
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.report.fleet_tables import changed_rows, fleet_rows, frontier_rows, ranked_rows, stage_rows
+from heterodyne.report.words import change, seconds
+from heterodyne.search.fleet.families import outcomes
+from heterodyne.search.fleet.planner import FleetPlanner, Planned
+from heterodyne.search.fleet.predict import Weighed
+
+__all__ = ["show_change", "show_fleet_plan"]
+
+
+def show_fleet_plan(
+    fleet: Fleet, planner: FleetPlanner, found: Planned, *, seq: int | None, frontier: bool, families: bool
+) -> None:
+    """The fleet, the plan, what comes next, and whatever else was asked for. ``seq``: tokens of a sample, where samples have some."""
+    show(fleet_rows(fleet), stage_rows(planner.fleet, found.best.plan))
+    show(ranked_rows(found.best, found.runners_up, seq=seq))
+    own = found.best.predicted
+    _say(
+        f"Of a step of {seconds(own.step_s)}, pipelines take {seconds(own.pipelines_s)}, gradients {seconds(own.sync_s)}, the "
+        f"update {seconds(own.update_s)}. No plan of those that were looked at can take less than {seconds(found.bound_s)}."
+    )
+    if found.stopped:
+        _say("The time was over before the search was; this is the best that it had found.")
+    if frontier:
+        show(frontier_rows(found.frontier, seq=seq))
+    if families:
+        for outcome in outcomes(planner, found):
+            if outcome.best is None:
+                _say(f"{outcome.family.name}: impossible: {outcome.why_not}")
+            else:
+                longer = outcome.best.predicted.step_s / own.step_s - 1
+                _say(f"{outcome.family.name}: {seconds(outcome.best.predicted.step_s)} a step, {change(longer)}")
+
+
+def show_change(today: Weighed, then: Weighed, what: str) -> None:
+    """A fleet that is not there yet beside the one that is."""
+    show(changed_rows(today, then, what))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")

@@ -1,0 +1,167 @@
+"""``heterodyne plan`` for devices that are not here: from datasheets, before anything is bought or booked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from heterodyne.api.fleet_printing import show_change, show_fleet_plan
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.cluster.fleet_file import load_fleet
+from heterodyne.cluster.what_if import changed
+from heterodyne.cost.layers import LayerCosts
+from heterodyne.errors import HeterodyneError, JobError
+from heterodyne.job import Job, ModelSection
+from heterodyne.predictor.footprint import usable_bytes
+from heterodyne.predictor.from_config import transformer_of
+from heterodyne.predictor.graph_costs import graph_layers
+from heterodyne.predictor.layer_costs import predicted_layers
+from heterodyne.predictor.software import software_of
+from heterodyne.report.frontier import frontier_picture
+from heterodyne.search.fleet.merged import merged
+from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.planner import FleetPlanner, Planned
+from heterodyne.search.fleet.predict import Weighed
+
+__all__ = ["FLEET_PLAN_VERSION", "Wishes", "plan_on_paper"]
+
+FLEET_PLAN_VERSION = 1
+_MOST_POOLS = 6
+"""Of a fleet with more, alike pools of a zone are planned as one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What is asked for besides the fastest plan.
+
+    Args:
+        add, without, links: a fleet that is not there yet, in the words of `cluster.what_if`; it is compared with the one that is.
+        families: whether the best of each kind of plan is searched too, or why there is none.
+        framework: who will run the plan, as far as it changes seconds and bytes; None: this library on PyTorch.
+        picture: of the frontier. ``as_json``: print JSON and nothing else.
+    """
+
+    objective: Objective
+    frontier: bool = False
+    add: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    families: bool = False
+    framework: str | None = None
+    seconds: float | None = None
+    picture: Path | None = None
+    as_json: bool = False
+
+
+def plan_on_paper(
+    job: Job, base: Path, *, cluster_file: Path, out: Path, wishes: Wishes, say: Callable[[str], None]
+) -> int:
+    """Plan the job for the fleet of a file, print the choice with its reasons, and write it to ``out``.
+
+    Raises ClusterError, JobError or InfeasibleError, each with what is wrong, where, and the remedy.
+    """
+    today = load_fleet(cluster_file)
+    then = changed(today, add=wishes.add, without=wishes.without, links=wishes.links)
+    costs_of = _costs(job, base, wishes)
+    say(f"planning on paper for {then.devices:,} devices: from datasheets; nothing is measured")
+    planner, found = _planned(job, then, costs_of, wishes)
+    seq = job.data.sequence_length if _shape(job.model, base) is not None else None
+    told = json.dumps(_told(planner.fleet, found), indent=1) + "\n"
+    if wishes.as_json:
+        sys.stdout.write(told)
+    else:
+        show_fleet_plan(_known(then), planner, found, seq=seq, frontier=wishes.frontier, families=wishes.families)
+    if then is not today and not wishes.as_json:
+        _, before = _planned(job, today, costs_of, wishes)
+        what = [*(f"add {text}" for text in wishes.add), *(f"without {text}" for text in wishes.without), *wishes.links]
+        show_change(before.best, found.best, ", ".join(what))
+    out.write_text(told, encoding="utf-8")
+    say(f"wrote {out}")
+    if wishes.picture is not None:
+        frontier_picture(found.frontier, wishes.picture, title=f"{job.training.global_batch_size} samples a step")
+        say(f"wrote {wishes.picture}")
+    return 0
+
+
+def _known(fleet: Fleet) -> Fleet:
+    """As it is planned."""
+    return merged(fleet) if len(fleet.pools) > _MOST_POOLS else fleet
+
+
+def _planned(
+    job: Job, fleet: Fleet, costs_of: Callable[[Fleet], LayerCosts], wishes: Wishes
+) -> tuple[FleetPlanner, Planned]:
+    if wishes.objective.goal == "money" or wishes.objective.usd_per_hour is not None:
+        fleet.require_prices()
+    fleet = _known(fleet)
+    costs = costs_of(fleet)
+    fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
+    planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
+    return planner, planner.plan(wishes.objective, seconds=wishes.seconds, frontier=wishes.frontier)
+
+
+def _costs(job: Job, base: Path, wishes: Wishes) -> Callable[[Fleet], LayerCosts]:
+    """From a shape where the job gives one; else from the graph of the model, which is captured without its weights."""
+    software = software_of(wishes.framework)
+    shape = _shape(job.model, base)
+    precision = job.training.precision
+    if shape is not None:
+        model = transformer_of(shape, seq=job.data.sequence_length)
+        return lambda fleet: predicted_layers(model, fleet, precision=precision, software=software)
+    graph = _captured(job, base)
+    adam = job.optimizer.name == "adamw"
+    states = 2 if adam else int(job.optimizer.momentum > 0)
+    return lambda fleet: graph_layers(
+        graph, fleet, precision=precision, states=states, passes=3 + 2 * states, software=software
+    )
+
+
+def _shape(section: ModelSection, base: Path) -> Mapping[str, Any] | None:
+    """The configuration of a language model; None for a model that has none."""
+    given = section.huggingface
+    if isinstance(given, str) or section.directory is not None:
+        path = base / given if isinstance(given, str) else base / (section.directory or "") / "config.json"
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise JobError(f"{path} cannot be read as a configuration: {error}") from error
+    return given if isinstance(given, Mapping) and section.auto_class == "AutoModelForCausalLM" else None
+
+
+def _captured(job: Job, base: Path) -> Any:
+    import torch
+
+    from heterodyne.frontend import capture
+    from heterodyne.models import build
+
+    model = build(job.model, base=base, device="meta")
+    tokens = torch.zeros(4, job.data.sequence_length, dtype=torch.int64, device="meta")
+    try:
+        return capture(model, {"input_ids": tokens, "labels": tokens})
+    except HeterodyneError:
+        raise
+    except TypeError as error:
+        raise JobError(f"the model of the job does not take 'input_ids' and 'labels': {error}") from error
+
+
+def _told(fleet: Fleet, found: Planned) -> dict[str, Any]:
+    """For programs; `kind` and `version` say what it is."""
+
+    def one(weighed: Weighed) -> dict[str, Any]:
+        return {"plan": asdict(weighed.plan), "predicted": asdict(weighed.predicted)}
+
+    return {
+        "kind": "fleet plan",
+        "version": FLEET_PLAN_VERSION,
+        "fleet": fleet.name,
+        "devices": fleet.devices,
+        "objective": asdict(found.objective),
+        **one(found.best),
+        "bound_s": found.bound_s,
+        "runners_up": [one(weighed) for weighed in found.runners_up],
+        "frontier": [one(weighed) for weighed in found.frontier],
+    }

@@ -1,0 +1,213 @@
+"""Tables of what was planned for a fleet: the pools, the best plan, those that come next, what time and money trade for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from heterodyne.cluster.fleet import Fleet, Wire
+from heterodyne.report.rows import Column, Rows
+from heterodyne.report.words import DASH, byte_size, change, digits, percent, seconds
+from heterodyne.search.fleet.plan import FleetPlan, Stage
+from heterodyne.search.fleet.predict import Weighed
+from heterodyne.units import format_bandwidth
+
+__all__ = ["changed_rows", "fleet_rows", "frontier_rows", "in_short", "ranked_rows", "stage_rows"]
+
+
+def _columns(*titles: str) -> tuple[Column, ...]:
+    """Columns; a title that begins with ``>`` is aligned to the right."""
+    return tuple(Column(title=t.removeprefix(">"), align="right" if t.startswith(">") else "left") for t in titles)
+
+
+def fleet_rows(fleet: Fleet) -> Rows:
+    """A row a pool."""
+    return Rows(
+        title=f"Fleet {fleet.name}: {fleet.devices:,} devices of {len(fleet.kinds)} kinds",
+        columns=_columns(
+            "pool", "kind", ">nodes", ">devices", ">memory", ">inside a node", ">between nodes", ">usd/h each"
+        ),
+        rows=tuple(
+            (
+                pool.name,
+                pool.kind,
+                str(pool.nodes),
+                f"{pool.devices:,}",
+                byte_size(pool.memory_bytes),
+                _speed(pool.inside),
+                _speed(fleet.wire(pool, pool)),
+                DASH if pool.usd_per_device_hour is None else digits(pool.usd_per_device_hour),
+            )
+            for pool in fleet.pools
+        ),
+    )
+
+
+def stage_rows(fleet: Fleet, plan: FleetPlan) -> Rows:
+    """A row for each run of alike stages of each group of pipelines."""
+    rows: list[tuple[str, ...]] = []
+    for group in plan.groups:
+        first = True
+        for number, stage, alike in _runs(group.template.stages):
+            rows.append(
+                (
+                    f"{group.replicas:,} x" if first else "",
+                    f"{group.num_microbatches} x {group.template.micro_batch}" if first else "",
+                    str(number) if alike == 1 else f"{number} .. {number + alike - 1}",
+                    stage.pool,
+                    fleet.pool(stage.pool).kind,
+                    str(stage.width),
+                    _layers(stage, alike),
+                    "all" if stage.recompute else "none",
+                )
+            )
+            first = False
+    used = plan.devices
+    idle = [
+        f"{pool.devices - used.get(pool.name, 0):,} of {pool.name}"
+        for pool in fleet.pools
+        if used.get(pool.name, 0) < pool.devices
+    ]
+    return Rows(
+        title=f"The plan: {plan.pipelines:,} pipelines, schedule {plan.schedule}"
+        + (", optimizer states sharded over replicas" if plan.shard_optimizer and plan.pipelines > 1 else ""),
+        columns=_columns(
+            ">pipelines", ">micro-batches", ">stage", "pool", "kind", ">tensor width", ">layers", "recompute"
+        ),
+        rows=tuple(rows),
+        notes=(f"Left out: {', '.join(idle)}.",) if idle else (),
+    )
+
+
+def ranked_rows(best: Weighed, others: Sequence[Weighed], *, seq: int | None) -> Rows:
+    """The best plan and those that come next, and what each takes."""
+    return Rows(
+        title="What it takes, and what comes next",
+        columns=_columns(
+            "plan",
+            ">step",
+            "",
+            ">samples/s",
+            *((">tokens/s",) if seq else ()),
+            ">devices",
+            ">usd/h",
+            ">usd/step",
+            ">fullest device",
+        ),
+        rows=tuple(_figures(weighed, best, seq) for weighed in (best, *others)),
+        marked=frozenset({0}),
+    )
+
+
+def frontier_rows(frontier: Sequence[Weighed], *, seq: int | None) -> Rows:
+    """Plans that no other one beats in time, money and devices at once."""
+    fastest = frontier[0]
+    return Rows(
+        title="Time, money and devices: no plan is better in one without being worse in another",
+        columns=_columns(
+            "plan",
+            ">step",
+            "",
+            ">samples/s",
+            *((">tokens/s",) if seq else ()),
+            ">devices",
+            ">usd/h",
+            ">usd/step",
+            ">fullest device",
+        ),
+        rows=tuple(_figures(weighed, fastest, seq) for weighed in frontier),
+    )
+
+
+def changed_rows(today: Weighed, then: Weighed, what: str) -> Rows:
+    """Today's fleet next to the changed one."""
+    lines = (
+        (
+            "step",
+            seconds(today.predicted.step_s),
+            seconds(then.predicted.step_s),
+            _by(today.predicted.step_s, then.predicted.step_s),
+        ),
+        (
+            "samples/s",
+            digits(today.predicted.samples_per_s),
+            digits(then.predicted.samples_per_s),
+            _by(today.predicted.samples_per_s, then.predicted.samples_per_s),
+        ),
+        (
+            "devices used",
+            f"{today.predicted.devices:,}",
+            f"{then.predicted.devices:,}",
+            _by(today.predicted.devices, then.predicted.devices),
+        ),
+        (
+            "usd/h",
+            _money(today.predicted.usd_per_hour),
+            _money(then.predicted.usd_per_hour),
+            _by(today.predicted.usd_per_hour, then.predicted.usd_per_hour),
+        ),
+        (
+            "usd/step",
+            _money(today.predicted.usd),
+            _money(then.predicted.usd),
+            _by(today.predicted.usd, then.predicted.usd),
+        ),
+    )
+    return Rows(title=f"What if: {what}", columns=_columns("", ">today", ">then", ">change"), rows=lines)
+
+
+def in_short(plan: FleetPlan) -> str:
+    """``4 x (8 H100 stages, width 4) + 2 x (...)``: pools, stages and widths."""
+    parts = []
+    for group in plan.groups:
+        stages = ", ".join(
+            f"{alike} x {stage.pool}" + (f" width {stage.width}" if stage.width > 1 else "")
+            for _, stage, alike in _runs(group.template.stages, widths_only=True)
+        )
+        parts.append(f"{group.replicas} x ({stages})")
+    return " + ".join(parts)
+
+
+def _figures(weighed: Weighed, base: Weighed, seq: int | None) -> tuple[str, ...]:
+    own = weighed.predicted
+    return (
+        in_short(weighed.plan),
+        seconds(own.step_s),
+        "" if weighed is base else change(own.step_s / base.predicted.step_s - 1),
+        digits(own.samples_per_s),
+        *((f"{own.samples_per_s * seq:,.0f}",) if seq else ()),
+        f"{own.devices:,}",
+        _money(own.usd_per_hour),
+        _money(own.usd),
+        f"{byte_size(own.peak_bytes)} ({percent(own.peak_share)})",
+    )
+
+
+def _runs(stages: Sequence[Stage], *, widths_only: bool = False) -> Iterable[tuple[int, Stage, int]]:
+    """The number of the first, and how many are alike behind each other: the same pool, width and number of layers."""
+
+    def key(stage: Stage) -> tuple[object, ...]:
+        own: tuple[object, ...] = (stage.pool, stage.width)
+        return own if widths_only else (*own, stage.stop - stage.start, stage.recompute)
+
+    start = 0
+    for number in range(1, len(stages) + 1):
+        if number == len(stages) or key(stages[number]) != key(stages[start]):
+            yield start, stages[start], number - start
+            start = number
+
+
+def _layers(stage: Stage, alike: int) -> str:
+    count = stage.stop - stage.start
+    return f"{count}" if alike == 1 else f"{count} each"
+
+
+def _speed(wire: Wire | None) -> str:
+    return DASH if wire is None else format_bandwidth(wire.bandwidth_bytes_per_s)
+
+
+def _money(value: float | None) -> str:
+    return DASH if value is None else digits(value)
+
+
+def _by(before: float | None, after: float | None) -> str:
+    return DASH if not before or after is None else change(after / before - 1)
