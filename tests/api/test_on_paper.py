@@ -1,0 +1,149 @@
+"""``heterodyne plan`` for devices that are not here."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from heterodyne.cli.app import run
+
+JOB = """\
+model:
+  huggingface: {model_type: llama, hidden_size: 1024, num_hidden_layers: 8, num_attention_heads: 16, num_key_value_heads: 8,
+                intermediate_size: 4096, vocab_size: 32000}
+data: {sequence_length: 1024}
+training: {global_batch_size: 64, precision: bf16}
+"""
+FLEET = """\
+name: lab
+prices: {A100-SXM-80GB: 1.8, V100-SXM2-32GB: 0.6}
+nodes:
+  - {name: new, count: 2, devices: [{kind: A100-SXM-80GB, count: 4}]}
+  - {name: old, count: 2, devices: [{kind: V100-SXM2-32GB, count: 4}]}
+links:
+  - {between: all, bandwidth: 100 Gb/s, latency: 10 us}
+"""
+TINY = """\
+name: tiny
+nodes:
+  - {name: t, count: 2, devices: [{kind: T4, count: 1, memory: 4 GB}]}
+links:
+  - {between: all, bandwidth: 10 Gb/s, latency: 10 us}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in (("job.yaml", JOB), ("fleet.yaml", FLEET), ("tiny.yaml", TINY)):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def planned(*options: str) -> int:
+    return run(["plan", "job.yaml", "--cluster", "fleet.yaml", *options])
+
+
+def test_several_nodes_are_planned_on_paper(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned() == 0
+    out, said = capsys.readouterr()
+    assert "planning on paper for 16 devices" in said
+    assert "Fleet lab: 16 devices of 2 kinds" in out
+    assert "The plan:" in out
+    told = json.loads((files / "fleet_plan.json").read_text())
+    assert told["kind"] == "fleet plan"
+    assert told["predicted"]["step_s"] >= told["bound_s"] > 0
+    samples = sum(
+        group["replicas"] * group["num_microbatches"] * group["template"]["micro_batch"]
+        for group in told["plan"]["groups"]
+    )
+    assert samples >= told["plan"]["global_batch"] == 64
+
+
+def test_the_same_files_give_the_same_plan(files: Path) -> None:
+    assert planned("--out", "one.json") == planned("--out", "two.json") == 0
+    assert (files / "one.json").read_text() == (files / "two.json").read_text()
+
+
+def test_json_is_all_that_is_printed_when_it_is_asked_for(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned("--json") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((files / "fleet_plan.json").read_text())
+
+
+def test_every_family_has_a_best_or_a_reason_and_none_beats_the_plan(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned("--families") == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if line.startswith(("data parallel only", "one pipeline", "V100-SXM2-32GB alone"))]
+    assert len(told) == 3
+    assert all("a step, +" in line or "±0.0" in line or "impossible: " in line for line in told)
+
+
+def test_the_frontier_is_a_table_and_a_picture(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned("--frontier", "--picture", "frontier.png") == 0
+    assert "Time, money and devices" in capsys.readouterr().out
+    assert (files / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    frontier = [point["predicted"] for point in json.loads((files / "fleet_plan.json").read_text())["frontier"]]
+    figures = [(point["step_s"], point["usd"], point["devices"]) for point in frontier]
+    for own in figures:
+        assert not any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in figures)
+
+
+def test_less_money_is_never_more_than_the_fastest_plan_costs(files: Path) -> None:
+    assert planned("--out", "fast.json") == planned("--objective", "money", "--out", "cheap.json") == 0
+    fast, cheap = (json.loads((files / name).read_text())["predicted"] for name in ("fast.json", "cheap.json"))
+    assert cheap["usd"] <= fast["usd"]
+    assert cheap["step_s"] >= fast["step_s"]
+
+
+def test_a_fleet_that_is_not_there_yet_is_compared_with_the_one_that_is(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned("--add", "2x4xA100-SXM-80GB", "--links", "inter=200Gb/s") == 0
+    out = capsys.readouterr().out
+    assert "What if: add 2x4xA100-SXM-80GB, inter=200Gb/s" in out
+    assert "Fleet lab: 24 devices" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--cluster", "tiny.yaml"), r"needs .* GiB on t in stage"),
+        (("--cluster", "tiny.yaml", "--objective", "money"), "no price is stated for t"),
+        (("--cluster", "fleet.yaml", "--without", "node7"), "there is no pool node7; there are new, old"),
+        (("--cluster", "fleet.yaml", "--add", "8xH1000"), "there is no accelerator 'H1000'"),
+        (("--cluster", "fleet.yaml", "--picture", "no/where.png"), "--picture no/where.png: there is no directory no"),
+        (("--on-paper",), "--cluster fleet.yaml"),
+        (("--cluster", "nothere.yaml"), "nothere.yaml: cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_message(
+    files: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+) -> None:
+    assert run(["plan", "job.yaml", *options]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1
+    assert re.search(told, said)
+    assert not (files / "fleet_plan.json").exists()
+
+
+def test_a_model_without_a_shape_is_captured(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "model.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Small(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.embed = nn.Embedding(256, 64)\n"
+        "        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))\n        self.head = nn.Linear(64, 256)\n"
+        "    def forward(self, input_ids, labels):\n        x = self.embed(input_ids)\n"
+        "        for layer in self.layers:\n            x = x + torch.relu(layer(x))\n"
+        "        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())\n"
+    )
+    (files / "job.yaml").write_text(
+        "model: {factory: 'model.py:Small'}\ndata: {sequence_length: 32}\ntraining: {global_batch_size: 32}\n"
+    )
+    assert planned() == 0
+    assert "The plan:" in capsys.readouterr().out
