@@ -133,7 +133,7 @@ def whole(capacity: Sequence[float], devices: Ints, limits: Limits) -> list[int]
         constraints=LinearConstraint(left, ub=right),
         integrality=np.ones(len(devices), dtype=np.int64),
         bounds=Bounds(0, np.inf),
-        options={"mip_rel_gap": 1e-3, "node_limit": 500},
+        options={"mip_rel_gap": 1e-3, "node_limit": 500, "presolve": False},
     )
     if found.x is None:
         return None

@@ -29,15 +29,15 @@ from heterodyne.search.fleet.tables import Floats, Tables
 
 __all__ = ["Search"]
 
-_BISECTIONS = 5
+_BISECTIONS = 4
 _SOONER = 0.9995
 _FEW_DEVICES = 16
 _SHARDS = (1, 2, 3, 4, 6, 8, 16)  # of the optimizer state
-_SHARDS_OF_MANY = (1, 4, 16, 64)  # beyond, what is left of it hardly matters
+_SHARDS_OF_MANY = (1, 8, 64)  # beyond, what is left of it hardly matters
 _STARTS = 3  # mixes that are improved
 _ALONE = 3  # shapes for each number of pipelines that are all alike
 _ONE_BY_ONE = 8  # numbers of pipelines up to which every number is tried
-_PLAYED_STAGES = 1000  # at most, for one list of mixes
+_PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 Score = Callable[[Weighed], float]
 
@@ -57,6 +57,7 @@ class Search:
     bound_s: float = inf
     stopped: bool = False
     _shapes: dict[tuple[int, int], Shapes | None] = field(default_factory=dict)
+    _once: dict[Template, float] = field(default_factory=dict)
     _work: int = 0
 
     @property
@@ -99,6 +100,7 @@ class Search:
             own = list(columns)
             best = self._played(self._alike(own, limits), best, score, prices, budget)
             known_s = 1e3 * times[1] if best is None else best.predicted.step_s
+            own = self._worth_most(own, limits, known_s)
             mixes = list(dict.fromkeys(self._unlike(own, limits, times[0], known_s)))
             best = self._played(mixes, best, score, prices, budget)
             if best is not None:
@@ -111,7 +113,7 @@ class Search:
         if mix in self.weighed:
             return self.weighed[mix]
         deep = any(len(template.stages) > 1 for template, _ in mix)
-        self._work += sum(4 + len(template.stages) for template, _ in mix)
+        self._work += sum(4 + len(t.stages) + len(t.stages) ** 2 // 16 for t, _ in mix)
         options: list[Weighed | None] = []
         for schedule in self.space.schedules if deep else self.space.schedules[:1]:
             for layout in self.space.layouts if deep else self.space.layouts[:1]:
@@ -249,13 +251,11 @@ class Search:
 
     def _unlike(self, columns: Sequence[Template], limits: Limits, bound_s: float, known_s: float) -> Iterator[Mix]:
         """Whole counts of all columns together that could be done before a time that is known."""
-        columns = self._worth_most(columns, limits, known_s)
         devices = self._devices(columns)
-        for layout in self.space.layouts:
-            full = [self._once_s(template, layout) for template in columns]
-            for part in (0.0, 1.0):
-                once = [part * seconds for seconds in full]
-                yield from self._bisected(columns, devices, once, layout, limits, (bound_s, known_s))
+        full = self._once_s(columns)
+        for part in (0.0, 1.0):
+            once = [part * seconds for seconds in full]
+            yield from self._bisected(columns, devices, once, limits, (bound_s, known_s))
 
     def _worth_most(self, columns: Sequence[Template], limits: Limits, seconds: float) -> list[Template]:
         """Those that a mixed integer program is asked about: what they do in a time is worth most."""
@@ -284,9 +284,7 @@ class Search:
         A mixed integer program names one mix for a time; where the exchange of gradients decides, the best is one of the others.
         """
         devices = self._devices(columns)
-        once = np.min(
-            [[self._once_s(template, layout) for template in columns] for layout in self.space.layouts], axis=0
-        )
+        once = self._once_s(columns)
         items = []
         for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
             most = limits.most_of(own)
@@ -314,14 +312,13 @@ class Search:
         columns: Sequence[Template],
         devices: Ints,
         once: Sequence[float],
-        layout: Layout,
         limits: Limits,
         times: tuple[float, float],
     ) -> Iterator[Mix]:
         """Mixes that do most in times that come near the one in which the batch is just done. ``once``: seconds of each column that
         no micro-batch is done in.
         """
-        played = [self.predictor.makespans(t, "1F1B", layout) for t in columns]
+        played = [self.predictor.makespans(t, "1F1B", self.space.layouts[-1]) for t in columns]
         most = [self.predictor.most_micro_batches(t, "1F1B", limits.least) for t in columns]
         low, high = times
         at_s = high * _SOONER
@@ -344,11 +341,19 @@ class Search:
                 low = at_s
             at_s = (low + high) / 2
 
-    def _once_s(self, template: Template, layout: Layout) -> float:
-        """About what a pipeline beside others like it does once a step."""
-        tables = {template: self.predictor.stage_tables(template)}
-        most = min(self.fleet.pool(pool).devices // need for pool, need in template.devices.items())
-        return self.predictor.network.sync([(template, most)], tables, layout).seconds
+    def _once_s(self, columns: Sequence[Template]) -> list[float]:
+        """About what the gradients take of each column beside others like it, in the better layout."""
+        found = []
+        for template in columns:
+            if template not in self._once:
+                tables = {template: self.predictor.stage_tables(template)}
+                most = min(self.fleet.pool(pool).devices // need for pool, need in template.devices.items())
+                self._once[template] = min(
+                    self.predictor.network.sync([(template, most)], tables, layout).seconds
+                    for layout in self.space.layouts
+                )
+            found.append(self._once[template])
+        return found
 
     def _played(
         self, mixes: Sequence[Mix], best: Weighed | None, score: Score, prices: Floats | None, budget: float

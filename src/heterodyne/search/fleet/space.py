@@ -34,4 +34,4 @@ class Space:
     layouts: tuple[Layout, ...] = ("stages", "pipelines")
     cells: int = 8_000_000
     columns: int = 40
-    work: int = 20_000
+    work: int = 5_000

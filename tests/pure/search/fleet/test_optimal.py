@@ -1,0 +1,65 @@
+"""The search against every plan there is, and its bounds against every plan that it weighed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from heterodyne.search.fleet.exhaustive import Exhaustive
+from heterodyne.search.fleet.predict import Weighed
+from pure.search.fleet.small import drawn, search_of
+
+
+def _step_s(weighed: Weighed) -> float:
+    return weighed.predicted.step_s
+
+
+def test_it_is_the_best_plan_there_is_nearly_always_and_never_far_from_it() -> None:
+    longer = []
+    for number in range(60):
+        chance = random.Random(number)
+        devices, blocks = ((3, 5), (4, 3), (5, 2))[number % 3]
+        fleet, costs, samples = drawn(chance, devices=devices, blocks=blocks)
+        best = search_of(fleet, costs, samples).run(_step_s)
+        known_s = float("inf") if best is None else _step_s(best)
+        shortest_s = Exhaustive(search=search_of(fleet, costs, samples), known_s=known_s).shortest_s()
+        if best is None:
+            assert shortest_s == float("inf")
+        else:
+            longer.append(known_s / shortest_s - 1)
+    assert max(longer) <= 0.01
+    assert sum(value <= 1e-9 for value in longer) >= 0.95 * len(longer)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_no_plan_beats_a_bound(number: int) -> None:
+    chance = random.Random(100 + number)
+    fleet, costs, samples = drawn(chance, devices=chance.randint(2, 6), blocks=6)
+    search = search_of(fleet, costs, samples)
+    search.run(_step_s)
+    for mix, weighed in search.weighed.items():
+        played_s = _step_s(weighed)
+        assert search.bound_s <= played_s * (1 + 1e-9)
+        assert search.predictor.bound_s(mix) <= played_s * (1 + 1e-9)
+        assert search.predictor.could_take(mix, played_s)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_every_plan_that_is_weighed_keeps_memory_devices_and_batch(number: int) -> None:
+    chance = random.Random(200 + number)
+    fleet, costs, samples = drawn(chance)
+    search = search_of(fleet, costs, samples)
+    search.run(_step_s)
+    for weighed in search.weighed.values():
+        plan = weighed.plan
+        assert all(count <= fleet.pool(pool).devices for pool, count in plan.devices.items())
+        assert weighed.predicted.peak_share <= 1
+        spare = sum(group.capacity for group in plan.groups) - samples
+        assert spare >= 0
+        for group in plan.groups:
+            assert group.num_microbatches >= 1
+            assert group.template.stages[0].start == 0
+            assert group.template.stages[-1].stop == len(costs.layers)
+            for a, b in zip(group.template.stages, group.template.stages[1:], strict=False):
+                assert a.start < a.stop == b.start

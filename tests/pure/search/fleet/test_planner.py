@@ -1,0 +1,182 @@
+"""What a person asks of a fleet: the best plan for a goal, within a budget, in time, and why nothing else is better."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from heterodyne.cluster.fleet import Fleet, Pool, Wire
+from heterodyne.errors import ClusterError, InfeasibleError
+from heterodyne.search.fleet.explain import explained
+from heterodyne.search.fleet.families import outcomes
+from heterodyne.search.fleet.network import Rings
+from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.planner import FleetPlanner
+from heterodyne.search.fleet.shapes import shapes
+from heterodyne.search.fleet.space import Space
+from pure.search.fleet.small import GIB, Drawn, drawn, search_of
+
+
+def _pool(name: str, nodes: int, *, speed_gbps: float = 10.0, memory: float = 24, usd: float = 2.0) -> Pool:
+    return Pool(
+        name=name,
+        kind=name,
+        nodes=nodes,
+        devices_per_node=2,
+        memory_bytes=int(memory * GIB),
+        inside=Wire(bandwidth_bytes_per_s=20 * speed_gbps * 1e9, latency_s=0.0),
+        between=Wire(bandwidth_bytes_per_s=speed_gbps * 1e9, latency_s=0.0),
+        usd_per_device_hour=usd,
+        watts_per_device=300.0,
+    )
+
+
+def _costs(**changed: object) -> Drawn:
+    costs = Drawn(
+        layers=("embedding", *["block"] * 8, "head"),
+        speed={"fast": 4.0, "slow": 1.0},
+        fixed_s=0.05,
+        lost=0.7,
+        backward=2.0,
+        head=0.5,
+        kept=0.1,
+        weights=0.1,
+    )
+    return replace(costs, **changed)  # type: ignore[arg-type]
+
+
+def _planner(*pools: Pool, costs: Drawn | None = None, samples: int = 64) -> FleetPlanner:
+    return FleetPlanner(fleet=Fleet(name="f", pools=pools), costs=costs or _costs(), global_batch=samples)
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    plans = {_planner(_pool("fast", 2), _pool("slow", 3)).plan().best.plan for _ in range(3)}
+    assert len(plans) == 1
+
+
+def test_devices_that_only_slow_it_down_are_left_out() -> None:
+    slow = _pool("slow", 1, speed_gbps=0.01)
+    planned = _planner(_pool("fast", 2), slow, costs=_costs(speed={"fast": 4.0, "slow": 0.02})).plan()
+    assert "slow" not in planned.best.plan.devices
+
+
+def test_unlike_devices_get_unlike_shares() -> None:
+    costs = _costs(speed={"fast": 3.0, "slow": 1.0}, fixed_s=0.0, weights=0.001, kept=0.001)
+    plan = (
+        _planner(_pool("fast", 1), _pool("slow", 1), costs=costs).plan(space=Space(max_stages=1, max_width=1)).best.plan
+    )
+    done: dict[str, int] = {}
+    for group in plan.groups:
+        pool = group.template.stages[0].pool
+        done[pool] = done.get(pool, 0) + group.capacity
+    assert done["fast"] / done["slow"] == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_budget_is_kept_and_a_smaller_one_is_no_faster() -> None:
+    planner = _planner(_pool("fast", 2, usd=4.0), _pool("slow", 2, usd=0.5))
+    steps = []
+    for budget in (20.0, 9.0, 4.5, 1.0):
+        best = planner.plan(Objective(usd_per_hour=budget)).best.predicted
+        assert best.usd_per_hour is not None
+        assert best.usd_per_hour <= budget * (1 + 1e-9)
+        steps.append(best.step_s)
+    assert steps == sorted(steps)
+    with pytest.raises(InfeasibleError):
+        planner.plan(Objective(usd_per_hour=0.1))
+
+
+def test_each_goal_is_no_worse_in_its_own_measure_than_the_others() -> None:
+    planner = _planner(_pool("fast", 2, usd=4.0), _pool("slow", 2, usd=0.9))
+    by_goal = {g: planner.plan(Objective(goal=g)).best.predicted for g in ("throughput", "money", "energy", "memory")}
+    for own in by_goal.values():
+        assert by_goal["throughput"].step_s <= own.step_s * (1 + 1e-9)
+        assert (by_goal["money"].usd or 0) <= (own.usd or 0) * 1.001
+        assert (by_goal["energy"].joules or 0) <= (own.joules or 0) * 1.001
+        assert by_goal["memory"].peak_bytes <= own.peak_bytes * 1.001
+
+
+def test_nothing_on_the_frontier_is_beaten_by_another() -> None:
+    planned = _planner(_pool("fast", 2, usd=4.0), _pool("slow", 2, usd=0.9)).plan(frontier=True)
+    figures = [(w.predicted.step_s, w.predicted.usd or 0.0, w.predicted.devices) for w in planned.frontier]
+    assert planned.best in planned.frontier
+    for a in figures:
+        assert not any(a != b and all(x <= y for x, y in zip(b, a, strict=True)) for b in figures)
+
+
+def test_a_deadline_in_the_past_is_said() -> None:
+    planner = _planner(_pool("fast", 2))
+    with pytest.raises(InfeasibleError):
+        planner.plan(seconds=-1.0)
+    planned = planner.plan(seconds=60.0)
+    assert not planned.stopped
+
+
+def test_a_smaller_space_is_never_faster() -> None:
+    for number in range(6):
+        fleet, costs, samples = drawn(random.Random(number), devices=5, blocks=4)
+        planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=samples)
+        try:
+            planned = planner.plan()
+        except InfeasibleError:
+            continue
+        for outcome in outcomes(planner, planned):
+            assert (outcome.best is None) == bool(outcome.why_not)
+            if outcome.best is not None:
+                assert outcome.best.predicted.step_s >= planned.best.predicted.step_s * 0.99
+
+
+def test_what_cannot_be_says_what_it_lacks_and_what_would_help() -> None:
+    costs = _costs(kept=3.0, weights=0.05)
+    planner = _planner(_pool("fast", 1, memory=8), costs=costs)
+    with pytest.raises(InfeasibleError, match=r"needs .* on fast .*in stage 0 of 1.*activations.*try recompute"):
+        planner.plan(space=Space(recompute=False, max_stages=1, micro_batches=(1,)))
+    with pytest.raises(InfeasibleError, match=r"more devices, or devices with more memory|more stages"):
+        _planner(_pool("fast", 1, memory=0.1), costs=costs).plan()
+    with pytest.raises(InfeasibleError, match="not known"):
+        _planner(_pool("other", 1), costs=costs).plan()
+
+
+def test_a_goal_that_needs_prices_asks_for_them() -> None:
+    pool = replace(_pool("fast", 1), usd_per_device_hour=None)
+    with pytest.raises(ClusterError, match="a price of every pool; not stated for fast"):
+        _planner(pool).plan(Objective(goal="money"))
+
+
+def test_words_tell_the_plan_the_runners_up_and_every_family() -> None:
+    planner = _planner(_pool("fast", 1), _pool("slow", 2))
+    planned = planner.plan()
+    found = list(outcomes(planner, planned))
+    text = explained(planned, found)
+    assert "samples/s" in text
+    assert all(outcome.family.name in text for outcome in found)
+    assert all("fast" in line or "slow" in line for line in text.splitlines() if line.startswith("  "))
+
+
+def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> None:
+    few = search_of(Fleet(name="f", pools=(_pool("fast", 8), _pool("slow", 8))), _costs(), 64, Space(max_stages=6))
+    many = search_of(Fleet(name="f", pools=(_pool("fast", 80), _pool("slow", 80))), _costs(), 64, Space(max_stages=6))
+    one, other = few.run(lambda w: w.predicted.step_s), many.run(lambda w: w.predicted.step_s)
+    assert one is not None
+    assert other is not None
+    assert other.predicted.step_s <= one.predicted.step_s * (1 + 1e-9)
+    for size in few.sizes:
+        a, b = (
+            shapes(s.fleet, s.tables, micro_batch=size, global_batch=64, shards=1, space=s.space) for s in (few, many)
+        )
+        assert (a is None and b is None) or (a is not None and b is not None and len(a) == len(b))
+
+
+def test_gradients_take_a_ring_inside_nodes_and_one_between() -> None:
+    fleet = Fleet(name="f", pools=(_pool("fast", 4),))
+    search = search_of(fleet, _costs(), 64)
+    template = Template(micro_batch=1, stages=(Stage(pool="fast", width=1, start=0, stop=10),))
+    tables = {template: search.predictor.stage_tables(template)}
+    size = tables[template][0].reduced_bytes(0, 10)
+    rings = Rings(fleet)
+    inside = size / 200e9
+    assert rings.sync([(template, 1)], tables, "stages").seconds == 0
+    assert rings.sync([(template, 2)], tables, "stages").seconds == pytest.approx(inside)
+    assert rings.sync([(template, 8)], tables, "stages").seconds == pytest.approx(inside + 2 * 3 / 4 * size / 10e9)
