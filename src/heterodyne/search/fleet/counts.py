@@ -128,8 +128,9 @@ def best_per_devices(capacity: Floats, devices: Ints, most: int = 1) -> Ints:
 def whole(capacity: Sequence[float], devices: Ints, limits: Limits) -> list[int] | None:
     """Counts of pipelines that do most in a time; None if none keeps the limits."""
     left, right = limits.rows(devices)
+    most = max(max(capacity, default=0.0), 1.0)
     found = milp(
-        -np.asarray(capacity, float) + 1e-9,
+        -np.asarray(capacity, float) / most + 1e-9,  # of equals the fewest pipelines
         constraints=LinearConstraint(left, ub=right),
         integrality=np.ones(len(devices), dtype=np.int64),
         bounds=Bounds(0, np.inf),

@@ -1,0 +1,168 @@
+"""The fleet planner next to what is done without one, on measured layers: throughput, money and the time of the search.
+
+OPT-350M and GPT-Neo-2.7B, global batch 1,024, on A100-40 and V100-16 half and half and one to three, and with GH-96 beside them. The
+others: equal shares on all devices (as many micro-batches for each replica, the same width and size for all), each kind alone (planned
+with all that the planner can do), and two alike stages on two kinds with the best uneven cut, width and size, by brute force. All under
+the same played time, layouts and schedules, with the optimizer state sharded or not, whichever is better.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations, product
+from time import perf_counter
+
+from fleets import fleet_of, with_profiles
+from results import Results
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.cost.layer_profiles import LayerProfiles, read_layer_profiles
+from heterodyne.errors import InfeasibleError
+from heterodyne.search.fleet.plan import Group, Stage, Template
+from heterodyne.search.fleet.planner import FleetPlanner
+from heterodyne.search.fleet.predict import Weighed, mix_of
+from heterodyne.search.fleet.search import Search
+from heterodyne.search.fleet.space import Space
+
+MODELS = {"OPT-350M": "OPT-350", "GPT-Neo-2.7B": "GPT-Neo-2.7"}
+FLEETS = (
+    {"A100-40": 8, "V100-16": 8},
+    {"A100-40": 16, "V100-16": 16},
+    {"A100-40": 32, "V100-16": 96},
+    {"GH-96": 8, "A100-40": 16, "V100-16": 16},
+)
+SAMPLES = 1024
+
+
+def main() -> int:
+    options = with_profiles(__doc__)
+    results = Results("planner_quality")
+    ratios: list[float] = []
+    for name, key in MODELS.items():
+        costs = read_layer_profiles(options.profiles, key)
+        for counts in FLEETS[:2] if options.quick else FLEETS:
+            fleet = fleet_of(counts)
+            planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=SAMPLES)
+            began = perf_counter()
+            planned = planner.plan()
+            taken_s = perf_counter() - began
+            ours = planned.best
+            where = f"{name}, {fleet.name}"
+            _row(results, where, "ours", ours, ours, taken_s)
+            cheap = planner.plan(replace(planned.objective, goal="money")).best
+            _row(results, where, "ours, least money", cheap, ours, None)
+            search = planner.search(Space())
+            for what, other in (
+                ("equal shares", _equal(search, costs)),
+                *((f"{pool.kind} alone", _alone(planner, pool.name)) for pool in fleet.pools),
+                ("two stages, uneven cut", _two_stages(search, costs)),
+            ):
+                if other is None:
+                    results.row(f"{where}: {what}", fits="no")
+                else:
+                    _row(results, where, what, other, ours, None)
+                    ratios.append(other.predicted.step_s / ours.predicted.step_s)
+    results.bar("least gain over every other way", min(ratios), ">= 1.0")
+    return results.write(options.json)
+
+
+def _row(results: Results, where: str, what: str, own: Weighed, ours: Weighed, taken_s: float | None) -> None:
+    figures = {
+        "samples_per_s": own.predicted.samples_per_s,
+        "usd": own.predicted.usd,
+        "devices": own.predicted.devices,
+        "times_as_long": own.predicted.step_s / ours.predicted.step_s,
+    }
+    results.row(f"{where}: {what}", **figures, **({} if taken_s is None else {"search_s": taken_s}))
+
+
+def _best(found: Iterator[Weighed | None]) -> Weighed | None:
+    return min((weighed for weighed in found if weighed is not None), key=lambda w: w.predicted.step_s, default=None)
+
+
+def _equal(search: Search, costs: LayerProfiles) -> Weighed | None:
+    """The same width, size and number of micro-batches on every device: the slowest kind decides."""
+
+    def options() -> Iterator[Weighed | None]:
+        layers = len(costs.layers)
+        for width, size in product((1, 2, 4, 8), search.sizes):
+            if any(search.tables.table(pool.kind, width, size) is None for pool in search.fleet.pools):
+                continue
+            mix = mix_of(
+                (
+                    Template(
+                        micro_batch=size,
+                        stages=(Stage(pool=pool.name, width=width, start=0, stop=layers, recompute=again),),
+                    ),
+                    pool.devices // width,
+                )
+                for pool in search.fleet.pools
+                for again in (_again(search, pool.name, width, size, layers),)
+            )
+            yield _in_equal_shares(search, mix)
+
+    return _best(options())
+
+
+def _again(search: Search, pool: str, width: int, size: int, layers: int) -> bool:
+    """Whether the whole model has to be recomputed on a device of a pool."""
+    own = search.fleet.pool(pool)
+    table = search.tables.table(own.kind, width, size)
+    assert table is not None
+    shards = search.fleet.devices // width
+    return table.memory(0, layers, recompute=False, held=1, shards=shards).total > own.memory_bytes
+
+
+def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> Weighed | None:
+    """As the predictor weighs it, but for the shares: its longest pipeline takes as many micro-batches as every other one."""
+    weighed = search.weigh(mix)
+    if weighed is None:
+        return None
+    each = -(-SAMPLES // sum(n * t.micro_batch for t, n in mix))
+    longest_s = max(
+        search.predictor.makespans(t, weighed.plan.schedule, weighed.plan.layout).seconds(each) for t, _ in mix
+    )
+    own = weighed.predicted
+    step_s = longest_s + own.sync_s + own.update_s
+    groups = tuple(Group(template=t, replicas=n, num_microbatches=each) for t, n in mix)
+    usd = None if own.usd is None else own.usd * step_s / own.step_s
+    return replace(
+        weighed,
+        plan=replace(weighed.plan, groups=groups),
+        predicted=replace(own, step_s=step_s, pipelines_s=longest_s, samples_per_s=SAMPLES / step_s, usd=usd),
+    )
+
+
+def _alone(planner: FleetPlanner, pool: str) -> Weighed | None:
+    try:
+        return planner.plan(space=Space(pools=(pool,))).best
+    except InfeasibleError:
+        return None
+
+
+def _two_stages(search: Search, costs: LayerProfiles) -> Weighed | None:
+    """One stage on each of two kinds, all pipelines alike: every cut, order, width and size."""
+    return _best(search.weigh(((template, count),)) for template, count in _pairs(search.fleet, search, costs))
+
+
+def _pairs(fleet: Fleet, search: Search, costs: LayerProfiles) -> Iterator[tuple[Template, int]]:
+    layers = len(costs.layers)
+    for first, last in permutations(fleet.pools, 2):
+        for size, a, b in product(search.sizes, costs.widths(first.kind), costs.widths(last.kind)):
+            if a > first.devices_per_node or b > last.devices_per_node:
+                continue
+            if search.tables.table(first.kind, a, size) is None or search.tables.table(last.kind, b, size) is None:
+                continue
+            count = min(first.devices // a, last.devices // b)
+            for cut, again in product(range(1, layers), product((False, True), repeat=2)):
+                stages = (
+                    Stage(pool=first.name, width=a, start=0, stop=cut, recompute=again[0]),
+                    Stage(pool=last.name, width=b, start=cut, stop=layers, recompute=again[1]),
+                )
+                yield Template(micro_batch=size, stages=stages), count
+
+
+if __name__ == "__main__":
+    sys.exit(main())
