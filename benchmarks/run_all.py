@@ -35,6 +35,7 @@ BENCHMARKS = (
     "greedy_schedules",
     "simulator_truth",
     "published",
+    "paper_claims",
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCost
@@ -102,13 +103,19 @@ def _kernels(ops: tuple[Op, ...], size: int) -> Kernels:
         if op.kind == _ATTENTION:
             attention.append(Attention(flops=flops, bytes=traffic))
         elif flops > _LEAST_FLOPS_A_BYTE * traffic:
-            numel = max(1.0, float(op.outputs[0].numel(size)))
-            columns = float(op.outputs[0].shape[-1](size)) if op.outputs[0].shape else 1.0
-            columns = max(1.0, columns)
-            products.append(Product(m=numel / columns, n=columns, k=max(1.0, flops / (2 * numel))))
+            products.append(_product(op, flops, size))
         else:
             moved += traffic
     return Kernels(products=tuple(products), attention=tuple(attention), moved_bytes=moved, launches=launches)
+
+
+def _product(op: Op, flops: float, size: int) -> Product:
+    """As one matrix product: the columns are the channels of a convolution, the last dim of anything else."""
+    shape = [float(dim(size)) for dim in op.outputs[0].shape] or [1.0]
+    columns = shape[1] if "conv" in op.kind and len(shape) > 2 else shape[-1]
+    numel = max(1.0, prod(shape))
+    columns = max(1.0, columns)
+    return Product(m=numel / columns, n=columns, k=max(1.0, flops / (2 * numel)))
 
 
 def graph_layers(

@@ -11,6 +11,8 @@ __all__ = ["Chip", "kernels_s", "product_s"]
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 """Rows, columns, and the part of the best rate that a kernel of such tiles reaches."""
+_LEAST_K = 512
+"""Steps along k that are worth a part of their own."""
 _GAP_S = 2e-6
 """Between the end of a kernel and the begin of the next."""
 _FLASH_BACKWARD = 2.5
@@ -44,8 +46,10 @@ def product_s(product: Product, chip: Chip) -> float:
     best = math.inf
     for rows, columns, rate in _TILES:
         tiles = math.ceil(product.m / rows) * math.ceil(product.n / columns) * product.count
-        waves = math.ceil(tiles / chip.units)
-        best = min(best, waves * 2 * rows * columns * (product.k + chip.prologue) / (a_unit * rate))
+        # Where tiles are few and k is long, libraries divide k among units and add up what they find.
+        parts = max(1.0, min(chip.units / tiles, product.k / _LEAST_K))
+        waves = math.ceil(tiles * parts / chip.units)
+        best = min(best, waves * 2 * rows * columns * (product.k / parts + chip.prologue) / (a_unit * rate))
     moved = product.elements * chip.element_bytes / chip.memory_bytes_per_s
     return max(best, moved) + _GAP_S
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool
-from heterodyne.predictor.graph_costs import graph_layers
+from heterodyne.graph import Size, TensorSpec
+from heterodyne.predictor.graph_costs import _product, graph_layers
 from pure.build import graph
 
 FLEET = Fleet(
@@ -50,3 +53,16 @@ def test_no_op_is_faster_than_the_device() -> None:
     block = model.blocks[1]
     assert cost.forward_s >= model.flops_forward(block)(4096) / 312e12
     assert cost.backward_s == pytest.approx(2 * cost.forward_s, rel=0.2)
+
+
+def test_a_convolution_has_its_channels_for_columns() -> None:
+    model = graph(1)
+    spec = TensorSpec(shape=(Size.per_sample(1), Size.of(256), Size.of(14), Size.of(14)), dtype="float32")
+    convolution = replace(
+        model.ops[1],
+        target="aten.conv2d.default",
+        outputs=(spec,),
+        flops_forward=Size.per_sample(2 * 256 * 14 * 14 * 2304),
+    )
+    product = _product(convolution, float(convolution.flops_forward(8)), 8)
+    assert (product.m, product.n, product.k) == (8 * 14 * 14, 256, 2304)
