@@ -124,7 +124,7 @@ def climb(
     start: Weighed,
     start_mix: Mix,
     steps: Steps,
-    weigh: Callable[[Mix], Weighed | None],
+    weigh: Callable[[Mix, float], Weighed | None],
     score: Callable[[Weighed], float],
     could_beat: Callable[[Mix, float], bool],
     proceed: Callable[[], bool],
@@ -143,7 +143,7 @@ def climb(
                 continue
             if not proceed():
                 return best, best_mix
-            weighed = weigh(mix)
+            weighed = weigh(mix, score(best))
             if weighed is not None and score(weighed) < score(best) * (1 - 1e-9):
                 best, best_mix, found = weighed, mix, True
                 break

@@ -133,23 +133,23 @@ class FleetPlanner:
         assert rates is not None  # money and energy have rates
         whole = sum(rate * pool.devices for rate, pool in zip(rates.tolist(), self.fleet.pools, strict=True))
         if whole <= 0:
-            return [search.run(objective.score)]
+            return [search.run(objective.score, by_time=False)]
         least = min(rate for rate in rates.tolist() if rate > 0)
         whole = min(whole, limit if objective.goal == "money" else whole)
         found: list[Weighed | None] = []
         for number in range(_BUDGETS):
             budget = whole * (least / whole) ** (number / (_BUDGETS - 1)) if whole > least else whole
-            found.append(search.run(objective.score, prices=rates, budget=budget))
+            found.append(search.run(objective.score, prices=rates, budget=budget, by_time=False))
         return found
 
     def _small(self, objective: Objective, space: Space, search: Search) -> list[Weighed | None]:
         """Halving what of each device may be filled, between what fits and what does not."""
-        found = [search.run(objective.score)]
+        found = [search.run(objective.score, by_time=False)]
         low, high = 0.0, 1.0 if found[0] is None else found[0].predicted.peak_share
         for _ in range(_MEMORIES):
             middle = (low + high) / 2
             smaller = self.search(space, deadline_s=search.deadline_s, memory=middle)
-            best = smaller.run(objective.score)
+            best = smaller.run(objective.score, by_time=False)
             search.stopped = search.stopped or smaller.stopped
             if best is None:
                 low = middle

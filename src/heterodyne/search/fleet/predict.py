@@ -138,26 +138,28 @@ class Predictor:
         schedule: ScheduleName = "1F1B",
         layout: Layout = "stages",
         shard_optimizer: bool = True,
+        below_s: float = inf,
     ) -> Weighed | None:
-        """The best shares of the batch for these pipelines, and what they take; None if they do not fit, or one would have nothing."""
+        """The best shares of the batch for these pipelines, and what they take; None if they do not fit, or one would have nothing.
+
+        Nor is a plan played to its end whose step is seen to be no shorter than ``below_s``.
+        """
         pipelines = sum(count for _, count in mix)
         shards = pipelines if shard_optimizer else 1
         most = [self.most_micro_batches(template, schedule, shards) for template, _ in mix]
         if not mix or min(most) < 1 or not self._enough_devices(mix):
             return None
         synced = self.network.sync(mix, {template: self.stage_tables(template) for template, _ in mix}, layout)
-        played = [self.makespans(template, schedule, layout) for template, _ in mix]
-        counts = self._counts(mix, played, most)
-        if synced.seconds == inf or counts is None:
-            return None
-        pipelines_s = max(own.seconds(count) for own, count in zip(played, counts, strict=True))
-        if pipelines_s == inf:
-            return None
         update_s = max(
             table.update_s(stage.start, stage.stop) / shards
             for template, _ in mix
             for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
         )
+        played = [self.makespans(template, schedule, layout) for template, _ in mix]
+        counts = self._counts(mix, played, most, below_s - synced.seconds - update_s)
+        if synced.seconds == inf or counts is None:
+            return None
+        pipelines_s = max(own.seconds(count) for own, count in zip(played, counts, strict=True))
         plan = FleetPlan(
             groups=self._groups(mix, counts),
             global_batch=self.global_batch,
@@ -205,8 +207,8 @@ class Predictor:
                 used[pool] = used.get(pool, 0) + count * devices
         return all(devices <= self.fleet.pool(pool).devices for pool, devices in used.items())
 
-    def _counts(self, mix: Mix, played: Sequence[Makespans], most: Sequence[int]) -> list[int] | None:
-        """Micro-batches of a pipeline of each template: the shortest time in which all together do the batch.
+    def _counts(self, mix: Mix, played: Sequence[Makespans], most: Sequence[int], below_s: float) -> list[int] | None:
+        """Micro-batches of a pipeline of each template: the shortest time in which all together do the batch; None if not below a time.
 
         From the time that no plan can beat on: always the pipelines that would be done first get one more.
         """
@@ -217,6 +219,8 @@ class Predictor:
         if any(around == inf for own in lines for around, _ in own):
             return None
         low = _time_until(list(zip(lines, sizes, strict=True)), most, self.global_batch)
+        if low >= below_s:
+            return None
         counts = [own.most_within(low, top) for own, top in zip(played, most, strict=True)]
         done = sum(size * count for size, count in zip(sizes, counts, strict=True))
         while done < self.global_batch:
@@ -225,6 +229,8 @@ class Predictor:
                 for own, count, top in zip(played, counts, most, strict=True)
             ]
             first = min(range(len(mix)), key=next_s.__getitem__)
+            if next_s[first] >= below_s:
+                return None
             counts[first] += 1
             done += sizes[first]
         return counts if all(counts) else None

@@ -81,8 +81,13 @@ class Search:
         ]
         return tuple(sorted(known))
 
-    def run(self, score: Score, *, prices: Floats | None = None, budget: float = inf) -> Weighed | None:
-        """The best by a score among plans within a budget; None if nothing fits. ``prices``: of a device of each pool."""
+    def run(
+        self, score: Score, *, prices: Floats | None = None, budget: float = inf, by_time: bool = True
+    ) -> Weighed | None:
+        """The best by a score among plans within a budget; None if nothing fits.
+
+        ``prices``: of a device of each pool; ``by_time``: the score is the step's seconds, so that bounds on them rule plans out.
+        """
         best: Weighed | None = None
         columns: dict[Template, None] = {}
         for shards in self._levels():
@@ -94,22 +99,25 @@ class Search:
             if times is None:
                 continue
             self.bound_s = min(self.bound_s, times[0])
-            if best is not None and prices is None and times[0] >= best.predicted.step_s:
+            if best is not None and by_time and times[0] >= best.predicted.step_s:
                 continue  # no plan with these shapes is faster
             columns.update(dict.fromkeys(self._columns(rows, limits, times[1])))
             own = list(columns)
-            best = self._played(self._alike(own, limits), best, score, prices, budget)
+            best = self._played(self._alike(own, limits), best, score, prices, budget, by_time)
             known_s = 1e3 * times[1] if best is None else best.predicted.step_s
             own = self._worth_most(own, limits, known_s)
             mixes = list(dict.fromkeys(self._unlike(own, limits, times[0], known_s)))
-            best = self._played(mixes, best, score, prices, budget)
+            best = self._played(mixes, best, score, prices, budget, by_time)
             if best is not None:
                 pairs = self._pairs(own, limits, best.predicted.step_s)
-                best = self._played(pairs, best, score, prices, budget)
-        return best if best is None else self._improved(best, list(columns), score, prices, budget)
+                best = self._played(pairs, best, score, prices, budget, by_time)
+        return best if best is None else self._improved(best, list(columns), score, prices, budget, by_time)
 
-    def weigh(self, mix: Mix) -> Weighed | None:
-        """The best way to run these pipelines: every layout and schedule of the space that makes a difference."""
+    def weigh(self, mix: Mix, below_s: float = inf) -> Weighed | None:
+        """The best way to run these pipelines: every layout and schedule of the space that makes a difference.
+
+        None if they do not fit, or where their bound is no shorter than ``below_s``.
+        """
         if mix in self.weighed:
             return self.weighed[mix]
         deep = any(len(template.stages) > 1 for template, _ in mix)
@@ -120,7 +128,11 @@ class Search:
                 if not any(option is not None and self._no_faster(option, schedule, layout) for option in options):
                     options.append(
                         self.predictor.weigh(
-                            mix, schedule=schedule, layout=layout, shard_optimizer=self.space.shard_optimizer
+                            mix,
+                            schedule=schedule,
+                            layout=layout,
+                            shard_optimizer=self.space.shard_optimizer,
+                            below_s=below_s,
                         )
                     )
         known = [option for option in options if option is not None]
@@ -356,29 +368,39 @@ class Search:
         return found
 
     def _played(
-        self, mixes: Sequence[Mix], best: Weighed | None, score: Score, prices: Floats | None, budget: float
+        self,
+        mixes: Sequence[Mix],
+        best: Weighed | None,
+        score: Score,
+        prices: Floats | None,
+        budget: float,
+        by_time: bool,
     ) -> Weighed | None:
-        """The best of them, and of what is known already. With ``prices`` a longer step may still be the better one, so bounds only say
-        what comes first.
-        """
+        """The best of them, and of what is known already. Where it is not time that counts, bounds only say what comes first."""
         ranked = sorted(((self.predictor.bound_s(mix), n) for n, mix in enumerate(mixes)))
         limit = self._work + _PLAYED_STAGES
         for bound_s, number in ranked[:_PLAYED]:
             if (
                 self._late()
                 or self._work > limit
-                or (prices is None and best is not None and bound_s >= best.predicted.step_s)
+                or (by_time and best is not None and bound_s >= best.predicted.step_s)
             ):
                 break
             if not self._within(mixes[number], prices, budget):
                 continue
-            weighed = self.weigh(mixes[number])
+            weighed = self.weigh(mixes[number], best.predicted.step_s if by_time and best is not None else inf)
             if weighed is not None and (best is None or score(weighed) < score(best)):
                 best = weighed
         return best
 
     def _improved(
-        self, best: Weighed, columns: Sequence[Template], score: Score, prices: Floats | None, budget: float
+        self,
+        best: Weighed,
+        columns: Sequence[Template],
+        score: Score,
+        prices: Floats | None,
+        budget: float,
+        by_time: bool,
     ) -> Weighed:
         steps = Steps(
             predictor=self.predictor,
@@ -398,12 +420,15 @@ class Search:
             def could_beat(tried: Mix, least: float) -> bool:
                 if not self._within(tried, prices, budget):
                     return False
-                return prices is not None or self.predictor.could_take(tried, least)
+                return not by_time or self.predictor.could_take(tried, least)
 
             def proceed(limit: int = limit) -> bool:
                 return self._work < limit and not self._late()
 
-            found, _ = climb(start, mix, steps, self.weigh, score, could_beat, proceed)
+            def weigh(tried: Mix, least: float) -> Weighed | None:
+                return self.weigh(tried, least if by_time else inf)
+
+            found, _ = climb(start, mix, steps, weigh, score, could_beat, proceed)
             if score(found) < score(best):
                 best = found
         return best
