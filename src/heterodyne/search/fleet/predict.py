@@ -300,7 +300,7 @@ def _time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most
     that kind (see `Makespans.lines`).
     """
     low, high = 0.0, max(around + samples * each for own, _ in lines for around, each in own)
-    for _ in range(40):
+    for _ in range(24):
         middle = (low + high) / 2
         done = 0
         for (own, size), top in zip(lines, most, strict=True):
