@@ -1,0 +1,151 @@
+"""Mixes of chosen shapes in whole counts: all alike, of two shapes, and of all that a mixed integer program puts together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from heterodyne.search.fleet.counts import Ints, Limits, relaxed, whole
+from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.predict import Mix, Predictor, mix_of
+from heterodyne.search.fleet.space import Space
+
+__all__ = ["Mixes"]
+
+_BISECTIONS = 4
+_SOONER = 0.9995
+_ONE_BY_ONE = 8  # counts up to which every count is tried
+_PAIRS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixes:
+    """Proposes mixes; what they take is for others to say."""
+
+    predictor: Predictor
+    space: Space
+    _once: dict[Template, float] = field(default_factory=dict, repr=False)
+
+    def _devices(self, columns: Sequence[Template]) -> Ints:
+        return np.array(
+            [[t.devices.get(pool.name, 0) for pool in self.predictor.fleet.pools] for t in columns], dtype=np.int64
+        )
+
+    def alike(self, columns: Sequence[Template], limits: Limits) -> list[Mix]:
+        """Every column by itself, so many times."""
+        devices = self._devices(columns)
+        found: dict[Mix, None] = {}
+        for template, own in zip(columns, devices, strict=True):
+            most = limits.most_of(own)
+            for count in {*range(1, min(most, _ONE_BY_ONE) + 1), most // 2, most - 1, most}:
+                if limits.least <= count <= most and count > 0:
+                    found[mix_of([(template, count)])] = None
+        return list(found)
+
+    def unlike(self, columns: Sequence[Template], limits: Limits, bound_s: float, known_s: float) -> Iterator[Mix]:
+        """Whole counts of all columns together that could be done before a time that is known."""
+        devices = self._devices(columns)
+        full = self._once_s(columns)
+        for part in (0.0, 1.0):
+            once = [part * seconds for seconds in full]
+            yield from self._bisected(columns, devices, once, limits, (bound_s, known_s))
+
+    def worth_most(self, columns: Sequence[Template], limits: Limits, seconds: float) -> list[Template]:
+        """Those that a mixed integer program is asked about: what they do in a time is worth most."""
+        devices = self._devices(columns)
+        layout = self.space.layouts[-1]
+        capacity = np.array(
+            [
+                t.micro_batch
+                * self.predictor.makespans(t, "1F1B", layout).most_bound(
+                    seconds, self.predictor.most_micro_batches(t, "1F1B", limits.least)
+                )
+                for t in columns
+            ],
+            dtype=float,
+        )
+        known = relaxed(capacity, devices, limits)
+        if known is None:
+            return list(columns[: self.space.columns])
+        worth = capacity - devices @ known.prices
+        kept = np.sort(np.argsort(-worth, kind="stable")[: self.space.columns])
+        return [columns[int(number)] for number in kept]
+
+    def pairs(self, columns: Sequence[Template], limits: Limits, known_s: float) -> list[Mix]:
+        """Mixes of two columns that could be done in a time, those first that could do most.
+
+        A mixed integer program names one mix for a time; where the exchange of gradients decides, the best is one of the others.
+        """
+        devices = self._devices(columns)
+        once = self._once_s(columns)
+        items = []
+        for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
+            most = limits.most_of(own)
+            counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
+            played = self.predictor.makespans(template, "1F1B", self.space.layouts[-1])
+            top = self.predictor.most_micro_batches(template, "1F1B", limits.least)
+            done = [template.micro_batch * played.most_bound(known_s - part * once[number], top) for part in (0.0, 0.5)]
+            items += [(number, count, count * done[0], count * done[1]) for count in counts]
+        column, count, could, does = (np.array([item[n] for item in items]) for n in range(4))
+        need = devices[column] * count[:, None]
+        fits = np.all(need[:, None, :] + need[None, :, :] <= limits.room, axis=2)
+        fits &= could[:, None] + could[None, :] >= self.predictor.global_batch
+        fits &= (column[:, None] < column[None, :]) & (count[:, None] + count[None, :] >= limits.least)
+        if limits.most is not None:
+            fits &= count[:, None] + count[None, :] <= limits.most
+        a, b = np.nonzero(fits)
+        order = np.argsort(-(does[a] + does[b]), kind="stable")[:_PAIRS]
+        return [
+            mix_of([(columns[column[i]], int(count[i])), (columns[column[j]], int(count[j]))])
+            for i, j in zip(a[order], b[order], strict=True)
+        ]
+
+    def _bisected(
+        self,
+        columns: Sequence[Template],
+        devices: Ints,
+        once: Sequence[float],
+        limits: Limits,
+        times: tuple[float, float],
+    ) -> Iterator[Mix]:
+        """Mixes that do most in times that come near the one in which the batch is just done. ``once``: seconds of each column that
+        no micro-batch is done in.
+        """
+        played = [self.predictor.makespans(t, "1F1B", self.space.layouts[-1]) for t in columns]
+        most = [self.predictor.most_micro_batches(t, "1F1B", limits.least) for t in columns]
+        low, high = times
+        at_s = high * _SOONER
+        for _ in range(_BISECTIONS):
+            capacity = [
+                t.micro_batch * own.most_bound(at_s - extra, top)
+                for t, own, extra, top in zip(columns, played, once, most, strict=True)
+            ]
+            counts = whole(capacity, devices, limits)
+            if counts is None:
+                return
+            mix = mix_of((t, n) for t, n in zip(columns, counts, strict=True))
+            if mix:
+                yield mix
+            if sum(c * n for c, n in zip(capacity, counts, strict=True)) >= self.predictor.global_batch:
+                high = at_s
+            elif high == times[1]:
+                return
+            else:
+                low = at_s
+            at_s = (low + high) / 2
+
+    def _once_s(self, columns: Sequence[Template]) -> list[float]:
+        """About what the gradients take of each column beside others like it, in the better layout."""
+        found = []
+        for template in columns:
+            if template not in self._once:
+                tables = {template: self.predictor.stage_tables(template)}
+                most = min(self.predictor.fleet.pool(pool).devices // need for pool, need in template.devices.items())
+                self._once[template] = min(
+                    self.predictor.network.sync([(template, most)], tables, layout).seconds
+                    for layout in self.space.layouts
+                )
+            found.append(self._once[template])
+        return found
