@@ -92,6 +92,12 @@ class Run:
         """Rows that share what a calibration can learn."""
         return f"{self.source} / {self.device.kind}"
 
+    @property
+    def flops_per_s(self) -> float:
+        """Of the model, without what is computed again, a device."""
+        tokens = self.model.seq * self.setup.global_batch
+        return 3 * self.model.forward_flops_a_token() * tokens / self.devices / self.measured_s
+
     def wires(self, known: Constants | None = None) -> Network:
         return network_of(self.device, known=known, **self.network)
 
