@@ -113,6 +113,8 @@ class FleetPlanner:
         ranked = sorted(
             (w for w in known if objective.score(w) < inf), key=lambda w: (objective.score(w), w.predicted.devices)
         )
+        if not ranked and search.stopped:
+            raise InfeasibleError(f"no plan was found within {seconds} s: give the search more time")
         if not ranked:
             raise InfeasibleError(why_not(search, objective))
         return Planned(

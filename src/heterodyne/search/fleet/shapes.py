@@ -24,7 +24,7 @@ from heterodyne.search.fleet.tables import Floats, Table, Tables
 __all__ = ["Kind", "Shapes", "kinds_of", "shapes"]
 
 _FEW = (2, 4, 16)
-_CELLS = 1 << 20  # of an array that is worked on at once
+_CELLS = 1 << 16  # of an array that is worked on at once
 Ints = NDArray[np.int64]
 
 

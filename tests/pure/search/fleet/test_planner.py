@@ -108,7 +108,7 @@ def test_nothing_on_the_frontier_is_beaten_by_another() -> None:
 
 def test_a_deadline_in_the_past_is_said() -> None:
     planner = _planner(_pool("fast", 2))
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(InfeasibleError, match="more time"):
         planner.plan(seconds=-1.0)
     planned = planner.plan(seconds=60.0)
     assert not planned.stopped
