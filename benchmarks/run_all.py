@@ -36,6 +36,10 @@ BENCHMARKS = (
     "simulator_truth",
     "published",
     "paper_claims",
+    "planner_speed",
+    "planner_quality",
+    "planner_optimality",
+    "planner_here",
 )
 
 

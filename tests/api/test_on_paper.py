@@ -100,6 +100,25 @@ def test_less_money_is_never_more_than_the_fastest_plan_costs(files: Path) -> No
     assert cheap["step_s"] >= fast["step_s"]
 
 
+@pytest.mark.parametrize(
+    ("framework", "written", "told"),
+    [
+        ("megatron", "fleet_plan.megatron.txt", "--micro-batch-size"),
+        ("torchtitan", "fleet_plan.torchtitan.toml", "[parallelism]"),
+        ("schedule", "fleet_plan.schedule.csv", "0F0"),
+    ],
+)
+def test_even_plans_are_written_for_other_frameworks(files: Path, framework: str, written: str, told: str) -> None:
+    assert planned("--without", "old", "--export", framework) == 0
+    assert told in (files / written).read_text()
+
+
+def test_a_plan_that_is_not_even_is_not_written_for_others(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned("--export", "megatron") == 2
+    assert "other frameworks know one kind of device" in capsys.readouterr().err
+    assert (files / "fleet_plan.json").exists()
+
+
 def test_a_fleet_that_is_not_there_yet_is_compared_with_the_one_that_is(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,16 +17,19 @@ from heterodyne.cluster.what_if import changed
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import HeterodyneError, JobError
 from heterodyne.job import Job, ModelSection
+from heterodyne.plan.export import megatron_arguments, schedule_csv, torchtitan_toml
 from heterodyne.predictor.footprint import usable_bytes
 from heterodyne.predictor.from_config import transformer_of
 from heterodyne.predictor.graph_costs import graph_layers
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.software import software_of
 from heterodyne.report.frontier import frontier_picture
+from heterodyne.search.fleet.even import even_fleet_plan
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Weighed
+from heterodyne.search.fleet.space import Space
 
 __all__ = ["FLEET_PLAN_VERSION", "Wishes", "plan_on_paper"]
 
@@ -42,7 +46,9 @@ class Wishes:
         add, without, links: a fleet that is not there yet, in the words of `cluster.what_if`; it is compared with the one that is.
         families: whether the best of each kind of plan is searched too, or why there is none.
         framework: who will run the plan, as far as it changes seconds and bytes; None: this library on PyTorch.
-        picture: of the frontier. ``as_json``: print JSON and nothing else.
+        picture: of the frontier.
+        export: for ``megatron``, ``torchtitan`` or ``schedule`` (PyTorch's CSV), beside the plan.
+        as_json: print JSON and nothing else.
     """
 
     objective: Objective
@@ -54,6 +60,7 @@ class Wishes:
     framework: str | None = None
     seconds: float | None = None
     picture: Path | None = None
+    export: str | None = None
     as_json: bool = False
 
 
@@ -81,6 +88,10 @@ def plan_on_paper(
         show_change(before.best, found.best, ", ".join(what))
     out.write_text(told, encoding="utf-8")
     say(f"wrote {out}")
+    if wishes.export is not None:
+        path, text = _exported(job, planner.fleet, found, out, wishes.export)
+        path.write_text(text, encoding="utf-8")
+        say(f"wrote {path}")
     if wishes.picture is not None:
         frontier_picture(found.frontier, wishes.picture, title=f"{job.training.global_batch_size} samples a step")
         say(f"wrote {wishes.picture}")
@@ -101,7 +112,8 @@ def _planned(
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
     planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
-    return planner, planner.plan(wishes.objective, seconds=wishes.seconds, frontier=wishes.frontier)
+    space = Space(schedules=("1F1B",)) if wishes.export == "megatron" else Space()  # it has no other
+    return planner, planner.plan(wishes.objective, space=space, seconds=wishes.seconds, frontier=wishes.frontier)
 
 
 def _costs(job: Job, base: Path, wishes: Wishes) -> Callable[[Fleet], LayerCosts]:
@@ -146,6 +158,15 @@ def _captured(job: Job, base: Path) -> Any:
         raise
     except TypeError as error:
         raise JobError(f"the model of the job does not take 'input_ids' and 'labels': {error}") from error
+
+
+def _exported(job: Job, fleet: Fleet, found: Planned, out: Path, framework: str) -> tuple[Path, str]:
+    even = even_fleet_plan(found.best.plan, fleet, precision=job.training.precision)
+    if framework == "megatron":
+        return out.with_suffix(".megatron.txt"), shlex.join(megatron_arguments(even)) + "\n"
+    if framework == "torchtitan":
+        return out.with_suffix(".torchtitan.toml"), torchtitan_toml(even)
+    return out.with_suffix(".schedule.csv"), schedule_csv(even)
 
 
 def _told(fleet: Fleet, found: Planned) -> dict[str, Any]:

@@ -61,6 +61,10 @@ def command(
     framework: Annotated[
         str | None, typer.Option("--framework", metavar="NAME", help="Who runs the plan, if not this library.")
     ] = None,
+    export: Annotated[
+        Literal["megatron", "torchtitan", "schedule"] | None,
+        typer.Option("--export", help="Write an even plan for another framework too."),
+    ] = None,
     within: Annotated[
         float | None,
         typer.Option("--within", metavar="SECONDS", min=0, help="Stop searching then, with the best so far."),
@@ -76,7 +80,7 @@ def command(
     wanted = Job.load(job, tuple(overrides or ()))
     measured = None if profile is None else Profile.load(profile)
     asked = objective != "throughput" or budget is not None or frontier or picture is not None or families or as_json
-    asked = asked or framework is not None or within is not None or bool(add or without or links)
+    asked = asked or framework is not None or export is not None or within is not None or bool(add or without or links)
     paper = cluster is not None and WorkerEnvironment.read() is None and (on_paper or asked or elsewhere(cluster))
     if (on_paper or asked) and not paper:
         raise HeterodyneError("to plan on paper, give the file that describes the devices: --cluster fleet.yaml")
@@ -100,6 +104,7 @@ def command(
             framework=framework,
             seconds=within,
             picture=picture,
+            export=export,
             as_json=as_json,
         )
         return plan_on_paper(

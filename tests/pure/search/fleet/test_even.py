@@ -1,0 +1,66 @@
+"""Plans that other frameworks can run, and why others cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from heterodyne.cluster.fleet import Fleet, Pool
+from heterodyne.errors import PlanError
+from heterodyne.plan.export import megatron_arguments
+from heterodyne.search.fleet.even import even_fleet_plan
+from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
+
+FLEET = Fleet(
+    name="two",
+    pools=tuple(
+        Pool(name=name, kind=kind, nodes=4, devices_per_node=8, memory_bytes=2**36)
+        for name, kind in (("new", "A100-SXM-80GB"), ("more", "A100-SXM-80GB"), ("old", "V100-SXM2-32GB"))
+    ),
+)
+STAGES = (Stage(pool="new", width=2, start=0, stop=6, recompute=True), Stage(pool="new", width=2, start=6, stop=14))
+GROUP = Group(template=Template(micro_batch=2, stages=STAGES), replicas=4, num_microbatches=8)
+PLAN = FleetPlan(groups=(GROUP,), global_batch=64)
+
+
+def test_an_even_plan_keeps_its_degrees() -> None:
+    even = even_fleet_plan(PLAN, FLEET)
+    assert (even.dp, even.tp, even.pp, even.zero_stage) == (4, 2, 2, 1)
+    assert even.layers_per_stage == (5, 7)  # without embedding and head
+    assert even.recomputed_layers == (5, 0)
+    assert even.num_microbatches == 8
+    assert "--tensor-model-parallel-size" in megatron_arguments(replace(even, recomputed_layers=()))
+
+
+def test_pools_of_one_kind_are_one() -> None:
+    there = tuple(replace(stage, pool="more") for stage in STAGES)
+    both = replace(
+        PLAN,
+        groups=(replace(GROUP, replicas=2), replace(GROUP, replicas=2, template=replace(GROUP.template, stages=there))),
+    )
+    assert even_fleet_plan(both, FLEET) == even_fleet_plan(PLAN, FLEET)
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        (
+            (STAGES[0], replace(STAGES[1], pool="old")),
+            "one kind of device, and the plan has A100-SXM-80GB, V100-SXM2-32GB",
+        ),
+        ((STAGES[0], replace(STAGES[1], width=4)), "widths 2, 4"),
+    ],
+)
+def test_what_is_uneven_is_told(stages: tuple[Stage, ...], told: str) -> None:
+    uneven = replace(PLAN, groups=(replace(GROUP, template=replace(GROUP.template, stages=stages)),))
+    with pytest.raises(PlanError, match=told):
+        even_fleet_plan(uneven, FLEET)
+
+
+def test_shares_that_differ_are_told_with_a_batch_that_would_be_even() -> None:
+    with pytest.raises(PlanError, match=r"4 replicas do not share 60 samples evenly .* 64 would"):
+        even_fleet_plan(replace(PLAN, global_batch=60), FLEET)
+    other = replace(GROUP, template=replace(GROUP.template, micro_batch=1))
+    with pytest.raises(PlanError, match="2 kinds of pipelines"):
+        even_fleet_plan(replace(PLAN, groups=(GROUP, other), global_batch=96), FLEET)
