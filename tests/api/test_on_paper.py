@@ -100,6 +100,16 @@ def test_less_money_is_never_more_than_the_fastest_plan_costs(files: Path) -> No
     assert cheap["step_s"] >= fast["step_s"]
 
 
+def test_the_step_is_a_trace_of_ranks_that_stand_for_all(files: Path) -> None:
+    assert planned("--timeline", "step.json") == 0
+    trace = json.loads((files / "step.json").read_text())["traceEvents"]
+    predicted = json.loads((files / "fleet_plan.json").read_text())
+    stages = sum(len(group["template"]["stages"]) for group in predicted["plan"]["groups"])
+    assert len({event["pid"] for event in trace}) == stages
+    end = max(event["ts"] + event["dur"] for event in trace if event["ph"] == "X")
+    assert end / 1e6 == pytest.approx(predicted["predicted"]["step_s"], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("framework", "written", "told"),
     [
@@ -133,6 +143,10 @@ def test_a_fleet_that_is_not_there_yet_is_compared_with_the_one_that_is(
     [
         (("--cluster", "tiny.yaml"), r"needs .* GiB on t in stage"),
         (("--cluster", "tiny.yaml", "--objective", "money"), "no price is stated for t"),
+        (
+            ("--cluster", "fleet.yaml", "--budget", "0.1"),
+            r"budget of 0.10 usd/hour; 1 of old, which would do, cost 0.60",
+        ),
         (("--cluster", "fleet.yaml", "--without", "node7"), "there is no pool node7; there are new, old"),
         (("--cluster", "fleet.yaml", "--add", "8xH1000"), "there is no accelerator 'H1000'"),
         (("--cluster", "fleet.yaml", "--picture", "no/where.png"), "--picture no/where.png: there is no directory no"),

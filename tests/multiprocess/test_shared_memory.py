@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from heterodyne.runtime.meeting import shared_memory
-from heterodyne.runtime.meeting.communicator import Channel, Communicator
+from heterodyne.runtime.meeting.channel import Channel
+from heterodyne.runtime.meeting.communicator import Communicator
 from multiprocess.pool import Pool, World
 
 SIZES = [(1, torch.float32), (7, torch.float64), (200_001, torch.float32), (3, torch.bfloat16), (0, torch.float32)]

@@ -30,6 +30,7 @@ from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Weighed
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.timeline import fleet_timeline
 
 __all__ = ["FLEET_PLAN_VERSION", "Wishes", "plan_on_paper"]
 
@@ -48,6 +49,7 @@ class Wishes:
         framework: who will run the plan, as far as it changes seconds and bytes; None: this library on PyTorch.
         picture: of the frontier.
         export: for ``megatron``, ``torchtitan`` or ``schedule`` (PyTorch's CSV), beside the plan.
+        timeline: where the step goes, a rank for each stage: a trace for Perfetto.
         as_json: print JSON and nothing else.
     """
 
@@ -61,6 +63,7 @@ class Wishes:
     seconds: float | None = None
     picture: Path | None = None
     export: str | None = None
+    timeline: Path | None = None
     as_json: bool = False
 
 
@@ -92,6 +95,12 @@ def plan_on_paper(
         path, text = _exported(job, planner.fleet, found, out, wishes.export)
         path.write_text(text, encoding="utf-8")
         say(f"wrote {path}")
+    if wishes.timeline is not None:
+        step = fleet_timeline(planner.search(Space()).predictor, found.best)
+        wishes.timeline.write_text(json.dumps(step.to_perfetto()), encoding="utf-8")
+        say(
+            f"wrote {wishes.timeline} ({len(step.devices)} ranks that stand for {found.best.predicted.devices:,} devices)"
+        )
     if wishes.picture is not None:
         frontier_picture(found.frontier, wishes.picture, title=f"{job.training.global_batch_size} samples a step")
         say(f"wrote {wishes.picture}")

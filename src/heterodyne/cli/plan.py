@@ -45,6 +45,10 @@ def command(
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="The frontier as a picture.")
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option("--timeline", metavar="FILE", help="The step as a trace for Perfetto, a rank for each stage."),
+    ] = None,
     families: Annotated[
         bool, typer.Option("--families", help="Show the best of each kind of plan, or why there is none.")
     ] = False,
@@ -80,12 +84,19 @@ def command(
     wanted = Job.load(job, tuple(overrides or ()))
     measured = None if profile is None else Profile.load(profile)
     asked = objective != "throughput" or budget is not None or frontier or picture is not None or families or as_json
-    asked = asked or framework is not None or export is not None or within is not None or bool(add or without or links)
+    asked = (
+        asked
+        or framework is not None
+        or export is not None
+        or timeline is not None
+        or within is not None
+        or bool(add or without or links)
+    )
     paper = cluster is not None and WorkerEnvironment.read() is None and (on_paper or asked or elsewhere(cluster))
     if (on_paper or asked) and not paper:
         raise HeterodyneError("to plan on paper, give the file that describes the devices: --cluster fleet.yaml")
     out = out or Path("fleet_plan.json" if paper else "plan.json")
-    for path, option in ((out, "--out"), (picture, "--picture")):
+    for path, option in ((out, "--out"), (picture, "--picture"), (timeline, "--timeline")):
         if path is not None and not path.parent.is_dir():
             raise HeterodyneError(
                 f"{option} {path}: there is no directory {path.parent}; make it, or write the plan elsewhere"
@@ -105,6 +116,7 @@ def command(
             seconds=within,
             picture=picture,
             export=export,
+            timeline=timeline,
             as_json=as_json,
         )
         return plan_on_paper(

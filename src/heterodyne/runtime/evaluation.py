@@ -12,7 +12,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount, counts
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.program import Action
-from heterodyne.runtime.meeting.communicator import Channel
+from heterodyne.runtime.meeting.channel import Channel
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.assembly import Parts

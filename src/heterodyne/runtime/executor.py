@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heterodyne.plan.program import Action, Program
 from heterodyne.runtime.exact.weighting import Weights
-from heterodyne.runtime.meeting.communicator import Channel, Pending
+from heterodyne.runtime.meeting.channel import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.assembly import Parts

@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from heterodyne.runtime.exact.interception import Interception
-from heterodyne.runtime.meeting.communicator import Channel
+from heterodyne.runtime.meeting.channel import Channel
 
 __all__ = ["GlobalBatchNorm"]
 

@@ -16,7 +16,7 @@ import torch
 
 from heterodyne.errors import DataError
 from heterodyne.graph.ir import Loss
-from heterodyne.runtime.meeting.communicator import Channel
+from heterodyne.runtime.meeting.channel import Channel
 
 __all__ = ["Weights"]
 

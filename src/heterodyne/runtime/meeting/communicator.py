@@ -1,239 +1,28 @@
-"""Collectives between the workers, whatever their devices are.
+"""Who talks to whom: the workers of one job and the channels between them.
 
-A `Channel` joins some ranks and keeps the order of what is sent through it; gradients, batch statistics and control have
-a channel each, so that their orders never cross. If all ranks of a channel have their own device of one type, tensors
-travel by that device's own backend (nccl, xccl; gloo on CPU). Between unlike devices they go through host memory: copied
-to a pinned buffer, summed by gloo, copied back. CPU workers of one machine sum `buffers` of a channel in shared memory.
+Gradients, batch statistics and control have a `Channel` each, so that their orders never cross.
 """
 
 from __future__ import annotations
 
 import copy
 import socket
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from heterodyne.errors import WorkerError
+from heterodyne.runtime.meeting.channel import Channel
 from heterodyne.runtime.meeting.mail import Mail
-from heterodyne.runtime.meeting.shared_exchange import SharedExchange
-from heterodyne.runtime.meeting.shared_memory import SharedBuffers, neighbourhood
+from heterodyne.runtime.meeting.shared_memory import neighbourhood
 
-__all__ = ["Channel", "Communicator", "Pending"]
+__all__ = ["Communicator"]
 
 T = TypeVar("T")
-
-
-class _Work(Protocol):
-    """What torch.distributed gives back for an asynchronous collective."""
-
-    def wait(self) -> bool: ...
-    def get_future(self) -> Any: ...
-
-
-class Pending:
-    """A collective that was started. `wait` before its tensor is read; waiting twice does nothing.
-
-    If it is ``timed``, `ended` tells when it was over: seconds of `time.perf_counter` (collectives on the host), or an event of the
-    device (those of a device's own backend).
-    """
-
-    def __init__(self, finish: Callable[[], object] | None = None, *, timed: bool = False) -> None:
-        self._finish = finish
-        self._timed = timed
-        self._noted: float | torch.Event | None = None
-        self._waited = time.perf_counter() if timed and finish is None else None
-
-    @property
-    def ended(self) -> float | torch.Event | None:
-        """When it was over: as the thread that did it has noted, but not later than when waiting for it ended."""
-        if isinstance(self._noted, float) and self._waited is not None:
-            return min(self._noted, self._waited)
-        return self._waited if self._noted is None else self._noted
-
-    def note_end(self, moment: float | torch.Event) -> None:
-        """Called when it is over, by whichever thread knows; or with an event that comes then."""
-        self._noted = moment
-
-    def wait(self) -> None:
-        """Blocks the host, or orders the device's current stream, until the result is there. Raises WorkerError."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            try:
-                finish()
-            except RuntimeError as error:
-                raise WorkerError(f"a collective broke off, so another worker has probably died: {error}") from error
-            if self._timed:
-                self._waited = time.perf_counter()
-
-
-class Channel:
-    """Collectives between ``ranks``, in one order. Without a group (one rank only) every collective is the identity.
-
-    Tensors may be on the host or on this worker's device; `all_reduce` needs a contiguous one. ``neighbours``: all ranks are CPU
-    workers that can share memory.
-    """
-
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        group: dist.ProcessGroup | None,
-        *,
-        device: torch.device,
-        staged: bool,
-        neighbours: bool = False,
-    ) -> None:
-        self.ranks = tuple(ranks)
-        self._group = group
-        self._device = device
-        self._staged = staged
-        self._neighbours = neighbours
-        self._shared: list[SharedBuffers] = []
-        self._exchange: SharedExchange | None = None
-        self._exchange_tried = False
-        self._thread: ThreadPoolExecutor | None = None
-        self._host: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def buffers(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Flat buffers of ``(elements, dtype)`` on this worker's device, zero at first, which `all_reduce` sums in the cheapest way.
-
-        Collective, with the same sizes on every rank. They live as long as the channel.
-        """
-        if self._neighbours and self._group is not None:
-            place = dist.get_group_rank(self._group, dist.get_rank())
-            shared = SharedBuffers.allocate(sizes, place, self._gather)
-            if shared is not None:
-                self._shared.append(shared)
-                return shared.own
-        return [torch.zeros(elements, dtype=dtype, device=self._device) for elements, dtype in sizes]
-
-    @property
-    def borrowed_bytes(self) -> int:
-        """Bytes of other ranks' memory that this process has mapped and used: resident in it, but theirs."""
-        return sum(shared.borrowed_bytes for shared in self._shared)
-
-    def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Pending:
-        """Start the sum of ``tensor`` over the ranks, in place. With ``timed``, `Pending.ended` is kept."""
-        if self._group is None:
-            return Pending(timed=timed)
-        if self._staged and tensor.device.type != "cpu":
-            return self._all_reduce_through_host(tensor, timed=timed)
-        if self._shared:
-            return self._all_reduce_between_neighbours(tensor, timed=timed)
-        work: _Work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        pending = Pending(work.wait, timed=timed)
-        if timed and tensor.device.type == "cpu":
-            work.get_future().add_done_callback(lambda _: pending.note_end(time.perf_counter()))
-        elif timed:
-            pending.note_end(_event_after(work, tensor.device))
-        return pending
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Give every rank the tensor of rank ``source`` (a global rank), in place; blocks. Raises WorkerError."""
-        if self._group is None:
-            return
-        direct = tensor if not self._staged and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
-        dist.broadcast(direct, src=source, group=self._group)
-        if direct is not tensor:
-            with torch.no_grad():
-                tensor.copy_(direct)
-
-    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        """Begin to send the flat ``parts[j]`` to the j-th rank of the channel; what is returned waits for ``sizes[i]`` elements from
-        the i-th, and gives them.
-
-        One dtype for all; sizes may be 0, and differ from rank to rank. Several may have begun; the parts must stay as they are until
-        they were waited for. Waiting raises WorkerError.
-        """
-        if self._group is None:
-            return lambda: list(parts)
-        device = parts[0].device
-        if self._neighbours and not self._exchange_tried:
-            self._exchange_tried = True
-            place = dist.get_group_rank(self._group, dist.get_rank())
-            self._exchange = SharedExchange.allocate(len(self.ranks), place, self._gather)
-        if self._exchange is not None:
-            return self._exchange.all_to_all(parts, sizes)
-        sent = torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
-        if self._staged:
-            sent = sent.cpu()
-        received = sent.new_empty(sum(sizes))
-        in_bytes = _in_bytes(received, sizes, parts)
-        work: _Work = dist.all_to_all_single(
-            _bytes(received), _bytes(sent), *in_bytes, group=self._group, async_op=True
-        )
-        pending = Pending(work.wait)
-
-        def wait() -> list[Tensor]:
-            pending.wait()
-            return list(received.to(device).split_with_sizes(list(sizes)))
-
-        return wait
-
-    def close(self) -> None:
-        """End the thread of this channel, if it has one, and leave the group."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-        self._shared.clear()
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
-
-    def _gather(self, value: object) -> list[object]:
-        values: list[object] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def _in_order(self) -> ThreadPoolExecutor:
-        """One thread: what is sent through a channel keeps its order."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="channel")
-        return self._thread
-
-    def _all_reduce_between_neighbours(self, tensor: Tensor, *, timed: bool) -> Pending:
-        add_up = next((add for shared in self._shared if (add := shared.sum_of(tensor)) is not None), None)
-
-        def reduce() -> None:
-            if add_up is None:
-                dist.all_reduce(tensor, group=self._group)
-                return
-            dist.barrier(group=self._group)  # all have filled theirs
-            add_up()
-            dist.barrier(group=self._group)  # all have added up their slice
-
-        future: Future[None] = self._in_order().submit(reduce)
-        return _timed(Pending(future.result, timed=timed), future, timed=timed)
-
-    def _all_reduce_through_host(self, tensor: Tensor, *, timed: bool) -> Pending:
-        key = (tensor.numel(), tensor.dtype)
-        free = self._host.setdefault(key, [])
-        host = free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor.view(-1), non_blocking=True)
-        copied = torch.Event(tensor.device)
-        copied.record()
-
-        def reduce() -> None:
-            copied.synchronize()
-            dist.all_reduce(host, group=self._group)
-
-        future: Future[None] = self._in_order().submit(reduce)
-
-        def finish() -> None:
-            future.result()
-            tensor.view(-1).copy_(host, non_blocking=True)
-            # The copy back is in the stream before any later use of this buffer, which is again a copy in that stream.
-            free.append(host)
-
-        return _timed(Pending(finish, timed=timed), future, timed=timed)
 
 
 class Communicator:
@@ -363,28 +152,3 @@ class Communicator:
             return None
         group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
         return group if isinstance(group, dist.ProcessGroup) else None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """As bytes: not every backend carries every dtype."""
-    return tensor.view(torch.uint8)
-
-
-def _in_bytes(received: Tensor, sizes: Sequence[int], parts: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    each = received.element_size()
-    return [size * each for size in sizes], [part.numel() * each for part in parts]
-
-
-def _timed(pending: Pending, future: Future[None], *, timed: bool) -> Pending:
-    if timed:
-        future.add_done_callback(lambda _: pending.note_end(time.perf_counter()))
-    return pending
-
-
-def _event_after(work: _Work, device: torch.device) -> torch.Event:
-    """An event of the device that comes when ``work`` is over, without making the current stream wait for it."""
-    end = torch.Event(device, enable_timing=True)
-    with torch.Stream(device) as beside:
-        work.wait()
-        end.record(beside)
-    return end

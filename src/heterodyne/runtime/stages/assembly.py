@@ -16,7 +16,8 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
-from heterodyne.runtime.meeting.communicator import Channel, Communicator
+from heterodyne.runtime.meeting.channel import Channel
+from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.team import SplitTeam

@@ -13,7 +13,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.model_output import loss_of
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
 from heterodyne.runtime.exact.dropout import Draws, SampleDropout, require_samples_own_draws
-from heterodyne.runtime.meeting.communicator import Channel
+from heterodyne.runtime.meeting.channel import Channel
 
 __all__ = ["Forward", "Precision"]
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
+from heterodyne.search.fleet.quiet import quiet
 from heterodyne.search.fleet.tables import Floats
 
 __all__ = ["Limits", "Relaxed", "best_per_devices", "relaxed", "shortest_s", "whole"]
@@ -129,13 +130,14 @@ def whole(capacity: Sequence[float], devices: Ints, limits: Limits) -> list[int]
     """Counts of pipelines that do most in a time; None if none keeps the limits."""
     left, right = limits.rows(devices)
     most = max(max(capacity, default=0.0), 1.0)
-    found = milp(
-        -np.asarray(capacity, float) / most + 1e-9,  # of equals the fewest pipelines
-        constraints=LinearConstraint(left, ub=right),
-        integrality=np.ones(len(devices), dtype=np.int64),
-        bounds=Bounds(0, np.inf),
-        options={"mip_rel_gap": 1e-3, "node_limit": 500, "presolve": False},
-    )
+    with quiet():
+        found = milp(
+            -np.asarray(capacity, float) / most + 1e-9,  # of equals the fewest pipelines
+            constraints=LinearConstraint(left, ub=right),
+            integrality=np.ones(len(devices), dtype=np.int64),
+            bounds=Bounds(0, np.inf),
+            options={"mip_rel_gap": 1e-3, "node_limit": 500, "presolve": False},
+        )
     if found.x is None:
         return None
     return [round(value) for value in found.x]

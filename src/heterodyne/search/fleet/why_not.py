@@ -47,11 +47,25 @@ def why_not(search: Search, objective: Objective | None = None) -> str:
     if nearest is None:
         return "the costs of the layers are known for none of the widths that fill the nodes of the fleet"
     if nearest.filled <= 1:
+        if objective is not None and objective.usd_per_hour is not None:
+            return _too_dear(objective.usd_per_hour, search)
         return (
             f"no links are known that join enough devices: pipelines of {nearest.stages} stages would fit the memory of "
             f"{nearest.kind.name}; state the links between its nodes"
         )
     return _told(nearest, search)
+
+
+def _too_dear(budget: float, search: Search) -> str:
+    """The least that the devices of a pipeline that fits cost."""
+    costs = {}
+    for tight in _tightest(search):
+        price = search.fleet.pools[tight.kind.pool].usd_per_device_hour
+        if tight.filled <= 1 and price is not None:
+            count = tight.stages * tight.kind.width
+            costs[price * count] = f"{count} of {tight.kind.name}"
+    told = f"; {costs[min(costs)]}, which would do, cost {min(costs):.2f} usd/hour" if costs else ""
+    return f"no plan keeps the budget of {budget:.2f} usd/hour{told}"
 
 
 def _tightest(search: Search) -> Iterator[_Tight]:

@@ -1,0 +1,57 @@
+"""A step of a plan over a fleet as a timeline of representative ranks: one for each stage of each kind of pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.schedules.clock import play
+from heterodyne.plan.schedules.times import Read, StageTimes
+from heterodyne.search.fleet.plan import Group
+from heterodyne.search.fleet.predict import Predictor, Weighed
+from heterodyne.timeline import Event, Timeline
+
+__all__ = ["fleet_timeline"]
+
+
+def fleet_timeline(predictor: Predictor, weighed: Weighed) -> Timeline:
+    """The step as it was predicted: pipelines played, then gradients, then the update. A rank stands for all that do the same."""
+    events: list[Event] = []
+    names: list[str] = []
+    own = weighed.predicted
+    for group in weighed.plan.groups:
+        first = len(names)
+        events += _played(predictor, weighed, group, first)
+        for number, stage in enumerate(group.template.stages):
+            width = f", {stage.width} devices each" if stage.width > 1 else ""
+            names.append(f"{stage.pool} stage {number} of {group.replicas} pipelines{width}")
+    done = own.pipelines_s
+    for rank in range(len(names)):
+        spans = (
+            ("REDUCE_GRAD", done, done + own.sync_s),
+            ("STEP", done + own.sync_s, done + own.sync_s + own.update_s),
+        )
+        for kind, start, end in spans:
+            if end > start:
+                lane = "comm" if kind == "REDUCE_GRAD" else "compute"
+                events.append(Event(rank=rank, lane=lane, kind=kind, name=kind, step=0, start_s=start, end_s=end))  # type: ignore[arg-type]
+    return Timeline.of("simulated", names, events)
+
+
+def _played(predictor: Predictor, weighed: Weighed, group: Group, first: int) -> Iterator[Event]:
+    makespans = predictor.makespans(group.template, weighed.plan.schedule, weighed.plan.layout)
+    stages = len(makespans.stages)
+    times = [
+        StageTimes(forward_s=s.forward_s, input_s=s.backward_s / 2, weight_s=s.backward_s / 2) for s in makespans.stages
+    ]
+    reads = [
+        Read(source=number, reader=number + 1, forward_s=stage.send_s, backward_s=stage.send_s)
+        for number, stage in enumerate(makespans.stages[:-1])
+    ]
+    orders = SCHEDULES[weighed.plan.schedule].orders(stages, 1, group.num_microbatches)
+    told = play(orders, times, reads=reads)
+    for place, (row, starts, ends) in enumerate(zip(orders, told.starts, told.ends, strict=True)):
+        for action, start, end in zip(row, starts, ends, strict=True):
+            yield Event(
+                rank=first + place, lane="compute", kind=action.kind, name=str(action), step=0, start_s=start, end_s=end
+            )
