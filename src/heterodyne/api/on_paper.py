@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from heterodyne.api.fleet_printing import show_change, show_fleet_plan
+from heterodyne.api.paper_costs import captured, costs_of_job, shape_of
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
+from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.what_if import changed
 from heterodyne.cost.layers import LayerCosts
-from heterodyne.errors import HeterodyneError, JobError
-from heterodyne.job import Job, ModelSection
+from heterodyne.errors import ClusterError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import Job
+from heterodyne.plan.check import require_valid
 from heterodyne.plan.export import megatron_arguments, schedule_csv, torchtitan_toml
+from heterodyne.plan.plan import Plan
 from heterodyne.predictor.footprint import usable_bytes
-from heterodyne.predictor.from_config import transformer_of
-from heterodyne.predictor.graph_costs import graph_layers
-from heterodyne.predictor.layer_costs import predicted_layers
-from heterodyne.predictor.software import software_of
 from heterodyne.report.frontier import frontier_picture
+from heterodyne.search.fleet.device_plan import device_plan
 from heterodyne.search.fleet.even import even_fleet_plan
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.objective import Objective
@@ -50,6 +53,8 @@ class Wishes:
         picture: of the frontier.
         export: for ``megatron``, ``torchtitan`` or ``schedule`` (PyTorch's CSV), beside the plan.
         timeline: where the step goes, a rank for each stage: a trace for Perfetto.
+        runnable: the plan device by device, for ``heterodyne train --plan``.
+        profile: measurements of kinds of the fleet; seconds are then theirs, not those of datasheets.
         as_json: print JSON and nothing else.
     """
 
@@ -64,6 +69,8 @@ class Wishes:
     picture: Path | None = None
     export: str | None = None
     timeline: Path | None = None
+    runnable: Path | None = None
+    profile: Profile | None = None
     as_json: bool = False
 
 
@@ -76,10 +83,10 @@ def plan_on_paper(
     """
     today = load_fleet(cluster_file)
     then = changed(today, add=wishes.add, without=wishes.without, links=wishes.links)
-    costs_of = _costs(job, base, wishes)
+    costs_of = costs_of_job(job, base, profile=wishes.profile, framework=wishes.framework)
     say(f"planning on paper for {then.devices:,} devices: from datasheets; nothing is measured")
     planner, found = _planned(job, then, costs_of, wishes)
-    seq = job.data.sequence_length if _shape(job.model, base) is not None else None
+    seq = job.data.sequence_length if shape_of(job.model, base) is not None else None
     told = json.dumps(_told(planner.fleet, found), indent=1) + "\n"
     if wishes.as_json:
         sys.stdout.write(told)
@@ -95,6 +102,9 @@ def plan_on_paper(
         path, text = _exported(job, planner.fleet, found, out, wishes.export)
         path.write_text(text, encoding="utf-8")
         say(f"wrote {path}")
+    if wishes.runnable is not None:
+        _runnable(found, then, captured(job, base)).save(wishes.runnable)
+        say(f"wrote {wishes.runnable}")
     if wishes.timeline is not None:
         step = fleet_timeline(planner.search(Space()).predictor, found.best)
         wishes.timeline.write_text(json.dumps(step.to_perfetto()), encoding="utf-8")
@@ -125,48 +135,16 @@ def _planned(
     return planner, planner.plan(wishes.objective, space=space, seconds=wishes.seconds, frontier=wishes.frontier)
 
 
-def _costs(job: Job, base: Path, wishes: Wishes) -> Callable[[Fleet], LayerCosts]:
-    """From a shape where the job gives one; else from the graph of the model, which is captured without its weights."""
-    software = software_of(wishes.framework)
-    shape = _shape(job.model, base)
-    precision = job.training.precision
-    if shape is not None:
-        model = transformer_of(shape, seq=job.data.sequence_length)
-        return lambda fleet: predicted_layers(model, fleet, precision=precision, software=software)
-    graph = _captured(job, base)
-    adam = job.optimizer.name == "adamw"
-    states = 2 if adam else int(job.optimizer.momentum > 0)
-    return lambda fleet: graph_layers(
-        graph, fleet, precision=precision, states=states, passes=3 + 2 * states, software=software
-    )
-
-
-def _shape(section: ModelSection, base: Path) -> Mapping[str, Any] | None:
-    """The configuration of a language model; None for a model that has none."""
-    given = section.huggingface
-    if isinstance(given, str) or section.directory is not None:
-        path = base / given if isinstance(given, str) else base / (section.directory or "") / "config.json"
-        try:
-            given = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise JobError(f"{path} cannot be read as a configuration: {error}") from error
-    return given if isinstance(given, Mapping) and section.auto_class == "AutoModelForCausalLM" else None
-
-
-def _captured(job: Job, base: Path) -> Any:
-    import torch
-
-    from heterodyne.frontend import capture
-    from heterodyne.models import build
-
-    model = build(job.model, base=base, device="meta")
-    tokens = torch.zeros(4, job.data.sequence_length, dtype=torch.int64, device="meta")
-    try:
-        return capture(model, {"input_ids": tokens, "labels": tokens})
-    except HeterodyneError:
-        raise
-    except TypeError as error:
-        raise JobError(f"the model of the job does not take 'input_ids' and 'labels': {error}") from error
+def _runnable(found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan:
+    if {stage.pool for g in found.best.plan.groups for stage in g.template.stages} - {
+        pool.name for pool in fleet.pools
+    }:
+        raise ClusterError(
+            f"pools of fleet {fleet.name!r} were planned together, for it has more than {_MOST_POOLS}; to run a plan, take fewer of them"
+        )
+    made = device_plan(found.best.plan, fleet, graph)
+    require_valid(made, graph, cluster_of(fleet))
+    return made
 
 
 def _exported(job: Job, fleet: Fleet, found: Planned, out: Path, framework: str) -> tuple[Path, str]:

@@ -45,6 +45,9 @@ def command(
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="The frontier as a picture.")
     ] = None,
+    runnable: Annotated[
+        Path | None, typer.Option("--runnable", metavar="FILE", help="The plan device by device, for train --plan.")
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option("--timeline", metavar="FILE", help="The step as a trace for Perfetto, a rank for each stage."),
@@ -96,7 +99,7 @@ def command(
     if (on_paper or asked) and not paper:
         raise HeterodyneError("to plan on paper, give the file that describes the devices: --cluster fleet.yaml")
     out = out or Path("fleet_plan.json" if paper else "plan.json")
-    for path, option in ((out, "--out"), (picture, "--picture"), (timeline, "--timeline")):
+    for path, option in ((out, "--out"), (picture, "--picture"), (timeline, "--timeline"), (runnable, "--runnable")):
         if path is not None and not path.parent.is_dir():
             raise HeterodyneError(
                 f"{option} {path}: there is no directory {path.parent}; make it, or write the plan elsewhere"
@@ -117,6 +120,8 @@ def command(
             picture=picture,
             export=export,
             timeline=timeline,
+            runnable=runnable,
+            profile=measured,
             as_json=as_json,
         )
         return plan_on_paper(

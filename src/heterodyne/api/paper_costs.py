@@ -1,0 +1,92 @@
+"""What the layers of a job's model cost on devices that are not here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.cluster.profile import Profile
+from heterodyne.cost.layers import LayerCosts
+from heterodyne.cost.measured_layers import MeasuredLayers
+from heterodyne.cost.recipe import Recipe
+from heterodyne.errors import HeterodyneError, JobError, MeasureError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import Job, ModelSection
+from heterodyne.predictor.from_config import transformer_of
+from heterodyne.predictor.graph_costs import graph_layers
+from heterodyne.predictor.layer_costs import predicted_layers
+from heterodyne.predictor.software import software_of
+
+__all__ = ["captured", "costs_of_job", "shape_of"]
+
+
+def costs_of_job(
+    job: Job, base: Path, *, profile: Profile | None = None, framework: str | None = None
+) -> Callable[[Fleet], LayerCosts]:
+    """For any fleet: as measured, where there is a profile; from a shape, where the job gives one; else from the graph of the model, which
+    is captured without its weights.
+
+    Args:
+        framework: who will run the plan, as far as it changes seconds and bytes; None: this library on PyTorch.
+    """
+    software = software_of(framework)
+    shape = shape_of(job.model, base)
+    precision = job.training.precision
+    recipe = Recipe(
+        optimizer=job.optimizer.name,
+        momentum=job.optimizer.momentum,
+        precision=precision,
+        clip=job.training.clip_grad_norm > 0,
+    )
+    if profile is not None:
+        measured = MeasuredLayers(graph=captured(job, base), profile=profile, recipe=recipe)
+        return lambda fleet: _all_measured(measured, fleet)
+    if shape is not None:
+        model = transformer_of(shape, seq=job.data.sequence_length)
+        return lambda fleet: predicted_layers(model, fleet, precision=precision, software=software)
+    graph = captured(job, base)
+    return lambda fleet: graph_layers(
+        graph, fleet, precision=precision, states=recipe.states, passes=recipe.update_passes, software=software
+    )
+
+
+def _all_measured(measured: MeasuredLayers, fleet: Fleet) -> MeasuredLayers:
+    """Raises MeasureError for a kind of the fleet that the profile lacks: measured and unmeasured seconds are not mixed."""
+    missing = [kind for kind in fleet.kinds if not measured.widths(kind)]
+    if missing:
+        raise MeasureError(
+            f"the profile has no {', '.join(missing)}; measure one device of each kind with 'heterodyne measure', or leave it out"
+        )
+    return measured
+
+
+def shape_of(section: ModelSection, base: Path) -> Mapping[str, Any] | None:
+    """The configuration of a language model; None for a model that has none."""
+    given = section.huggingface
+    if isinstance(given, str) or section.directory is not None:
+        path = base / given if isinstance(given, str) else base / (section.directory or "") / "config.json"
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise JobError(f"{path} cannot be read as a configuration: {error}") from error
+    return given if isinstance(given, Mapping) and section.auto_class == "AutoModelForCausalLM" else None
+
+
+def captured(job: Job, base: Path) -> ModelGraph:
+    """The graph of the job's model, without weights. Raises JobError or CaptureError."""
+    import torch
+
+    from heterodyne.frontend import capture
+    from heterodyne.models import build
+
+    model = build(job.model, base=base, device="meta")
+    tokens = torch.zeros(4, job.data.sequence_length, dtype=torch.int64, device="meta")
+    try:
+        return capture(model, {"input_ids": tokens, "labels": tokens})
+    except HeterodyneError:
+        raise
+    except TypeError as error:
+        raise JobError(f"the model of the job does not take 'input_ids' and 'labels': {error}") from error

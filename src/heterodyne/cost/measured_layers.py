@@ -1,0 +1,103 @@
+"""The table of layer costs of a model that was measured: a small profile, one device of each kind, scaled to any number of them.
+
+The layers are the blocks of the graph. Seconds are the measured ones (scaled to the model in one piece, where that was measured too), bytes
+those of the graph. Only width 1 is here: nothing was measured in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from heterodyne.cluster.profile import Profile
+from heterodyne.cost.compute import Compute, compute_of
+from heterodyne.cost.layers import LayerCost
+from heterodyne.cost.recipe import Recipe
+from heterodyne.graph.ir import Block, ModelGraph
+
+__all__ = ["MeasuredLayers", "kind_of"]
+
+
+def kind_of(device_id: str) -> str:
+    """``V100-SXM2-16GB`` of ``old-0/V100-SXM2-16GB:3``."""
+    return device_id.rpartition("/")[2].rpartition(":")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLayers:
+    """Implements `cost.layers.LayerCosts`. Of several measured devices of a kind the first counts.
+
+    Raises MeasureError, from `cost`, if a kind of block was not measured on a device.
+    """
+
+    graph: ModelGraph
+    profile: Profile
+    recipe: Recipe = field(default_factory=Recipe)
+    _made: dict[tuple[str, str, int], LayerCost] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def _measured(self) -> Mapping[str, str]:
+        """The device of each kind."""
+        return {kind_of(device): device for device in reversed(tuple(self.profile.devices))}
+
+    @cached_property
+    def _compute(self) -> Mapping[str, Compute]:
+        return {
+            kind: compute_of(self.graph, device, self.profile.devices[device])
+            for kind, device in self._measured.items()
+        }
+
+    @cached_property
+    def _first(self) -> Mapping[str, Block]:
+        return {block.kind: block for block in reversed(self.graph.blocks)}
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        """The largest micro-batch that was measured, by kind of device."""
+        return {
+            kind: min(
+                max(sample.micro_batch_size for sample in self.profile.devices[device].blocks[block])
+                for block in self._first
+            )
+            for kind, device in self._measured.items()
+        }
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(block.kind for block in self.graph.blocks)
+
+    def widths(self, device_kind: str) -> tuple[int, ...]:
+        return (1,) if device_kind in self._measured else ()
+
+    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
+        """None for a kind that was not measured, a width above 1, and above the largest micro-batch that was measured."""
+        if width != 1 or device_kind not in self._measured or layer_kind not in self._first:
+            return None
+        compute = self._compute[device_kind]  # says what was not measured
+        if micro_batch > self._sizes[device_kind]:
+            return None
+        key = (device_kind, layer_kind, micro_batch)
+        if key not in self._made:
+            self._made[key] = self._cost(compute, device_kind, self._first[layer_kind], micro_batch)
+        return self._made[key]
+
+    def _cost(self, compute: Compute, device_kind: str, block: Block, size: int) -> LayerCost:
+        measured = self.profile.devices[self._measured[device_kind]]
+        ops, span = self.graph.ops_of(block), (block.start, block.stop)
+        held = self.graph.parameters_of(block)
+        trained = sum(p.bytes for p in held if p.trainable)
+        scale = 0.5 if self.recipe.precision == "bf16" else 1.0  # activations under autocast
+        output = max((int(spec.bytes(size)) for spec in ops[-1].outputs), default=0)
+        return LayerCost(
+            forward_s=compute.seconds("F", span, size),
+            backward_s=compute.seconds("B", span, size),
+            update_s=measured.optimizer_s_per_byte * trained * (1 + self.recipe.clip_to_step),
+            parameter_bytes=sum(p.bytes for p in held),
+            gradient_bytes=trained,
+            optimizer_bytes=self.recipe.states * trained,
+            kept_bytes=round(scale * sum(op.bytes_saved(size) for op in ops)),
+            kept_bytes_recomputed=round(scale * output),  # blocks that are alike read what they make
+            output_bytes=0 if block.stop == len(self.graph.ops) else round(scale * output),
+            workspace_bytes=max((int(spec.bytes(size)) for op in ops for spec in op.outputs), default=0),
+        )

@@ -1,0 +1,106 @@
+"""A plan over a fleet and the one that runs are the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterodyne.cluster.fleet import Fleet, Pool, Wire
+from heterodyne.cluster.fleet_cluster import cluster_of
+from heterodyne.errors import PlanError
+from heterodyne.plan.check import violations
+from heterodyne.search.fleet.device_plan import device_plan
+from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
+from pure.build import graph
+
+MODEL = graph(6)  # an embedding, six layers, a head
+LINK = Wire(bandwidth_bytes_per_s=1e10, latency_s=1e-5)
+FLEET = Fleet(
+    name="two",
+    pools=tuple(
+        Pool(
+            name=name, kind=kind, nodes=2, devices_per_node=4, memory_bytes=2**36, inside=LINK, between=LINK, place=(name,)
+        )
+        for name, kind in (("new", "A100-SXM-80GB"), ("old", "V100-SXM2-32GB"))
+    ),
+    links={("new", "old"): LINK},
+)  # fmt: skip
+CLUSTER = cluster_of(FLEET)
+
+
+def plan(
+    cuts: list[int],
+    pools: list[str],
+    *,
+    replicas: int,
+    count: int,
+    micro_batch: int,
+    missing: int,
+    layout: str,
+    again: bool,
+) -> FleetPlan:
+    ends = [0, *cuts, len(MODEL.blocks)]
+    stages = tuple(
+        Stage(pool=pool, width=1, start=start, stop=stop, recompute=again and number == 0)
+        for number, (pool, start, stop) in enumerate(zip(pools, ends, ends[1:], strict=True))
+    )
+    group = Group(template=Template(micro_batch=micro_batch, stages=stages), replicas=replicas, num_microbatches=count)
+    return FleetPlan(groups=(group,), global_batch=group.capacity - missing, layout=layout)  # type: ignore[arg-type]
+
+
+@given(
+    cuts=st.lists(st.integers(1, 7), max_size=3, unique=True).map(sorted),
+    replicas=st.integers(1, 2),
+    count=st.integers(2, 5),
+    micro_batch=st.integers(1, 3),
+    layout=st.sampled_from(["stages", "pipelines"]),
+    again=st.booleans(),
+    data=st.data(),
+)
+def test_every_sample_and_every_layer_is_there_once(
+    cuts: list[int], replicas: int, count: int, micro_batch: int, layout: str, again: bool, data: st.DataObject
+) -> None:
+    pools = data.draw(st.lists(st.sampled_from(["new", "old"]), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
+    missing = data.draw(st.integers(0, micro_batch - 1))
+    asked = plan(
+        cuts,
+        pools,
+        replicas=replicas,
+        count=count,
+        micro_batch=micro_batch,
+        missing=missing,
+        layout=layout,
+        again=again,
+    )
+    made = device_plan(asked, FLEET, MODEL)
+    assert violations(made, MODEL, CLUSTER) == ()
+    assert sum(pipeline.micro_batches.samples for pipeline in made.pipelines) == asked.global_batch
+    assert [stage.ops[0] for stage in made.pipelines[0].stages] == [MODEL.blocks[b].start for b in (0, *cuts)]
+    for pipeline in made.pipelines:
+        kinds = [CLUSTER.device(stage.devices[0]).kind for stage in pipeline.stages]
+        assert kinds == [FLEET.pool(pool).kind for pool in pools]
+    used = [device for pipeline in made.pipelines for stage in pipeline.stages for device in stage.devices]
+    assert len(used) == len(set(used))
+    assert set(used) | set(made.idle) == {device.id for device in CLUSTER.devices}
+
+
+def test_replicas_of_a_stage_or_the_stages_of_a_pipeline_share_a_node() -> None:
+    common = {"replicas": 2, "count": 2, "micro_batch": 1, "missing": 0, "again": False}
+    together = device_plan(plan([3], ["new", "new"], layout="pipelines", **common), FLEET, MODEL)  # type: ignore[arg-type]
+    beside = device_plan(plan([3], ["new", "new"], layout="stages", **common), FLEET, MODEL)  # type: ignore[arg-type]
+    ranks = [[CLUSTER.rank(s.devices[0]) for s in p.stages] for p in together.pipelines]
+    assert ranks == [[0, 1], [2, 3]]
+    assert [[CLUSTER.rank(s.devices[0]) for s in p.stages] for p in beside.pipelines] == [[0, 2], [1, 3]]
+
+
+def test_another_model_and_too_many_stages_are_refused() -> None:
+    asked = plan([3], ["new", "new"], replicas=1, count=2, micro_batch=1, missing=0, layout="stages", again=False)
+    with pytest.raises(PlanError, match="for 8 layers, and model Chain has 6 blocks"):
+        device_plan(asked, FLEET, graph(4))
+    wide = replace(asked.groups[0].template.stages[0], width=8)
+    template = replace(asked.groups[0].template, stages=(wide, asked.groups[0].template.stages[1]))
+    with pytest.raises(PlanError, match="no node of new has 8 devices left"):
+        device_plan(replace(asked, groups=(replace(asked.groups[0], template=template),)), FLEET, MODEL)
