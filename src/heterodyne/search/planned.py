@@ -13,7 +13,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.sim.run import Simulation
 
-__all__ = ["CLEARLY", "CUTTING_PAYS", "FOLDING_PAYS", "Candidate", "Kind", "Planned", "Strategy", "serves"]
+__all__ = ["CLEARLY", "CUTTING_PAYS", "FOLDING_PAYS", "IN_TURNS_PAYS", "Candidate", "Kind", "Planned", "Strategy", "serves"]
 
 Strategy = Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"]
 Kind = Literal[
@@ -41,6 +41,11 @@ computation (waits that add up, messages that a processor has to copy) is known 
 FOLDING_PAYS = 0.92
 """Several stages a place are chosen only if so much faster: their passes are short and each waits for another, so what holds up one
 device for a moment (a quota's period, a neighbour on the same processor) holds up all, which no prediction counts.
+"""
+
+IN_TURNS_PAYS = 0.92
+"""Halves in turns are chosen only if so much faster: what hides behind computing also takes time from it where the same processor copies
+messages, and how much is known less well than a wait is.
 """
 
 _OF_DATA = ("balanced", "equal", "fastest", "fewer")
@@ -75,12 +80,17 @@ class Candidate:
             CUTTING_PAYS if self.kind in (*_OF_PIPELINES, "split", "context") else 1,
             CLEARLY if self.kind == "wide" else 1,
             FOLDING_PAYS if self._is_folded else 1,
+            IN_TURNS_PAYS if self._in_turns else 1,
         )
         return self.step_s / prod(doubts)
 
     @property
     def _is_folded(self) -> bool:
         return self.plan is not None and any(len(p.places) < len(p.stages) for p in self.plan.pipelines)
+
+    @property
+    def _in_turns(self) -> bool:
+        return self.plan is not None and any(s.overlap for p in self.plan.pipelines for s in p.stages)
 
 
 @dataclass(frozen=True, kw_only=True)

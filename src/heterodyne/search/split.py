@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Final, Literal
 
 from heterodyne.cost.model import CostModel
@@ -270,7 +269,7 @@ class Split:
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
-    return min(candidates, key=lambda c: c.step_s if c.step_s is not None else inf)
+    return min(candidates, key=lambda c: c.weighed_s)
 
 
 def _rounded(value: float) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from heterodyne.cluster import Link
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.plan.check import violations
-from heterodyne.search.planned import Planned
+from heterodyne.search.planned import IN_TURNS_PAYS, Planned
 from heterodyne.search.planner import plan
 from pure.build import cluster, linear, profile
 from pure.cost.transformer import transformer
@@ -73,3 +74,18 @@ def test_nothing_that_was_weighed_is_faster_than_what_is_chosen_but_for_doubt() 
 
 def test_two_devices_have_no_groups_in_a_line() -> None:
     assert mixed(asked(cluster(2, link=FAST), (1.0, 2.0))) == []
+
+
+def test_halves_in_turns_have_to_be_clearly_faster() -> None:
+    planned = asked(cluster(2, link=FAST), (1.0, 2.0))
+    (waiting, *_) = [c for c in planned.candidates if c.kind == "split" and c.plan is not None]
+    assert waiting.plan is not None
+    pipelines = tuple(
+        pipeline.model_copy(
+            update={"stages": tuple(stage.model_copy(update={"overlap": True}) for stage in pipeline.stages)}
+        )
+        for pipeline in waiting.plan.pipelines
+    )
+    turns = replace(waiting, plan=waiting.plan.model_copy(update={"pipelines": pipelines}))
+    plain = not any(stage.overlap for pipeline in waiting.plan.pipelines for stage in pipeline.stages)
+    assert turns.weighed_s == waiting.weighed_s / (IN_TURNS_PAYS if plain else 1)
