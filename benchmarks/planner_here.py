@@ -78,13 +78,13 @@ def case(chance: random.Random, *, quick: bool) -> tuple[tuple[float, ...], Size
     speeds = tuple(round(min(0.9, _TOGETHER * part / sum(parts)), 2) for part in parts)
     size = Size(
         kind=chance.choice(["gpt", "llama", "mixtral"]),
-        width=chance.choice([128, 192, 256]),
+        width=chance.choice([96, 128, 192]),
         layers=chance.choice([4, 6, 8]),
         samples=chance.choice([8, 16]),
-        length=chance.choice([64, 128]),
-        rounds=2 if quick else 6,
+        length=64,
+        rounds=2 if quick else 5,
         steps=1,
-        budget_s=8 if quick else 25,
+        budget_s=8 if quick else 15,
     )
     return speeds, size
 
