@@ -13,7 +13,17 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.sim.run import Simulation
 
-__all__ = ["CLEARLY", "CUTTING_PAYS", "FOLDING_PAYS", "IN_TURNS_PAYS", "Candidate", "Kind", "Planned", "Strategy", "serves"]
+__all__ = [
+    "CLEARLY",
+    "CUTTING_PAYS",
+    "FOLDING_PAYS",
+    "IN_TURNS_PAYS",
+    "Candidate",
+    "Kind",
+    "Planned",
+    "Strategy",
+    "serves",
+]
 
 Strategy = Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"]
 Kind = Literal[

@@ -10,7 +10,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Exchange, Layout, Pipeline, Plan, Region, Stage
+from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
 from heterodyne.search.fleet.plan import FleetPlan
 from heterodyne.search.fleet.plan import Stage as FleetStage
 
@@ -81,7 +81,6 @@ def _stage(stage: FleetStage, devices: tuple[str, ...], graph: ModelGraph) -> St
         devices=devices,
         regions=(Region(layout=kind),),
         recompute=tuple(range(stage.start, stage.stop)) if stage.recompute else (),
-        **({"exchange": Exchange()} if wide else {}),
     )
 
 

@@ -45,7 +45,7 @@ def plan(
     ends = [0, *cuts, len(MODEL.blocks)]
     stages = tuple(
         Stage(pool=pool, width=1, start=start, stop=stop, recompute=again and number == 0)
-        for number, (pool, start, stop) in enumerate(zip(pools, ends, ends[1:], strict=True))
+        for number, (pool, start, stop) in enumerate(zip(pools, ends[:-1], ends[1:], strict=True))
     )
     group = Group(template=Template(micro_batch=micro_batch, stages=stages), replicas=replicas, num_microbatches=count)
     return FleetPlan(groups=(group,), global_batch=group.capacity - missing, layout=layout)  # type: ignore[arg-type]
