@@ -103,7 +103,7 @@ def plan_on_paper(
         path.write_text(text, encoding="utf-8")
         say(f"wrote {path}")
     if wishes.runnable is not None:
-        _runnable(found, then, captured(job, base)).save(wishes.runnable)
+        _runnable(job, found, then, captured(job, base)).save(wishes.runnable)
         say(f"wrote {wishes.runnable}")
     if wishes.timeline is not None:
         step = fleet_timeline(planner.search(Space()).predictor, found.best)
@@ -135,14 +135,14 @@ def _planned(
     return planner, planner.plan(wishes.objective, space=space, seconds=wishes.seconds, frontier=wishes.frontier)
 
 
-def _runnable(found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan:
+def _runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan:
     if {stage.pool for g in found.best.plan.groups for stage in g.template.stages} - {
         pool.name for pool in fleet.pools
     }:
         raise ClusterError(
             f"pools of fleet {fleet.name!r} were planned together, for it has more than {_MOST_POOLS}; to run a plan, take fewer of them"
         )
-    made = device_plan(found.best.plan, fleet, graph)
+    made = device_plan(found.best.plan, fleet, graph).model_copy(update={"precision": job.training.precision})
     require_valid(made, graph, cluster_of(fleet))
     return made
 

@@ -12,7 +12,7 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.cost.measured_layers import MeasuredLayers
 from heterodyne.cost.recipe import Recipe
-from heterodyne.errors import HeterodyneError, JobError, MeasureError
+from heterodyne.errors import ClusterError, HeterodyneError, JobError, MeasureError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job, ModelSection
 from heterodyne.predictor.from_config import transformer_of
@@ -46,11 +46,27 @@ def costs_of_job(
         return lambda fleet: _all_measured(measured, fleet)
     if shape is not None:
         model = transformer_of(shape, seq=job.data.sequence_length)
-        return lambda fleet: predicted_layers(model, fleet, precision=precision, software=software)
+        return lambda fleet: predicted_layers(model, _with_datasheets(fleet), precision=precision, software=software)
     graph = captured(job, base)
     return lambda fleet: graph_layers(
-        graph, fleet, precision=precision, states=recipe.states, passes=recipe.update_passes, software=software
+        graph,
+        _with_datasheets(fleet),
+        precision=precision,
+        states=recipe.states,
+        passes=recipe.update_passes,
+        software=software,
     )
+
+
+def _with_datasheets(fleet: Fleet) -> Fleet:
+    """Raises ClusterError for processors, which have none."""
+    bare = [pool.name for pool in fleet.pools if pool.kind == "cpu"]
+    if bare:
+        raise ClusterError(
+            f"no datasheet says what the CPUs of {', '.join(bare)} do: measure one with 'heterodyne measure' and give --profile, or "
+            "start the job on them with torchrun"
+        )
+    return fleet
 
 
 def _all_measured(measured: MeasuredLayers, fleet: Fleet) -> MeasuredLayers:
