@@ -7,7 +7,8 @@ import sys
 from heterodyne.api.printing import show
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.report.fleet_tables import changed_rows, fleet_rows, frontier_rows, ranked_rows, stage_rows
-from heterodyne.report.words import change, seconds
+from heterodyne.report.words import seconds
+from heterodyne.search.fleet.explain import why_more
 from heterodyne.search.fleet.families import outcomes
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Weighed
@@ -20,7 +21,7 @@ def show_fleet_plan(
 ) -> None:
     """The fleet, the plan, what comes next, and whatever else was asked for. ``seq``: tokens of a sample, where samples have some."""
     show(fleet_rows(fleet), stage_rows(planner.fleet, found.best.plan))
-    show(ranked_rows(found.best, found.runners_up, seq=seq))
+    show(ranked_rows(found, seq=seq))
     own = found.best.predicted
     _say(
         f"Of a step of {seconds(own.step_s)}, pipelines take {seconds(own.pipelines_s)}, gradients {seconds(own.sync_s)}, the "
@@ -35,8 +36,7 @@ def show_fleet_plan(
             if outcome.best is None:
                 _say(f"{outcome.family.name}: impossible: {outcome.why_not}")
             else:
-                longer = outcome.best.predicted.step_s / own.step_s - 1
-                _say(f"{outcome.family.name}: {seconds(outcome.best.predicted.step_s)} a step, {change(longer)}")
+                _say(f"{outcome.family.name}: {why_more(outcome.best, found.best, found.objective)}")
 
 
 def show_change(today: Weighed, then: Weighed, what: str) -> None:

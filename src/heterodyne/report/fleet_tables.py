@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from heterodyne.cluster.fleet import Fleet, Wire
 from heterodyne.report.rows import Column, Rows
 from heterodyne.report.words import DASH, byte_size, change, digits, percent, seconds
+from heterodyne.search.fleet.explain import why_more
 from heterodyne.search.fleet.plan import FleetPlan, Stage
+from heterodyne.search.fleet.planner import Planned
 from heterodyne.search.fleet.predict import Weighed
 from heterodyne.units import format_bandwidth
 
@@ -68,7 +70,7 @@ def stage_rows(fleet: Fleet, plan: FleetPlan) -> Rows:
         if used.get(pool.name, 0) < pool.devices
     ]
     return Rows(
-        title=f"The plan: {plan.pipelines:,} pipelines, schedule {plan.schedule}"
+        title=f"The plan: {plan.pipelines:,} pipeline{'s' * (plan.pipelines > 1)}, schedule {plan.schedule}"
         + (", optimizer states sharded over replicas" if plan.shard_optimizer and plan.pipelines > 1 else ""),
         columns=_columns(
             ">pipelines", ">micro-batches", ">stage", "pool", "kind", ">tensor width", ">layers", "recompute"
@@ -78,8 +80,9 @@ def stage_rows(fleet: Fleet, plan: FleetPlan) -> Rows:
     )
 
 
-def ranked_rows(best: Weighed, others: Sequence[Weighed], *, seq: int | None) -> Rows:
-    """The best plan and those that come next, and what each takes."""
+def ranked_rows(found: Planned, *, seq: int | None) -> Rows:
+    """The best plan and those that come next, what each takes, and why that is more."""
+    best, others = found.best, found.runners_up
     return Rows(
         title="What it takes, and what comes next",
         columns=_columns(
@@ -95,6 +98,9 @@ def ranked_rows(best: Weighed, others: Sequence[Weighed], *, seq: int | None) ->
         ),
         rows=tuple(_figures(weighed, best, seq) for weighed in (best, *others)),
         marked=frozenset({0}),
+        notes=tuple(
+            f"Line {number}: {why_more(other, best, found.objective)}." for number, other in enumerate(others, start=2)
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from heterodyne.search.fleet.planner import Planned
 from heterodyne.search.fleet.predict import Weighed
 from heterodyne.units import format_bytes, format_seconds
 
-__all__ = ["explained", "plan_in_words", "template_in_words"]
+__all__ = ["explained", "plan_in_words", "template_in_words", "why_more"]
 
 
 def template_in_words(template: Template) -> str:
@@ -65,16 +65,16 @@ def explained(planned: Planned, outcomes: Sequence[Outcome] = ()) -> str:
     if planned.stopped:
         text.append("The search was stopped before its end; this is the best that it had found.")
     for other in planned.runners_up:
-        text.append(f"Next: {'; '.join(plan_in_words(other.plan))}: {_why_more(other, best, planned.objective)}.")
+        text.append(f"Next: {'; '.join(plan_in_words(other.plan))}: {why_more(other, best, planned.objective)}.")
     for outcome in outcomes:
         if outcome.best is None:
             text.append(f"{outcome.family.name}: impossible: {outcome.why_not}.")
         else:
-            text.append(f"{outcome.family.name}: {_why_more(outcome.best, best, planned.objective)}.")
+            text.append(f"{outcome.family.name}: {why_more(outcome.best, best, planned.objective)}.")
     return "\n".join(text)
 
 
-def _why_more(other: Weighed, best: Weighed, objective: Objective) -> str:
+def why_more(other: Weighed, best: Weighed, objective: Objective) -> str:
     """By how much, and which part of the step it is."""
     if other.plan == best.plan:
         return "the best plan is one of these"
