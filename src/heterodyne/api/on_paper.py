@@ -85,6 +85,11 @@ def plan_on_paper(
     then = changed(today, add=wishes.add, without=wishes.without, links=wishes.links)
     costs_of = costs_of_job(job, base, profile=wishes.profile, framework=wishes.framework)
     say(f"planning on paper for {then.devices:,} devices: from datasheets; nothing is measured")
+    if wishes.profile is None:
+        for kind in _without_units(then, job.training.precision):
+            say(
+                f"{kind} has no units for {job.training.precision} by its datasheet; its seconds are those of the nearest that it has"
+            )
     planner, found = _planned(job, then, costs_of, wishes)
     seq = job.data.sequence_length if shape_of(job.model, base) is not None else None
     told = json.dumps(_told(planner.fleet, found), indent=1) + "\n"
@@ -115,6 +120,12 @@ def plan_on_paper(
         frontier_picture(found.frontier, wishes.picture, title=f"{job.training.global_batch_size} samples a step")
         say(f"wrote {wishes.picture}")
     return 0
+
+
+def _without_units(fleet: Fleet, precision: str) -> list[str]:
+    """Kinds that would have to do without the precision; fp32 every device has."""
+    known = {kind: fleet.accelerator(kind).peak_flops for kind in fleet.kinds if kind != "cpu"}
+    return [kind for kind, peaks in known.items() if precision != "fp32" and precision not in peaks]
 
 
 def _known(fleet: Fleet) -> Fleet:
