@@ -61,7 +61,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*TRAIN, "--set", "bogus.x=3"), "--set bogus.x=3: bogus: there is no such key"),
         ((*TRAIN, "--set", "training.steps=[1"), "is not a YAML value"),
         (("plan", "job.yaml", "--cluster", "unit.yaml"), "unit.yaml:3: nodes.0.devices.0.memory: '2 GX' has no unit"),
-        (("plan", "job.yaml", "--cluster", "none.yaml"), "none.yaml:1: nodes: is empty; a cluster needs"),
+        (("plan", "job.yaml", "--cluster", "none.yaml"), "none.yaml:1: is empty; give"),
         ((*TRAIN, "--cluster", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         ((*TRAIN, "--plan", "nowhere.json"), "nowhere.json: cannot be read"),
         ((*TRAIN, "--plan", "text.json"), "text.json:1: not JSON"),
