@@ -16,7 +16,8 @@ from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.fleet.network import Network, Rings
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.predict import Predictor, Weighed
+from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.predict import Predictor, Weighed, mix_of
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
@@ -27,6 +28,8 @@ __all__ = ["FleetPlanner", "Planned", "plan_fleet"]
 _BUDGETS = 8
 _RUNNERS_UP = 5
 _MEMORIES = 5
+_MANY = 1024
+"""Devices of a fleet, above which what its pools do alone is tried side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,8 @@ class FleetPlanner:
             found = self._small(objective, space, search)
         elif objective.goal == "throughput":
             found = [search.run(objective.score, prices=rates, budget=limit)]
+            if self.fleet.devices > _MANY:
+                found.append(self._side_by_side(objective, space, search))
         else:
             found = self._cheap(objective, search, limit)
         if frontier and objective.goal == "throughput":
@@ -125,6 +130,23 @@ class FleetPlanner:
             frontier=_frontier(known),
             stopped=search.stopped,
         )
+
+    def _side_by_side(self, objective: Objective, space: Space, search: Search) -> Weighed | None:
+        """What each pool does best by itself, together: over many devices mixes are searched for coarsely, and may miss that."""
+        alone = []
+        for pool in self.fleet.pools:
+            if space.pools is None or pool.name in space.pools:
+                own = self.search(replace(space, pools=(pool.name,)), deadline_s=search.deadline_s).run(objective.score)
+                if own is not None:
+                    alone.append(own)
+        best: Weighed | None = None
+        parts: list[tuple[Template, int]] = []
+        for own in sorted(alone, key=objective.score):
+            wider = [*parts, *((group.template, group.replicas) for group in own.plan.groups)]
+            tried = search.weigh(mix_of(wider))
+            if tried is not None and (best is None or objective.score(tried) < objective.score(best)):
+                best, parts = tried, wider
+        return best
 
     def _cheap(self, objective: Objective, search: Search, limit: float) -> list[Weighed | None]:
         """Under budgets from all devices down to the cheapest one, and at last for the objective itself.
