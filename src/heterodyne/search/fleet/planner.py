@@ -136,7 +136,8 @@ class FleetPlanner:
         alone = []
         for pool in self.fleet.pools:
             if space.pools is None or pool.name in space.pools:
-                own = self.search(replace(space, pools=(pool.name,)), deadline_s=search.deadline_s).run(objective.score)
+                small = replace(space, pools=(pool.name,), work=space.work // 8)
+                own = self.search(small, deadline_s=search.deadline_s).run(objective.score)
                 if own is not None:
                     alone.append(own)
         best: Weighed | None = None
