@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,14 @@ def test_several_nodes_are_planned_on_paper(files: Path, capsys: pytest.CaptureF
         for group in told["plan"]["groups"]
     )
     assert samples >= told["plan"]["global_batch"] == 64
+
+
+def test_planning_on_paper_loads_no_torch(files: Path) -> None:
+    program = (
+        "import sys; from heterodyne.cli.app import run; status = run(['plan', 'job.yaml', '--cluster', 'fleet.yaml']); "
+        "sys.exit(status or ('torch' in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=files, check=False, capture_output=True).returncode == 0
 
 
 def test_the_same_files_give_the_same_plan(files: Path) -> None:

@@ -5,7 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 
-THINKING = ("units", "errors", "documents", "timeline", "job", "graph", "cluster", "plan", "cost", "sim", "search")
+THINKING = (
+    "units",
+    "errors",
+    "documents",
+    "timeline",
+    "job",
+    "graph",
+    "cluster",
+    "plan",
+    "cost",
+    "sim",
+    "predictor",
+    "search",
+)
 
 PROGRAM = """
 import importlib, pkgutil, sys

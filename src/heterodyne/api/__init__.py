@@ -4,18 +4,42 @@ session      one rank among the others: the communicator, the cluster, the devic
 preparation  model -> graph -> profile -> plan -> program, the same on every rank
 distribute   for one's own training loop
 train, verify, measure, plan, simulate   for job files: the verbs of the command line
+on_paper     plans for devices that are not here; without torch, as long as the model has not to be captured
 workers      starts one process a device where nobody else did
+
+Names are loaded when they are first used, so that planning on paper does not load torch.
 """
 
-from heterodyne.api.distributed import Distributed, distribute
-from heterodyne.api.measure import measure_job
-from heterodyne.api.plan import plan_job
-from heterodyne.api.session import Session, open_session
-from heterodyne.api.simulate import Simulated, simulate_job
-from heterodyne.api.train import train_job
-from heterodyne.api.verify import verify_job
-from heterodyne.api.workers import on_every_device
-from heterodyne.frontend import capture
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from heterodyne.api.distributed import Distributed, distribute
+    from heterodyne.api.measure import measure_job
+    from heterodyne.api.plan import plan_job
+    from heterodyne.api.session import Session, open_session
+    from heterodyne.api.simulate import Simulated, simulate_job
+    from heterodyne.api.train import train_job
+    from heterodyne.api.verify import verify_job
+    from heterodyne.api.workers import on_every_device
+    from heterodyne.frontend import capture
+
+_HOMES = {
+    "Distributed": "heterodyne.api.distributed",
+    "Session": "heterodyne.api.session",
+    "Simulated": "heterodyne.api.simulate",
+    "capture": "heterodyne.frontend",
+    "distribute": "heterodyne.api.distributed",
+    "measure_job": "heterodyne.api.measure",
+    "on_every_device": "heterodyne.api.workers",
+    "open_session": "heterodyne.api.session",
+    "plan_job": "heterodyne.api.plan",
+    "simulate_job": "heterodyne.api.simulate",
+    "train_job": "heterodyne.api.train",
+    "verify_job": "heterodyne.api.verify",
+}
 
 __all__ = [
     "Distributed",
@@ -31,3 +55,9 @@ __all__ = [
     "train_job",
     "verify_job",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

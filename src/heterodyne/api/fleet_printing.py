@@ -7,8 +7,7 @@ import sys
 from heterodyne.api.printing import show
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.report.fleet_tables import changed_rows, fleet_rows, frontier_rows, ranked_rows, stage_rows
-from heterodyne.report.words import seconds
-from heterodyne.search.fleet.explain import why_more
+from heterodyne.search.fleet.explain import family_in_words, step_in_words
 from heterodyne.search.fleet.families import outcomes
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Weighed
@@ -22,21 +21,12 @@ def show_fleet_plan(
     """The fleet, the plan, what comes next, and whatever else was asked for. ``seq``: tokens of a sample, where samples have some."""
     show(fleet_rows(fleet), stage_rows(planner.fleet, found.best.plan))
     show(ranked_rows(found, seq=seq))
-    own = found.best.predicted
-    _say(
-        f"Of a step of {seconds(own.step_s)}, pipelines take {seconds(own.pipelines_s)}, gradients {seconds(own.sync_s)}, the "
-        f"update {seconds(own.update_s)}. No plan of those that were looked at can take less than {seconds(found.bound_s)}."
-    )
-    if found.stopped:
-        _say("The time was over before the search was; this is the best that it had found.")
+    _say(step_in_words(found))
     if frontier:
         show(frontier_rows(found.frontier, seq=seq))
     if families:
         for outcome in outcomes(planner, found):
-            if outcome.best is None:
-                _say(f"{outcome.family.name}: impossible: {outcome.why_not}")
-            else:
-                _say(f"{outcome.family.name}: {why_more(outcome.best, found.best, found.objective)}")
+            _say(family_in_words(outcome, found))
 
 
 def show_change(today: Weighed, then: Weighed, what: str) -> None:

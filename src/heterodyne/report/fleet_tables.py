@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from heterodyne.cluster.fleet import Fleet, Wire
-from heterodyne.report.rows import Column, Rows
+from heterodyne.report.rows import Column, Rows, columns
 from heterodyne.report.words import DASH, byte_size, change, digits, percent, seconds
 from heterodyne.search.fleet.explain import why_more
 from heterodyne.search.fleet.plan import FleetPlan, Stage
@@ -16,16 +16,11 @@ from heterodyne.units import format_bandwidth
 __all__ = ["changed_rows", "fleet_rows", "frontier_rows", "in_short", "ranked_rows", "stage_rows"]
 
 
-def _columns(*titles: str) -> tuple[Column, ...]:
-    """Columns; a title that begins with ``>`` is aligned to the right."""
-    return tuple(Column(title=t.removeprefix(">"), align="right" if t.startswith(">") else "left") for t in titles)
-
-
 def fleet_rows(fleet: Fleet) -> Rows:
     """A row a pool."""
     return Rows(
         title=f"Fleet {fleet.name}: {fleet.devices:,} devices of {len(fleet.kinds)} kinds",
-        columns=_columns(
+        columns=columns(
             "pool", "kind", ">nodes", ">devices", ">memory", ">inside a node", ">between nodes", ">usd/h each"
         ),
         rows=tuple(
@@ -72,7 +67,7 @@ def stage_rows(fleet: Fleet, plan: FleetPlan) -> Rows:
     return Rows(
         title=f"The plan: {plan.pipelines:,} pipeline{'s' * (plan.pipelines > 1)}, schedule {plan.schedule}"
         + (", optimizer states sharded over replicas" if plan.shard_optimizer and plan.pipelines > 1 else ""),
-        columns=_columns(
+        columns=columns(
             ">pipelines", ">micro-batches", ">stage", "pool", "kind", ">tensor width", ">layers", "recompute"
         ),
         rows=tuple(rows),
@@ -85,17 +80,7 @@ def ranked_rows(found: Planned, *, seq: int | None) -> Rows:
     best, others = found.best, found.runners_up
     return Rows(
         title="What it takes, and what comes next",
-        columns=_columns(
-            "plan",
-            ">step",
-            "",
-            ">samples/s",
-            *((">tokens/s",) if seq else ()),
-            ">devices",
-            ">usd/h",
-            ">usd/step",
-            ">fullest device",
-        ),
+        columns=_plan_columns(seq),
         rows=tuple(_figures(weighed, best, seq) for weighed in (best, *others)),
         marked=frozenset({0}),
         notes=tuple(
@@ -109,17 +94,7 @@ def frontier_rows(frontier: Sequence[Weighed], *, seq: int | None) -> Rows:
     fastest = frontier[0]
     return Rows(
         title="Time, money and devices: no plan is better in one without being worse in another",
-        columns=_columns(
-            "plan",
-            ">step",
-            "",
-            ">samples/s",
-            *((">tokens/s",) if seq else ()),
-            ">devices",
-            ">usd/h",
-            ">usd/step",
-            ">fullest device",
-        ),
+        columns=_plan_columns(seq),
         rows=tuple(_figures(weighed, fastest, seq) for weighed in frontier),
     )
 
@@ -158,7 +133,7 @@ def changed_rows(today: Weighed, then: Weighed, what: str) -> Rows:
             _by(today.predicted.usd, then.predicted.usd),
         ),
     )
-    return Rows(title=f"What if: {what}", columns=_columns("", ">today", ">then", ">change"), rows=lines)
+    return Rows(title=f"What if: {what}", columns=columns("", ">today", ">then", ">change"), rows=lines)
 
 
 def in_short(plan: FleetPlan) -> str:
@@ -171,6 +146,12 @@ def in_short(plan: FleetPlan) -> str:
         )
         parts.append(f"{group.replicas} x ({stages})")
     return " + ".join(parts)
+
+
+def _plan_columns(seq: int | None) -> tuple[Column, ...]:
+    """Of `_figures`."""
+    tokens = (">tokens/s",) if seq else ()
+    return columns("plan", ">step", "", ">samples/s", *tokens, ">devices", ">usd/h", ">usd/step", ">fullest device")
 
 
 def _figures(weighed: Weighed, base: Weighed, seq: int | None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["Column", "Rows", "show"]
+__all__ = ["Column", "Rows", "columns", "show"]
 
 _GAP = "  "
 
@@ -21,6 +21,11 @@ class Column:
 
     title: str
     align: Literal["left", "right"] = "left"
+
+
+def columns(*titles: str) -> tuple[Column, ...]:
+    """Columns; a title that begins with ``>`` is aligned to the right."""
+    return tuple(Column(title=t.removeprefix(">"), align="right" if t.startswith(">") else "left") for t in titles)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from heterodyne.cluster import Cluster
 from heterodyne.plan import Plan
 from heterodyne.report.compare import Claim, Comparison
 from heterodyne.report.plan_shares import has_pipelines, order_of, samples_of, stages_of
-from heterodyne.report.rows import Column, Rows
+from heterodyne.report.rows import Rows, columns
 from heterodyne.report.run import Candidate, Run
 from heterodyne.report.words import (
     DASH,
@@ -35,11 +35,6 @@ __all__ = [
 ]
 
 
-def _columns(*titles: str) -> tuple[Column, ...]:
-    """Columns; a title that begins with ``>`` is aligned to the right."""
-    return tuple(Column(title=t.removeprefix(">"), align="right" if t.startswith(">") else "left") for t in titles)
-
-
 def device_rows(cluster: Cluster, sources: Mapping[str, str] | None = None) -> Rows:
     """The devices in order of rank, the links as notes; ``sources`` adds a remark for each device id."""
     notes = tuple(
@@ -49,7 +44,7 @@ def device_rows(cluster: Cluster, sources: Mapping[str, str] | None = None) -> R
     remark = ("remark",) if sources else ()
     return Rows(
         title=f"Cluster {cluster.name}: {len(cluster.devices)} {'device' if len(cluster.devices) == 1 else 'devices'}",
-        columns=_columns(">rank", "device", "kind", "node", "backend", ">memory", *remark),
+        columns=columns(">rank", "device", "kind", "node", "backend", ">memory", *remark),
         rows=tuple(
             (
                 str(rank),
@@ -71,7 +66,7 @@ def candidate_rows(candidates: Sequence[Candidate]) -> Rows:
     chosen = next((c.samples_per_s for c in candidates if c.chosen), None)
     return Rows(
         title="Plans that were weighed (predicted)",
-        columns=_columns("plan", ">step", ">samples/s", ">against the chosen", "why"),
+        columns=columns("plan", ">step", ">samples/s", ">against the chosen", "why"),
         rows=tuple(
             (
                 c.name,
@@ -109,7 +104,7 @@ def share_rows(plan: Plan, cluster: Cluster | None = None) -> Rows:
     rows += [(d, *none, byte_size(limits.get(d))) for d in plan.idle]
     return Rows(
         title=f"Shares of the global batch of {plan.global_batch_size}" + (f", {order_of(plan)}" if staged else ""),
-        columns=_columns(
+        columns=columns(
             "device", *(["stage"] if staged else []), ">samples", ">share", "micro-batches", ">needs", ">of"
         ),
         rows=tuple(rows),
@@ -130,7 +125,7 @@ def verify_rows(loss_error: float, gradient_errors: Mapping[str, float], *, bar:
     hidden = len(ordered) - worst
     return Rows(
         title="Relative error against one device: the loss, then the gradients, the largest first",
-        columns=_columns("of", ">relative error", "within the bar"),
+        columns=columns("of", ">relative error", "within the bar"),
         rows=tuple((name, f"{error:.2e}", "yes" if error <= bar else "NO") for name, error in rows),
         notes=(*((f"{hidden} more gradients have smaller errors",) if hidden > 0 else ()), verdict),
     )
@@ -154,7 +149,7 @@ def prediction_rows(comparison: Comparison) -> Rows:
     names = {"step": "step time", "samples/s": "samples/s", "efficiency": "efficiency"}
     return Rows(
         title="Predicted and measured",
-        columns=_columns("", ">predicted", ">measured", ">error"),
+        columns=columns("", ">predicted", ">measured", ">error"),
         rows=tuple(
             (
                 names.get(claim.what, f"{claim.what} {claim.device}"),
@@ -185,7 +180,7 @@ def time_rows(comparison: Comparison) -> Rows:
         )
     return Rows(
         title="Where the time of a step goes",
-        columns=_columns(">rank", "device", "on", ">predicted", ">measured", ">error"),
+        columns=columns(">rank", "device", "on", ">predicted", ">measured", ">error"),
         rows=tuple(rows),
         notes=("wait is the part of the step in which the rank computes nothing",),
     )
@@ -207,4 +202,4 @@ def summary_rows(run: Run, comparison: Comparison) -> Rows:
         ("prediction error", change(step.error)),
         ("speed-up over equal shares", f"{ratio(run.speed_up_over_equal)} predicted"),
     )
-    return Rows(title=f"Run {run.name}", columns=_columns("", ""), rows=tuple(facts), notes=run.missing)
+    return Rows(title=f"Run {run.name}", columns=columns("", ""), rows=tuple(facts), notes=run.missing)

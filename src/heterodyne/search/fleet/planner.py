@@ -23,7 +23,7 @@ from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
 from heterodyne.search.fleet.why_not import why_not
 
-__all__ = ["FleetPlanner", "Planned", "plan_fleet"]
+__all__ = ["FleetPlanner", "Planned"]
 
 _BUDGETS = 8
 _RUNNERS_UP = 5
@@ -182,21 +182,6 @@ class FleetPlanner:
                 found.append(best)
                 high = min(middle, best.predicted.peak_share)
         return found
-
-
-def plan_fleet(
-    fleet: Fleet,
-    costs: LayerCosts,
-    *,
-    global_batch: int,
-    objective: Objective | None = None,
-    space: Space | None = None,
-    network: Network | None = None,
-    seconds: float | None = None,
-) -> Planned:
-    """The best plan of a model on a fleet (see `FleetPlanner.plan`)."""
-    planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=global_batch, network=network)
-    return planner.plan(objective, space=space, seconds=seconds)
 
 
 def _unlike(ranked: Iterable[Weighed]) -> tuple[Weighed, ...]:

@@ -9,7 +9,7 @@ import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.errors import ClusterError, InfeasibleError
-from heterodyne.search.fleet.explain import explained
+from heterodyne.search.fleet.explain import family_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import outcomes
 from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.objective import Objective
@@ -17,6 +17,7 @@ from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.shapes import shapes
 from heterodyne.search.fleet.space import Space
+from heterodyne.units import format_seconds
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
 
@@ -145,14 +146,17 @@ def test_a_goal_that_needs_prices_asks_for_them() -> None:
         _planner(pool).plan(Objective(goal="money"))
 
 
-def test_words_tell_the_plan_the_runners_up_and_every_family() -> None:
+def test_words_tell_the_step_the_runners_up_and_every_family() -> None:
     planner = _planner(_pool("fast", 1), _pool("slow", 2))
     planned = planner.plan()
-    found = list(outcomes(planner, planned))
-    text = explained(planned, found)
-    assert "samples/s" in text
-    assert all(outcome.family.name in text for outcome in found)
-    assert all("fast" in line or "slow" in line for line in text.splitlines() if line.startswith("  "))
+    assert format_seconds(planned.best.predicted.step_s) in step_in_words(planned)
+    for other in planned.runners_up:
+        assert format_seconds(other.predicted.step_s) in why_more(other, planned.best, planned.objective)
+    assert why_more(planned.best, planned.best, planned.objective) == "the best plan is one of these"
+    for outcome in outcomes(planner, planned):
+        words = family_in_words(outcome, planned)
+        assert words.startswith(outcome.family.name)
+        assert ("impossible" in words) == (outcome.best is None)
 
 
 def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> None:
