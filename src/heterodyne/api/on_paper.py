@@ -6,16 +6,16 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from heterodyne.api.fleet_printing import show_change, show_fleet_plan
 from heterodyne.api.paper_costs import captured, costs_of_job, shape_of
+from heterodyne.api.wishes import Wishes
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
-from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.what_if import changed
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import ClusterError
@@ -29,49 +29,16 @@ from heterodyne.report.frontier import frontier_picture
 from heterodyne.search.fleet.device_plan import device_plan
 from heterodyne.search.fleet.even import even_fleet_plan
 from heterodyne.search.fleet.merged import merged
-from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Weighed
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
 
-__all__ = ["FLEET_PLAN_VERSION", "Wishes", "plan_on_paper"]
+__all__ = ["FLEET_PLAN_VERSION", "plan_on_paper"]
 
 FLEET_PLAN_VERSION = 1
 _MOST_POOLS = 6
 """Of a fleet with more, alike pools of a zone are planned as one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What is asked for besides the fastest plan.
-
-    Args:
-        add, without, links: a fleet that is not there yet, in the words of `cluster.what_if`; it is compared with the one that is.
-        families: whether the best of each kind of plan is searched too, or why there is none.
-        framework: who will run the plan, as far as it changes seconds and bytes; None: this library on PyTorch.
-        picture: of the frontier.
-        export: for ``megatron``, ``torchtitan`` or ``schedule`` (PyTorch's CSV), beside the plan.
-        timeline: where the step goes, a rank for each stage: a trace for Perfetto.
-        runnable: the plan device by device, for ``heterodyne train --plan``.
-        profile: measurements of kinds of the fleet; seconds are then theirs, not those of datasheets.
-        as_json: print JSON and nothing else.
-    """
-
-    objective: Objective
-    frontier: bool = False
-    add: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
-    families: bool = False
-    framework: str | None = None
-    seconds: float | None = None
-    picture: Path | None = None
-    export: str | None = None
-    timeline: Path | None = None
-    runnable: Path | None = None
-    profile: Profile | None = None
-    as_json: bool = False
 
 
 def plan_on_paper(

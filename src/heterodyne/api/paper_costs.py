@@ -48,14 +48,7 @@ def costs_of_job(
         model = transformer_of(shape, seq=job.data.sequence_length)
         return lambda fleet: predicted_layers(model, _with_datasheets(fleet), precision=precision, software=software)
     graph = captured(job, base)
-    return lambda fleet: graph_layers(
-        graph,
-        _with_datasheets(fleet),
-        precision=precision,
-        states=recipe.states,
-        passes=recipe.update_passes,
-        software=software,
-    )
+    return lambda fleet: graph_layers(graph, _with_datasheets(fleet), recipe=recipe, software=software)
 
 
 def _with_datasheets(fleet: Fleet) -> Fleet:

@@ -14,7 +14,6 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.search.fleet.objective import Objective
 
 __all__ = ["command"]
 
@@ -83,20 +82,31 @@ def command(
     Measure (or read a profile), weigh the plans, print the choice with its reasons, and write it. For devices that are not here, plan
     on paper: from datasheets.
     """
+    from heterodyne.api.wishes import Wishes
+    from heterodyne.search.fleet.objective import Objective
+
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
     wanted = Job.load(job, tuple(overrides or ()))
     measured = None if profile is None else Profile.load(profile)
-    asked = objective != "throughput" or budget is not None or frontier or picture is not None or families or as_json
-    asked = (
-        asked
-        or framework is not None
-        or export is not None
-        or timeline is not None
-        or within is not None
-        or bool(add or without or links)
+    wishes = Wishes(
+        objective=Objective(goal=objective, usd_per_hour=budget),
+        frontier=frontier or picture is not None,
+        add=tuple(add or ()),
+        without=tuple(without or ()),
+        links=tuple(links or ()),
+        families=families,
+        framework=framework,
+        seconds=within,
+        picture=picture,
+        export=export,
+        timeline=timeline,
+        runnable=runnable,
+        profile=measured,
+        as_json=as_json,
     )
-    paper = cluster is not None and WorkerEnvironment.read() is None and (on_paper or asked or elsewhere(cluster))
-    if (on_paper or asked) and not paper:
+    asked = on_paper or wishes.any
+    paper = cluster is not None and WorkerEnvironment.read() is None and (asked or elsewhere(cluster))
+    if asked and not paper:
         raise HeterodyneError("to plan on paper, give the file that describes the devices: --cluster fleet.yaml")
     out = out or Path("fleet_plan.json" if paper else "plan.json")
     for path, option in ((out, "--out"), (picture, "--picture"), (timeline, "--timeline"), (runnable, "--runnable")):
@@ -105,25 +115,9 @@ def command(
                 f"{option} {path}: there is no directory {path.parent}; make it, or write the plan elsewhere"
             )
     if paper:
-        from heterodyne.api.on_paper import Wishes, plan_on_paper
+        from heterodyne.api.on_paper import plan_on_paper
 
         assert cluster is not None
-        wishes = Wishes(
-            objective=Objective(goal=objective, usd_per_hour=budget),
-            frontier=frontier or picture is not None,
-            add=tuple(add or ()),
-            without=tuple(without or ()),
-            links=tuple(links or ()),
-            families=families,
-            framework=framework,
-            seconds=within,
-            picture=picture,
-            export=export,
-            timeline=timeline,
-            runnable=runnable,
-            profile=measured,
-            as_json=as_json,
-        )
         return plan_on_paper(
             wanted, job.parent, cluster_file=cluster, out=out, wishes=wishes, say=partial(typer.echo, err=True)
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from heterodyne.cluster.profile import Profile
+from heterodyne.cost.block_cost import block_cost
 from heterodyne.cost.compute import Compute, compute_of
 from heterodyne.cost.layers import LayerCost
 from heterodyne.cost.recipe import Recipe
@@ -84,20 +85,14 @@ class MeasuredLayers:
 
     def _cost(self, compute: Compute, device_kind: str, block: Block, size: int) -> LayerCost:
         measured = self.profile.devices[self._measured[device_kind]]
-        ops, span = self.graph.ops_of(block), (block.start, block.stop)
-        held = self.graph.parameters_of(block)
-        trained = sum(p.bytes for p in held if p.trainable)
-        scale = 0.5 if self.recipe.precision == "bf16" else 1.0  # activations under autocast
-        output = max((int(spec.bytes(size)) for spec in ops[-1].outputs), default=0)
-        return LayerCost(
+        span = (block.start, block.stop)
+        trained = sum(p.bytes for p in self.graph.parameters_of(block) if p.trainable)
+        return block_cost(
+            self.graph,
+            block,
+            size,
+            self.recipe,
             forward_s=compute.seconds("F", span, size),
             backward_s=compute.seconds("B", span, size),
             update_s=measured.optimizer_s_per_byte * trained * (1 + self.recipe.clip_to_step),
-            parameter_bytes=sum(p.bytes for p in held),
-            gradient_bytes=trained,
-            optimizer_bytes=self.recipe.states * trained,
-            kept_bytes=round(scale * sum(op.bytes_saved(size) for op in ops)),
-            kept_bytes_recomputed=round(scale * output),  # blocks that are alike read what they make
-            output_bytes=0 if block.stop == len(self.graph.ops) else round(scale * output),
-            workspace_bytes=max((int(spec.bytes(size)) for op in ops for spec in op.outputs), default=0),
         )

@@ -15,9 +15,9 @@ __all__ = ["Footprint", "footprint", "layer_activation_bytes", "loss_workspace_b
 
 _CONTEXT_BYTES = 2.0 * 2**30
 """Of a driver's context and the buffers of a communication library: a GPU process of several groups has 1 to 3 GiB before it allocates
-anything."""
+anything. (`cost.memory` counts less: this library's own processes have fewer groups.)"""
 _FRAGMENTS = 0.1
-"""Of what is allocated: lost between blocks of the allocator."""
+"""Of what is allocated: lost between blocks of the allocator; long runs with many sizes of tensors lose more than measured stages do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +88,15 @@ def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
     dense += ends * model.embedding_parameters / s.tp
     expert = moe * model.experts * model.ffn_parameters / s.ep
     copies = max(1.0, replicas * s.tp / s.ep) if expert else 1.0
-    shard = s.zero_group or replicas
 
     def held(bytes_each: float, level: int) -> float:
-        parts = (shard, copies) if s.zero >= level else (1, 1)
+        parts = (replicas, copies) if s.zero >= level else (1, 1)
         return bytes_each * (dense / parts[0] + expert / max(1.0, min(parts[1], copies)))
 
     element = s.element_bytes
     weights = held(element, 3)
     gradients = held(4 if element == 4 else software.gradient_bytes, 2)
-    states = held(8 if element == 4 else software.state_bytes, 1) * (1 - software.offload)
+    states = held(8 if element == 4 else software.state_bytes, 1)
     plain, entering = layer_activation_bytes(model, s)
     whole = (mine - moe) * plain + moe * layer_activation_bytes(model, s, experts=True)[0]
     each = whole

@@ -11,13 +11,13 @@ from functools import cached_property
 from math import prod
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.cost.block_cost import block_cost
 from heterodyne.cost.layers import LayerCost
+from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph, Op
-from heterodyne.predictor.constants import Constants, constants
 from heterodyne.predictor.devices import chip_of
 from heterodyne.predictor.kernels import Attention, Kernels, Product
 from heterodyne.predictor.roofline import Chip, kernels_s
-from heterodyne.predictor.setup import Precision
 from heterodyne.predictor.software import Software
 
 __all__ = ["GraphLayers", "graph_layers"]
@@ -32,19 +32,12 @@ _LEAST_FLOPS_A_BYTE = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GraphLayers:
-    """Implements `cost.layers.LayerCosts` for width 1.
-
-    Args:
-        states: values that the optimizer keeps for each parameter; ``passes``: how often its step reads or writes one.
-    """
+    """Implements `cost.layers.LayerCosts` for width 1."""
 
     graph: ModelGraph
     chips: Mapping[str, Chip]
-    precision: Precision = "fp32"
-    states: int = 2
-    passes: int = 7
+    recipe: Recipe = field(default_factory=Recipe)
     software: Software = field(default_factory=Software)
-    known: Constants = field(default_factory=constants)
     _made: dict[tuple[str, str, int], LayerCost] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -70,23 +63,15 @@ class GraphLayers:
     def _cost(self, chip: Chip, block: Block, size: int) -> LayerCost:
         ops = self.graph.ops_of(block)
         forward, backward = kernels_s(_kernels(ops, size), chip, launch=self.software.launch)
-        held = self.graph.parameters_of(block)
-        trained = sum(p.bytes for p in held if p.trainable)
-        scale = 0.5 if self.precision in ("bf16", "fp16") else 1.0  # activations under autocast
-        last = ops[-1]
-        output = max((int(spec.bytes(size)) for spec in last.outputs), default=0)
-        entering = output  # blocks that are alike read what they make
-        return LayerCost(
+        trained = sum(p.bytes for p in self.graph.parameters_of(block) if p.trainable)
+        return block_cost(
+            self.graph,
+            block,
+            size,
+            self.recipe,
             forward_s=forward,
             backward_s=backward + 3 * trained / chip.memory_bytes_per_s,  # a gradient is read and added to a sum
-            update_s=self.passes * trained / chip.memory_bytes_per_s,
-            parameter_bytes=sum(p.bytes for p in held),
-            gradient_bytes=trained,
-            optimizer_bytes=self.states * trained,
-            kept_bytes=round(scale * sum(op.bytes_saved(size) for op in ops)),
-            kept_bytes_recomputed=round(scale * entering),
-            output_bytes=0 if block.stop == len(self.graph.ops) else round(scale * output),
-            workspace_bytes=max((int(spec.bytes(size)) for op in ops for spec in op.outputs), default=0),
+            update_s=self.recipe.update_passes * trained / chip.memory_bytes_per_s,
         )
 
 
@@ -119,15 +104,9 @@ def _product(op: Op, flops: float, size: int) -> Product:
 
 
 def graph_layers(
-    graph: ModelGraph,
-    fleet: Fleet,
-    *,
-    precision: Precision = "fp32",
-    states: int = 2,
-    passes: int = 7,
-    software: Software | None = None,
+    graph: ModelGraph, fleet: Fleet, *, recipe: Recipe | None = None, software: Software | None = None
 ) -> GraphLayers:
     """For all kinds of a fleet. Raises ClusterError for a kind whose datasheet lacks a number that is needed."""
-    software = software or Software()
-    chips = {kind: chip_of(fleet.accelerator(kind), precision, software) for kind in fleet.kinds}
-    return GraphLayers(graph=graph, chips=chips, precision=precision, states=states, passes=passes, software=software)
+    recipe, software = recipe or Recipe(), software or Software()
+    chips = {kind: chip_of(fleet.accelerator(kind), recipe.precision, software) for kind in fleet.kinds}
+    return GraphLayers(graph=graph, chips=chips, recipe=recipe, software=software)

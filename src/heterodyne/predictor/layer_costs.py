@@ -94,7 +94,7 @@ class PredictedLayers:
             update_s=parameters * software.optimizer_bytes / chip.memory_bytes_per_s,
             parameter_bytes=round(parameters * setup.element_bytes),
             gradient_bytes=round(parameters * gradient),
-            optimizer_bytes=round(parameters * state * (1 - software.offload)),
+            optimizer_bytes=round(parameters * state),
             kept_bytes=round(kept),
             kept_bytes_recomputed=round(entering),
             output_bytes=0 if layer_kind == HEAD else round(output),

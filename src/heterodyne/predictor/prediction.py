@@ -18,12 +18,10 @@ __all__ = ["Prediction", "predicted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """``flops``: of the model, in a step, on all devices, without what is computed again."""
+    """Seconds of a step, bytes of the fullest device."""
 
     time: StepTime
     memory: Footprint
-    tokens_per_s: float
-    flops: float
 
     @property
     def step_s(self) -> float:
@@ -34,11 +32,5 @@ def predicted(
     model: Transformer, setup: Setup, device: Accelerator, network: Network, known: Constants | None = None
 ) -> Prediction:
     """Raises ClusterError where the datasheet of the device lacks what is needed."""
-    time = step_time(model, setup, chip_of(device, setup.precision, setup.software, known), network, known)
-    tokens = setup.global_batch * model.seq
-    return Prediction(
-        time=time,
-        memory=footprint(model, setup),
-        tokens_per_s=tokens / time.step_s,
-        flops=3 * model.forward_flops_a_token() * tokens,
-    )
+    chip = chip_of(device, setup.precision, setup.software, known)
+    return Prediction(time=step_time(model, setup, chip, network, known), memory=footprint(model, setup))

@@ -19,7 +19,7 @@ class Setup:
 
     Args:
         vpp: stages a device (interleaved schedules). ``ep``: devices that share the experts, taken from dp and cp (and tp).
-        zero: what is sharded over dp: 1 states, 2 gradients too, 3 parameters too. ``zero_group``: over so many devices; None: all of dp.
+        zero: what is sharded over dp: 1 states, 2 gradients too, 3 parameters too.
         micro_batch: sequences. ``global_batch``: sequences.
         recompute: ``selective``: the inside of attention; ``full``: all of a layer but its input. ``recompute_layers``: the part of the
             layers for which that is so.
@@ -36,18 +36,12 @@ class Setup:
     cp: int = 1
     ep: int = 1
     zero: int = 0
-    zero_group: int | None = None
     precision: Precision = "bf16"
     recompute: Recompute = "none"
     recompute_layers: float = 1.0
     sequence_parallel: bool = False
     schedule: str = "1F1B"
-    stage_layers: tuple[int, ...] | None = None
     software: Software = field(default_factory=Software)
-
-    @property
-    def devices(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def micro_batches(self) -> int:
@@ -55,11 +49,9 @@ class Setup:
         return max(1, -(-self.global_batch // (self.micro_batch * self.dp)))
 
     def layers_of_stages(self, layers: int) -> tuple[int, ...]:
-        """How many layers each stage has: as told; else evenly, the embedding and the head counted as a layer each where only that
+        """How many layers each stage has: evenly, the embedding and the head counted as a layer each where only that
         comes out even, the stages in the middle with one more where nothing does."""
         stages = self.pp * self.vpp
-        if self.stage_layers is not None:
-            return self.stage_layers
         each, left = divmod(layers, stages)
         if left and (layers + 2) % stages == 0:
             each, left = (layers + 2) // stages, -2

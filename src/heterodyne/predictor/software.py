@@ -34,7 +34,6 @@ class Software:
             moments and writes master, moments and weight.
         state_bytes: kept by the optimizer, a parameter: masters and moments.
         buffer_bytes: that communication keeps for itself.
-        offload: the part of states that is kept in the host's memory.
     """
 
     tuned: bool = False
@@ -51,7 +50,6 @@ class Software:
     optimizer_bytes: int = 30
     state_bytes: int = 12
     buffer_bytes: int = 0
-    offload: float = 0.0
 
 
 class _Entry(Section):

@@ -48,7 +48,7 @@ def step_time(
     passes = Passes(model=model, setup=setup, chip=chip, network=network, known=known or constants())
     computing, pipeline = _pipeline(passes)
     software = setup.software
-    parts = (setup.zero_group or setup.dp * setup.cp) if setup.zero else 1
+    parts = setup.dp * setup.cp if setup.zero else 1
     return StepTime(
         computing_s=computing,
         bubble_s=pipeline - computing,

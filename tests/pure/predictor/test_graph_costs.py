@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool
+from heterodyne.cost.recipe import Recipe
 from heterodyne.graph import Size, TensorSpec
 from heterodyne.predictor.graph_costs import _product, graph_layers
 from pure.build import graph
@@ -26,7 +27,7 @@ def test_layers_are_the_blocks_of_the_graph() -> None:
 
 def test_parameters_gradients_and_states_are_counted_once() -> None:
     model = graph(3, width=64)
-    layers = graph_layers(model, FLEET, states=2)
+    layers = graph_layers(model, FLEET)
     costs = [layers.cost("A100-SXM-80GB", kind, 1, 4) for kind in layers.layers]
     assert sum(c.parameter_bytes for c in costs if c) == model.parameter_bytes
     assert sum(c.gradient_bytes for c in costs if c) == model.trainable_bytes
@@ -47,7 +48,7 @@ def test_more_samples_and_wider_layers_take_longer() -> None:
 
 def test_no_op_is_faster_than_the_device() -> None:
     model = graph(2, width=8192)
-    layers = graph_layers(model, FLEET, precision="bf16")
+    layers = graph_layers(model, FLEET, recipe=Recipe(precision="bf16"))
     cost = layers.cost("A100-SXM-80GB", "layer", 1, 4096)
     assert cost is not None
     block = model.blocks[1]

@@ -21,7 +21,6 @@ __all__ = ["Network", "Rings", "Synced"]
 
 Placed = Sequence[tuple[Template, int]]
 """Templates, and how many pipelines there are of each."""
-TableOf = Mapping[tuple[str, int], Table]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
