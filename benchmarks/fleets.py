@@ -14,7 +14,7 @@ from pathlib import Path
 from results import ROOT
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
-from heterodyne.cost.layers import LayerCost
+from heterodyne.cost.layers import LayerCost, Widths
 
 GIB = 2**30
 
@@ -87,12 +87,13 @@ class Formula:
     def layers(self) -> tuple[str, ...]:
         return ("embedding", *["block"] * self.blocks, "head")
 
-    def widths(self, device_kind: str) -> tuple[int, ...]:
-        return tuple(w for w in (1, 2, 4, 8) if w <= GPUS[device_kind].per_node)
+    def widths(self, device_kind: str) -> tuple[Widths, ...]:
+        return tuple(Widths(tensor=w) for w in (1, 2, 4, 8) if w <= GPUS[device_kind].per_node)
 
-    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
-        if micro_batch > 16 or width not in self.widths(device_kind):
+    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
+        if micro_batch > 16 or widths not in self.widths(device_kind):
             return None
+        width = widths.tensor
         gpu = GPUS[device_kind]
         tokens = micro_batch * self.sequence
         table = self.vocabulary * self.hidden

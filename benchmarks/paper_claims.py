@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from results import Results, arguments
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
-from heterodyne.cost.layers import LayerCost, LayerCosts
+from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
 from heterodyne.predictor.devices import chip_of
 from heterodyne.predictor.graph_costs import graph_layers
 from heterodyne.predictor.kernels import Kernels, Product
@@ -94,7 +94,7 @@ def over_equal_batches(fleet: Fleet, costs: LayerCosts, each: int = 64) -> float
     pools = fleet.pools
 
     def seconds(kind: str, samples: int) -> float:
-        found = [costs.cost(kind, layer, 1, samples) for layer in costs.layers] if samples else []
+        found = [costs.cost(kind, layer, Widths(), samples) for layer in costs.layers] if samples else []
         return sum(cost.forward_s + cost.backward_s for cost in found if cost is not None)
 
     first, second = pools
@@ -172,12 +172,12 @@ class Recurrent:
     def layers(self) -> tuple[str, ...]:
         return (*("lstm",) * 16, "softmax")
 
-    def widths(self, device_kind: str) -> tuple[int, ...]:
-        return (1,) if device_kind in self.fleet.kinds else ()
+    def widths(self, device_kind: str) -> tuple[Widths, ...]:
+        return (Widths(),) if device_kind in self.fleet.kinds else ()
 
-    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
+    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
         words, hidden, vocab = 25, 1024, 32000
-        if width != 1 or micro_batch > 256:
+        if widths != Widths() or micro_batch > 256:
             return None
         if layer_kind == "lstm":
             step = Product(m=micro_batch, n=4 * hidden, k=2 * hidden)

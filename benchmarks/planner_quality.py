@@ -151,15 +151,15 @@ def _pairs(fleet: Fleet, search: Search, costs: LayerProfiles) -> Iterator[tuple
     layers = len(costs.layers)
     for first, last in permutations(fleet.pools, 2):
         for size, a, b in product(search.sizes, costs.widths(first.kind), costs.widths(last.kind)):
-            if a > first.devices_per_node or b > last.devices_per_node:
+            if a.devices > first.devices_per_node or b.devices > last.devices_per_node:
                 continue
             if search.tables.table(first.kind, a, size) is None or search.tables.table(last.kind, b, size) is None:
                 continue
-            count = min(first.devices // a, last.devices // b)
+            count = min(first.devices // a.devices, last.devices // b.devices)
             for cut, again in product(range(1, layers), product((False, True), repeat=2)):
                 stages = (
-                    Stage(pool=first.name, width=a, start=0, stop=cut, recompute=again[0]),
-                    Stage(pool=last.name, width=b, start=cut, stop=layers, recompute=again[1]),
+                    Stage(pool=first.name, width=a.tensor, start=0, stop=cut, recompute=again[0]),
+                    Stage(pool=last.name, width=b.tensor, start=cut, stop=layers, recompute=again[1]),
                 )
                 yield Template(micro_batch=size, stages=stages), count
 

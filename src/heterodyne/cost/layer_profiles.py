@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heterodyne.cost.layers import LayerCost
+from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import MeasureError
 
 __all__ = ["LayerProfiles", "LayerSizes", "read_layer_profiles"]
@@ -48,16 +48,20 @@ class LayerProfiles:
     times: Mapping[tuple[str, int, str], tuple[tuple[int, Seconds], ...]]
     sizes: Mapping[tuple[int, str], LayerSizes]
     optimizer_factor: float = 2.0
-    _known: dict[tuple[str, str, int, int], LayerCost | None] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[tuple[str, str, Widths, int], LayerCost | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
-    def widths(self, device_kind: str) -> tuple[int, ...]:
+    def widths(self, device_kind: str) -> tuple[Widths, ...]:
         known = {width for kind, width, _ in self.times if kind == device_kind}
-        return tuple(sorted(width for width in known if all((width, part) in self.sizes for part in set(self.layers))))
+        whole = sorted(width for width in known if all((width, part) in self.sizes for part in set(self.layers)))
+        return tuple(Widths(tensor=width) for width in whole)
 
-    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
-        key = (device_kind, layer_kind, width, micro_batch)
+    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
+        key = (device_kind, layer_kind, widths, micro_batch)
         if key not in self._known:
-            self._known[key] = self._cost(*key)
+            own = self._cost(device_kind, layer_kind, widths.tensor, micro_batch)
+            self._known[key] = own if widths.copies == 1 else None
         return self._known[key]
 
     def _cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:

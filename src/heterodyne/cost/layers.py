@@ -7,16 +7,39 @@ as many rows as there are kinds of layers, however deep the model is. Measured p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-__all__ = ["LayerCost", "LayerCosts"]
+__all__ = ["LayerCost", "LayerCosts", "Widths"]
+
+
+class Widths(NamedTuple):
+    """In how many parts the devices of a stage do its work.
+
+    Experts are spread over all devices of the stage, as far as there are experts.
+
+    Args:
+        tensor: parts of every layer (Shoeybi et al., 2019); context: of the sequence; data: of the micro-batch.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.context * self.data
+
+    @property
+    def copies(self) -> int:
+        """Of every parameter that is no expert's, in one stage."""
+        return self.context * self.data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
-    """One layer on one device of a group of ``width`` that share it by tensor parallelism, for one micro-batch of a size.
+    """One layer on one device of a stage, whose devices share the work by some `Widths`, for one micro-batch of a size.
 
-    Seconds hold what the group exchanges inside the layer.
+    Seconds hold what the devices of the stage exchange inside the layer.
 
     Args:
         forward_s, backward_s: of one micro-batch; the backward whole, without a recomputed forward.
@@ -27,6 +50,7 @@ class LayerCost:
         workspace_bytes: comes and goes inside a pass.
         output_bytes: of the whole micro-batch, what the next stage reads; as much comes back as its gradient.
         reduced_bytes: what replicas exchange of the gradients of this device; None: ``gradient_bytes``.
+        expert_bytes: of those, what belongs to experts that no other device of the stage has.
     """
 
     forward_s: float
@@ -40,6 +64,7 @@ class LayerCost:
     output_bytes: int
     workspace_bytes: int = 0
     reduced_bytes: int | None = None
+    expert_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -54,8 +79,8 @@ class LayerCosts(Protocol):
     def layers(self) -> tuple[str, ...]:
         """The kind of each layer, from the input to the loss: ``("embedding", "block", "block", "head")``."""
 
-    def widths(self, device_kind: str) -> tuple[int, ...]:
-        """The tensor-parallel widths that are known, ascending; none for a kind of device that is not."""
+    def widths(self, device_kind: str) -> tuple[Widths, ...]:
+        """Those that are known, ascending; none for a kind of device that is not."""
 
-    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
-        """None where it is not known, such as beyond the largest micro-batch that was measured."""
+    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
+        """None where it is not known, such as beyond the largest micro-batch that was measured, or where samples would be divided."""

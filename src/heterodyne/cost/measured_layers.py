@@ -13,7 +13,7 @@ from functools import cached_property
 from heterodyne.cluster.profile import Profile
 from heterodyne.cost.block_cost import block_cost
 from heterodyne.cost.compute import Compute, compute_of
-from heterodyne.cost.layers import LayerCost
+from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph
 
@@ -68,12 +68,12 @@ class MeasuredLayers:
     def layers(self) -> tuple[str, ...]:
         return tuple(block.kind for block in self.graph.blocks)
 
-    def widths(self, device_kind: str) -> tuple[int, ...]:
-        return (1,) if device_kind in self._measured else ()
+    def widths(self, device_kind: str) -> tuple[Widths, ...]:
+        return (Widths(),) if device_kind in self._measured else ()
 
-    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
+    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
         """None for a kind that was not measured, a width above 1, and above the largest micro-batch that was measured."""
-        if width != 1 or device_kind not in self._measured or layer_kind not in self._first:
+        if widths != Widths() or device_kind not in self._measured or layer_kind not in self._first:
             return None
         compute = self._compute[device_kind]  # says what was not measured
         if micro_batch > self._sizes[device_kind]:

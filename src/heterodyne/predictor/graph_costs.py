@@ -12,7 +12,7 @@ from math import prod
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.block_cost import block_cost
-from heterodyne.cost.layers import LayerCost
+from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph, Op
 from heterodyne.predictor.devices import chip_of
@@ -48,12 +48,12 @@ class GraphLayers:
     def _first(self) -> Mapping[str, Block]:
         return {block.kind: block for block in reversed(self.graph.blocks)}
 
-    def widths(self, device_kind: str) -> tuple[int, ...]:
-        return (1,) if device_kind in self.chips else ()
+    def widths(self, device_kind: str) -> tuple[Widths, ...]:
+        return (Widths(),) if device_kind in self.chips else ()
 
-    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
+    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
         """None for a kind of device or of block that there is not, and for a width above 1."""
-        if width != 1 or device_kind not in self.chips or layer_kind not in self._first:
+        if widths != Widths() or device_kind not in self.chips or layer_kind not in self._first:
             return None
         key = (device_kind, layer_kind, micro_batch)
         if key not in self._made:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.cost.layers import LayerCost
+from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.predictor.constants import Constants, constants
 from heterodyne.predictor.devices import chip_of, network_of
 from heterodyne.predictor.footprint import layer_activation_bytes, loss_workspace_bytes
@@ -33,7 +33,7 @@ class PredictedLayers:
     networks: Mapping[str, Network]
     software: Software = field(default_factory=Software)
     known: Constants = field(default_factory=constants)
-    _made: dict[tuple[str, str, int, int], LayerCost] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[tuple[str, str, Widths, int], LayerCost] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -41,22 +41,22 @@ class PredictedLayers:
         blocks = (EXPERTS if every and number % every == every - 1 else BLOCK for number in range(self.model.layers))
         return (EMBEDDING, *blocks, HEAD)
 
-    def widths(self, device_kind: str) -> tuple[int, ...]:
+    def widths(self, device_kind: str) -> tuple[Widths, ...]:
         """Powers of two up to a node, as far as heads (and experts) can be divided."""
         if device_kind not in self.networks:
             return ()
         model, most = self.model, self.networks[device_kind].devices
         units = [model.kv_heads or model.heads, *([model.experts] if model.experts else [])]
         powers = (2**n for n in range(most.bit_length()) if 2**n <= most)
-        return tuple(width for width in powers if all(unit % width == 0 for unit in units))
+        return tuple(Widths(tensor=width) for width in powers if all(unit % width == 0 for unit in units))
 
-    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
-        """None for a kind of device, a width or a layer that there is not."""
-        if layer_kind not in self.layers or width not in self.widths(device_kind):
+    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
+        """None for a kind of device, widths or a layer that there is not."""
+        if layer_kind not in self.layers or widths not in self.widths(device_kind):
             return None
-        key = (device_kind, layer_kind, width, micro_batch)
+        key = (device_kind, layer_kind, widths, micro_batch)
         if key not in self._made:
-            self._made[key] = self._cost(*key)
+            self._made[key] = self._cost(device_kind, layer_kind, widths.tensor, micro_batch)
         return self._made[key]
 
     def _cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost:

@@ -173,7 +173,7 @@ def _runs(stages: Sequence[Stage], *, widths_only: bool = False) -> Iterable[tup
     """The number of the first, and how many are alike behind each other: the same pool, width and number of layers."""
 
     def key(stage: Stage) -> tuple[object, ...]:
-        own: tuple[object, ...] = (stage.pool, stage.width)
+        own: tuple[object, ...] = (stage.pool, stage.widths)
         return own if widths_only else (*own, stage.stop - stage.start, stage.recompute)
 
     start = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from heterodyne.cost.layer_profiles import read_layer_profiles
+from heterodyne.cost.layers import Widths
 from heterodyne.errors import MeasureError
 
 MIB = 2**20
@@ -49,26 +50,26 @@ def test_layers_are_those_of_the_model_in_order(tmp_path: Path) -> None:
 
 def test_a_width_without_sizes_is_not_known(tmp_path: Path) -> None:
     costs = read_layer_profiles(_written(tmp_path / "p.json"), "tiny")
-    assert costs.widths("fast") == (1, 2)
+    assert costs.widths("fast") == (Widths(), Widths(2))
     assert costs.widths("other") == ()
-    assert costs.cost("fast", "block", 4, 1) is None
+    assert costs.cost("fast", "block", Widths(4), 1) is None
 
 
 def test_between_two_measured_micro_batches_it_is_straight_and_beyond_nothing(tmp_path: Path) -> None:
     costs = read_layer_profiles(_written(tmp_path / "p.json"), "tiny")
     for micro_batch in (1, 2, 3, 4):
-        cost = costs.cost("fast", "block", 1, micro_batch)
+        cost = costs.cost("fast", "block", Widths(), micro_batch)
         assert cost is not None
         assert cost.forward_s == pytest.approx(1.0 * micro_batch)
         assert cost.backward_s == pytest.approx(2.0 * micro_batch)
         assert cost.kept_bytes == 6 * MIB * micro_batch
-    assert costs.cost("fast", "block", 1, 5) is None
-    assert costs.cost("fast", "block", 2, 2) is None
+    assert costs.cost("fast", "block", Widths(), 5) is None
+    assert costs.cost("fast", "block", Widths(2), 2) is None
 
 
 def test_recomputing_keeps_what_the_layer_reads(tmp_path: Path) -> None:
     costs = read_layer_profiles(_written(tmp_path / "p.json"), "tiny")
-    block, embedding = costs.cost("fast", "block", 1, 2), costs.cost("fast", "embedding", 1, 2)
+    block, embedding = costs.cost("fast", "block", Widths(), 2), costs.cost("fast", "embedding", Widths(), 2)
     assert block is not None
     assert embedding is not None
     assert block.kept_bytes_recomputed == 2 * MIB < block.kept_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from heterodyne.cluster.profile import Profile
+from heterodyne.cost.layers import Widths
 from heterodyne.cost.measured_layers import MeasuredLayers, kind_of
 from pure.build import cluster, graph, linear, profile
 
@@ -24,7 +25,7 @@ def test_the_kind_of_a_device_is_in_its_id() -> None:
 
 def test_each_kind_has_the_seconds_of_its_device() -> None:
     layers = measured()
-    fast, slow = (layers.cost(kind, "layer", 1, 4) for kind in ("A100", "V100"))
+    fast, slow = (layers.cost(kind, "layer", Widths(), 4) for kind in ("A100", "V100"))
     assert fast is not None
     assert slow is not None
     assert slow.forward_s == pytest.approx(2 * fast.forward_s)
@@ -33,7 +34,7 @@ def test_each_kind_has_the_seconds_of_its_device() -> None:
 
 def test_all_layers_together_take_what_the_model_takes() -> None:
     layers = measured()
-    costs = [layers.cost("A100", kind, 1, 2) for kind in layers.layers]
+    costs = [layers.cost("A100", kind, Widths(), 2) for kind in layers.layers]
     found = sum(cost.forward_s + cost.backward_s for cost in costs if cost is not None)
     assert found == pytest.approx(layers._compute["A100"].micro_batch_s(2))
     assert sum(cost.parameter_bytes for cost in costs if cost is not None) == MODEL.parameter_bytes
@@ -42,6 +43,6 @@ def test_all_layers_together_take_what_the_model_takes() -> None:
 def test_what_was_not_measured_is_not_known() -> None:
     layers = measured()
     assert layers.widths("H100") == ()
-    assert layers.cost("H100", "layer", 1, 1) is None
-    assert layers.cost("A100", "layer", 2, 1) is None
-    assert layers.cost("A100", "layer", 1, 10**6) is None
+    assert layers.cost("H100", "layer", Widths(), 1) is None
+    assert layers.cost("A100", "layer", Widths(2), 1) is None
+    assert layers.cost("A100", "layer", Widths(), 10**6) is None

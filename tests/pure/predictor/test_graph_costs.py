@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool
+from heterodyne.cost.layers import Widths
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph import Size, TensorSpec
 from heterodyne.predictor.graph_costs import _product, graph_layers
@@ -20,15 +21,15 @@ FLEET = Fleet(
 def test_layers_are_the_blocks_of_the_graph() -> None:
     layers = graph_layers(graph(3), FLEET)
     assert layers.layers == ("embed", "layer", "layer", "layer", "head")
-    assert layers.widths("A100-SXM-80GB") == (1,)
-    assert layers.cost("A100-SXM-80GB", "layer", 2, 1) is None
-    assert layers.cost("H20", "layer", 1, 1) is None
+    assert layers.widths("A100-SXM-80GB") == (Widths(),)
+    assert layers.cost("A100-SXM-80GB", "layer", Widths(2), 1) is None
+    assert layers.cost("H20", "layer", Widths(), 1) is None
 
 
 def test_parameters_gradients_and_states_are_counted_once() -> None:
     model = graph(3, width=64)
     layers = graph_layers(model, FLEET)
-    costs = [layers.cost("A100-SXM-80GB", kind, 1, 4) for kind in layers.layers]
+    costs = [layers.cost("A100-SXM-80GB", kind, Widths(), 4) for kind in layers.layers]
     assert sum(c.parameter_bytes for c in costs if c) == model.parameter_bytes
     assert sum(c.gradient_bytes for c in costs if c) == model.trainable_bytes
     assert sum(c.optimizer_bytes for c in costs if c) == 2 * model.trainable_bytes
@@ -37,8 +38,8 @@ def test_parameters_gradients_and_states_are_counted_once() -> None:
 
 def test_more_samples_and_wider_layers_take_longer() -> None:
     narrow, wide = (graph_layers(graph(2, width=width), FLEET) for width in (4096, 16384))
-    few, many = (narrow.cost("A100-SXM-80GB", "layer", 1, size) for size in (1024, 65536))
-    wider = wide.cost("A100-SXM-80GB", "layer", 1, 1024)
+    few, many = (narrow.cost("A100-SXM-80GB", "layer", Widths(), size) for size in (1024, 65536))
+    wider = wide.cost("A100-SXM-80GB", "layer", Widths(), 1024)
     assert few is not None
     assert many is not None
     assert wider is not None
@@ -49,7 +50,7 @@ def test_more_samples_and_wider_layers_take_longer() -> None:
 def test_no_op_is_faster_than_the_device() -> None:
     model = graph(2, width=8192)
     layers = graph_layers(model, FLEET, recipe=Recipe(precision="bf16"))
-    cost = layers.cost("A100-SXM-80GB", "layer", 1, 4096)
+    cost = layers.cost("A100-SXM-80GB", "layer", Widths(), 4096)
     assert cost is not None
     block = model.blocks[1]
     assert cost.forward_s >= model.flops_forward(block)(4096) / 312e12

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
+from heterodyne.cost.layers import Widths
 from heterodyne.errors import ClusterError, JobError
 from heterodyne.predictor.devices import chip_of, network_of
 from heterodyne.predictor.from_config import transformer_of
@@ -57,7 +58,7 @@ def test_a_configuration_that_does_not_say_enough_is_refused() -> None:
 def test_the_layers_of_one_device_take_what_its_step_takes(kind: str) -> None:
     model = replace(transformer_of(LLAMA3_8B, seq=1024), layers=4)
     layers = table(model)
-    costs = [layers.cost(kind, layer, 1, 2) for layer in layers.layers]
+    costs = [layers.cost(kind, layer, Widths(), 2) for layer in layers.layers]
     summed = sum(cost.forward_s + cost.backward_s for cost in costs if cost is not None)
     device = FLEET.accelerator(kind)
     setup = Setup(global_batch=2 * 64, micro_batch=2)
@@ -69,19 +70,19 @@ def test_parameters_of_all_layers_are_those_of_the_model() -> None:
     model = transformer_of({**LLAMA3_8B, "num_local_experts": 8, "num_experts_per_tok": 2}, seq=1024)
     layers = table(model)
     for width in (1, 4):
-        costs = [layers.cost("A100-SXM-80GB", layer, width, 1) for layer in layers.layers]
+        costs = [layers.cost("A100-SXM-80GB", layer, Widths(width), 1) for layer in layers.layers]
         held = sum(cost.parameter_bytes for cost in costs if cost is not None)
         assert width * held == pytest.approx(2 * model.parameters, rel=1e-6)
 
 
 def test_widths_divide_heads_and_experts_and_stay_in_a_node() -> None:
     model = transformer_of(LLAMA3_8B, seq=1024)
-    assert table(model).widths("A100-SXM-80GB") == (1, 2, 4, 8)
-    assert table(model).widths("V100-SXM2-16GB") == (1, 2, 4)
-    assert table(replace(model, kv_heads=2)).widths("A100-SXM-80GB") == (1, 2)
+    assert table(model).widths("A100-SXM-80GB") == (Widths(), Widths(2), Widths(4), Widths(8))
+    assert table(model).widths("V100-SXM2-16GB") == (Widths(), Widths(2), Widths(4))
+    assert table(replace(model, kv_heads=2)).widths("A100-SXM-80GB") == (Widths(), Widths(2))
     assert table(model).widths("H20") == ()
-    assert table(model).cost("A100-SXM-80GB", "block", 3, 1) is None
-    assert table(model).cost("A100-SXM-80GB", "block with experts", 1, 1) is None
+    assert table(model).cost("A100-SXM-80GB", "block", Widths(3), 1) is None
+    assert table(model).cost("A100-SXM-80GB", "block with experts", Widths(), 1) is None
 
 
 def test_experts_may_be_in_every_second_layer() -> None:

@@ -82,9 +82,9 @@ class Columns:
         table = next(
             table
             for pool in self.predictor.fleet.pools
-            for width in self.predictor.tables.costs.widths(pool.kind)
+            for widths in self.predictor.tables.costs.widths(pool.kind)
             for size in self.sizes
-            if (table := self.predictor.tables.table(pool.kind, width, size)) is not None
+            if (table := self.predictor.tables.table(pool.kind, widths, size)) is not None
         )
         size = table.reduced_bytes(0, len(table.costs))
         wires = [self.predictor.fleet.wire(pool, pool) for pool in self.predictor.fleet.pools]

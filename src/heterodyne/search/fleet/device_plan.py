@@ -112,6 +112,6 @@ def _homes(plan: FleetPlan, free: _Free) -> list[list[tuple[str, ...]]]:
             else ((replica, number) for number in range(len(stages)) for replica in range(group.replicas))
         )
         for replica, number in order:
-            own[replica][number] = free.take(stages[number].pool, stages[number].width)
+            own[replica][number] = free.take(stages[number].pool, stages[number].devices)
         homes += own
     return homes

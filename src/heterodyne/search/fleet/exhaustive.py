@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise, permutations, product
 from math import inf
 
-from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import mix_of
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.shapes import Kind, kinds_of
@@ -61,7 +61,7 @@ class Exhaustive:
                         template = Template(
                             micro_batch=size,
                             stages=tuple(
-                                Stage(pool=kind.name, width=kind.width, start=a, stop=b, recompute=flag)
+                                kind.stage(a, b, recompute=flag)
                                 for kind, (a, b), flag in zip(row, spans, flags, strict=True)
                             ),
                         )
@@ -75,7 +75,7 @@ class Exhaustive:
             for chosen in permutations(kinds, count):
                 if len({kind.pool for kind in chosen}) < count:
                     continue
-                lengths = [range(1, pools[kind.pool].devices // kind.width + 1) for kind in chosen]
+                lengths = [range(1, pools[kind.pool].devices // kind.devices + 1) for kind in chosen]
                 for runs in product(*lengths):
                     if sum(runs) <= min(layers, self.search.space.max_stages):
                         yield [kind for kind, run in zip(chosen, runs, strict=True) for _ in range(run)]

@@ -77,10 +77,10 @@ def _by_pace(planner: FleetPlanner, space: Space) -> list[str]:
     for pool in planner.fleet.pools:
         if space.pools is None or pool.name in space.pools:
             rates = [
-                size / width / (table.forward_s(0, layers) + table.backward_s(0, layers, False))
+                size / widths.devices / (table.forward_s(0, layers) + table.backward_s(0, layers, False))
                 for size in sizes
-                for width in tables.costs.widths(pool.kind)
-                if (table := tables.table(pool.kind, width, size)) is not None and (layers := len(table.costs))
+                for widths in tables.costs.widths(pool.kind)
+                if (table := tables.table(pool.kind, widths, size)) is not None and (layers := len(table.costs))
             ]
             pace[pool.kind] = max(rates, default=0.0)
     return sorted(pace, key=lambda kind: (-pace[kind], kind))

@@ -127,8 +127,8 @@ class Rings:
         if layout == "stages":
             return False
         run = [s for s in template.stages if s.pool == pool.name]
-        own = sum(s.width for s in run)
-        before = sum(s.width for s in template.stages[: stage + 1] if s.pool == pool.name)
+        own = sum(s.devices for s in run)
+        before = sum(s.devices for s in template.stages[: stage + 1] if s.pool == pool.name)
         if own <= pool.devices_per_node:
             return pool.devices_per_node % own == 0
         return own % pool.devices_per_node == 0 and before % pool.devices_per_node != 0
@@ -136,11 +136,11 @@ class Rings:
     def _part(self, template: Template, stage: Stage, layout: Layout) -> float:
         """Of a node's link."""
         pool = self.fleet.pool(stage.pool)
-        own = stage.width if layout == "stages" else template.devices[stage.pool]
+        own = stage.devices if layout == "stages" else template.devices[stage.pool]
         return min(1.0, own / pool.devices_per_node)
 
     def _share(self, template: Template, stage: Stage, count: int, layout: Layout) -> _Share:
-        places = max(1, self.fleet.pool(stage.pool).devices_per_node // stage.width)
+        places = max(1, self.fleet.pool(stage.pool).devices_per_node // stage.devices)
         stages = sum(s.pool == stage.pool for s in template.stages)
         if layout == "stages":
             replicas = min(count, places)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from heterodyne.cost.layers import Widths
+
 __all__ = ["FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template"]
 
 ScheduleName = Literal["1F1B", "GPipe"]
@@ -14,13 +16,25 @@ Layout = Literal["stages", "pipelines"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Layers ``[start, stop)`` on ``width`` devices of a node of a pool, split by tensor parallelism."""
+    """Layers ``[start, stop)`` on some devices of a pool that share the work by `Widths`: ``width`` of tensor parallelism, ``context``,
+    ``data``.
+    """
 
     pool: str
     width: int
     start: int
     stop: int
     recompute: bool = False
+    context: int = 1
+    data: int = 1
+
+    @property
+    def widths(self) -> Widths:
+        return Widths(tensor=self.width, context=self.context, data=self.data)
+
+    @property
+    def devices(self) -> int:
+        return self.width * self.context * self.data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +57,7 @@ class Template:
         """By pool."""
         count: dict[str, int] = {}
         for stage in self.stages:
-            count[stage.pool] = count.get(stage.pool, 0) + stage.width
+            count[stage.pool] = count.get(stage.pool, 0) + stage.devices
         return count
 
 

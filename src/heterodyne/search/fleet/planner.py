@@ -189,7 +189,7 @@ def _unlike(ranked: Iterable[Weighed]) -> tuple[Weighed, ...]:
     found: dict[object, Weighed] = {}
     for weighed in ranked:
         shape = frozenset(
-            (tuple((stage.pool, stage.width) for stage in group.template.stages), group.replicas)
+            (tuple((stage.pool, stage.widths) for stage in group.template.stages), group.replicas)
             for group in weighed.plan.groups
         )
         found.setdefault(shape, weighed)

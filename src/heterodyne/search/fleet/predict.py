@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.makespan import Makespans, StageSeconds, lines_of
 from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.plan import FleetPlan, Group, Layout, ScheduleName, Stage, Template
@@ -80,9 +81,9 @@ class Predictor:
         if template not in self._tables:
             found = []
             for stage in template.stages:
-                table = self.tables.table(self.fleet.pool(stage.pool).kind, stage.width, template.micro_batch)
+                table = self.tables.table(self.fleet.pool(stage.pool).kind, stage.widths, template.micro_batch)
                 if table is None:
-                    raise KeyError(f"{stage.pool}: width {stage.width}, micro-batch {template.micro_batch}")
+                    raise KeyError(f"{stage.pool}: {stage.widths}, micro-batch {template.micro_batch}")
                 found.append(table)
             self._tables[template] = tuple(found)
         return self._tables[template]
@@ -312,9 +313,9 @@ def _time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most
     return low
 
 
-def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, int, bool], ...]]:
+def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bool], ...]]:
     return template.micro_batch, tuple(map(_stage_key, template.stages))
 
 
-def _stage_key(stage: Stage) -> tuple[str, int, int, int, bool]:
-    return stage.pool, stage.start, stage.stop, stage.width, stage.recompute
+def _stage_key(stage: Stage) -> tuple[str, int, int, Widths, bool]:
+    return stage.pool, stage.start, stage.stop, stage.widths, stage.recompute

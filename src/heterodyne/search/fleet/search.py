@@ -78,11 +78,11 @@ class Search:
         """Of micro-batches, those of which something is known."""
         most = self.predictor.global_batch
         wanted = self.space.micro_batches or tuple(2**n for n in range(most.bit_length()))
-        kinds = {(pool.kind, width) for pool in self.fleet.pools for width in self.tables.costs.widths(pool.kind)}
+        kinds = {(pool.kind, widths) for pool in self.fleet.pools for widths in self.tables.costs.widths(pool.kind)}
         known = [
             size
             for size in wanted
-            if size <= most and any(self.tables.table(kind, width, size) is not None for kind, width in sorted(kinds))
+            if size <= most and any(self.tables.table(kind, widths, size) is not None for kind, widths in sorted(kinds))
         ]
         return tuple(sorted(known))
 

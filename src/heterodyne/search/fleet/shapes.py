@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Floats, Table, Tables
@@ -34,9 +35,19 @@ class Kind:
 
     pool: int
     name: str
-    width: int
+    widths: Widths
     memory_bytes: float
     table: Table
+
+    @property
+    def devices(self) -> int:
+        return self.widths.devices
+
+    def stage(self, start: int, stop: int, *, recompute: bool) -> Stage:
+        tensor, context, data = self.widths
+        return Stage(
+            pool=self.name, width=tensor, context=context, data=data, start=start, stop=stop, recompute=recompute
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +101,7 @@ class Shapes:
             held = min(len(chain) - place, self.held_at_most)
             plain = kind.table.memory(start, stop, recompute=False, held=held, shards=self.shards)
             recompute = plain.total > kind.memory_bytes
-            stages.append(Stage(pool=kind.name, width=kind.width, start=start, stop=stop, recompute=recompute))
+            stages.append(kind.stage(start, stop, recompute=recompute))
         return Template(micro_batch=self.micro_batch, stages=tuple(stages))
 
 
@@ -117,22 +128,23 @@ def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space) -> tu
     for number, pool in enumerate(fleet.pools):
         if space.pools is not None and pool.name not in space.pools:
             continue
-        for width in usable_widths(tables.costs.widths(pool.kind), pool.devices_per_node):
-            table = tables.table(pool.kind, width, micro_batch)
-            if table is not None and (width == 1 or pool.inside is not None) and width <= space.max_width:
+        for widths in usable_widths(tables.costs.widths(pool.kind), pool.devices_per_node):
+            table = tables.table(pool.kind, widths, micro_batch)
+            joined = widths.devices == 1 or pool.inside is not None
+            if table is not None and joined and widths.tensor <= space.max_width:
                 found.append(
-                    Kind(pool=number, name=pool.name, width=width, memory_bytes=float(pool.memory_bytes), table=table)
+                    Kind(pool=number, name=pool.name, widths=widths, memory_bytes=float(pool.memory_bytes), table=table)
                 )
     return tuple(found)
 
 
-def usable_widths(widths: Sequence[int], devices_per_node: int) -> tuple[int, ...]:
-    """Those that divide the node and each other, from the widest on: then stages of any of them fill nodes without a rest."""
+def usable_widths(widths: Sequence[Widths], devices_per_node: int) -> tuple[Widths, ...]:
+    """Those whose devices divide the node and each other, from the most on: then stages of any of them fill nodes without a rest."""
     chosen: list[int] = []
-    for width in sorted(widths, reverse=True):
-        if (chosen[-1] if chosen else devices_per_node) % width == 0:
-            chosen.append(width)
-    return tuple(reversed(chosen))
+    for devices in sorted({own.devices for own in widths}, reverse=True):
+        if (chosen[-1] if chosen else devices_per_node) % devices == 0:
+            chosen.append(devices)
+    return tuple(own for own in widths if own.devices in chosen)
 
 
 def shapes(
@@ -249,7 +261,7 @@ class _Grown:
         # A row of one pool may be long; a row of several has at most so many stages on each.
         short = (several < 2) | (rows.run < mixed_run)
         allowed = (same & short) | (other & (several < self.space.max_pools) & (first | (rows.run <= mixed_run)))
-        allowed &= rows.devices[:, kind.pool] + kind.width <= room[kind.pool]
+        allowed &= rows.devices[:, kind.pool] + kind.devices <= room[kind.pool]
         chosen = np.flatnonzero(allowed)
         if not len(chosen):
             return None
@@ -259,7 +271,7 @@ class _Grown:
         if not len(chosen):
             return None
         devices = rows.devices[chosen].copy()
-        devices[:, kind.pool] += kind.width
+        devices[:, kind.pool] += kind.devices
         return _Frontier(
             node=rows.node[chosen],
             kind=np.full(len(chosen), number),

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from heterodyne.cost.layers import LayerCost, LayerCosts
+from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
 
 __all__ = ["Memory", "Table", "Tables"]
 
@@ -40,7 +40,7 @@ class Table:
     """Costs of stages on one kind of device. Layers are counted from 0; a stage is ``[start, stop)``."""
 
     costs: Sequence[LayerCost]
-    width: int
+    widths: Widths
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -128,7 +128,7 @@ class Table:
     def _reduced(self) -> list[float]:
         return _sums(
             [
-                self.width * (cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes)
+                self.widths.tensor * (cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes)
                 for cost in self.costs
             ]
         )
@@ -154,16 +154,16 @@ class Tables:
     """The tables of a model, made when they are asked for."""
 
     costs: LayerCosts
-    _known: dict[tuple[str, int, int], Table | None] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[str, Widths, int], Table | None] = field(default_factory=dict, repr=False)
 
-    def table(self, kind: str, width: int, micro_batch: int) -> Table | None:
+    def table(self, kind: str, widths: Widths, micro_batch: int) -> Table | None:
         """None where the cost of some layer is not known."""
-        key = (kind, width, micro_batch)
+        key = (kind, widths, micro_batch)
         if key not in self._known:
-            by_layer = {layer: self.costs.cost(kind, layer, width, micro_batch) for layer in set(self.costs.layers)}
+            by_layer = {layer: self.costs.cost(kind, layer, widths, micro_batch) for layer in set(self.costs.layers)}
             own = [by_layer[layer] for layer in self.costs.layers]
             known = [cost for cost in own if cost is not None]
-            self._known[key] = Table(known, width) if len(known) == len(own) else None
+            self._known[key] = Table(known, widths) if len(known) == len(own) else None
         return self._known[key]
 
 

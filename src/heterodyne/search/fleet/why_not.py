@@ -62,7 +62,7 @@ def _too_dear(budget: float, search: Search) -> str:
     for tight in _tightest(search):
         price = search.fleet.pools[tight.kind.pool].usd_per_device_hour
         if tight.filled <= 1 and price is not None:
-            count = tight.stages * tight.kind.width
+            count = tight.stages * tight.kind.devices
             costs[price * count] = f"{count} of {tight.kind.name}"
     told = f"; {costs[min(costs)]}, which would do, cost {min(costs):.2f} usd/hour" if costs else ""
     return f"no plan keeps the budget of {budget:.2f} usd/hour{told}"
@@ -75,8 +75,8 @@ def _tightest(search: Search) -> Iterator[_Tight]:
         for kind in kinds_of(search.fleet, search.tables, size, space):
             layers = len(kind.table.costs)
             devices = search.fleet.pools[kind.pool].devices
-            most = min(layers, space.max_stages, devices // kind.width)
-            pipelines = max(1, devices // (kind.width * most)) if space.shard_optimizer else 1
+            most = min(layers, space.max_stages, devices // kind.devices)
+            pipelines = max(1, devices // (kind.devices * most)) if space.shard_optimizer else 1
             for stages in sorted({1, most}):
                 yield _evenly(kind, stages, size, pipelines, search)
 
@@ -136,7 +136,7 @@ def _told(tight: _Tight, search: Search) -> str:
     }
     largest = sorted(parts.items(), key=lambda part: -part[1])[:2]
     needs = " and ".join(f"{format_bytes(size)} {name}" for name, size in largest)
-    width = f" (width {tight.kind.width})" if tight.kind.width > 1 else ""
+    width = f" (width {tight.kind.devices})" if tight.kind.devices > 1 else ""
     return (
         f"needs {format_bytes(memory.total)} on {tight.kind.name}{width} in stage {tight.stage} of {tight.stages}, which has "
         f"{format_bytes(tight.kind.memory_bytes)}: {needs} at micro-batch {tight.micro_batch}; {_remedy(tight, search)}"

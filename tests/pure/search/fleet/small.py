@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
-from heterodyne.cost.layers import LayerCost
+from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.search import Search
@@ -30,12 +30,13 @@ class Drawn:
     weights: float
     most: int = 4
 
-    def widths(self, device_kind: str) -> tuple[int, ...]:
-        return (1, 2) if device_kind in self.speed else ()
+    def widths(self, device_kind: str) -> tuple[Widths, ...]:
+        return (Widths(), Widths(tensor=2)) if device_kind in self.speed else ()
 
-    def cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:
-        if width not in self.widths(device_kind) or micro_batch > self.most:
+    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
+        if widths not in self.widths(device_kind) or micro_batch > self.most:
             return None
+        width = widths.tensor
         work = {"embedding": 0.1, "block": 1.0, "head": self.head}[layer_kind]
         forward_s = self.fixed_s + work * micro_batch / self.speed[device_kind] / width**self.lost
         weights = int(self.weights * GIB * (1.0 if layer_kind == "block" else 2.0) / width)

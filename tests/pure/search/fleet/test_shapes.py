@@ -8,6 +8,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
+from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.counts import Limits, best_per_devices, relaxed, whole
 from heterodyne.search.fleet.shapes import shapes, usable_widths
 from heterodyne.search.fleet.space import Space
@@ -25,15 +26,15 @@ def test_the_cut_of_a_shape_has_the_fastest_slowest_stage_of_all_that_fit() -> N
                 continue
             for row in range(len(rows)):
                 template = rows.templates(row)[0]
-                kinds = [(stage.pool, stage.width) for stage in template.stages]
+                kinds = [(stage.pool, stage.widths) for stage in template.stages]
                 layers = len(costs.layers)
                 best = float("inf")
                 for cut in combinations(range(1, layers), len(kinds) - 1):
                     slowest = 0.0
-                    for place, ((pool, width), (start, stop)) in enumerate(
+                    for place, ((pool, widths), (start, stop)) in enumerate(
                         zip(kinds, pairwise((0, *cut, layers)), strict=True)
                     ):
-                        table = search.tables.table(fleet.pool(pool).kind, width, 2)
+                        table = search.tables.table(fleet.pool(pool).kind, widths, 2)
                         assert table is not None
                         held = min(len(kinds) - place, -(-samples // 2))
                         own = [
@@ -47,11 +48,15 @@ def test_the_cut_of_a_shape_has_the_fastest_slowest_stage_of_all_that_fit() -> N
                 assert rows.longest_s[row] == pytest.approx(best)
 
 
+def _tensor(*widths: int) -> tuple[Widths, ...]:
+    return tuple(Widths(width) for width in widths)
+
+
 def test_widths_fill_nodes_without_a_rest() -> None:
-    assert usable_widths((1, 2, 4, 8), 8) == (1, 2, 4, 8)
-    assert usable_widths((1, 2, 4), 6) == (1, 2)
-    assert usable_widths((1, 3, 4), 12) == (1, 4)
-    assert usable_widths((4,), 6) == ()
+    assert usable_widths(_tensor(1, 2, 4, 8), 8) == _tensor(1, 2, 4, 8)
+    assert usable_widths(_tensor(1, 2, 4), 6) == _tensor(1, 2)
+    assert usable_widths(_tensor(1, 3, 4), 12) == _tensor(1, 4)
+    assert usable_widths(_tensor(4), 6) == ()
 
 
 def test_whole_counts_are_the_best_of_all_and_never_beat_the_relaxed_ones() -> None:
