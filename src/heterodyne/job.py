@@ -114,11 +114,14 @@ class ParallelismSection(Section):
             ``fastest`` uses one device.
         micro_batch_sizes: the sizes that are measured and tried.
         bucket_size: gradients are reduced in buckets of about this size.
+        rehearsal_s: about the seconds in which the plans that are foretold to be nearly the fastest are run, to see which is;
+            0 to believe the prediction.
     """
 
     strategy: Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"] = "auto"
     micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 4, 8)
     bucket_size: Bytes = 4 * 2**20
+    rehearsal_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
 
 
 class CheckpointSection(Section):

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from heterodyne.api.planning import Share, plan_and_try, plan_once
+from heterodyne.api.rehearsal import rehearse
 from heterodyne.api.session import Session
 from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.cluster.profile import WHOLE, Profile
@@ -132,8 +134,8 @@ def prepare(
     profile: Profile | None = None,
     budget_s: float = 60.0,
 ) -> Prepared:
-    """Measure, plan, try and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its prediction can be
-    checked. With a ``profile`` nothing is measured and nothing tried.
+    """Measure, plan, try, rehearse and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its prediction can
+    be checked. With a ``profile`` nothing is measured, nothing tried and nothing rehearsed.
 
     A plan that does not fit is refused before anything is measured.
 
@@ -141,6 +143,8 @@ def prepare(
     """
     if given is not None:
         _require_fitting(given, captured, session, settings)
+
+    rehearsed: Mapping[str, float] = {}
 
     def search(known: Profile) -> Planned:
         return search_plan(
@@ -156,6 +160,7 @@ def prepare(
             clip=settings.clip,
             strategy=settings.parallelism.strategy,
             given=given,
+            rehearsed=rehearsed,
         )
 
     bench = Workbench(
@@ -176,13 +181,44 @@ def prepare(
     else:
         profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
         plan, planned, profile = plan_and_try(session, search, profile, attempt)
-    return Prepared(
-        captured=captured,
-        profile=profile,
-        plan=plan,
-        program=lower(plan, captured.graph, session.cluster, clip=settings.clip),
-        planned=planned,
-    )
+        make = _rehearsal_workers(session, captured, whole, settings, profile)
+        batch = _rehearsal_batch(whole, settings)
+        rehearsed = rehearse(session, planned, make, batch, budget_s=settings.parallelism.rehearsal_s)
+        if rehearsed:
+            plan, planned = plan_once(session, search, profile)
+    return _prepared(session, captured, settings, profile, plan, planned)
+
+
+def _prepared(
+    session: Session, captured: Captured, settings: Settings, profile: Profile, plan: Plan, planned: Planned | None
+) -> Prepared:
+    program = lower(plan, captured.graph, session.cluster, clip=settings.clip)
+    return Prepared(captured=captured, profile=profile, plan=plan, program=program, planned=planned)
+
+
+def _rehearsal_workers(
+    session: Session, captured: Captured, whole: WholeModel, settings: Settings, profile: Profile
+) -> Callable[[Plan], Worker]:
+    """Workers on copies of the model, with rank 0's weights; as those of the run, but for the rate of learning."""
+
+    def make(plan: Plan) -> Worker:
+        model = session.together(lambda: whole.build(torch.device("cpu" if session.rank == 0 else "meta")))
+        return make_worker(
+            session,
+            _prepared(session, captured, settings, profile, plan, None),
+            model,
+            optimizer=settings.optimizer,
+            total_steps=1,
+            seed=0,
+            clip_grad_norm=1.0 if settings.clip else 0.0,
+        )
+
+    return make
+
+
+def _rehearsal_batch(whole: WholeModel, settings: Settings) -> dict[str, Tensor]:
+    tensors = whole.inputs_of(settings.global_batch_size, torch.device("cpu"))
+    return {i.name: tensor for i, tensor in zip(whole.inputs, tensors, strict=True)}
 
 
 def _part(captured: Captured, whole: WholeModel, ops: tuple[int, int]) -> Part:

@@ -77,12 +77,22 @@ def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: Strateg
     asked = {"given": "it was given", "marked": "its TaskGraphs ask for it"}.get(chosen.kind, asked)
     if chosen.step_s is None or chosen.step_s <= 0 or not others:
         return f"{chosen.name}: {asked or 'no other way can be'}"
-    compared = [f"{c.name} would take {ratio_in_words((c.step_s or 0.0) / chosen.step_s)}" for c in _telling(others)]
+    compared = [f"{c.name} would take {ratio_in_words(_over(c, chosen))}" for c in _telling(others)]
     weighed = sum(serves(c.kind, strategy) for c in others) + 1
+    rehearsed = sum(c.rehearsed_s is not None for c in candidates)
+    if rehearsed > 1 and chosen.rehearsed_s is not None:
+        asked = asked or f"fastest of {rehearsed} ways that were rehearsed, of {weighed} that were weighed"
     why = asked or (
         f"fastest of {weighed} ways{among} that were weighed" if weighed > 1 else f"the only way{among} that can be"
     )
     return f"{chosen.name}: {why}; " + ", ".join(compared)
+
+
+def _over(other: Candidate, chosen: Candidate) -> float:
+    """How much longer a step is: as rehearsed, where both were, else as foretold."""
+    if other.rehearsed_s is not None and chosen.rehearsed_s is not None:
+        return other.rehearsed_s / chosen.rehearsed_s
+    return (other.step_s or 0.0) / (chosen.step_s or 1.0)
 
 
 def _telling(others: Sequence[Candidate]) -> list[Candidate]:
@@ -103,6 +113,8 @@ def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
         note = "chosen" if chosen else candidate.why_not or ("" if ratio is None else ratio_in_words(ratio))
         if candidate.kind == "wide" and ratio is not None and CLEARLY < ratio < 1:
             note += ", too little for places of several devices"
+        elif candidate.rehearsed_s is not None:
+            note += f"; {format_seconds(candidate.rehearsed_s)} in rehearsal"
         elif ratio is not None and ratio < 1 and candidate.weighed_s > planned.chosen.weighed_s:
             note += ", too little to cut the model for"
         rows.append(AlternativeRow(name=candidate.name, chosen=chosen, step_s=candidate.step_s, ratio=ratio, note=note))
@@ -185,6 +197,11 @@ def paragraph(planned: Planned) -> str:
         text.append(
             f"A step should take {format_seconds(predicted.step_s)}: {predicted.samples_per_s:.4g} samples/s, "
             f"{predicted.efficiency:.0%} of what the devices reach when each computes for itself."
+        )
+    if planned.chosen.rehearsed_s is not None and planned.chosen.step_s:
+        text.append(
+            f"In rehearsal it took {format_seconds(planned.chosen.rehearsed_s)}: the prediction is off by "
+            f"{planned.chosen.step_s / planned.chosen.rehearsed_s - 1:+.1%}."
         )
     tight = min(working, key=lambda row: row.headroom_bytes)
     text.append(

@@ -7,7 +7,7 @@ its program and played on the simulator; the fastest that fits is taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Literal
@@ -24,7 +24,7 @@ from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.explain import reason
 from heterodyne.search.fit import Fit, fit_devices, nothing_fits
 from heterodyne.search.pipelines import Pipelines
-from heterodyne.search.planned import Candidate, Planned, Strategy, serves
+from heterodyne.search.planned import Candidate, Planned, Strategy, identity, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
 from heterodyne.search.replicas import Replicas
 from heterodyne.search.runs import Runs
@@ -33,6 +33,9 @@ from heterodyne.search.split_pipelines import SplitPipelines
 from heterodyne.sim.run import Simulation
 
 __all__ = ["plan"]
+
+_AS_FAST = 1.01
+"""In a rehearsal, which takes too few steps to tell less."""
 
 
 def plan(
@@ -50,10 +53,14 @@ def plan(
     strategy: Strategy = "auto",
     memory: MemoryAssumptions | None = None,
     given: Plan | None = None,
+    rehearsed: Mapping[str, float] | None = None,
 ) -> Planned:
     """The fastest plan by prediction, or the fastest of those that ``strategy`` names. The same arguments give the same plan.
 
     ``given``: a plan that somebody wrote is taken as it is, whatever its memory, and weighed against what would have been chosen.
+
+    ``rehearsed``: seconds of a step of plans that were run, by their `identity`. They count for more than predictions: the choice is
+    among these alone.
 
     Raises InfeasibleError if no plan fits, with what each device lacks; MeasureError where the profile lacks a
     measurement; PlanError if ``given`` cannot run.
@@ -73,7 +80,10 @@ def plan(
         if fit.sizes
     }
     sizes = tuple(sorted({min(size, global_batch_size) for size in micro_batch_sizes}))
-    candidates = _candidates(model, runs, global_batch_size, sizes, strategy)
+    candidates = tuple(
+        c if c.plan is None else replace(c, rehearsed_s=(rehearsed or {}).get(identity(c.plan)))
+        for c in _candidates(model, runs, global_batch_size, sizes, strategy)
+    )
     if given is None:
         chosen = _choose(candidates, strategy, fits, recipe)
     else:
@@ -141,7 +151,8 @@ def _counts(
 
 
 def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:
-    """The fastest of those that serve, doubt counted in; of equals the one that leaves out fewest devices, then the first.
+    """The fastest of those that serve, doubt counted in; of equals the one that leaves out fewest devices, then the first. Where some
+    were rehearsed, the first of those that nearly were the fastest then.
 
     Raises InfeasibleError.
     """
@@ -153,6 +164,10 @@ def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[
     if any(c.kind == "marked" for c in serving) and not any(c.kind == "marked" for c in possible):
         why = "; ".join(f"{c.name}: {c.why_not}" for c in serving if c.kind == "marked")
         raise InfeasibleError(f"the model cannot run as it is marked: {why}")
+    rehearsed = [c.rehearsed_s for c in possible if c.rehearsed_s is not None]
+    if rehearsed:
+        least_s = min(rehearsed) * _AS_FAST
+        possible = [c for c in possible if c.rehearsed_s is not None and c.rehearsed_s <= least_s]
     if possible:
         return min(possible, key=lambda c: (c.weighed_s, len(c.left_out)))
     if not any(fit.sizes for fit in fits):
