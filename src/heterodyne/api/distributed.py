@@ -127,6 +127,7 @@ def distribute(
     session: Session | None = None,
     profile: Profile | None = None,
     measure_budget_s: float = 60.0,
+    rehearsal_s: float = 30.0,
 ) -> Distributed:
     """Capture, measure, plan, and make ready to train. Every rank of a torchrun (or of our launcher) calls it.
 
@@ -142,6 +143,7 @@ def distribute(
         session: None: one is opened, and closed with the result.
         profile: what was measured before; None: measured now, or taken from the cache where it still holds.
         measure_budget_s: about the seconds that measuring may take.
+        rehearsal_s: those in which the plans that are foretold to be nearly the fastest are run, to see which is; 0: the prediction is believed.
 
     Raises CaptureError, MeasureError, InfeasibleError or PlanError.
     """
@@ -155,7 +157,9 @@ def distribute(
             precision=precision,
             clip=clip_grad_norm > 0,
             optimizer=section,
-            parallelism=ParallelismSection(strategy=strategy, micro_batch_sizes=micro_batch_sizes),
+            parallelism=ParallelismSection(
+                strategy=strategy, micro_batch_sizes=micro_batch_sizes, rehearsal_s=rehearsal_s
+            ),
         )
         prepared = prepare(
             here,
