@@ -143,7 +143,7 @@ def distribute(
         session: None: one is opened, and closed with the result.
         profile: what was measured before; None: measured now, or taken from the cache where it still holds.
         measure_budget_s: about the seconds that measuring may take.
-        rehearsal_s: those in which the plans that are foretold to be nearly the fastest are run, to see which is; 0: the prediction is believed.
+        rehearsal_s: those in which the plans that are foretold to be nearly the fastest are run; 0 to believe the prediction.
 
     Raises CaptureError, MeasureError, InfeasibleError or PlanError.
     """
