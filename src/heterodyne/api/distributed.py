@@ -18,7 +18,7 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.frontend import Captured, loss_of
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
-from heterodyne.measure.whole_model import WholeModel
+from heterodyne.measure.whole_model import WholeModel, without_weights
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import as_source
@@ -192,7 +192,13 @@ def _whole(model: nn.Module, captured: Captured, example_batch: Mapping[str, Ten
         meta = any(p.is_meta for p in twin.parameters())
         return twin.to_empty(device=device) if meta else twin.to(device)
 
-    return WholeModel(build=build, inputs=captured.graph.inputs, example=example_batch, loss=loss_of)
+    return WholeModel(
+        build=build,
+        inputs=captured.graph.inputs,
+        example=example_batch,
+        loss=loss_of,
+        build_empty=lambda: without_weights(model),
+    )
 
 
 def _wanted(plan: Plan | Path | str) -> tuple[Strategy, Plan | None]:

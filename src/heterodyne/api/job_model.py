@@ -81,7 +81,13 @@ def capture_job(session: Session, job: Job, base: Path, data: TextData) -> JobMo
 
     return JobModel(
         captured=captured,
-        whole=WholeModel(build=whole, inputs=captured.graph.inputs, example=example, loss=loss_of),
+        whole=WholeModel(
+            build=whole,
+            inputs=captured.graph.inputs,
+            example=example,
+            loss=loss_of,
+            build_empty=lambda: build(job.model, base=base, device="meta", seed=job.training.seed),
+        ),
     )
 
 

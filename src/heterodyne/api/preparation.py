@@ -202,7 +202,8 @@ def _rehearsal_workers(
     """Workers on copies of the model, with rank 0's weights; as those of the run, but for the rate of learning."""
 
     def make(plan: Plan) -> Worker:
-        model = session.together(lambda: whole.build(torch.device("cpu" if session.rank == 0 else "meta")))
+        first = session.rank == 0
+        model = session.together(lambda: whole.build(torch.device("cpu")) if first else whole.empty())
         return make_worker(
             session,
             _prepared(session, captured, settings, profile, plan, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import Input
 
-__all__ = ["WholeModel"]
+__all__ = ["WholeModel", "without_weights"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +24,20 @@ class WholeModel:
         inputs: those of the model's graph.
         example: a real batch, by the names of the inputs or in their order. Larger and smaller ones are made of its samples.
         loss: the loss in what the model returns.
+        build_empty: the same model without weights, on the meta device, its ties kept; None: made from ``build``.
     """
 
     build: Callable[[torch.device], nn.Module]
     inputs: Sequence[Input]
     example: Mapping[str, Tensor] | Sequence[Tensor]
     loss: Callable[[object], Tensor]
+    build_empty: Callable[[], nn.Module] | None = None
+
+    def empty(self) -> nn.Module:
+        """Without weights, on the meta device; parameters that are tied are so here too."""
+        if self.build_empty is not None:
+            return self.build_empty()
+        return without_weights(self.build(torch.device("cpu")))
 
     def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Raises MeasureError if the example has not the inputs of the graph. The same for any ``seed``: the data is real."""
@@ -49,6 +58,16 @@ class WholeModel:
         return tuple(
             _resized(value, i.batch_dim, batch).to(device) for i, value in zip(self.inputs, values, strict=True)
         )
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy on the meta device. `Module.to` would part parameters that are tied."""
+    bare: dict[int, object] = {}
+    for parameter in model.parameters():
+        bare[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        bare[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, bare)
 
 
 class _LossOf(nn.Module):
