@@ -45,6 +45,9 @@ class Stated(Section):
     score_bytes: tuple[float, float]
     logit_bytes: tuple[float, float]
     launches: tuple[float, float]
+    context_gib: float = Field(ge=0)
+    communicator_gib: float = Field(ge=0)
+    fragments: float = Field(ge=0)
 
 
 class Constants(Section):

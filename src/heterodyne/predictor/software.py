@@ -34,6 +34,9 @@ class Software:
             moments and writes master, moments and weight.
         state_bytes: kept by the optimizer, a parameter: masters and moments.
         buffer_bytes: that communication keeps for itself.
+        keeps_outputs: whether a stage keeps what it has sent on until its backward; else only the graph behind it stays.
+        combined: whether the collectives of all layers are one: gradients wait for it whole, however they are sharded, and with ZeRO-3
+            all parameters are gathered at a time.
     """
 
     tuned: bool = False
@@ -50,6 +53,8 @@ class Software:
     optimizer_bytes: int = 30
     state_bytes: int = 12
     buffer_bytes: int = 0
+    keeps_outputs: bool = False
+    combined: bool = False
 
 
 class _Entry(Section):
