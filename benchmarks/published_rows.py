@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,9 @@ _NO_WORDS = {
     "gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed": "multi-latent attention, multi-token prediction",
 }
 """Models whose configuration files have what a `Transformer` cannot say: their rows are of another model, and left out."""
+_CUBE_MESH = tuple(links / 6 for links in (1, 1, 2, 4, 4, 4, 5, 6))
+"""Of NVIDIA's DGX-1 and the V100 servers of AWS: a device has six links, one or two to each of its four neighbours; four of them end in
+its half of the node (NVIDIA DGX-1 white paper, figure 4)."""
 _OMNI_PATH = 4 * 100e9 / 8
 """Of a node of Jean Zay, where BigScience trained: four Omni-Path links of 100 Gb/s."""
 
@@ -160,8 +164,8 @@ def _run(row: Mapping[str, Any]) -> Run | None:
     known = all(shape.get(key) for key in ("layers", "hidden", "heads", "seq"))
     if side is None or device is None or not known or not plan.get("global_batch") or not plan.get("micro_batch"):
         return None
-    model = _model(row)
-    if model is None:
+    model, setup = _model(row), _setup(row)
+    if model is None or setup.devices != row["cluster"]["gpus"]:
         return None
     seconds = _seconds(row, model)
     if seconds is None:
@@ -176,7 +180,7 @@ def _run(row: Mapping[str, Any]) -> Run | None:
         devices=row["cluster"]["gpus"],
         model_name=shape["name"],
         model=model,
-        setup=_setup(row),
+        setup=setup,
         network=_network(row),
         measured_s=seconds,
         measured_bytes=peak * 1e9 if peak else gib * 2**30 if gib else None,
@@ -266,9 +270,19 @@ def _setup(row: Mapping[str, Any]) -> Setup:
         recompute=recompute,
         recompute_layers=layers,
         sequence_parallel=(software.tuned and (plan["tp"] or 1) > 1) if beside is None else beside,
+        partition=_partition(plan.get("partition"), shape["layers"]),
         schedule=schedule,
         software=software,
     )
+
+
+def _partition(bounds: Sequence[int] | None, layers: int) -> tuple[int, ...]:
+    """Layers of each stage, from where DeepSpeed cuts its list: so many modules come before the layers as behind them."""
+    if not bounds:
+        return ()
+    before = (bounds[-1] - layers) // 2
+    inside = [min(max(bound - before, 0), layers) for bound in bounds]
+    return tuple(high - low for low, high in pairwise(inside))
 
 
 def _recompute(said: str) -> tuple[Recompute, float]:
@@ -290,6 +304,8 @@ def _precision(said: str) -> Precision:
 def _network(row: Mapping[str, Any]) -> dict[str, Any]:
     cluster = row["cluster"]
     found: dict[str, Any] = {"devices_per_node": cluster.get("gpus_per_node") or 8}
+    if "p3.16xlarge" in (cluster.get("intra") or "") or "p3.24xlarge" in (cluster.get("intra") or ""):
+        found["reached"] = _CUBE_MESH
     said = re.search(r"(?:(\d+)x)?\s*([\d.]+)\s*(GB/s|Gb/s|Gbps)", cluster.get("inter") or "")
     if said:
         scale = 1e9 if said[3] == "GB/s" else 1e9 / 8

@@ -20,6 +20,8 @@ class Fitted(Section):
     training: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
     attention_hopper: float = Field(gt=0, le=1)
+    attention_half: float = Field(gt=0)
+    attention_half_hopper: float = Field(gt=0)
     prologue: float = Field(ge=0)
     around: float = Field(ge=0)
     unfused: float = Field(ge=1)

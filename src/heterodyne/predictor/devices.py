@@ -72,6 +72,7 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
         units=generation.units,
         memory_bytes_per_s=device.memory_bandwidth_bytes_per_s * stated.memory,
         attention=(forward, forward * stated.attention_backward),
+        attention_half=fitted.attention_half_hopper if generation.hopper else fitted.attention_half,
         launch_s=fitted.launch_us * 1e-6,
         element_bytes=4 if precision in ("fp32", "tf32") else 2,
         prologue=fitted.prologue,
@@ -106,12 +107,14 @@ def network_of(
     inside_bytes_per_s: float | None = None,
     between_bytes_per_s: float | None = None,
     rdma: bool = True,
+    reached: tuple[float, ...] = (),
     known: Constants | None = None,
 ) -> Network:
     """Nodes of such devices. What is not told is as on the datasheet, and as in the maker's reference server.
 
     Args:
         inside_bytes_per_s: of a device's link, as promised. ``between_bytes_per_s``: of all network cards of a node, as promised.
+        reached: what part of its links a device has towards so many of its node, as `Network` has it.
         rdma: whether they write into the memory of devices by themselves; else the kernel carries everything through sockets.
     """
     known = known or constants()
@@ -124,4 +127,5 @@ def network_of(
         between_bytes_per_s=cards * (fitted.between if rdma else stated.sockets),
         inside_latency_s=fitted.inside_latency_us * 1e-6,
         between_latency_s=fitted.between_latency_us * 1e-6,
+        reached=reached,
     )

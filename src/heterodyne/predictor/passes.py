@@ -8,7 +8,7 @@ from functools import cached_property
 from heterodyne.predictor.constants import Constants
 from heterodyne.predictor.kernels import head_kernels, layer_kernels
 from heterodyne.predictor.network import Network
-from heterodyne.predictor.roofline import Chip, kernels_s
+from heterodyne.predictor.roofline import Chip, kernels_s, product_s
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
 
@@ -100,7 +100,8 @@ class Passes:
             forward += self._round_s()
             backward += 2 * self._round_s()
         if s.recompute == "full":
-            backward += s.recompute_layers * forward
+            again = forward if experts or not software.stops_early else forward - product_s(kernels.products[-1], self.chip)
+            backward += s.recompute_layers * again
         elif s.recompute == "selective" and not software.flash:
             backward += _SELECTIVE * forward
         return self._with_parameters(forward, backward, experts=experts)

@@ -25,7 +25,8 @@ class Chip:
     Args:
         flops: of the best matrix product, in FLOP/s. ``units``: that compute tiles side by side.
         memory_bytes_per_s: that a copy reaches.
-        attention: FLOP/s of a flash kernel, forward and backward.
+        attention: FLOP/s of a flash kernel on long sequences, forward and backward. ``attention_half``: tokens of the sequences for which
+            it does half of that.
         launch_s: of the host, for one kernel.
         element_bytes: of a weight or an activation in a product.
         prologue: a tile begins and ends as long as so many steps along k take.
@@ -35,6 +36,7 @@ class Chip:
     units: int
     memory_bytes_per_s: float
     attention: tuple[float, float]
+    attention_half: float = 0.0
     launch_s: float = 10e-6
     element_bytes: float = 2.0
     prologue: float = 50.0
@@ -60,8 +62,9 @@ def kernels_s(kernels: Kernels, chip: Chip, *, launch: float = 1.0) -> tuple[flo
     backward = sum(product_s(half, chip) for product in kernels.products for half in product.backward())
     for kernel in kernels.attention:
         moved = kernel.bytes / chip.memory_bytes_per_s
-        forward += max(kernel.flops / chip.attention[0], moved)
-        backward += max(_FLASH_BACKWARD * kernel.flops / chip.attention[1], 2 * moved)
+        flops = kernel.flops * (1 + chip.attention_half / kernel.seq)
+        forward += max(flops / chip.attention[0], moved)
+        backward += max(_FLASH_BACKWARD * flops / chip.attention[1], 2 * moved)
     forward += kernels.moved_bytes / chip.memory_bytes_per_s
     backward += 2 * kernels.moved_bytes / chip.memory_bytes_per_s
     host = kernels.launches * chip.launch_s * launch

@@ -25,6 +25,8 @@ class Software:
             of softmax and cross entropy.
         launch: how much of the host's time for starting kernels counts: 1 for eager PyTorch, near 0 for captured graphs and compiled
             programs.
+        stops_early: whether computing a layer again ends where the last tensor that its backward needs is there; what the layer's last
+            product would give is not.
         overlap_gradients, overlap_parameters: whether gradients are reduced, and sharded parameters gathered, beside the computing.
         gathers: how many messages the parameters of a layer are gathered in (ZeRO-3).
         overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products.
@@ -44,6 +46,7 @@ class Software:
     fused: bool = True
     fused_loss: bool = True
     launch: float = 1.0
+    stops_early: bool = False
     overlap_gradients: bool = True
     overlap_parameters: bool = True
     gathers: int = 1
