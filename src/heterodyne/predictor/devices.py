@@ -19,10 +19,6 @@ from heterodyne.predictor.software import Software
 
 __all__ = ["chip_of", "generation_of", "network_of"]
 
-_NVLINK = 60e9
-"""Links of fewer bytes/s are PCIe, on which devices are in each other's way."""
-_PCIE_3 = 16e9
-
 
 class _Generation(Section):
     kinds: tuple[str, ...]
@@ -119,11 +115,11 @@ def network_of(
     """
     known = known or constants()
     stated, fitted = known.stated, known.fitted
-    link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s or _PCIE_3
+    link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s or stated.pcie_gb_per_s * 1e9
     cards = between_bytes_per_s or generation_of(device.kind).nic_gb_per_s * 1e9 * devices_per_node
     return Network(
         devices=devices_per_node,
-        inside_bytes_per_s=link * (fitted.inside if link >= _NVLINK else stated.pcie),
+        inside_bytes_per_s=link * (fitted.inside if link >= stated.nvlink_gb_per_s * 1e9 else stated.pcie),
         between_bytes_per_s=cards * (fitted.between if rdma else stated.sockets),
         inside_latency_s=fitted.inside_latency_us * 1e-6,
         between_latency_s=fitted.between_latency_us * 1e-6,
