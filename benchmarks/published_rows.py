@@ -8,6 +8,7 @@ models sharded or in three dimensions, small ones that launch kernels, encoders,
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from heterodyne.predictor.setup import Precision, Recompute, Setup
 from heterodyne.predictor.software import software_of
 from heterodyne.predictor.transformer import Transformer
 
-__all__ = ["FIT", "TEST", "Run", "refuted_bytes", "runs", "wordless"]
+__all__ = ["FIT", "TEST", "Run", "left_out", "refuted_bytes", "runs"]
 
 Side = Literal["fit", "test"]
 FIT: Side = "fit"
@@ -122,15 +123,25 @@ class Run:
 
 def runs(path: Path, *, quality: str = "A") -> list[Run]:
     """All usable rows of that quality whose plan and rate are complete, in the order of the file."""
+    return [run for row in _complete(path, quality) if _other(row) is None and (run := _run(row)) is not None]
+
+
+def left_out(path: Path, *, quality: str = "A") -> Mapping[str, str]:
+    """Ids of complete rows that tell of another run than the one that was measured, and why that is known."""
+    return {row["id"]: why for row in _complete(path, quality) if (why := _other(row)) is not None}
+
+
+def _complete(path: Path, quality: str) -> list[Mapping[str, Any]]:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    wanted = (row for row in rows if row["quality"] == quality and row["completeness"].startswith("full"))
-    return [run for row in wanted if (run := _run(row)) is not None]
+    return [row for row in rows if row["quality"] == quality and row["completeness"].startswith("full")]
 
 
-def wordless(path: Path) -> Mapping[str, str]:
-    """Rows that are left out because nothing here can say what their model is: id to what it has."""
-    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line)
-    return {row["id"]: _NO_WORDS[row["model"]["name"]] for row in rows if row["model"]["name"] in _NO_WORDS}
+def _other(row: Mapping[str, Any]) -> str | None:
+    plan, devices = row["parallel"], row["cluster"]["gpus"]
+    if row["model"]["name"] in _NO_WORDS:
+        return f"its model has {_NO_WORDS[row['model']['name']]}"
+    asked = math.prod(plan.get(degree) or 1 for degree in ("dp", "tp", "pp", "cp"))
+    return f"a plan for {asked} devices on {devices}" if plan.get("dp") and asked != devices else None
 
 
 def refuted_bytes(found: Iterable[Run]) -> set[str]:
@@ -159,13 +170,11 @@ def _run(row: Mapping[str, Any]) -> Run | None:
     side = next((side for name, side in SIDES if row["source"].startswith(name)), None)
     device = _device(row["cluster"]["device"] or "")
     shape, plan = row["model"], row["parallel"]
-    if shape["name"] in _NO_WORDS:
-        return None
     known = all(shape.get(key) for key in ("layers", "hidden", "heads", "seq"))
     if side is None or device is None or not known or not plan.get("global_batch") or not plan.get("micro_batch"):
         return None
-    model, setup = _model(row), _setup(row)
-    if model is None or setup.devices != row["cluster"]["gpus"]:
+    model = _model(row)
+    if model is None:
         return None
     seconds = _seconds(row, model)
     if seconds is None:
@@ -180,7 +189,7 @@ def _run(row: Mapping[str, Any]) -> Run | None:
         devices=row["cluster"]["gpus"],
         model_name=shape["name"],
         model=model,
-        setup=setup,
+        setup=_setup(row),
         network=_network(row),
         measured_s=seconds,
         measured_bytes=peak * 1e9 if peak else gib * 2**30 if gib else None,

@@ -46,10 +46,6 @@ class Setup:
     software: Software = field(default_factory=Software)
 
     @property
-    def devices(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
-
-    @property
     def micro_batches(self) -> int:
         """Of one pipeline, in a step; at least one."""
         return max(1, -(-self.global_batch // (self.micro_batch * self.dp)))
