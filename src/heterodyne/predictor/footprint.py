@@ -113,7 +113,7 @@ def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
     workspace += software.buffer_bytes
     # Parameters that are sharded come together to be used: two layers and the embedding, or all at once. Gradients that are come whole
     # out of the backward of a layer.
-    a_layer = (dense / mine if replicas > 1 else 0.0) + (expert / moe if copies > 1 else 0.0)
+    a_layer = (dense / max(mine, 1) if replicas > 1 else 0.0) + (expert / moe if copies > 1 else 0.0)
     if s.zero >= 2:
         workspace += gradient_bytes * a_layer
     if s.zero == 3 and software.combined:
@@ -131,9 +131,9 @@ def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
 def _gradients_under_way(model: Transformer, s: Setup, *, experts: bool) -> float:
     """Bytes of the gradients of what the widest op of a layer reads and writes, and of the residual stream."""
     tokens = s.micro_batch * model.seq / s.cp
-    scores = 0.0 if s.software.flash else model.heads * model.seq
-    width = max(scores, model.ffn * (model.topk * model.capacity if experts else 1.0))
-    return s.element_bytes * tokens * 2 * (width / s.tp + model.hidden)
+    scores = 0.0 if s.software.flash else 2 * model.heads * model.seq
+    activated = model.matrices * model.ffn * (model.topk * model.capacity if experts else 1.0)
+    return s.element_bytes * tokens * (max(scores, activated) / s.tp + 2 * model.hidden)
 
 
 def _groups(s: Setup) -> int:
