@@ -8,9 +8,11 @@ models sharded or in three dimensions, small ones that launch kernels, encoders,
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +25,7 @@ from heterodyne.predictor.setup import Precision, Recompute, Setup
 from heterodyne.predictor.software import software_of
 from heterodyne.predictor.transformer import Transformer
 
-__all__ = ["FIT", "TEST", "Run", "runs"]
+__all__ = ["FIT", "TEST", "Run", "left_out", "refuted_bytes", "runs"]
 
 Side = Literal["fit", "test"]
 FIT: Side = "fit"
@@ -66,14 +68,30 @@ _NOT_IN_THE_CATALOG = {
         link_type="PCIe 5 x8", tdp_w=180, prices=(), sources=("nvidia.com",), notes="",
     )
 }  # fmt: skip
+_PRECISIONS: Mapping[str, Precision] = {"fp8": "fp8", "tf32": "tf32", "fp16": "fp16"}
 _SCHEDULES = {"ZB-2p": "ZBH2", "ZB-1p": "ZBH1", "1F1B-I": "Interleaved1F1B"}
+_ALLOCATED = ("Megatron-LM CI golden", "Alpa")
+"""Sources that read their allocator (`mem-max-allocated-bytes`; XLA's `max_memory_allocated`). BigScience read `nvidia-smi` on the nodes
+with the embedding; Zero Bubble does not say, and is taken as such."""
+_NO_WORDS = {
+    "gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed": "multi-latent attention, multi-token prediction",
+}
+"""Models whose configuration files have what a `Transformer` cannot say: their rows are of another model, and left out."""
+_CUBE_MESH = tuple(links / 6 for links in (1, 1, 2, 4, 4, 4, 5, 6))
+"""Of NVIDIA's DGX-1 and the V100 servers of AWS: a device has six links, one or two to each of its four neighbours; four of them end in
+its half of the node (NVIDIA DGX-1 white paper, figure 4)."""
 _OMNI_PATH = 4 * 100e9 / 8
 """Of a node of Jean Zay, where BigScience trained: four Omni-Path links of 100 Gb/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One row. ``measured_s`` a step; ``measured_bytes`` of the fullest device, None if the source does not say."""
+    """One row.
+
+    Args:
+        measured_s: a step. ``measured_bytes``: of the fullest device, None if the source does not say or cannot have seen it.
+        allocated: whether ``measured_bytes`` are what the framework's allocator has given out; else all that the device is short of.
+    """
 
     id: str
     source: str
@@ -86,6 +104,7 @@ class Run:
     network: Mapping[str, Any]
     measured_s: float
     measured_bytes: float | None
+    allocated: bool = False
 
     @property
     def group(self) -> str:
@@ -104,9 +123,47 @@ class Run:
 
 def runs(path: Path, *, quality: str = "A") -> list[Run]:
     """All usable rows of that quality whose plan and rate are complete, in the order of the file."""
+    return [run for row in _complete(path, quality) if _other(row) is None and (run := _run(row)) is not None]
+
+
+def left_out(path: Path, *, quality: str = "A") -> Mapping[str, str]:
+    """Ids of complete rows that tell of another run than the one that was measured, and why that is known."""
+    return {row["id"]: why for row in _complete(path, quality) if (why := _other(row)) is not None}
+
+
+def _complete(path: Path, quality: str) -> list[Mapping[str, Any]]:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    wanted = (row for row in rows if row["quality"] == quality and row["completeness"].startswith("full"))
-    return [run for row in wanted if (run := _run(row)) is not None]
+    return [row for row in rows if row["quality"] == quality and row["completeness"].startswith("full")]
+
+
+def _other(row: Mapping[str, Any]) -> str | None:
+    plan, devices = row["parallel"], row["cluster"]["gpus"]
+    if row["model"]["name"] in _NO_WORDS:
+        return f"its model has {_NO_WORDS[row['model']['name']]}"
+    asked = math.prod(plan.get(degree) or 1 for degree in ("dp", "tp", "pp", "cp"))
+    return f"a plan for {asked} devices on {devices}" if plan.get("dp") and asked != devices else None
+
+
+def refuted_bytes(found: Iterable[Run]) -> set[str]:
+    """Ids of rows whose bytes cannot be of the fullest device of the plan that is stated.
+
+    All that a plan holds grows with its micro-batches or stays. Of two rows alike in all but those, the one with the larger must not have
+    less; where it has, one of the two is not as it is described. Which, they do not say: neither counts.
+    """
+    alike: dict[tuple[object, ...], list[Run]] = {}
+    for run in found:
+        if run.measured_bytes is not None:
+            setup = replace(run.setup, micro_batch=1)
+            alike.setdefault((run.source, run.model, run.device.kind, run.devices, setup), []).append(run)
+    return {
+        run.id
+        for rows in alike.values()
+        for small in rows
+        for large in rows
+        if small.setup.micro_batch < large.setup.micro_batch
+        and (small.measured_bytes or 0.0) > (large.measured_bytes or 0.0)
+        for run in (small, large)
+    }
 
 
 def _run(row: Mapping[str, Any]) -> Run | None:
@@ -136,6 +193,7 @@ def _run(row: Mapping[str, Any]) -> Run | None:
         network=_network(row),
         measured_s=seconds,
         measured_bytes=peak * 1e9 if peak else gib * 2**30 if gib else None,
+        allocated=row["source"].startswith(_ALLOCATED),
     )
 
 
@@ -155,13 +213,17 @@ def _model(row: Mapping[str, Any]) -> Transformer | None:
     hidden, seq = shape["hidden"], shape["seq"]
     vocab, ffn = shape.get("vocab") or 51200, shape.get("ffn") or shape.get("moe_ffn")
     gated = any(word in name for word in ("llama", "qwen", "internlm"))
+    experts, moe_every, tied = shape.get("experts") or 0, 1, not gated
     if "internlm-7b" in name:  # its configuration
         ffn, vocab = 11008, 103168
-    if "gpt3_7b" in name:  # 7 billion parameters with 8 kv heads: Llama-3's feed-forward layer
-        ffn, gated = 14336, True
+    if "gpt3_7b" in name:  # its model_config.yaml: nothing is said of the feed-forward layer, so Megatron's default
+        ffn, vocab, tied = 4 * hidden, 131072, False
+    alpa = row["source"].startswith("Alpa")
+    if alpa and experts:  # its benchmark_2d_one_case_moe.py: "specific to gspmd"; parameters come out as it states them
+        ffn, moe_every = 8 * hidden, 2
     if not ffn:
         return None
-    bert, gshard = "bert" in name, "gshard" in name
+    bert = "bert" in name
     if bert:
         vocab = 30522
     return Transformer(
@@ -174,16 +236,16 @@ def _model(row: Mapping[str, Any]) -> Transformer | None:
         seq=seq,
         ffn=ffn,
         gated=gated,
-        experts=shape.get("experts") or 0,
+        experts=experts,
         topk=shape.get("topk") or 1,
-        moe_every=2 if gshard else 1,  # GShard: every other layer, places for twice the tokens, one-hot products
-        capacity=2.0 if gshard else 1.0,
-        dense_dispatch=gshard,
+        moe_every=moe_every,
+        dense_dispatch=alpa and experts > 0,
+        dropout="gpt3_7b" in name,  # Megatron's default
         causal=not bert,
         predicted=(20 / 128 if seq == 128 else 80 / 512)
         if bert
         else 1.0,  # the most masked tokens that its scripts predict
-        tied=not gated,
+        tied=tied,
     )
 
 
@@ -194,12 +256,15 @@ def _setup(row: Mapping[str, Any]) -> Setup:
         software = replace(software, gradient_bytes=6)
     if "fp32 all-reduce" in (plan.get("precision") or ""):
         software = replace(software, gradient_bytes=4)
+    if row["source"].startswith("Alpa") and shape.get("experts"):  # its benchmark_2d_one_case_moe.py has Adafactor:
+        # a master, moments that are a row and a column of each matrix; the gradient is read three times for them.
+        software = replace(software, state_bytes=4, optimizer_bytes=16)
     recompute, layers = _recompute(str(plan.get("recompute")))
     pp, vpp = plan["pp"] or 1, plan.get("vpp") or 1
     schedule = _SCHEDULES.get(plan.get("schedule") or "", "1F1B")
     if schedule == "Interleaved1F1B" and vpp == 1:  # a layer a stage
         vpp = max(1, (shape["layers"] + 2) // pp)
-    zero = plan.get("zero")
+    zero, beside = plan.get("zero"), plan.get("sequence_parallel")
     return Setup(
         global_batch=plan["global_batch"],
         micro_batch=plan["micro_batch"],
@@ -213,10 +278,20 @@ def _setup(row: Mapping[str, Any]) -> Setup:
         precision=_precision(plan.get("precision") or "bf16"),
         recompute=recompute,
         recompute_layers=layers,
-        sequence_parallel=bool(plan.get("sequence_parallel")) or (software.tuned and (plan["tp"] or 1) > 1),
+        sequence_parallel=(software.tuned and (plan["tp"] or 1) > 1) if beside is None else beside,
+        partition=_partition(plan.get("partition"), shape["layers"]),
         schedule=schedule,
         software=software,
     )
+
+
+def _partition(bounds: Sequence[int] | None, layers: int) -> tuple[int, ...]:
+    """Layers of each stage, from where DeepSpeed cuts its list: so many modules come before the layers as behind them."""
+    if not bounds:
+        return ()
+    before = (bounds[-1] - layers) // 2
+    inside = [min(max(bound - before, 0), layers) for bound in bounds]
+    return tuple(high - low for low, high in pairwise(inside))
 
 
 def _recompute(said: str) -> tuple[Recompute, float]:
@@ -230,15 +305,16 @@ def _recompute(said: str) -> tuple[Recompute, float]:
 
 def _precision(said: str) -> Precision:
     said = said.lower()
-    for word in ("fp8", "tf32"):
-        if word in said:
-            return word  # type: ignore[return-value]
-    return "fp32" if said.startswith("fp32") else "fp16" if "fp16" in said else "bf16"
+    if said.startswith("fp32"):
+        return "fp32"
+    return next((precision for word, precision in _PRECISIONS.items() if word in said), "bf16")
 
 
 def _network(row: Mapping[str, Any]) -> dict[str, Any]:
     cluster = row["cluster"]
     found: dict[str, Any] = {"devices_per_node": cluster.get("gpus_per_node") or 8}
+    if "p3.16xlarge" in (cluster.get("intra") or "") or "p3.24xlarge" in (cluster.get("intra") or ""):
+        found["reached"] = _CUBE_MESH
     said = re.search(r"(?:(\d+)x)?\s*([\d.]+)\s*(GB/s|Gb/s|Gbps)", cluster.get("inter") or "")
     if said:
         scale = 1e9 if said[3] == "GB/s" else 1e9 / 8

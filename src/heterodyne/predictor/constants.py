@@ -20,6 +20,8 @@ class Fitted(Section):
     training: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
     attention_hopper: float = Field(gt=0, le=1)
+    attention_half: float = Field(gt=0)
+    attention_half_hopper: float = Field(gt=0)
     prologue: float = Field(ge=0)
     around: float = Field(ge=0)
     unfused: float = Field(ge=1)
@@ -35,16 +37,27 @@ class Stated(Section):
     """Known from elsewhere, counted, or set by hand; the file says which."""
 
     attention_backward: float = Field(gt=0, le=1)
+    attention_backward_flops: float = Field(ge=2)
     memory: float = Field(gt=0, le=1)
     vector: float = Field(gt=0, le=1)
     pcie: float = Field(gt=0, le=1)
     sockets: float = Field(gt=0, le=1)
+    pcie_gb_per_s: float = Field(gt=0)
+    nvlink_gb_per_s: float = Field(gt=0)
     tuned: float = Field(ge=1)
     tuned_attention: float = Field(ge=1)
     fp8: float = Field(ge=1, le=2)
     score_bytes: tuple[float, float]
     logit_bytes: tuple[float, float]
     launches: tuple[float, float]
+    tiles: tuple[tuple[int, int, float], ...]
+    least_k: int = Field(gt=0)
+    gap_us: float = Field(ge=0)
+    ring_shown: float = Field(ge=0, le=1)
+    selective: float = Field(ge=0, le=1)
+    context_gib: float = Field(ge=0)
+    communicator_gib: float = Field(ge=0)
+    fragments: float = Field(ge=0)
 
 
 class Constants(Section):

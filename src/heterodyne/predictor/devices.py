@@ -19,10 +19,6 @@ from heterodyne.predictor.software import Software
 
 __all__ = ["chip_of", "generation_of", "network_of"]
 
-_NVLINK = 60e9
-"""Links of fewer bytes/s are PCIe, on which devices are in each other's way."""
-_PCIE_3 = 16e9
-
 
 class _Generation(Section):
     kinds: tuple[str, ...]
@@ -72,6 +68,7 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
         units=generation.units,
         memory_bytes_per_s=device.memory_bandwidth_bytes_per_s * stated.memory,
         attention=(forward, forward * stated.attention_backward),
+        attention_half=fitted.attention_half_hopper if generation.hopper else fitted.attention_half,
         launch_s=fitted.launch_us * 1e-6,
         element_bytes=4 if precision in ("fp32", "tf32") else 2,
         prologue=fitted.prologue,
@@ -106,22 +103,25 @@ def network_of(
     inside_bytes_per_s: float | None = None,
     between_bytes_per_s: float | None = None,
     rdma: bool = True,
+    reached: tuple[float, ...] = (),
     known: Constants | None = None,
 ) -> Network:
     """Nodes of such devices. What is not told is as on the datasheet, and as in the maker's reference server.
 
     Args:
         inside_bytes_per_s: of a device's link, as promised. ``between_bytes_per_s``: of all network cards of a node, as promised.
+        reached: what part of its links a device has towards so many of its node, as `Network` has it.
         rdma: whether they write into the memory of devices by themselves; else the kernel carries everything through sockets.
     """
     known = known or constants()
     stated, fitted = known.stated, known.fitted
-    link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s or _PCIE_3
+    link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s or stated.pcie_gb_per_s * 1e9
     cards = between_bytes_per_s or generation_of(device.kind).nic_gb_per_s * 1e9 * devices_per_node
     return Network(
         devices=devices_per_node,
-        inside_bytes_per_s=link * (fitted.inside if link >= _NVLINK else stated.pcie),
+        inside_bytes_per_s=link * (fitted.inside if link >= stated.nvlink_gb_per_s * 1e9 else stated.pcie),
         between_bytes_per_s=cards * (fitted.between if rdma else stated.sockets),
         inside_latency_s=fitted.inside_latency_us * 1e-6,
         between_latency_s=fitted.between_latency_us * 1e-6,
+        reached=reached,
     )

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from heterodyne.predictor.constants import constants
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
 
 __all__ = ["Footprint", "footprint", "layer_activation_bytes", "loss_workspace_bytes", "usable_bytes"]
 
-_CONTEXT_BYTES = 2.0 * 2**30
-"""Of a driver's context and the buffers of a communication library: a GPU process of several groups has 1 to 3 GiB before it allocates
-anything. (`cost.memory` counts less: this library's own processes have fewer groups.)"""
-_FRAGMENTS = 0.1
-"""Of what is allocated: lost between blocks of the allocator; long runs with many sizes of tensors lose more than measured stages do."""
+_MOST_GROUPS = 4
+"""All devices, replicas, tensor-parallel neighbours, a pipeline."""
+_NEVER = 4
+"""No ZeRO stage shards at this level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,9 @@ class Footprint:
 
 
 def usable_bytes(memory_bytes: int) -> int:
-    """What a plan may fill of a device's memory."""
-    return max(1, int((memory_bytes - _CONTEXT_BYTES) / (1 + _FRAGMENTS)))
+    """What a plan may fill of a device's memory, whatever its groups."""
+    stated = constants().stated
+    return max(1, int((memory_bytes - _kept_bytes(_MOST_GROUPS)) / (1 + stated.fragments)))
 
 
 def footprint(model: Transformer, setup: Setup) -> Footprint:
@@ -56,7 +57,7 @@ def layer_activation_bytes(model: Transformer, setup: Setup, *, experts: bool = 
     """Of one layer and one micro-batch: all that its backward needs, and the input of the layer alone."""
     s, tokens, element = setup, setup.micro_batch * model.seq / setup.cp, setup.element_bytes
     around = 1 / s.tp if s.sequence_parallel else 1.0
-    mask = 0.5 * element if not s.software.flash else 0.0  # those who drop out are those who write scores
+    mask = 0.5 * element if model.dropout or not s.software.flash else 0.0  # those who write scores drop out
     outside = model.hidden * (4 * element + 2 * mask) * around
     inside = element * (2 * model.query_width + 2 * model.key_width) / s.tp
     if not s.software.flash and s.recompute != "selective":
@@ -94,28 +95,57 @@ def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
         return bytes_each * (dense / parts[0] + expert / max(1.0, min(parts[1], copies)))
 
     element = s.element_bytes
+    gradient_bytes = 4 if element == 4 else software.gradient_bytes
     weights = held(element, 3)
-    gradients = held(4 if element == 4 else software.gradient_bytes, 2)
+    gradients = held(gradient_bytes, _NEVER if software.combined and s.zero == 2 else 2)
     states = held(8 if element == 4 else software.state_bytes, 1)
     plain, entering = layer_activation_bytes(model, s)
-    whole = (mine - moe) * plain + moe * layer_activation_bytes(model, s, experts=True)[0]
-    each = whole
-    workspace = 0.0
+    largest = max(plain, layer_activation_bytes(model, s, experts=True)[0]) if moe else plain
+    each = (mine - moe) * plain + moe * layer_activation_bytes(model, s, experts=True)[0]
+    workspace = _gradients_under_way(model, s, experts=moe > 0)
     if s.recompute == "full":
-        kept = s.recompute_layers * mine * entering
-        each = kept + (1 - s.recompute_layers) * whole
-        workspace = max(plain, layer_activation_bytes(model, s, experts=bool(model.experts))[0])
+        each = s.recompute_layers * mine * entering + (1 - s.recompute_layers) * each
+        workspace += largest
+    if software.keeps_outputs and not last:
+        each += entering
     if last:
         workspace = max(workspace, loss_workspace_bytes(model, s))
-    if s.zero == 3:  # two layers gathered at a time, and the embedding
-        workspace += element * (2 * (dense / max(mine, 1)) + model.embedding_parameters / s.tp)
     workspace += software.buffer_bytes
+    # Parameters that are sharded come together to be used: two layers and the embedding, or all at once. Gradients that are come whole
+    # out of the backward of a layer.
+    a_layer = (dense / max(mine, 1) if replicas > 1 else 0.0) + (expert / moe if copies > 1 else 0.0)
+    if s.zero >= 2:
+        workspace += gradient_bytes * a_layer
+    if s.zero == 3 and software.combined:
+        workspace += element * (dense + expert) - weights
+    elif s.zero == 3:
+        workspace += element * (2 * a_layer + (model.embedding_parameters / s.tp if replicas > 1 else 0.0))
     activations = each * _under_way(s, stage)
     allocated = weights + gradients + states + activations + workspace
     return Footprint(
         stage=stage, weights=weights, gradients=gradients, states=states, activations=activations, workspace=workspace,
-        lost=_CONTEXT_BYTES + _FRAGMENTS * allocated,
+        lost=_kept_bytes(_groups(s)) + constants().stated.fragments * allocated,
     )  # fmt: skip
+
+
+def _gradients_under_way(model: Transformer, s: Setup, *, experts: bool) -> float:
+    """Bytes of the gradients of what the widest op of a layer reads and writes, and of the residual stream."""
+    tokens = s.micro_batch * model.seq / s.cp
+    scores = 0.0 if s.software.flash else 2 * model.heads * model.seq
+    activated = model.matrices * model.ffn * (model.topk * model.capacity if experts else 1.0)
+    return s.element_bytes * tokens * (max(scores, activated) / s.tp + 2 * model.hidden)
+
+
+def _groups(s: Setup) -> int:
+    """Groups that a device communicates in: all devices, and those of each kind of parallelism."""
+    degrees = (s.dp, s.tp, s.pp, s.cp, s.ep)
+    return sum(degree > 1 for degree in degrees) + any(degree > 1 for degree in degrees)
+
+
+def _kept_bytes(groups: int) -> float:
+    """What a process has on its device before it allocates anything."""
+    stated = constants().stated
+    return (stated.context_gib + groups * stated.communicator_gib) * 2**30
 
 
 def _under_way(s: Setup, stage: int) -> float:
@@ -127,6 +157,6 @@ def _under_way(s: Setup, stage: int) -> float:
     ahead: float = s.pp - stage
     if s.schedule == "ZBH2":
         ahead = 2 * (s.pp - stage) - 1
-    if s.vpp > 1:
-        ahead = s.pp - stage + (s.pp - 1) / s.vpp * 1.0 if stage == 0 else s.pp - stage + (s.pp - stage - 1) / s.vpp
-    return float(min(s.micro_batches, max(1.0, ahead)))
+    if s.vpp > 1:  # a forward each before the first backward, as Megatron warms up; each of 1 / vpp of the layers
+        ahead = (2 * (s.pp - stage - 1) + (s.vpp - 1) * s.pp + 1) / s.vpp
+    return min(float(s.micro_batches), ahead)

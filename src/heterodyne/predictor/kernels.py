@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from heterodyne.predictor.constants import Constants
@@ -39,10 +40,17 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """One flash kernel. ``flops`` forward, causal counted; the backward has 2.5 times as many (Dao, 2022)."""
+    """One flash kernel.
+
+    Args:
+        flops: forward, causal counted; the backward has 2.5 times as many (Dao, 2022).
+        bytes: read and written forward.
+        seq: tokens of a sequence. Short ones are over before the pipeline of a kernel is full.
+    """
 
     flops: float
     bytes: float
+    seq: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +91,7 @@ def attention_kernels(model: Transformer, setup: Setup, tokens: float, known: Co
     if software.flash:
         part = 0.5 if model.causal else 1.0
         touched = tokens * (2 * model.query_width + 2 * model.key_width) / setup.tp
-        flash = (Attention(flops=4 * scores * model.of_head * part, bytes=element * touched),)
+        flash = (Attention(flops=4 * scores * model.of_head * part, bytes=element * touched, seq=model.seq),)
     else:
         inner = {"m": model.seq / setup.cp, "count": sequences * heads}
         products.append(Product(n=model.seq, k=model.of_head, **inner))

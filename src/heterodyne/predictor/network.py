@@ -34,6 +34,8 @@ class Network:
         inside_bytes_per_s: of a device towards the others of its node, in one direction.
         between_bytes_per_s: of a node towards the others, in one direction.
         inside_latency_s, between_latency_s: of one message.
+        reached: where links of a device go to single others of its node, not to a switch: the part of them that a group of 1, 2, ...
+            members has among itself. Empty: all of them, always.
     """
 
     devices: int
@@ -41,6 +43,7 @@ class Network:
     between_bytes_per_s: float
     inside_latency_s: float = 8e-6
     between_latency_s: float = 20e-6
+    reached: tuple[float, ...] = ()
 
     def group(self, size: int, stride: int = 1) -> Group:
         """``size`` devices, each ``stride`` ranks behind the one before."""
@@ -67,7 +70,7 @@ class Network:
         inside = count * (group.inside - 1) / group.size
         between = outside * group.inside * (group.others + 1) / self.between_bytes_per_s
         return (
-            max(between, inside / self.inside_bytes_per_s)
+            max(between, inside / self._inside_bytes_per_s(group))
             + self.between_latency_s * (group.nodes > 1)
             + self.inside_latency_s
         )
@@ -75,16 +78,20 @@ class Network:
     def send_s(self, count: float, *, stride: int, beside: int = 1) -> float:
         """To the device ``stride`` ranks on, ``beside`` of a node at the same time."""
         if stride < self.devices:
-            return count / self.inside_bytes_per_s + self.inside_latency_s
+            return count / self._inside_bytes_per_s(Group(size=2, inside=2)) + self.inside_latency_s
         return count * beside / self.between_bytes_per_s + self.between_latency_s
 
     def _carried_s(self, group: Group, count: float) -> float:
         """A ring, once round. It is laid out so that every byte enters a node once, over whatever its members have together."""
         part = (group.size - 1) / group.size * count
-        inside = part / self.inside_bytes_per_s if group.inside > 1 else 0.0
+        inside = part / self._inside_bytes_per_s(group) if group.inside > 1 else 0.0
         if group.nodes == 1:
             return inside
         return max(inside, part * (group.others + 1) / self.between_bytes_per_s)
+
+    def _inside_bytes_per_s(self, group: Group) -> float:
+        """Of a member towards the others in its node."""
+        return self.inside_bytes_per_s * (self.reached[group.inside - 1] if self.reached else 1.0)
 
     def _ring_s(self, group: Group) -> float:
         """All members pass on at the same time, so each step takes as long as the slowest."""

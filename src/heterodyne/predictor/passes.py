@@ -8,17 +8,11 @@ from functools import cached_property
 from heterodyne.predictor.constants import Constants
 from heterodyne.predictor.kernels import head_kernels, layer_kernels
 from heterodyne.predictor.network import Network
-from heterodyne.predictor.roofline import Chip, kernels_s
+from heterodyne.predictor.roofline import Chip, kernels_s, product_s
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
 
 __all__ = ["Passes"]
-
-_RING_SHOWN = 0.3
-"""Of keys and values that go round behind attention, the part that shows, by hand: the first step of a ring hides behind nothing."""
-_SELECTIVE = 0.1
-"""Of a forward: softmax, dropout and the product with values, computed again (Korthikanti et al., 2022, have 2 to 4% of FLOPs for large
-models; these are slow FLOPs)."""
 
 Pair = tuple[float, float]
 
@@ -100,9 +94,12 @@ class Passes:
             forward += self._round_s()
             backward += 2 * self._round_s()
         if s.recompute == "full":
-            backward += s.recompute_layers * forward
+            again = (
+                forward if experts or not software.stops_early else forward - product_s(kernels.products[-1], self.chip)
+            )
+            backward += s.recompute_layers * again
         elif s.recompute == "selective" and not software.flash:
-            backward += _SELECTIVE * forward
+            backward += self.known.stated.selective * forward
         return self._with_parameters(forward, backward, experts=experts)
 
     def _exchanged_s(self, *, experts: bool) -> float:
@@ -120,7 +117,7 @@ class Passes:
         """Keys and values of context parallelism, gathered or handed round."""
         s = self.setup
         keys = 2 * self.tokens * self.model.key_width / s.tp * s.element_bytes
-        return _RING_SHOWN * self.network.gather_s(self.network.group(s.cp, s.tp), keys * s.cp)
+        return self.known.stated.ring_shown * self.network.gather_s(self.network.group(s.cp, s.tp), keys * s.cp)
 
     def _with_parameters(self, forward: float, backward: float, *, experts: bool) -> Pair:
         """ZeRO-3: parameters are gathered before each pass, gradients scattered behind the backward, layer by layer."""

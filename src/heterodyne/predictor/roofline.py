@@ -5,17 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from heterodyne.predictor.constants import constants
 from heterodyne.predictor.kernels import Kernels, Product
 
 __all__ = ["Chip", "kernels_s", "product_s"]
-
-_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
-"""Rows, columns, and the part of the best rate that a kernel of such tiles reaches."""
-_LEAST_K = 512
-"""Steps along k that are worth a part of their own."""
-_GAP_S = 2e-6
-"""Between the end of a kernel and the begin of the next."""
-_FLASH_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +18,8 @@ class Chip:
     Args:
         flops: of the best matrix product, in FLOP/s. ``units``: that compute tiles side by side.
         memory_bytes_per_s: that a copy reaches.
-        attention: FLOP/s of a flash kernel, forward and backward.
+        attention: FLOP/s of a flash kernel on long sequences, forward and backward. ``attention_half``: tokens of the sequences for which
+            it does half of that.
         launch_s: of the host, for one kernel.
         element_bytes: of a weight or an activation in a product.
         prologue: a tile begins and ends as long as so many steps along k take.
@@ -35,6 +29,7 @@ class Chip:
     units: int
     memory_bytes_per_s: float
     attention: tuple[float, float]
+    attention_half: float = 0.0
     launch_s: float = 10e-6
     element_bytes: float = 2.0
     prologue: float = 50.0
@@ -42,16 +37,17 @@ class Chip:
 
 def product_s(product: Product, chip: Chip) -> float:
     """Seconds of one kernel."""
+    stated = constants().stated
     a_unit = chip.flops / chip.units
     best = math.inf
-    for rows, columns, rate in _TILES:
+    for rows, columns, rate in stated.tiles:
         tiles = math.ceil(product.m / rows) * math.ceil(product.n / columns) * product.count
         # Where tiles are few and k is long, libraries divide k among units and add up what they find.
-        parts = max(1.0, min(chip.units / tiles, product.k / _LEAST_K))
+        parts = max(1.0, min(chip.units / tiles, product.k / stated.least_k))
         waves = math.ceil(tiles * parts / chip.units)
         best = min(best, waves * 2 * rows * columns * (product.k / parts + chip.prologue) / (a_unit * rate))
     moved = product.elements * chip.element_bytes / chip.memory_bytes_per_s
-    return max(best, moved) + _GAP_S
+    return max(best, moved) + stated.gap_us * 1e-6
 
 
 def kernels_s(kernels: Kernels, chip: Chip, *, launch: float = 1.0) -> tuple[float, float]:
@@ -60,8 +56,9 @@ def kernels_s(kernels: Kernels, chip: Chip, *, launch: float = 1.0) -> tuple[flo
     backward = sum(product_s(half, chip) for product in kernels.products for half in product.backward())
     for kernel in kernels.attention:
         moved = kernel.bytes / chip.memory_bytes_per_s
-        forward += max(kernel.flops / chip.attention[0], moved)
-        backward += max(_FLASH_BACKWARD * kernel.flops / chip.attention[1], 2 * moved)
+        flops = kernel.flops * (1 + chip.attention_half / kernel.seq)
+        forward += max(flops / chip.attention[0], moved)
+        backward += max(constants().stated.attention_backward_flops * flops / chip.attention[1], 2 * moved)
     forward += kernels.moved_bytes / chip.memory_bytes_per_s
     backward += 2 * kernels.moved_bytes / chip.memory_bytes_per_s
     host = kernels.launches * chip.launch_s * launch

@@ -24,6 +24,7 @@ class Setup:
         recompute: ``selective``: the inside of attention; ``full``: all of a layer but its input. ``recompute_layers``: the part of the
             layers for which that is so.
         sequence_parallel: norms and dropouts on slices of the sequence between tensor-parallel parts.
+        partition: layers of each stage, in order; empty: as `layers_of_stages` deals them.
         schedule: ``1F1B``, ``GPipe``, ``Interleaved1F1B``, ``ZBH1``, ``ZBH2``.
     """
 
@@ -40,6 +41,7 @@ class Setup:
     recompute: Recompute = "none"
     recompute_layers: float = 1.0
     sequence_parallel: bool = False
+    partition: tuple[int, ...] = ()
     schedule: str = "1F1B"
     software: Software = field(default_factory=Software)
 
@@ -50,7 +52,9 @@ class Setup:
 
     def layers_of_stages(self, layers: int) -> tuple[int, ...]:
         """How many layers each stage has: evenly, the embedding and the head counted as a layer each where only that
-        comes out even, the stages in the middle with one more where nothing does."""
+        comes out even, the stages in the middle with one more where nothing does. A partition that is told is taken as it is."""
+        if self.partition:
+            return self.partition
         stages = self.pp * self.vpp
         each, left = divmod(layers, stages)
         if left and (layers + 2) % stages == 0:

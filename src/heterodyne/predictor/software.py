@@ -25,6 +25,8 @@ class Software:
             of softmax and cross entropy.
         launch: how much of the host's time for starting kernels counts: 1 for eager PyTorch, near 0 for captured graphs and compiled
             programs.
+        stops_early: whether computing a layer again ends where the last tensor that its backward needs is there; what the layer's last
+            product would give is not.
         overlap_gradients, overlap_parameters: whether gradients are reduced, and sharded parameters gathered, beside the computing.
         gathers: how many messages the parameters of a layer are gathered in (ZeRO-3).
         overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products.
@@ -34,6 +36,9 @@ class Software:
             moments and writes master, moments and weight.
         state_bytes: kept by the optimizer, a parameter: masters and moments.
         buffer_bytes: that communication keeps for itself.
+        keeps_outputs: whether a stage keeps what it has sent on until its backward; else only the graph behind it stays.
+        combined: whether the collectives of all layers are one: gradients wait for it whole, however they are sharded, and with ZeRO-3
+            all parameters are gathered at a time.
     """
 
     tuned: bool = False
@@ -41,6 +46,7 @@ class Software:
     fused: bool = True
     fused_loss: bool = True
     launch: float = 1.0
+    stops_early: bool = False
     overlap_gradients: bool = True
     overlap_parameters: bool = True
     gathers: int = 1
@@ -50,6 +56,8 @@ class Software:
     optimizer_bytes: int = 30
     state_bytes: int = 12
     buffer_bytes: int = 0
+    keeps_outputs: bool = False
+    combined: bool = False
 
 
 class _Entry(Section):

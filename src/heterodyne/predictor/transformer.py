@@ -19,6 +19,7 @@ class Transformer:
         capacity: places of all experts together over the tokens that come to them; 1: as many as come (dropless).
         dense_dispatch: tokens are brought to experts by products with one-hot matrices, as in GShard, not by sorting.
         shared_ffn: the inner width of what every token passes besides its experts.
+        dropout: behind attention and the feed-forward layer; their masks are kept.
         causal: attention looks back only. ``predicted``: the part of the tokens that reach the head.
         tied: the head shares the weights of the embedding.
     """
@@ -38,6 +39,7 @@ class Transformer:
     capacity: float = 1.0
     dense_dispatch: bool = False
     shared_ffn: int = 0
+    dropout: bool = False
     causal: bool = True
     predicted: float = 1.0
     tied: bool = True

@@ -10,7 +10,7 @@ from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import Widths
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph import Size, TensorSpec
-from heterodyne.predictor.graph_costs import _product, graph_layers
+from heterodyne.predictor.graph_costs import graph_layers
 from pure.build import graph
 
 FLEET = Fleet(
@@ -59,12 +59,21 @@ def test_no_op_is_faster_than_the_device() -> None:
 
 def test_a_convolution_has_its_channels_for_columns() -> None:
     model = graph(1)
-    spec = TensorSpec(shape=(Size.per_sample(1), Size.of(256), Size.of(14), Size.of(14)), dtype="float32")
-    convolution = replace(
-        model.ops[1],
-        target="aten.conv2d.default",
-        outputs=(spec,),
-        flops_forward=Size.per_sample(2 * 256 * 14 * 14 * 2304),
-    )
-    product = _product(convolution, float(convolution.flops_forward(8)), 8)
-    assert (product.m, product.n, product.k) == (8 * 14 * 14, 256, 2304)
+
+    def forward_s(target: str, *shape: Size) -> float:
+        """Of a model one of whose ops is another, with the operations of a convolution of 256 channels on 14 x 14 pixels."""
+        op = replace(
+            model.ops[1],
+            target=target,
+            outputs=(TensorSpec(shape=shape, dtype="float32"),),
+            flops_forward=Size.per_sample(2 * 256 * 14 * 14 * 2304),
+        )
+        changed = replace(model, ops=(model.ops[0], op, *model.ops[2:]))
+        layers = graph_layers(changed, FLEET)
+        costs = [layers.cost("A100-SXM-80GB", kind, Widths(), 8) for kind in layers.layers]
+        return sum(cost.forward_s for cost in costs if cost)
+
+    image = (Size.per_sample(1), Size.of(256), Size.of(14), Size.of(14))
+    as_product = forward_s("aten.linear.default", Size.per_sample(14 * 14), Size.of(256))
+    assert forward_s("aten.conv2d.default", *image) == pytest.approx(as_product)
+    assert forward_s("aten.linear.default", *image) > as_product

@@ -14,12 +14,15 @@ from heterodyne.errors import ClusterError
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.clock import play
 from heterodyne.plan.schedules.times import StageTimes, chain
+from heterodyne.predictor.constants import constants
 from heterodyne.predictor.devices import chip_of, network_of
 from heterodyne.predictor.footprint import footprint, layer_activation_bytes
+from heterodyne.predictor.kernels import Attention, Kernels, Product
+from heterodyne.predictor.passes import Passes
 from heterodyne.predictor.prediction import predicted
+from heterodyne.predictor.roofline import kernels_s, product_s
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.software import Software, software_of
-from heterodyne.predictor.step import _played_s
 from heterodyne.predictor.transformer import Transformer
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, vocab=51200, seq=1024, ffn=8192)
@@ -62,15 +65,26 @@ def test_an_unknown_schedule_is_refused() -> None:
 
 
 @given(
-    forward=st.lists(st.floats(0.1, 2), min_size=2, max_size=4),
-    many=st.integers(1, 40),
+    pp=st.sampled_from([2, 3, 4]),
+    many=st.integers(1, 60),
     schedule=st.sampled_from(["1F1B", "GPipe", "ZBH1"]),
+    seq=st.sampled_from([128, 1024]),
 )
-def test_a_long_row_of_micro_batches_goes_on_as_it_went(forward: list[float], many: int, schedule: str) -> None:
-    times = tuple(StageTimes(forward_s=f, input_s=f, weight_s=f / 2) for f in forward)
-    orders = SCHEDULES[schedule].orders(len(times), 1, many)
-    whole = play(orders, times, reads=chain(len(times), 0.1)).makespan_s
-    assert _played_s(times, len(times), many, schedule, 0.1) == pytest.approx(whole, rel=0.02, abs=0.2)
+def test_a_long_row_of_micro_batches_is_as_if_all_were_played(pp: int, many: int, schedule: str, seq: int) -> None:
+    model = replace(GPT, seq=seq)
+    setup = Setup(global_batch=2 * many, micro_batch=2, pp=pp, schedule=schedule, software=Software(overlap_sends=True))
+    told = predicted(model, setup, A100, NODE).time
+    passes = Passes(
+        model=model, setup=setup, chip=chip_of(A100, "bf16", setup.software), network=NODE, known=constants()
+    )
+    (forward, backward), head = passes.layer, passes.head
+    times = []
+    for stage, layers in enumerate(setup.layers_of_stages(model.layers)):
+        last = stage == pp - 1
+        behind = layers * backward + head[1] * last + passes.added_s
+        times.append(StageTimes(forward_s=layers * forward + head[0] * last, input_s=behind / 2, weight_s=behind / 2))
+    whole = play(SCHEDULES[schedule].orders(pp, 1, many), times, reads=chain(pp, passes.send_s)).makespan_s
+    assert told.computing_s + told.bubble_s == pytest.approx(whole, rel=0.01)
 
 
 @given(tp=st.sampled_from([1, 2, 4, 8]), seq=st.sampled_from([512, 2048]), micro_batch=st.integers(1, 8))
@@ -131,3 +145,35 @@ def test_a_device_whose_datasheet_is_silent_is_refused_with_the_remedy() -> None
         chip_of(bare, "bf16", Software())
     with pytest.raises(ClusterError, match=r"peak of X1 in bf16 .* 'kinds'"):
         chip_of(replace(bare, memory_bandwidth_bytes_per_s=1e12), "bf16", Software())
+
+
+def test_a_partition_that_is_told_is_taken() -> None:
+    setup = Setup(global_batch=64, micro_batch=2, pp=4, partition=(3, 9, 9, 3))
+    assert setup.layers_of_stages(24) == (3, 9, 9, 3)
+    even = predicted(GPT, replace(setup, partition=()), A100, NODE).time
+    assert predicted(GPT, setup, A100, NODE).time.computing_s > even.computing_s
+
+
+def test_stopping_early_spares_the_last_product_of_each_layer() -> None:
+    no_head = replace(GPT, vocab=1)
+    whole, early = (
+        predicted(
+            no_head,
+            Setup(global_batch=64, micro_batch=64, recompute="full", software=Software(stops_early=stops)),
+            A100,
+            NODE,
+        ).step_s
+        for stops in (False, True)
+    )
+    down = Product(m=64 * GPT.seq, n=GPT.hidden, k=GPT.ffn)
+    spared = GPT.layers * product_s(down, chip_of(A100, "bf16", Software()))
+    assert whole - early == pytest.approx(spared)
+
+
+@given(seq=st.integers(1, 10**6))
+def test_a_flash_kernel_does_half_of_its_rate_at_a_length_that_is_told(seq: int) -> None:
+    chip = replace(chip_of(A100, "bf16", Software()), attention_half=500.0, memory_bytes_per_s=1e30, launch_s=0.0)
+    one = Kernels(attention=(Attention(flops=1e12, bytes=1.0, seq=seq),))
+    long = Kernels(attention=(Attention(flops=1e12, bytes=1.0),))
+    slower = [a / b for a, b in zip(kernels_s(one, chip), kernels_s(long, chip), strict=True)]
+    assert slower == pytest.approx([1 + 500 / seq] * 2)
