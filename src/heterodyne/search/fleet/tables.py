@@ -54,8 +54,23 @@ class Table:
         return self._update[stop] - self._update[start]
 
     def reduced_bytes(self, start: int, stop: int) -> float:
-        """Gradients of whole layers, over all devices of the stage."""
+        """Gradients of whole layers: of one copy of what is no expert's, and of one set of the experts."""
         return self._reduced[stop] - self._reduced[start]
+
+    def expert_bytes(self, start: int, stop: int) -> float:
+        """Of these, those of the experts."""
+        return self._experts[stop] - self._experts[start]
+
+    @cached_property
+    def expert_width(self) -> int:
+        """Devices of the stage over which one set of the experts lies; 0 where there are none."""
+        own = [self.widths.devices // cost.expert_copies for cost in self.costs if cost.expert_bytes]
+        return max(own, default=0)
+
+    @property
+    def may_stand_alone(self) -> bool:
+        """Whether a pipeline of such stages is more than as many replicas of it, each with a part of the micro-batch."""
+        return self.widths.data == 1 or self.expert_width > 0
 
     def output_bytes(self, stop: int) -> float:
         """What a stage that ends before layer ``stop`` sends."""
@@ -128,10 +143,16 @@ class Table:
     def _reduced(self) -> list[float]:
         return _sums(
             [
-                self.widths.tensor * (cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes)
-                for cost in self.costs
+                self.widths.tensor * (_reduced(cost) - cost.expert_bytes) + self._of_set(cost) for cost in self.costs
             ]
         )
+
+    @cached_property
+    def _experts(self) -> list[float]:
+        return _sums([self._of_set(cost) for cost in self.costs])
+
+    def _of_set(self, cost: LayerCost) -> float:
+        return self.widths.devices / cost.expert_copies * cost.expert_bytes
 
     @cached_property
     def _redone(self) -> Floats:
@@ -165,6 +186,10 @@ class Tables:
             known = [cost for cost in own if cost is not None]
             self._known[key] = Table(known, widths) if len(known) == len(own) else None
         return self._known[key]
+
+
+def _reduced(cost: LayerCost) -> int:
+    return cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes
 
 
 def _sums(values: Sequence[float]) -> list[float]:
