@@ -19,13 +19,14 @@ from time import monotonic
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.columns import Columns, together
 from heterodyne.search.fleet.counts import Limits, shortest_s
 from heterodyne.search.fleet.improve import Steps, climb
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, Weighed
-from heterodyne.search.fleet.shapes import Shapes, shapes
+from heterodyne.search.fleet.shapes import Kind, Shapes, kinds_of, shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Floats, Tables
 
@@ -55,6 +56,7 @@ class Search:
     bound_s: float = inf
     stopped: bool = False
     _shapes: dict[tuple[int, int], Shapes | None] = field(default_factory=dict)
+    _kinds: dict[int, tuple[Kind, ...]] = field(default_factory=dict)
     _work: int = 0
 
     @property
@@ -82,7 +84,11 @@ class Search:
         known = [
             size
             for size in wanted
-            if size <= most and any(self.tables.table(kind, widths, size) is not None for kind, widths in sorted(kinds))
+            if size <= most
+            and any(
+                (table := self.tables.table(kind, widths, size)) is not None and table.may_stand_alone
+                for kind, widths in sorted(kinds)
+            )
         ]
         return tuple(sorted(known))
 
@@ -236,6 +242,7 @@ class Search:
             predictor=self.predictor,
             columns=columns,
             sizes=self.sizes,
+            widths=self._widths,
             recompute=self.space.recompute,
             shard_optimizer=self.space.shard_optimizer,
             most_pipelines=self.space.max_pipelines,
@@ -262,6 +269,11 @@ class Search:
             if score(found) < score(best):
                 best = found
         return best
+
+    def _widths(self, pool: str, size: int) -> tuple[Widths, ...]:
+        if size not in self._kinds:
+            self._kinds[size] = kinds_of(self.fleet, self.tables, size, self.space)
+        return tuple(kind.widths for kind in self._kinds[size] if kind.name == pool)
 
     def _within(self, mix: Mix, prices: Floats | None, budget: float) -> bool:
         if prices is None or budget == inf:
