@@ -63,7 +63,9 @@ class Steps:
         yield from self._rewidened(template, shards)
         for size in self.sizes:
             if size != template.micro_batch:
-                for other in self._known(self._fitted(replace(template, micro_batch=size), shards)):
+                sized = self._fitted(replace(template, micro_batch=size), shards)
+                # Where its widths do not divide the size, others may.
+                for other in self._known(sized) or self._rewidened(sized, shards):
                     yield other
                     if len(template.stages) <= _FEW:
                         yield from self._moved(other, shards)

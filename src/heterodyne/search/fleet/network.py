@@ -108,7 +108,10 @@ class Rings:
         ]
         spreads = [
             [
-                (self._spread(s, share, count, s.width), self._spread(s, share, count, table.expert_width))
+                (
+                    self._spread(s, share, count, s.width),
+                    self._spread(s, share, count, table.expert_width) if table.expert_width else None,
+                )
                 for s, share, table in zip(template.stages, own, table_of[template], strict=True)
             ]
             for (template, count), own in zip(placed, shares, strict=True)
@@ -117,23 +120,22 @@ class Rings:
             for stage, (dense, expert) in zip(template.stages, spread, strict=True):
                 for part in range(parts[stage.start], parts[stage.stop]):
                     nodes[part] += dense.nodes
-                    of_experts[part] += expert.nodes
+                    of_experts[part] += expert.nodes if expert else 0
                     pools[part][stage.pool] = None
         longest = 0.0
         for (template, _), own, spread in zip(placed, shares, spreads, strict=True):
             loads = []
             inside = []
             for stage, (dense, expert), table in zip(template.stages, spread, table_of[template], strict=True):
-                load = 0.0
-                for part in range(parts[stage.start], parts[stage.stop]):
-                    experts = table.expert_bytes(cuts[part], cuts[part + 1])
-                    size = table.reduced_bytes(cuts[part], cuts[part + 1]) - experts
-                    load += self._ring_s(stage.pool, pools[part], nodes[part], dense.part * size)
-                    load += self._ring_s(stage.pool, pools[part], of_experts[part], expert.part * experts)
+                load = within = 0.0
+                rings = [(dense, nodes, table.dense_bytes)] + ([(expert, of_experts, table.expert_bytes)] if expert else [])
+                for spread_of, held, size in rings:
+                    for part in range(parts[stage.start], parts[stage.stop]):
+                        sent = spread_of.part * size(cuts[part], cuts[part + 1])
+                        load += self._ring_s(stage.pool, pools[part], held[part], sent)
+                    within += self._inside_s(stage.pool, spread_of, size(stage.start, stage.stop))
                 loads.append(load)
-                experts = table.expert_bytes(stage.start, stage.stop)
-                size = table.reduced_bytes(stage.start, stage.stop) - experts
-                inside.append(self._inside_s(stage.pool, dense, size) + self._inside_s(stage.pool, expert, experts))
+                inside.append(within)
             longest = max(longest, _fullest(template, loads, inside, own))
         most = max(nodes)
         waits = [self._latency_s(stage.pool, pools[parts[stage.start]]) for t, _ in placed for stage in t.stages]
@@ -179,8 +181,7 @@ class Rings:
         return _Share(replicas=min(count, max(1, places // stages)), stages=stages)
 
     def _spread(self, stage: Stage, share: _Share, count: int, width: int) -> _Spread:
-        """``width``: devices over which one copy lies; 0: there is nothing of it."""
-        width = max(1, width)
+        """``width``: devices over which one copy lies."""
         own = min(stage.devices, self.fleet.pool(stage.pool).devices_per_node)  # of the stage, on a node
         nodes = stage.devices // own
         return _Spread(

@@ -353,14 +353,9 @@ class _Grown:
         count = 0
         for depth in range(1, min(layers, self.space.max_stages) + 1):
             held = min(depth, self.held_at_most)
-            longer = []
-            for number, kind in enumerate(self.kinds):
-                cost = _cost(kind, held, self.shards, self.space.recompute)
-                if not np.isfinite(cost).any():
-                    continue
-                grown = self._extend(frontier, number, cost, room)
-                if grown is not None:
-                    longer.append(grown)
+            several = np.array([int(pools).bit_count() for pools in frontier.pools])
+            grown = (self._extend(frontier, several, number, held, room) for number in range(len(self.kinds)))
+            longer = [rows for rows in grown if rows is not None]
             if not longer:
                 break
             frontier = _joined(longer)
@@ -389,13 +384,13 @@ class _Grown:
             _kind=np.concatenate(own_kinds),
         )
 
-    def _extend(self, rows: _Frontier, number: int, cost: Floats, room: Ints) -> _Frontier | None:
+    def _extend(self, rows: _Frontier, several: Ints, number: int, held: int, room: Ints) -> _Frontier | None:
+        """By a stage of a kind before each row that may have one. ``several``: pools of each row."""
         kind, pools, mixed_run = self.kinds[number], self.pools_of[number], self.mixed_run
         alone = kind.table.may_stand_alone
         same = rows.kind == number
         other = (rows.pools >> kind.pool) & 1 == 0
-        several = np.array([int(p).bit_count() for p in rows.pools])
-        first = rows.pools == 0
+        first = several == 0
         # A row of one pool may be long; a row of several has at most so many stages on each.
         short = ((several < 2) & alone) | (rows.run < mixed_run)
         most = np.minimum(rows.most, pools)
@@ -403,6 +398,9 @@ class _Grown:
         allowed &= rows.devices[:, kind.pool] + kind.devices <= room[kind.pool]
         chosen = np.flatnonzero(allowed)
         if not len(chosen):
+            return None
+        cost = _cost(kind, held, self.shards, self.space.recompute)
+        if not np.isfinite(cost).any():
             return None
         reached, total = _grow(cost, rows.reached[chosen], rows.total[chosen])
         alive = np.isfinite(reached).any(axis=1)

@@ -57,8 +57,12 @@ class Table:
         """Gradients of whole layers: of one copy of what is no expert's, and of one set of the experts."""
         return self._reduced[stop] - self._reduced[start]
 
+    def dense_bytes(self, start: int, stop: int) -> float:
+        """Of these, those of all but the experts."""
+        return self.reduced_bytes(start, stop) - self.expert_bytes(start, stop)
+
     def expert_bytes(self, start: int, stop: int) -> float:
-        """Of these, those of the experts."""
+        """And those of the experts."""
         return self._experts[stop] - self._experts[start]
 
     @cached_property
