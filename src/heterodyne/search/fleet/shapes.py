@@ -9,7 +9,7 @@ grows with kinds and stages and not with devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import ceil
@@ -231,7 +231,7 @@ def shapes(
     kinds = kinds_of(fleet, tables, micro_batch, space)
     if not kinds:
         return None
-    chosen = chosen_of(kinds, space)
+    chosen = chosen_of(kinds, space, {pool.name: pool.devices_per_node for pool in fleet.pools})
     grown = _Grown(
         fleet=fleet,
         kinds=chosen.kinds,
@@ -258,9 +258,12 @@ class Chosen:
     run: int
 
 
-def chosen_of(kinds: Sequence[Kind], space: Space) -> Chosen:
+def chosen_of(kinds: Sequence[Kind], space: Space, per_node: Mapping[str, int]) -> Chosen:
     """So that the work stays about within its limit (`Space.cells`), the fastest and the one that needs least memory of those with as
-    many devices of a pool; in rows over three pools and more the last one only.
+    many devices of a pool; in rows over three pools and more the last one only, as far as it is in one node.
+
+    Args:
+        per_node: devices of a node, by pool.
     """
     layers = len(kinds[0].table.costs)
     most = space.cells / (layers + 1) ** 2
@@ -272,7 +275,7 @@ def chosen_of(kinds: Sequence[Kind], space: Space) -> Chosen:
     pairs = own if _pairs([kinds[n] for n in own]) <= most else few
     triples = pairs
     if space.max_pools > 2 and _pairs([kinds[n] for n in pairs]) + _triples([kinds[n] for n in pairs]) > most:
-        triples = [number for number in few if number in leanest]
+        triples = [number for number in few if number in leanest and kinds[number].devices <= per_node[kinds[number].name]]
     count_2 = _pairs([kinds[n] for n in pairs])
     count_3 = _triples([kinds[n] for n in triples]) if space.max_pools > 2 else 0
     run = 1
@@ -354,7 +357,10 @@ class _Grown:
         for depth in range(1, min(layers, self.space.max_stages) + 1):
             held = min(depth, self.held_at_most)
             several = np.array([int(pools).bit_count() for pools in frontier.pools])
-            grown = (self._extend(frontier, several, number, held, room) for number in range(len(self.kinds)))
+            if depth > 1 and np.all((several == 1) & (frontier.run > self.mixed_run)):
+                grown = iter([self._lengthened(frontier, held, room)])
+            else:
+                grown = (self._extend(frontier, several, number, held, room) for number in range(len(self.kinds)))
             longer = [rows for rows in grown if rows is not None]
             if not longer:
                 break
@@ -382,6 +388,35 @@ class _Grown:
             _node=node.astype(np.int64),
             _parent=np.concatenate(parents),
             _kind=np.concatenate(own_kinds),
+        )
+
+    def _lengthened(self, rows: _Frontier, held: int, room: Ints) -> _Frontier | None:
+        """What `_extend` makes of rows of one kind each that no other pool joins any more, all at once."""
+        kinds = [self.kinds[number] for number in rows.kind]
+        own = np.array([kind.pool for kind in kinds])
+        need = np.array([kind.devices for kind in kinds])
+        at = np.arange(len(kinds))
+        chosen = np.flatnonzero(rows.alone & (rows.devices[at, own] + need <= room[own]))
+        if not len(chosen):
+            return None
+        cost = np.stack([_cost(kinds[number], held, self.shards, self.space.recompute) for number in chosen])
+        reached, total = _grown(cost, rows.reached[chosen], rows.total[chosen])
+        alive = np.isfinite(reached).any(axis=1)
+        chosen = chosen[alive]
+        if not len(chosen):
+            return None
+        devices = rows.devices[chosen].copy()
+        devices[np.arange(len(chosen)), own[chosen]] += need[chosen]
+        return _Frontier(
+            node=rows.node[chosen],
+            kind=rows.kind[chosen],
+            pools=rows.pools[chosen],
+            run=rows.run[chosen] + 1,
+            most=rows.most[chosen],
+            alone=rows.alone[chosen],
+            devices=devices,
+            reached=reached[alive],
+            total=total[alive],
         )
 
     def _extend(self, rows: _Frontier, several: Ints, number: int, held: int, room: Ints) -> _Frontier | None:
@@ -423,19 +458,23 @@ class _Grown:
 
 
 def _grow(cost: Floats, reached: Floats, total: Floats) -> tuple[Floats, Floats]:
-    """One more stage before each row."""
-    layers = cost.shape[0]
+    """One more stage before each row, of the same kind."""
     longest = np.empty_like(reached)
     whole = np.empty_like(total)
-    step = max(1, _CELLS // layers**2)
-    at = np.arange(layers)[None, :]
+    step = max(1, _CELLS // cost.shape[0] ** 2)
     for low in range(0, len(reached), step):
         own = slice(low, low + step)
-        worse = np.maximum(cost[None, :, :], reached[own, None, :])
-        stop = worse.argmin(axis=2)
-        longest[own] = np.take_along_axis(worse, stop[:, :, None], axis=2)[:, :, 0]
-        whole[own] = cost[at, stop] + np.take_along_axis(total[own], stop, axis=1)
+        longest[own], whole[own] = _grown(cost[None, :, :], reached[own], total[own])
     return longest, whole
+
+
+def _grown(cost: Floats, reached: Floats, total: Floats) -> tuple[Floats, Floats]:
+    """One more stage before each row. Shapes: [rows or 1, layers + 1, layers + 1], twice [rows, layers + 1]."""
+    worse = np.maximum(cost, reached[:, None, :])
+    stop = worse.argmin(axis=2)
+    row, start = np.arange(len(reached))[:, None], np.arange(cost.shape[1])[None, :]
+    own = cost[row if len(cost) > 1 else 0, start, stop]
+    return worse[row, start, stop], own + total[row, stop]
 
 
 def _cost(kind: Kind, held: int, shards: int, recompute: bool) -> Floats:
