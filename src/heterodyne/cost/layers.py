@@ -37,6 +37,11 @@ class Widths(NamedTuple):
         """Of every parameter that is no expert's, in one stage."""
         return self.context * self.data
 
+    @property
+    def in_words(self) -> str:
+        """``tensor 4 x data 2``; "" for one device."""
+        return " x ".join(f"{name} {width}" for name, width in zip(self._fields, self, strict=True) if width > 1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:

@@ -1,7 +1,7 @@
 """The table of layer costs of any captured model, op by op, filled from datasheets.
 
-The layers are the blocks of the graph. Devices of a stage have samples of their own; layers in parts are not here: what an op costs in parts
-follows from the sharding of the graph.
+The layers are the blocks of the graph. Devices of a stage have samples of their own; layers in parts are not here: what an op costs in
+parts follows from the sharding of the graph.
 """
 
 from __future__ import annotations

@@ -163,7 +163,8 @@ def predicted_layers(
     Raises ClusterError for a kind whose datasheet lacks a number that is needed.
     """
     software = software or Software()
-    chips, networks, reach = {}, {}, {}
+    chips, networks = {}, {}
+    reach: dict[str, int] = {}
     for pool in fleet.pools:
         if pool.kind not in chips:
             device = fleet.accelerator(pool.kind)

@@ -128,7 +128,9 @@ class Rings:
             inside = []
             for stage, (dense, expert), table in zip(template.stages, spread, table_of[template], strict=True):
                 load = within = 0.0
-                rings = [(dense, nodes, table.dense_bytes)] + ([(expert, of_experts, table.expert_bytes)] if expert else [])
+                rings = [(dense, nodes, table.dense_bytes)] + (
+                    [(expert, of_experts, table.expert_bytes)] if expert else []
+                )
                 for spread_of, held, size in rings:
                     for part in range(parts[stage.start], parts[stage.stop]):
                         sent = spread_of.part * size(cuts[part], cuts[part + 1])

@@ -143,12 +143,18 @@ def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space, *, ev
             table = tables.table(pool.kind, widths, micro_batch)
             # Over several nodes micro-batches alone are not shared, unless a node is one device: it would be further replicas.
             beyond = widths.devices > pool.devices_per_node > 1
-            if table is not None and (table.may_stand_alone or not beyond):
+            runs = table is not None and (not space.runnable or _runs(widths, table))
+            if table is not None and runs and (table.may_stand_alone or not beyond):
                 own.append(
                     Kind(pool=number, name=pool.name, widths=widths, memory_bytes=float(pool.memory_bytes), table=table)
                 )
         found += own if every else undominated(own, first)
     return tuple(found)
+
+
+def _runs(widths: Widths, table: Table) -> bool:
+    """Whether this library's runtime has such stages."""
+    return sum(width > 1 for width in widths) <= 1 and (not table.expert_width or widths.copies == 1)
 
 
 def _connected(fleet: Fleet, pool: Pool, devices: int) -> bool:
@@ -275,7 +281,9 @@ def chosen_of(kinds: Sequence[Kind], space: Space, per_node: Mapping[str, int]) 
     pairs = own if _pairs([kinds[n] for n in own]) <= most else few
     triples = pairs
     if space.max_pools > 2 and _pairs([kinds[n] for n in pairs]) + _triples([kinds[n] for n in pairs]) > most:
-        triples = [number for number in few if number in leanest and kinds[number].devices <= per_node[kinds[number].name]]
+        triples = [
+            number for number in few if number in leanest and kinds[number].devices <= per_node[kinds[number].name]
+        ]
     count_2 = _pairs([kinds[n] for n in pairs])
     count_3 = _triples([kinds[n] for n in triples]) if space.max_pools > 2 else 0
     run = 1

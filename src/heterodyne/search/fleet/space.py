@@ -17,6 +17,7 @@ class Space:
         pools: by name; None: all.
         max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_pipelines``: beside each other.
         max_width, max_context, max_data: of a stage (`Widths`).
+        runnable: only stages that this library runs: the devices of one share their work in one way, experts only with their layers.
         micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
         cells: of the tables of stages that are worked through for one micro-batch size.
         columns: kinds of pipelines among which counts are chosen exactly.
@@ -30,6 +31,7 @@ class Space:
     max_context: int = 1024
     max_data: int = 1024
     max_pipelines: int | None = None
+    runnable: bool = False
     micro_batches: tuple[int, ...] | None = None
     recompute: bool = True
     shard_optimizer: bool = True

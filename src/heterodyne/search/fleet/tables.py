@@ -146,9 +146,7 @@ class Table:
     @cached_property
     def _reduced(self) -> list[float]:
         return _sums(
-            [
-                self.widths.tensor * (_reduced(cost) - cost.expert_bytes) + self._of_set(cost) for cost in self.costs
-            ]
+            [self.widths.tensor * (_reduced(cost) - cost.expert_bytes) + self._of_set(cost) for cost in self.costs]
         )
 
     @cached_property

@@ -42,7 +42,11 @@ class Drawn:
         return (Widths(), *map(Widths._make, _TWO[: self.ways])) if device_kind in self.speed else ()
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
-        if widths not in self.widths(device_kind) or micro_batch % widths.data or micro_batch // widths.data > self.most:
+        if (
+            widths not in self.widths(device_kind)
+            or micro_batch % widths.data
+            or micro_batch // widths.data > self.most
+        ):
             return None
         width, own = widths.tensor, micro_batch / widths.copies
         work = {"embedding": 0.1, "block": 1.0, "head": self.head}[layer_kind]
@@ -67,9 +71,7 @@ class Drawn:
         )
 
 
-def drawn(
-    chance: random.Random, *, devices: int = 6, blocks: int = 8, ways: int = 1
-) -> tuple[Fleet, Drawn, int]:
+def drawn(chance: random.Random, *, devices: int = 6, blocks: int = 8, ways: int = 1) -> tuple[Fleet, Drawn, int]:
     """A fleet of one to three kinds, a model and a global batch; ``ways``: in how many the two devices of a stage may share its work."""
     kinds = chance.choice([1, 2, 2, 2, 3])
     pools = []

@@ -100,7 +100,7 @@ def test_another_model_and_too_many_stages_are_refused() -> None:
     asked = plan([3], ["new", "new"], replicas=1, count=2, micro_batch=1, missing=0, layout="stages", again=False)
     with pytest.raises(PlanError, match="for 8 layers, and model Chain has 6 blocks"):
         device_plan(asked, FLEET, graph(4))
-    wide = replace(asked.groups[0].template.stages[0], width=8)
+    wide = replace(asked.groups[0].template.stages[0], width=16)
     template = replace(asked.groups[0].template, stages=(wide, asked.groups[0].template.stages[1]))
-    with pytest.raises(PlanError, match="no node of new has 8 devices left"):
+    with pytest.raises(PlanError, match="no node of new has 16 devices left"):
         device_plan(replace(asked, groups=(replace(asked.groups[0], template=template),)), FLEET, MODEL)
