@@ -18,7 +18,7 @@ from heterodyne.search.fleet.tables import Floats
 
 __all__ = ["Columns", "together"]
 
-_ALONE = 3  # shapes for each number of pipelines that are all alike
+_ALONE = 6  # shapes for each number of pipelines that are all alike
 _ONE_BY_ONE = 8  # numbers of pipelines up to which every number is tried
 
 
