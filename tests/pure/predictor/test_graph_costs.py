@@ -30,7 +30,10 @@ def test_layers_are_the_blocks_of_the_graph() -> None:
 def test_devices_that_share_a_micro_batch_have_their_part_each_and_send_all_of_it() -> None:
     layers = graph_layers(graph(3), FLEET)
     for kind in set(layers.layers):
-        four, one = layers.cost("A100-SXM-80GB", kind, Widths(data=4), 8), layers.cost("A100-SXM-80GB", kind, Widths(), 2)
+        four, one = (
+            layers.cost("A100-SXM-80GB", kind, Widths(data=4), 8),
+            layers.cost("A100-SXM-80GB", kind, Widths(), 2),
+        )
         assert one is not None
         assert four == replace(one, output_bytes=4 * one.output_bytes)
 

@@ -101,7 +101,9 @@ def test_tokens_that_travel_between_nodes_take_longer_over_slower_links() -> Non
         for gbps in (5e9, 100e9)
     )  # fmt: skip
     assert slow.forward_s > fast.forward_s
-    outside = 2 * ROUTED.seq * ROUTED.topk * ROUTED.hidden * 2 / 2 * 8  # twice, half of it to the other node, of eight devices
+    outside = (
+        2 * ROUTED.seq * ROUTED.topk * ROUTED.hidden * 2 / 2 * 8
+    )  # twice, half of it to the other node, of eight devices
     between = network_of(fleet().accelerator(KIND), 8, between_bytes_per_s=1.0).between_bytes_per_s
     assert slow.forward_s - fast.forward_s == pytest.approx(outside / between * (1 / 5e9 - 1 / 100e9), rel=0.01)
 

@@ -11,7 +11,7 @@ Steps 1 to 3 find cuts and counts that are best for slowest stages; played time 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from time import monotonic
@@ -125,6 +125,13 @@ class Search:
                 pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
                 best = self._played(pairs, best, score, prices, budget, by_time)
         return best if best is None else self._improved(best, list(columns), score, prices, budget, by_time)
+
+    def alone(self, pool: str, work: int) -> Search:
+        """A search of what one pool does, with the shapes that are known of it. ``work``: as in `Space`."""
+        number = [own.name for own in self.fleet.pools].index(pool)
+        known = {key: None if rows is None else rows.of_pool(number) for key, rows in self._shapes.items()}
+        space = replace(self.space, pools=(pool,), work=work)
+        return Search(predictor=self.predictor, space=space, deadline_s=self.deadline_s, _shapes=known)
 
     def weigh(self, mix: Mix, below_s: float = inf) -> Weighed | None:
         """The best way to run these pipelines: every layout and schedule of the space that makes a difference.

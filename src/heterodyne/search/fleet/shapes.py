@@ -10,7 +10,7 @@ grows with kinds and stages and not with devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import ceil
 
@@ -74,6 +74,20 @@ class Shapes:
 
     def __len__(self) -> int:
         return len(self.longest_s)
+
+    def of_pool(self, pool: int) -> Shapes | None:
+        """The rows over one pool only; None if there is none."""
+        others = np.delete(self.devices, pool, axis=1)
+        own = np.flatnonzero(others.sum(axis=1) == 0)
+        if not len(own):
+            return None
+        return replace(
+            self,
+            longest_s=self.longest_s[own],
+            total_s=self.total_s[own],
+            devices=self.devices[own],
+            _node=self._node[own],
+        )
 
     def templates(self, row: int) -> list[Template]:
         """With the cut whose slowest stage is fastest, and with those that are best for few micro-batches.

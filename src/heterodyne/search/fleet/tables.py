@@ -41,6 +41,7 @@ class Table:
 
     costs: Sequence[LayerCost]
     widths: Widths
+    _held: dict[tuple[int, float], tuple[Floats, Floats]] = field(default_factory=dict, repr=False, compare=False)
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -103,13 +104,21 @@ class Table:
 
         Recomputed where it does not fit otherwise and ``recompute`` allows it. Shape [layers + 1, layers + 1].
         """
-        plain, again, fixed, optimizer, kept, kept_again = self._square
-        fixed = fixed + optimizer / shards
-        found = np.where(fixed + held * kept <= memory_bytes, plain, np.inf)
-        if recompute:
-            redone = np.where(fixed + self._redone + held * kept_again <= memory_bytes, again, np.inf)
-            found = np.minimum(found, redone)
+        plain, again = self._square[:2]
+        most, most_again = self._most_held(shards, memory_bytes)
+        redone = np.where(held <= most_again, again, np.inf) if recompute else np.inf
+        found: Floats = np.where(held <= most, plain, redone)
         return found
+
+    def _most_held(self, shards: int, memory_bytes: float) -> tuple[Floats, Floats]:
+        """Micro-batches for which there is memory in every stage, kept and recomputed; a search asks for many numbers of them in turn."""
+        key = (shards, memory_bytes)
+        if key not in self._held:
+            _, _, fixed, optimizer, kept, kept_again = self._square
+            room = memory_bytes - (fixed + optimizer / shards)
+            self._held.clear()
+            self._held[key] = (_times(room, kept), _times(room - self._redone, kept_again))
+        return self._held[key]
 
     @cached_property
     def _forward(self) -> list[float]:
@@ -188,6 +197,13 @@ class Tables:
             known = [cost for cost in own if cost is not None]
             self._known[key] = Table(known, widths) if len(known) == len(own) else None
         return self._known[key]
+
+
+def _times(room: Floats, each: Floats) -> Floats:
+    """How often something goes into a room; negative where there is none."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Floats = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, -1.0)).astype(np.float32)
+    return found
 
 
 def _reduced(cost: LayerCost) -> int:
