@@ -1,4 +1,4 @@
-"""Stages whose devices share layers, sequences, micro-batches and experts: which ways are looked at, what they exchange, what only they can."""
+"""Stages whose devices share layers, sequences, micro-batches and experts: the ways there are, what is exchanged, what only they can."""
 
 from __future__ import annotations
 
