@@ -111,7 +111,7 @@ def test_devices_of_a_stage_share_it_in_the_way_of_the_plan(shared: dict[str, in
     stage = made.pipelines[0].stages[0]
     assert len(stage.devices) == template.stages[0].devices
     assert stage.regions[0].layout.kind == way
-    both = replace(template.stages[0], width=2, data=2)
+    both = replace(template.stages[0], width=2, context=1, data=2)
     with pytest.raises(PlanError, match="share their work by tensor 2 x data 2"):
         device_plan(
             replace(wide, groups=(replace(wide.groups[0], template=replace(template, stages=(both, second))),)),
