@@ -1,7 +1,8 @@
 """The fleet planner against every plan there is: small random models on small random fleets, all plans tried, one played time.
 
 Fleets of one to three kinds with up to six devices, models of up to eight blocks with an embedding and a head, batches of 4 to 64
-samples, links from slow to fast and memory from scarce to plenty. The exhaustive search passes over a plan only where pipelines that
+samples, links from slow to fast and memory from scarce to plenty; in two of five, stages may share sequences and
+micro-batches too. The exhaustive search passes over a plan only where pipelines that
 never wait would be no faster than the planner's result. Instances come in the order of their numbers; one whose exhaustive search
 would be too long is cut to fewer devices before anything is searched.
 """
@@ -20,7 +21,13 @@ from heterodyne.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import drawn, search_of
 
 CASES, QUICK_CASES = 300, 60
-SIZES = ((3, 8), (4, 6), (4, 8), (5, 5), (6, 4))  # devices, blocks
+SIZES = (
+    (3, 6, 3),
+    (4, 4, 3),
+    (4, 8, 1),
+    (5, 5, 1),
+    (6, 4, 1),
+)  # devices, blocks, ways in which two devices share a stage
 
 
 def main() -> int:
@@ -31,8 +38,8 @@ def main() -> int:
     nothing = 0
     for number in range(QUICK_CASES if options.quick else CASES):
         chance = random.Random(number)
-        devices, blocks = SIZES[number % len(SIZES)]
-        fleet, costs, samples = drawn(chance, devices=devices, blocks=blocks)
+        devices, blocks, ways = SIZES[number % len(SIZES)]
+        fleet, costs, samples = drawn(chance, devices=devices, blocks=blocks, ways=ways)
         began = process_time()
         search = search_of(fleet, costs, samples)
         best = search.run(lambda weighed: weighed.predicted.step_s)

@@ -1,6 +1,6 @@
 """Seconds that planning takes, from 32 devices of two kinds to 25,000 of six.
 
-The first rows are from measured layers, the others from tables by FLOPs and bytes. Nothing is kept between repeats. Memory is the most
+The first rows are from measured layers, the others from datasheets by the predictor. Nothing is kept between repeats. Memory is the most
 that the process ever held.
 """
 
@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from fleets import LLAMA_70B, MOE_1800B, fleet_of, with_profiles
+from fleets import LLAMA_3_70B, MOE_1800B, fleet_of, with_profiles
 from results import Results, spread
 
+from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layer_profiles import read_layer_profiles
 from heterodyne.cost.layers import LayerCosts
+from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.search.fleet.planner import FleetPlanner
 
 REPEATS, QUICK_REPEATS = 5, 2
@@ -26,7 +28,7 @@ REPEATS, QUICK_REPEATS = 5, 2
 class Row:
     name: str
     fleet: dict[str, int]
-    costs: Callable[[], LayerCosts]
+    costs: Callable[[Fleet], LayerCosts]
     global_batch: int
     most_s: float
 
@@ -38,35 +40,35 @@ def main() -> int:
         Row(
             name="OPT-350M on 32 GPUs of 2 kinds",
             fleet={"A100-40": 16, "V100-16": 16},
-            costs=lambda: read_layer_profiles(options.profiles, "OPT-350"),
+            costs=lambda _: read_layer_profiles(options.profiles, "OPT-350"),
             global_batch=1024,
             most_s=0.5,
         ),
         Row(
             name="Llama-3-8B on 128 GPUs of 3 kinds",
             fleet={"GH-96": 32, "A100-40": 48, "V100-16": 48},
-            costs=lambda: read_layer_profiles(options.profiles, "LLAMA-3-8"),
+            costs=lambda _: read_layer_profiles(options.profiles, "LLAMA-3-8"),
             global_batch=1024,
             most_s=2.0,
         ),
         Row(
-            name="a 70B model on 1,024 GPUs of 4 kinds",
-            fleet={"H100-80": 256, "A100-80": 256, "A100-40": 256, "L40S-48": 256},
-            costs=lambda: LLAMA_70B,
+            name="Llama-3-70B on 1,024 GPUs of 4 kinds",
+            fleet={"H100-SXM-80GB": 256, "A100-SXM-80GB": 256, "A100-SXM-40GB": 256, "L40S": 256},
+            costs=lambda fleet: predicted_layers(LLAMA_3_70B, fleet),
             global_batch=2048,
             most_s=5.0,
         ),
         Row(
             name="a 1.8T mixture on 25,000 GPUs of 6 kinds",
             fleet={
-                "B200-180": 2000,
-                "H200-141": 4000,
-                "H100-80": 8000,
-                "A100-80": 6000,
-                "GH-96": 2000,
-                "L40S-48": 3000,
+                "B200": 2000,
+                "H200-SXM-141GB": 4000,
+                "H100-SXM-80GB": 8000,
+                "A100-SXM-80GB": 6000,
+                "GH200-96GB": 2000,
+                "L40S": 3000,
             },
-            costs=lambda: MOE_1800B,
+            costs=lambda fleet: predicted_layers(MOE_1800B, fleet),
             global_batch=8192,
             most_s=30.0,
         ),
@@ -74,7 +76,8 @@ def main() -> int:
     for row in rows:
         seconds = []
         for _ in range(QUICK_REPEATS if options.quick else REPEATS):
-            planner = FleetPlanner(fleet=fleet_of(row.fleet), costs=row.costs(), global_batch=row.global_batch)
+            fleet = fleet_of(row.fleet)
+            planner = FleetPlanner(fleet=fleet, costs=row.costs(fleet), global_batch=row.global_batch)
             began = perf_counter()
             planned = planner.plan()
             seconds.append(perf_counter() - began)

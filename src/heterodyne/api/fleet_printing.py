@@ -11,6 +11,7 @@ from heterodyne.search.fleet.explain import family_in_words, step_in_words
 from heterodyne.search.fleet.families import outcomes
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Weighed
+from heterodyne.search.fleet.space import Space
 
 __all__ = ["show_change", "show_fleet_plan"]
 
@@ -19,7 +20,8 @@ def show_fleet_plan(
     fleet: Fleet, planner: FleetPlanner, found: Planned, *, seq: int | None, frontier: bool, families: bool
 ) -> None:
     """The fleet, the plan, what comes next, and whatever else was asked for. ``seq``: tokens of a sample, where samples have some."""
-    show(fleet_rows(fleet), stage_rows(planner.fleet, found.best.plan))
+    predictor = planner.search(Space()).predictor
+    show(fleet_rows(fleet), stage_rows(planner.fleet, found.best.plan, predictor.expert_width))
     show(ranked_rows(found, seq=seq))
     _say(step_in_words(found))
     if frontier:

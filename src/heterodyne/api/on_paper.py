@@ -71,7 +71,7 @@ def plan_on_paper(
     out.write_text(told, encoding="utf-8")
     say(f"wrote {out}")
     if wishes.export is not None:
-        path, text = _exported(job, planner.fleet, found, out, wishes.export)
+        path, text = _exported(job, planner, found, out, wishes.export)
         path.write_text(text, encoding="utf-8")
         say(f"wrote {path}")
     if wishes.runnable is not None:
@@ -109,7 +109,9 @@ def _planned(
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
     planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
-    space = Space(schedules=("1F1B",)) if wishes.export == "megatron" else Space()  # it has no other
+    space = Space(runnable=wishes.runnable is not None)
+    if wishes.export == "megatron":
+        space = replace(space, schedules=("1F1B",))  # it has no other
     return planner, planner.plan(wishes.objective, space=space, seconds=wishes.seconds, frontier=wishes.frontier)
 
 
@@ -125,8 +127,10 @@ def _runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan
     return made
 
 
-def _exported(job: Job, fleet: Fleet, found: Planned, out: Path, framework: str) -> tuple[Path, str]:
-    even = even_fleet_plan(found.best.plan, fleet, precision=job.training.precision)
+def _exported(job: Job, planner: FleetPlanner, found: Planned, out: Path, framework: str) -> tuple[Path, str]:
+    predictor, plan = planner.search(Space()).predictor, found.best.plan
+    experts = max(predictor.expert_width(g.template, n) for g in plan.groups for n in range(len(g.template.stages)))
+    even = even_fleet_plan(plan, planner.fleet, precision=job.training.precision, expert_width=experts)
     if framework == "megatron":
         return out.with_suffix(".megatron.txt"), shlex.join(megatron_arguments(even)) + "\n"
     if framework == "torchtitan":

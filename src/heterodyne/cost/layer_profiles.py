@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heterodyne.cost.layers import LayerCost, Widths
+from heterodyne.cost.layers import DATA_WIDTHS, LayerCost, Widths
 from heterodyne.errors import MeasureError
 
 __all__ = ["LayerProfiles", "LayerSizes", "read_layer_profiles"]
@@ -55,13 +55,15 @@ class LayerProfiles:
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
         known = {width for kind, width, _ in self.times if kind == device_kind}
         whole = sorted(width for width in known if all((width, part) in self.sizes for part in set(self.layers)))
-        return tuple(Widths(tensor=width) for width in whole)
+        return tuple(Widths(tensor=width, data=data) for width in whole for data in DATA_WIDTHS)
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
         key = (device_kind, layer_kind, widths, micro_batch)
         if key not in self._known:
-            own = self._cost(device_kind, layer_kind, widths.tensor, micro_batch)
-            self._known[key] = own if widths.copies == 1 else None
+            own = None
+            if widths.context == 1 and micro_batch % widths.data == 0:
+                own = self._cost(device_kind, layer_kind, widths.tensor, micro_batch // widths.data)
+            self._known[key] = None if own is None else own.beside(widths.data)
         return self._known[key]
 
     def _cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost | None:

@@ -6,10 +6,13 @@ as many rows as there are kinds of layers, however deep the model is. Measured p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-__all__ = ["LayerCost", "LayerCosts", "Widths"]
+__all__ = ["DATA_WIDTHS", "LayerCost", "LayerCosts", "Widths"]
+
+DATA_WIDTHS = (1, 2, 4, 8)
+"""In how many parts a stage may have its micro-batches wherever it is known what a layer costs one device."""
 
 
 class Widths(NamedTuple):
@@ -34,6 +37,11 @@ class Widths(NamedTuple):
         """Of every parameter that is no expert's, in one stage."""
         return self.context * self.data
 
+    @property
+    def in_words(self) -> str:
+        """``tensor 4 x data 2``; "" for one device."""
+        return " x ".join(f"{name} {width}" for name, width in zip(self._fields, self, strict=True) if width > 1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
@@ -50,7 +58,8 @@ class LayerCost:
         workspace_bytes: comes and goes inside a pass.
         output_bytes: of the whole micro-batch, what the next stage reads; as much comes back as its gradient.
         reduced_bytes: what replicas exchange of the gradients of this device; None: ``gradient_bytes``.
-        expert_bytes: of those, what belongs to experts that no other device of the stage has.
+        expert_bytes: of those, what belongs to experts; ``expert_copies``: devices of the stage that hold the same ones. Of everything
+            else there are `Widths.copies`.
     """
 
     forward_s: float
@@ -65,11 +74,16 @@ class LayerCost:
     workspace_bytes: int = 0
     reduced_bytes: int | None = None
     expert_bytes: int = 0
+    expert_copies: int = 1
 
     @property
     def state_bytes(self) -> int:
         """Gradients and what the optimizer keeps."""
         return self.gradient_bytes + self.optimizer_bytes
+
+    def beside(self, data: int) -> LayerCost:
+        """The same where so many devices each have such a micro-batch: what they send on is of all of them."""
+        return self if data == 1 else replace(self, output_bytes=data * self.output_bytes)
 
 
 class LayerCosts(Protocol):

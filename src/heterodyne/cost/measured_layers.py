@@ -1,7 +1,7 @@
 """The table of layer costs of a model that was measured: a small profile, one device of each kind, scaled to any number of them.
 
 The layers are the blocks of the graph. Seconds are the measured ones (scaled to the model in one piece, where that was measured too), bytes
-those of the graph. Only width 1 is here: nothing was measured in parts.
+those of the graph. Nothing was measured in parts: devices of a stage have samples of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from heterodyne.cluster.profile import Profile
 from heterodyne.cost.block_cost import block_cost
 from heterodyne.cost.compute import Compute, compute_of
-from heterodyne.cost.layers import LayerCost, Widths
+from heterodyne.cost.layers import DATA_WIDTHS, LayerCost, Widths
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph
 
@@ -69,19 +69,21 @@ class MeasuredLayers:
         return tuple(block.kind for block in self.graph.blocks)
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
-        return (Widths(),) if device_kind in self._measured else ()
+        return tuple(Widths(data=data) for data in DATA_WIDTHS) if device_kind in self._measured else ()
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
-        """None for a kind that was not measured, a width above 1, and above the largest micro-batch that was measured."""
-        if widths != Widths() or device_kind not in self._measured or layer_kind not in self._first:
+        """None for a kind that was not measured, parts of a layer or of a sequence, and above the largest micro-batch that was measured."""
+        whole = widths.tensor == widths.context == 1 and micro_batch % widths.data == 0
+        if not whole or device_kind not in self._measured or layer_kind not in self._first:
             return None
         compute = self._compute[device_kind]  # says what was not measured
-        if micro_batch > self._sizes[device_kind]:
+        own = micro_batch // widths.data
+        if own > self._sizes[device_kind]:
             return None
-        key = (device_kind, layer_kind, micro_batch)
+        key = (device_kind, layer_kind, own)
         if key not in self._made:
-            self._made[key] = self._cost(compute, device_kind, self._first[layer_kind], micro_batch)
-        return self._made[key]
+            self._made[key] = self._cost(compute, device_kind, self._first[layer_kind], own)
+        return self._made[key].beside(widths.data)
 
     def _cost(self, compute: Compute, device_kind: str, block: Block, size: int) -> LayerCost:
         measured = self.profile.devices[self._measured[device_kind]]

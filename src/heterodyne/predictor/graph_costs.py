@@ -1,6 +1,7 @@
 """The table of layer costs of any captured model, op by op, filled from datasheets.
 
-The layers are the blocks of the graph. Widths above 1 are not here: what an op costs in parts follows from the sharding of the graph.
+The layers are the blocks of the graph. Devices of a stage have samples of their own; layers in parts are not here: what an op costs in
+parts follows from the sharding of the graph.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from math import prod
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.block_cost import block_cost
-from heterodyne.cost.layers import LayerCost, Widths
+from heterodyne.cost.layers import DATA_WIDTHS, LayerCost, Widths
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph, Op
 from heterodyne.predictor.devices import chip_of
@@ -32,7 +33,7 @@ _LEAST_FLOPS_A_BYTE = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GraphLayers:
-    """Implements `cost.layers.LayerCosts` for width 1."""
+    """Implements `cost.layers.LayerCosts` for whole layers."""
 
     graph: ModelGraph
     chips: Mapping[str, Chip]
@@ -49,16 +50,18 @@ class GraphLayers:
         return {block.kind: block for block in reversed(self.graph.blocks)}
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
-        return (Widths(),) if device_kind in self.chips else ()
+        return tuple(Widths(data=data) for data in DATA_WIDTHS) if device_kind in self.chips else ()
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
-        """None for a kind of device or of block that there is not, and for a width above 1."""
-        if widths != Widths() or device_kind not in self.chips or layer_kind not in self._first:
+        """None for a kind of device or of block that there is not, and for parts of a layer, of a sequence or of a sample."""
+        whole = widths.tensor == widths.context == 1 and micro_batch % widths.data == 0
+        if not whole or device_kind not in self.chips or layer_kind not in self._first:
             return None
-        key = (device_kind, layer_kind, micro_batch)
+        own = micro_batch // widths.data
+        key = (device_kind, layer_kind, own)
         if key not in self._made:
-            self._made[key] = self._cost(self.chips[device_kind], self._first[layer_kind], micro_batch)
-        return self._made[key]
+            self._made[key] = self._cost(self.chips[device_kind], self._first[layer_kind], own)
+        return self._made[key].beside(widths.data)
 
     def _cost(self, chip: Chip, block: Block, size: int) -> LayerCost:
         ops = self.graph.ops_of(block)

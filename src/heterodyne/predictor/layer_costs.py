@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from math import gcd
 
+from heterodyne.cluster.catalog import Accelerator
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.predictor.constants import Constants, constants
@@ -23,17 +25,31 @@ __all__ = ["PredictedLayers", "predicted_layers"]
 EMBEDDING, BLOCK, EXPERTS, HEAD = "embedding", "block", "block with experts", "head"
 
 
+_LEAST_POSITIONS = 1024
+"""Of the sequence, on a device, by hand: attention over fewer waits for keys and values longer than it computes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PredictedLayers:
-    """Implements `cost.layers.LayerCosts`. Experts are spread over the devices that share a layer."""
+    """Implements `cost.layers.LayerCosts`.
+
+    The devices of a stage are numbered as those of a `Setup`: tensor-parallel neighbours, then parts of the sequence, then of the
+    micro-batch. Experts lie whole on them: on all, as far as their number can be divided; where there are more devices, those that
+    are left hold copies.
+
+    Args:
+        reach: devices of each kind that are joined; stages wider than a node stay within them.
+    """
 
     model: Transformer
     precision: Precision
     chips: Mapping[str, Chip]
     networks: Mapping[str, Network]
+    reach: Mapping[str, int] = field(default_factory=dict)
     software: Software = field(default_factory=Software)
     known: Constants = field(default_factory=constants)
     _made: dict[tuple[str, str, Widths, int], LayerCost] = field(default_factory=dict, repr=False, compare=False)
+    _offered: dict[str, tuple[Widths, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -42,48 +58,76 @@ class PredictedLayers:
         return (EMBEDDING, *blocks, HEAD)
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
-        """Powers of two up to a node, as far as heads (and experts) can be divided."""
+        """Powers of two. Tensor parallelism divides heads and stays in a node; parts of the sequence are in two halves, so that all
+        have as much causal attention to do, and have some positions left.
+
+        Beyond a node a stage has parts of the sequence, or gives each device experts of its own: parts of a micro-batch alone would be
+        further replicas.
+        """
         if device_kind not in self.networks:
             return ()
-        model, most = self.model, self.networks[device_kind].devices
-        units = [model.kv_heads or model.heads, *([model.experts] if model.experts else [])]
-        powers = (2**n for n in range(most.bit_length()) if 2**n <= most)
-        return tuple(Widths(tensor=width) for width in powers if all(unit % width == 0 for unit in units))
+        if device_kind not in self._offered:
+            self._offered[device_kind] = tuple(self._widths(device_kind))
+        return self._offered[device_kind]
+
+    def _widths(self, device_kind: str) -> Iterator[Widths]:
+        model, node = self.model, self.networks[device_kind].devices
+        most = max(node, self.reach.get(device_kind, node))
+        for tensor in _powers(min(node, model.kv_heads or model.heads)):
+            if (model.kv_heads or model.heads) % tensor:
+                continue
+            for context in _powers(min(most // tensor, max(1, model.seq // _LEAST_POSITIONS))):
+                if context > 1 and model.seq % (2 * context):
+                    continue
+                for data in _powers(most // (tensor * context)):
+                    widths = Widths(tensor=tensor, context=context, data=data)
+                    beyond = widths.devices > node
+                    if not beyond or data == 1 or self._expert_width(widths) == widths.devices:
+                        yield widths
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
-        """None for a kind of device, widths or a layer that there is not."""
-        if layer_kind not in self.layers or widths not in self.widths(device_kind):
+        """None for a kind of device, widths or a layer that there is not, and where samples would be divided."""
+        if layer_kind not in self.layers or widths not in self.widths(device_kind) or micro_batch % widths.data:
             return None
         key = (device_kind, layer_kind, widths, micro_batch)
         if key not in self._made:
-            self._made[key] = self._cost(device_kind, layer_kind, widths.tensor, micro_batch)
+            self._made[key] = self._cost(device_kind, layer_kind, widths, micro_batch)
         return self._made[key]
 
-    def _cost(self, device_kind: str, layer_kind: str, width: int, micro_batch: int) -> LayerCost:
+    def _expert_width(self, widths: Widths) -> int:
+        """Devices over which one set of the experts lies."""
+        return gcd(self.model.experts, widths.devices) if self.model.experts else 1
+
+    def _cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost:
         model, chip, software = self.model, self.chips[device_kind], self.software
+        routed = layer_kind == EXPERTS
         setup = Setup(
             global_batch=2 * micro_batch,  # gradients are added up
-            micro_batch=micro_batch,
-            tp=width,
-            ep=width if layer_kind == EXPERTS else 1,
-            sequence_parallel=width > 1,
+            micro_batch=micro_batch // widths.data,
+            dp=widths.data,
+            tp=widths.tensor,
+            cp=widths.context,
+            ep=self._expert_width(widths) if routed else 1,
+            sequence_parallel=widths.tensor > 1,
             precision=self.precision,
             software=software,
         )
         passes = Passes(model=model, setup=setup, chip=chip, network=self.networks[device_kind], known=self.known)
-        tokens = micro_batch * model.seq
-        output = tokens * model.hidden * setup.element_bytes
+        output = micro_batch * model.seq * model.hidden * setup.element_bytes
+        own = output / widths.devices
+        experts = 0.0
         if layer_kind in (BLOCK, EXPERTS):
-            parameters = passes.layer_parameters(experts=layer_kind == EXPERTS)
-            forward, backward = passes.layer_of(experts=layer_kind == EXPERTS)
-            kept, entering = layer_activation_bytes(model, setup, experts=layer_kind == EXPERTS)
+            parameters = passes.layer_parameters(experts=routed)
+            experts = model.experts * model.ffn_parameters / setup.ep if routed else 0.0
+            forward, backward = passes.layer_of(experts=routed)
+            kept, entering = layer_activation_bytes(model, setup, experts=routed)
             workspace = 0.0
         else:
-            parameters = model.embedding_parameters / width
+            parameters = model.embedding_parameters / widths.tensor
             head = layer_kind == HEAD
-            moved = 2 * output / width / chip.memory_bytes_per_s  # rows of the table that are read and written
+            moved = 2 * own / chip.memory_bytes_per_s  # rows of the table that are read and written
             forward, backward = passes.head if head else (moved, 2 * moved)
-            kept, entering = (output / width, output / width) if head else (0.0, 0.0)
+            kept, entering = (own, own) if head else (0.0, 0.0)
             workspace = loss_workspace_bytes(model, setup) if head else 0.0
         added = parameters * 10 / chip.memory_bytes_per_s
         gradient = 4 if setup.element_bytes == 4 else software.gradient_bytes
@@ -99,22 +143,45 @@ class PredictedLayers:
             kept_bytes_recomputed=round(entering),
             output_bytes=0 if layer_kind == HEAD else round(output),
             workspace_bytes=round(workspace),
+            expert_bytes=round(experts * gradient),
+            expert_copies=widths.devices // setup.ep if routed else 1,
         )
+
+
+@cache
+def _powers(most: int) -> tuple[int, ...]:
+    """Of two."""
+    return tuple(2**n for n in range(most.bit_length()))
 
 
 def predicted_layers(
     model: Transformer, fleet: Fleet, *, precision: Precision = "bf16", software: Software | None = None
 ) -> PredictedLayers:
-    """For all kinds of a fleet. A kind whose pools differ is as in the first of them.
+    """For all kinds of a fleet. A kind whose pools differ is as in the first of them; its nodes are joined as in the pool whose nodes are
+    joined worst.
 
     Raises ClusterError for a kind whose datasheet lacks a number that is needed.
     """
     software = software or Software()
     chips, networks = {}, {}
+    reach: dict[str, int] = {}
     for pool in fleet.pools:
         if pool.kind not in chips:
             device = fleet.accelerator(pool.kind)
             inside = None if pool.inside is None else pool.inside.bandwidth_bytes_per_s
             chips[pool.kind] = chip_of(device, precision, software)
-            networks[pool.kind] = network_of(device, pool.devices_per_node, inside_bytes_per_s=inside)
-    return PredictedLayers(model=model, precision=precision, chips=chips, networks=networks, software=software)
+            networks[pool.kind] = _network(fleet, pool.kind, device, pool.devices_per_node, inside)
+        wire = fleet.wire(pool, pool)
+        joined = pool.devices if wire is not None else pool.devices_per_node
+        reach[pool.kind] = max(joined, reach.get(pool.kind, 0))
+    return PredictedLayers(
+        model=model, precision=precision, chips=chips, networks=networks, reach=reach, software=software
+    )
+
+
+def _network(fleet: Fleet, kind: str, device: Accelerator, devices_per_node: int, inside: float | None) -> Network:
+    wires = [wire for pool in fleet.pools if pool.kind == kind and (wire := fleet.wire(pool, pool)) is not None]
+    slowest = min((wire.bandwidth_bytes_per_s for wire in wires), default=None)
+    made = network_of(device, devices_per_node, inside_bytes_per_s=inside, between_bytes_per_s=slowest)
+    waits = max((wire.latency_s for wire in wires), default=0.0)
+    return replace(made, between_latency_s=max(made.between_latency_s, waits))

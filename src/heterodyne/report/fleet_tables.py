@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from heterodyne.cluster.fleet import Fleet, Wire
 from heterodyne.report.rows import Column, Rows, columns
 from heterodyne.report.words import DASH, byte_size, change, digits, percent, seconds
 from heterodyne.search.fleet.explain import why_more
-from heterodyne.search.fleet.plan import FleetPlan, Stage
+from heterodyne.search.fleet.plan import FleetPlan, Stage, Template
 from heterodyne.search.fleet.planner import Planned
 from heterodyne.search.fleet.predict import Weighed
 from heterodyne.units import format_bandwidth
@@ -39,8 +39,8 @@ def fleet_rows(fleet: Fleet) -> Rows:
     )
 
 
-def stage_rows(fleet: Fleet, plan: FleetPlan) -> Rows:
-    """A row for each run of alike stages of each group of pipelines."""
+def stage_rows(fleet: Fleet, plan: FleetPlan, expert_width: Callable[[Template, int], int]) -> Rows:
+    """A row for each run of alike stages of each group of pipelines. ``expert_width``: devices of a stage over which its experts lie."""
     rows: list[tuple[str, ...]] = []
     for group in plan.groups:
         first = True
@@ -52,7 +52,7 @@ def stage_rows(fleet: Fleet, plan: FleetPlan) -> Rows:
                     str(number) if alike == 1 else f"{number} .. {number + alike - 1}",
                     stage.pool,
                     fleet.pool(stage.pool).kind,
-                    str(stage.width),
+                    _shared_by(stage, expert_width(group.template, number)),
                     _layers(stage, alike),
                     "all" if stage.recompute else "none",
                 )
@@ -68,7 +68,7 @@ def stage_rows(fleet: Fleet, plan: FleetPlan) -> Rows:
         title=f"The plan: {plan.pipelines:,} pipeline{'s' * (plan.pipelines > 1)}, schedule {plan.schedule}"
         + (", optimizer states sharded over replicas" if plan.shard_optimizer and plan.pipelines > 1 else ""),
         columns=columns(
-            ">pipelines", ">micro-batches", ">stage", "pool", "kind", ">tensor width", ">layers", "recompute"
+            ">pipelines", ">micro-batches", ">stage", "pool", "kind", ">devices each", ">layers", "recompute"
         ),
         rows=tuple(rows),
         notes=(f"Left out: {', '.join(idle)}.",) if idle else (),
@@ -137,11 +137,11 @@ def changed_rows(today: Weighed, then: Weighed, what: str) -> Rows:
 
 
 def in_short(plan: FleetPlan) -> str:
-    """``4 x (8 H100 stages, width 4) + 2 x (...)``: pools, stages and widths."""
+    """``4 x (8 x H100 tensor 4 x data 2) + 2 x (...)``: pools, stages and widths."""
     parts = []
     for group in plan.groups:
         stages = ", ".join(
-            f"{alike} x {stage.pool}" + (f" width {stage.width}" if stage.width > 1 else "")
+            f"{alike} x {stage.pool}" + (f" {stage.widths.in_words}" if stage.devices > 1 else "")
             for _, stage, alike in _runs(group.template.stages, widths_only=True)
         )
         parts.append(f"{group.replicas} x ({stages})")
@@ -181,6 +181,13 @@ def _runs(stages: Sequence[Stage], *, widths_only: bool = False) -> Iterable[tup
         if number == len(stages) or key(stages[number]) != key(stages[start]):
             yield start, stages[start], number - start
             start = number
+
+
+def _shared_by(stage: Stage, expert_width: int) -> str:
+    """``8: tensor 4 x data 2, experts 8``."""
+    told = [stage.widths.in_words] if stage.devices > 1 else []
+    told += [f"experts {expert_width}"] if expert_width > 1 else []
+    return f"{stage.devices}: {', '.join(told)}" if told else "1"
 
 
 def _layers(stage: Stage, alike: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,20 @@ def test_layers_are_those_of_the_model_in_order(tmp_path: Path) -> None:
 
 def test_a_width_without_sizes_is_not_known(tmp_path: Path) -> None:
     costs = read_layer_profiles(_written(tmp_path / "p.json"), "tiny")
-    assert costs.widths("fast") == (Widths(), Widths(2))
+    assert costs.widths("fast") == tuple(Widths(tensor=tensor, data=data) for tensor in (1, 2) for data in (1, 2, 4, 8))
     assert costs.widths("other") == ()
     assert costs.cost("fast", "block", Widths(4), 1) is None
+
+
+def test_devices_that_share_a_micro_batch_take_what_one_takes_for_its_part(tmp_path: Path) -> None:
+    costs = read_layer_profiles(_written(tmp_path / "p.json"), "tiny")
+    for data in (2, 4):
+        shared, one = costs.cost("fast", "block", Widths(data=data), 2 * data), costs.cost("fast", "block", Widths(), 2)
+        assert one is not None
+        assert shared == replace(one, output_bytes=data * one.output_bytes)
+    assert costs.cost("fast", "block", Widths(data=2), 3) is None
+    assert costs.cost("fast", "block", Widths(data=2), 10) is None
+    assert costs.cost("fast", "block", Widths(context=2), 2) is None
 
 
 def test_between_two_measured_micro_batches_it_is_straight_and_beyond_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from heterodyne.cluster.profile import Profile
@@ -46,3 +48,11 @@ def test_what_was_not_measured_is_not_known() -> None:
     assert layers.cost("H100", "layer", Widths(), 1) is None
     assert layers.cost("A100", "layer", Widths(2), 1) is None
     assert layers.cost("A100", "layer", Widths(), 10**6) is None
+    assert layers.cost("A100", "layer", Widths(data=2), 3) is None
+
+
+def test_devices_that_share_a_micro_batch_take_what_one_takes_for_its_part() -> None:
+    layers = measured()
+    shared, one = layers.cost("A100", "layer", Widths(data=2), 4), layers.cost("A100", "layer", Widths(), 2)
+    assert one is not None
+    assert shared == replace(one, output_bytes=2 * one.output_bytes)

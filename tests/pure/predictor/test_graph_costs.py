@@ -21,9 +21,21 @@ FLEET = Fleet(
 def test_layers_are_the_blocks_of_the_graph() -> None:
     layers = graph_layers(graph(3), FLEET)
     assert layers.layers == ("embed", "layer", "layer", "layer", "head")
-    assert layers.widths("A100-SXM-80GB") == (Widths(),)
+    assert layers.widths("A100-SXM-80GB") == tuple(Widths(data=data) for data in (1, 2, 4, 8))
     assert layers.cost("A100-SXM-80GB", "layer", Widths(2), 1) is None
     assert layers.cost("H20", "layer", Widths(), 1) is None
+    assert layers.cost("A100-SXM-80GB", "layer", Widths(data=2), 3) is None
+
+
+def test_devices_that_share_a_micro_batch_have_their_part_each_and_send_all_of_it() -> None:
+    layers = graph_layers(graph(3), FLEET)
+    for kind in set(layers.layers):
+        four, one = (
+            layers.cost("A100-SXM-80GB", kind, Widths(data=4), 8),
+            layers.cost("A100-SXM-80GB", kind, Widths(), 2),
+        )
+        assert one is not None
+        assert four == replace(one, output_bytes=4 * one.output_bytes)
 
 
 def test_parameters_gradients_and_states_are_counted_once() -> None:

@@ -30,7 +30,7 @@ class EvenPlan:
     """Every device in one mesh of ``dp x pp x cp x tp``, every replica the same.
 
     Args:
-        dp, tp, pp, cp, ep: data, tensor, pipeline, context and expert parallel; the experts lie over ``dp x cp``.
+        dp, tp, pp, cp, ep: data, tensor, pipeline, context and expert parallel; the experts lie whole over ``dp x cp x tp``.
         vpp: stages on each place of the pipeline.
         zero_stage: 0: all replicas hold all; 1: optimizer states are shared out; 2: gradients too; 3: weights too.
         micro_batch_size: samples of a micro-batch in each replica.
@@ -76,8 +76,8 @@ class EvenPlan:
             broken.append(
                 f"a global batch of {self.global_batch_size} is no multiple of dp {self.dp} x micro-batches of {self.micro_batch_size}"
             )
-        if (self.dp * self.cp) % self.ep:
-            broken.append(f"ep {self.ep} does not divide dp {self.dp} x cp {self.cp}")
+        if (self.dp * self.cp * self.tp) % self.ep:
+            broken.append(f"ep {self.ep} does not divide dp {self.dp} x cp {self.cp} x tp {self.tp}")
         if self.vpp > 1 and self.pp == 1:
             broken.append(f"vpp is {self.vpp} where there is no pipeline")
         if self.recomputed_layers and len(self.recomputed_layers) != len(self.layers_per_stage):

@@ -43,6 +43,7 @@ def _arguments(plan: EvenPlan) -> Iterator[tuple[object, ...]]:
     yield "--context-parallel-size", plan.cp
     if plan.ep > 1:
         yield "--expert-model-parallel-size", plan.ep
+        yield "--expert-tensor-parallel-size", 1
     yield from _sharding(plan)
     yield "--micro-batch-size", plan.micro_batch_size
     yield "--global-batch-size", plan.global_batch_size

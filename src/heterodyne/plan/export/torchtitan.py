@@ -77,6 +77,7 @@ def _degrees(plan: EvenPlan) -> dict[str, _Value]:
         "pipeline_parallel_degree": plan.pp,
         "context_parallel_degree": plan.cp,
         "expert_parallel_degree": plan.ep,
+        "expert_tensor_parallel_degree": 1,
     }
     if sharded:
         values["fsdp_reshard_after_forward"] = "always" if plan.zero_stage == 3 else "never"

@@ -18,7 +18,8 @@ from heterodyne.search.fleet.tables import Floats
 
 __all__ = ["Columns", "together"]
 
-_ALONE = 3  # shapes for each number of pipelines that are all alike
+_ALONE = 3  # shapes for each number of pipelines that are all alike; twice as many where there are few devices
+_FEW_DEVICES = 16
 _ONE_BY_ONE = 8  # numbers of pipelines up to which every number is tried
 
 
@@ -68,11 +69,12 @@ class Columns:
         exchange_s = self._exchange_s(devices)
         found: dict[int, None] = {}
         count = limits.least
+        shapes = _ALONE if limits.room.sum() > _FEW_DEVICES else 2 * _ALONE
         while count <= min(int(most.max()), limits.most or count):
             fits = np.flatnonzero(most >= count)
             rounds: Floats = np.ceil(self.predictor.global_batch / (sizes[fits] * count))
             step_s = total[fits] + (rounds - 1) * longest[fits] + (exchange_s[fits] if count > 1 else 0.0)
-            best = fits[np.argsort(step_s, kind="stable")[:_ALONE]]
+            best = fits[np.argsort(step_s, kind="stable")[:shapes]]
             found.update(dict.fromkeys(best.tolist()))
             count = count + 1 if count < _ONE_BY_ONE else 2 * count
         return list(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.fleet_cluster import cluster_of
@@ -28,10 +29,19 @@ class _Free:
                 if device.node in of_node and device.kind == pool.kind:
                     of_node[device.node].append(device.id)
             self._nodes[pool.name] = list(of_node.values())
+        self._full = {pool.name: pool.devices_per_node for pool in fleet.pools}
 
     def take(self, pool: str, width: int) -> tuple[str, ...]:
-        """Of one node. Raises PlanError if none has so many left."""
+        """Of one node, or whole nodes. Raises PlanError if there are not so many left."""
+        whole: list[list[str]] = []
         for node in self._nodes[pool]:
+            if len(node) < width and len(node) == self._full[pool]:
+                whole.append(node)
+                if sum(map(len, whole)) == width:
+                    taken = tuple(device for own in whole for device in own)
+                    for own in whole:
+                        own.clear()
+                    return taken
             if len(node) >= width:
                 taken, node[:width] = tuple(node[:width]), []
                 return taken
@@ -43,7 +53,8 @@ def device_plan(plan: FleetPlan, fleet: Fleet, graph: ModelGraph) -> Plan:
 
     States of the optimizer are whole on every replica, as the runtime keeps them: where the plan shares them out, memory is more.
 
-    Raises ClusterError for a fleet that is too large to be listed; PlanError if the graph has other layers than the plan.
+    Raises ClusterError for a fleet that is too large to be listed; PlanError if the graph has other layers than the plan, or the devices
+    of a stage share their work in two ways.
     """
     layers = max(stage.stop for group in plan.groups for stage in group.template.stages)
     if layers != len(graph.blocks):
@@ -74,8 +85,14 @@ def device_plan(plan: FleetPlan, fleet: Fleet, graph: ModelGraph) -> Plan:
 
 def _stage(stage: FleetStage, devices: tuple[str, ...], graph: ModelGraph) -> Stage:
     blocks = graph.blocks[stage.start : stage.stop]
-    wide = len(devices) > 1
-    kind = Layout(kind="split", shares=(1,) * len(devices)) if wide else Layout(shares=(1,))
+    if sum(width > 1 for width in stage.widths) > 1:
+        raise PlanError(
+            f"the devices of a stage of {stage.pool} share their work by {stage.widths.in_words}, and can do so in one way where it runs"
+        )
+    way: Literal["replicate", "split", "context"] = "replicate"
+    if stage.devices > 1 and stage.data == 1:
+        way = "split" if stage.width > 1 else "context"
+    kind = Layout(kind=way, shares=(1,) * len(devices))
     return Stage(
         ops=(blocks[0].start, blocks[-1].stop),
         devices=devices,

@@ -16,12 +16,14 @@ def even_fleet_plan(
     *,
     ends: tuple[int, int] = (1, 1),
     precision: Precision = "bf16",
+    expert_width: int = 0,
     shape: ModelShape | None = None,
 ) -> EvenPlan:
     """The same plan in the words of other frameworks.
 
     Args:
         ends: how many of the first and last layers are the embedding and the head, which those do not count.
+        expert_width: devices of a stage over which one set of the experts lies; 0: there are none.
 
     Raises PlanError with what is not even, and what would be.
     """
@@ -30,9 +32,10 @@ def even_fleet_plan(
         raise PlanError(
             f"other frameworks know one kind of device, and the plan has {', '.join(sorted(kinds))}; plan for one with --without"
         )
-    widths = {stage.width for group in plan.groups for stage in group.template.stages}
+    widths = {stage.widths for group in plan.groups for stage in group.template.stages}
     if len(widths) > 1:
-        raise PlanError(f"its stages have widths {', '.join(map(str, sorted(widths)))}, and other frameworks have one")
+        told = ", ".join(own.in_words or "1" for own in sorted(widths))
+        raise PlanError(f"its stages have widths {told}, and other frameworks have one")
     shapes = {
         (group.template.micro_batch, tuple((s.start, s.stop, s.recompute) for s in group.template.stages))
         for group in plan.groups
@@ -40,8 +43,9 @@ def even_fleet_plan(
     if len(shapes) > 1:
         raise PlanError(f"it has {len(shapes)} kinds of pipelines, and other frameworks have one")
     counts = {group.num_microbatches for group in plan.groups}
-    replicas = plan.pipelines
     (micro_batch, stages), width = next(iter(shapes)), next(iter(widths))
+    # Devices that share a micro-batch are replicas in other words.
+    replicas, micro_batch = plan.pipelines * width.data, micro_batch // width.data
     if len(counts) > 1 or plan.global_batch % (micro_batch * replicas):
         raise PlanError(
             f"{replicas} replicas do not share {plan.global_batch} samples evenly in micro-batches of {micro_batch}; "
@@ -56,7 +60,9 @@ def even_fleet_plan(
         micro_batch_size=micro_batch,
         global_batch_size=plan.global_batch,
         dp=replicas,
-        tp=width,
+        tp=width.tensor,
+        cp=width.context,
+        ep=max(1, expert_width),
         pp=len(stages),
         zero_stage=1 if plan.shard_optimizer and replicas > 1 else 0,
         recomputed_layers=again if any(again) else (),

@@ -24,10 +24,14 @@ Devices = tuple[int, ...]
 
 @dataclass(kw_only=True)
 class Exhaustive:
-    """Tries every plan in the space of a `Search`. ``known_s``: the step of a plan that is known; only faster ones are looked for."""
+    """Tries every plan in the space of a `Search`. ``known_s``: the step of a plan that is known; only faster ones are looked for.
+
+    ``every_kind``: stages too in which another way to share them is better in all.
+    """
 
     search: Search
     known_s: float = inf
+    every_kind: bool = False
     _seconds: dict[Template, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def shortest_s(self) -> float:
@@ -51,7 +55,7 @@ class Exhaustive:
         most = min(search.fleet.devices, search.space.max_pipelines or search.fleet.devices)
         shards = most if search.space.shard_optimizer else 1
         for size in search.sizes:
-            kinds = kinds_of(search.fleet, search.tables, size, search.space)
+            kinds = kinds_of(search.fleet, search.tables, size, search.space, every=self.every_kind)
             for row in self._rows(kinds):
                 layers = len(row[0].table.costs)
                 for cut in combinations(range(1, layers), len(row) - 1):

@@ -34,10 +34,11 @@ class Outcome:
 def families_of(planner: FleetPlanner, space: Space) -> tuple[Family, ...]:
     """Data only, pipelines only, without what saves memory, without the slow ones, each kind alone."""
     found = [
-        Family(name="data parallel only", space=replace(space, max_stages=1, max_width=1)),
-        Family(name="data and tensor parallel, no stages", space=replace(space, max_stages=1)),
+        Family(name="data parallel only", space=replace(space, max_stages=1, max_width=1, max_context=1, max_data=1)),
+        Family(name="no stages", space=replace(space, max_stages=1)),
         Family(name="one pipeline", space=replace(space, max_pipelines=1)),
         Family(name="no tensor parallelism", space=replace(space, max_width=1)),
+        *_narrower(planner, space),
         Family(name="no recompute", space=replace(space, recompute=False)),
         Family(name="no sharded optimizer state", space=replace(space, shard_optimizer=False)),
     ]
@@ -69,6 +70,17 @@ def outcomes(planner: FleetPlanner, planned: Planned, space: Space | None = None
         yield Outcome(family=family, best=found, why_not="" if found else why_not(search, objective))
 
 
+def _narrower(planner: FleetPlanner, space: Space) -> list[Family]:
+    """Without the ways to share a stage that some device has."""
+    known = [widths for pool in planner.fleet.pools for widths in planner.tables.costs.widths(pool.kind)]
+    found = []
+    if any(widths.context > 1 for widths in known):
+        found.append(Family(name="no context parallelism", space=replace(space, max_context=1)))
+    if any(widths.data > 1 for widths in known):
+        found.append(Family(name="no stages that share a micro-batch", space=replace(space, max_data=1)))
+    return found
+
+
 def _by_pace(planner: FleetPlanner, space: Space) -> list[str]:
     """Kinds of devices that are in the space, by the samples/s of one device of a stage that holds the whole model, the fastest first."""
     pace: dict[str, float] = {}
@@ -80,6 +92,7 @@ def _by_pace(planner: FleetPlanner, space: Space) -> list[str]:
                 size / widths.devices / (table.forward_s(0, layers) + table.backward_s(0, layers, False))
                 for size in sizes
                 for widths in tables.costs.widths(pool.kind)
+                if widths.copies == 1
                 if (table := tables.table(pool.kind, widths, size)) is not None and (layers := len(table.costs))
             ]
             pace[pool.kind] = max(rates, default=0.0)

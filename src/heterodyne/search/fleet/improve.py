@@ -1,8 +1,8 @@
 """From a good mix of pipelines to a better one, step by step, each judged by the played time.
 
 Cuts that are best for the slowest stage need not be best for few micro-batches, and whole counts leave devices over. So a
-step moves a layer over a border, changes a size of micro-batch, what is recomputed, or takes pipelines away and puts others in
-their place. Whatever cannot win even if its pipelines never waited is not played.
+step moves a layer over a border, changes a size of micro-batch, the widths of a stage, what is recomputed, or takes pipelines away and
+puts others in their place. Whatever cannot win even if its pipelines never waited is not played.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, pairwise
 
+from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
 
@@ -21,13 +22,14 @@ _FEW = 8  # stages up to which a border moves together with the size of the micr
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What may be done to a mix. ``columns``: templates that may be put in; ``sizes``: of micro-batches, ascending; ``usd``:
-    what a device of each pool costs, and what all may cost.
+    """What may be done to a mix. ``columns``: templates that may be put in; ``sizes``: of micro-batches, ascending; ``widths``: that a
+    stage in a pool may have at a size of micro-batch; ``usd``: what a device of each pool costs, and what all may cost.
     """
 
     predictor: Predictor
     columns: Sequence[Template]
     sizes: Sequence[int]
+    widths: Callable[[str, int], Sequence[Widths]]
     recompute: bool
     shard_optimizer: bool
     most_pipelines: int | None = None
@@ -56,11 +58,14 @@ class Steps:
                 yield from self._filled(fewer)
 
     def changed(self, template: Template, shards: int) -> Iterator[Template]:
-        """A border moved, another size of micro-batch, or something recomputed or not."""
+        """A border moved, another size of micro-batch, other widths, or something recomputed or not."""
         yield from self._moved(template, shards)
+        yield from self._rewidened(template, shards)
         for size in self.sizes:
             if size != template.micro_batch:
-                for other in self._known(self._fitted(replace(template, micro_batch=size), shards)):
+                sized = self._fitted(replace(template, micro_batch=size), shards)
+                # Where its widths do not divide the size, others may.
+                for other in self._known(sized) or self._rewidened(sized, shards):
                     yield other
                     if len(template.stages) <= _FEW:
                         yield from self._moved(other, shards)
@@ -79,6 +84,22 @@ class Steps:
                     yield replace(template, stages=moved)
                     if self.recompute:
                         yield self._fitted(replace(template, stages=moved), shards)
+
+    def _rewidened(self, template: Template, shards: int) -> Iterator[Template]:
+        """Other widths of as many devices, for alike stages behind each other at once; of a few stages for each by itself too."""
+        stages = template.stages
+        starts = [n for n, s in enumerate(stages) if not n or _place(s) != _place(stages[n - 1])]
+        spans = list(pairwise((*starts, len(stages))))
+        if len(stages) <= _FEW:
+            spans += [(n, n + 1) for n in range(len(stages)) if (n, n + 1) not in spans]
+        for first, last in spans:
+            for widths in self.widths(stages[first].pool, template.micro_batch):
+                if widths.devices == stages[first].devices and widths != stages[first].widths:
+                    tensor, context, data = widths
+                    own = [replace(s, width=tensor, context=context, data=data) for s in stages[first:last]]
+                    yield from self._known(
+                        self._fitted(replace(template, stages=(*stages[:first], *own, *stages[last:])), shards)
+                    )
 
     def _known(self, template: Template) -> list[Template]:
         try:
@@ -148,6 +169,10 @@ def climb(
                 best, best_mix, found = weighed, mix, True
                 break
     return best, best_mix
+
+
+def _place(stage: Stage) -> tuple[str, Widths]:
+    return stage.pool, stage.widths
 
 
 def _less(mix: Mix, template: Template) -> Mix:

@@ -4,6 +4,9 @@ The planner asks through `Network`, so that a better model of collectives can ta
 alpha + beta B (Hockney, 1994). Gradients go round a ring inside each node and then round one between nodes: 2 (n - 1) / n bytes for each
 byte of gradients on every link of a ring of n (Patarasuk and Yuan, 2009). What a node sends for all layers that it holds goes over its
 one link; the fullest link is what takes time, and a tree's 2 log2 n messages are what is waited for at least.
+
+A stage too has copies of its parameters, where its devices share the sequence or the micro-batch, and of its experts, where it has more
+devices than these can be spread over: they are in the rings like those of other pipelines.
 """
 
 from __future__ import annotations
@@ -52,6 +55,21 @@ class _Share:
     stages: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Spread:
+    """How parameters of a stage lie, in copies of so many devices each.
+
+    Args:
+        inside: copies (or parts of one) on a node. ``nodes``: of all replicas, that hold the same ones. ``part``: of a copy, on a node.
+        width: devices of one copy.
+    """
+
+    inside: int
+    nodes: int
+    part: float
+    width: int
+
+
 @dataclass(frozen=True)
 class Rings:
     """The network of a fleet."""
@@ -68,7 +86,9 @@ class Rings:
         pool = self.fleet.pool(source.pool)
         if source.pool == target.pool and self._same_node(template, stage, pool, layout):
             inside = self._inside(pool)
-            return inf if inside is None else inside.latency_s + size_bytes / inside.bandwidth_bytes_per_s
+            # Parts of the sequence and of the micro-batch go side by side, as many as the stage with fewer of them has.
+            own = size_bytes / min(source.widths.copies, target.widths.copies)
+            return inf if inside is None else inside.latency_s + own / inside.bandwidth_bytes_per_s
         wire = self._wire(source.pool, target.pool)
         if wire is None:
             return inf
@@ -76,35 +96,48 @@ class Rings:
         return wire.latency_s + size_bytes / (wire.bandwidth_bytes_per_s * part)
 
     def sync(self, placed: Placed, table_of: Mapping[Template, Sequence[Table]], layout: Layout) -> Synced:
-        copies = sum(count for _, count in placed)
-        if copies < 2:
-            return Synced(seconds=0.0, usd=0.0)
         cuts = sorted(
             {stage.start for t, _ in placed for stage in t.stages}
             | {stage.stop for t, _ in placed for stage in t.stages}
         )
         parts = {start: number for number, start in enumerate(cuts)}
-        nodes = [0] * (len(cuts) - 1)
+        nodes, of_experts = [0] * (len(cuts) - 1), [0] * (len(cuts) - 1)
         pools: list[dict[str, None]] = [{} for _ in nodes]
         shares = [
             [self._share(template, stage, count, layout) for stage in template.stages] for template, count in placed
         ]
-        for (template, count), own in zip(placed, shares, strict=True):
-            for stage, share in zip(template.stages, own, strict=True):
+        spreads = [
+            [
+                (
+                    self._spread(s, share, count, s.width),
+                    self._spread(s, share, count, table.expert_width) if table.expert_width else None,
+                )
+                for s, share, table in zip(template.stages, own, table_of[template], strict=True)
+            ]
+            for (template, count), own in zip(placed, shares, strict=True)
+        ]
+        for (template, _), spread in zip(placed, spreads, strict=True):
+            for stage, (dense, expert) in zip(template.stages, spread, strict=True):
                 for part in range(parts[stage.start], parts[stage.stop]):
-                    nodes[part] += ceil(count / share.replicas)
+                    nodes[part] += dense.nodes
+                    of_experts[part] += expert.nodes if expert else 0
                     pools[part][stage.pool] = None
         longest = 0.0
-        for (template, _), own in zip(placed, shares, strict=True):
+        for (template, _), own, spread in zip(placed, shares, spreads, strict=True):
             loads = []
             inside = []
-            for stage, share, table in zip(template.stages, own, table_of[template], strict=True):
-                load = 0.0
-                for part in range(parts[stage.start], parts[stage.stop]):
-                    size = table.reduced_bytes(cuts[part], cuts[part + 1])
-                    load += self._ring_s(stage.pool, pools[part], nodes[part], size)
+            for stage, (dense, expert), table in zip(template.stages, spread, table_of[template], strict=True):
+                load = within = 0.0
+                rings = [(dense, nodes, table.dense_bytes)] + (
+                    [(expert, of_experts, table.expert_bytes)] if expert else []
+                )
+                for spread_of, held, size in rings:
+                    for part in range(parts[stage.start], parts[stage.stop]):
+                        sent = spread_of.part * size(cuts[part], cuts[part + 1])
+                        load += self._ring_s(stage.pool, pools[part], held[part], sent)
+                    within += self._inside_s(stage.pool, spread_of, size(stage.start, stage.stop))
                 loads.append(load)
-                inside.append(self._inside_s(stage, share, table.reduced_bytes(stage.start, stage.stop)))
+                inside.append(within)
             longest = max(longest, _fullest(template, loads, inside, own))
         most = max(nodes)
         waits = [self._latency_s(stage.pool, pools[parts[stage.start]]) for t, _ in placed for stage in t.stages]
@@ -137,7 +170,8 @@ class Rings:
         """Of a node's link."""
         pool = self.fleet.pool(stage.pool)
         own = stage.devices if layout == "stages" else template.devices[stage.pool]
-        return min(1.0, own / pool.devices_per_node)
+        # A stage that is wider than a node sends from all of its nodes.
+        return max(min(1.0, own / pool.devices_per_node), stage.devices / pool.devices_per_node)
 
     def _share(self, template: Template, stage: Stage, count: int, layout: Layout) -> _Share:
         places = max(1, self.fleet.pool(stage.pool).devices_per_node // stage.devices)
@@ -147,6 +181,17 @@ class Rings:
             return _Share(replicas=replicas, stages=min(stages, max(1, places // replicas)))
         stages = min(stages, places)
         return _Share(replicas=min(count, max(1, places // stages)), stages=stages)
+
+    def _spread(self, stage: Stage, share: _Share, count: int, width: int) -> _Spread:
+        """``width``: devices over which one copy lies."""
+        own = min(stage.devices, self.fleet.pool(stage.pool).devices_per_node)  # of the stage, on a node
+        nodes = stage.devices // own
+        return _Spread(
+            inside=share.replicas * max(1, own // width),
+            nodes=ceil(count / share.replicas) * max(1, nodes * own // max(own, width)),
+            part=min(1.0, own / width),
+            width=width,
+        )
 
     def _ring_s(self, pool: str, others: Mapping[str, None], nodes: int, size_bytes: float) -> float:
         """What a node of a pool sends, over the slowest link that it has to one of the ring."""
@@ -165,14 +210,15 @@ class Rings:
         wires = [self._wire(pool, other) for other in others]
         return max((wire.latency_s for wire in wires if wire is not None), default=0.0)
 
-    def _inside_s(self, stage: Stage, share: _Share, size_bytes: float) -> float:
-        if share.replicas < 2:
+    def _inside_s(self, pool: str, spread: _Spread, size_bytes: float) -> float:
+        """``size_bytes``: of one copy."""
+        if spread.inside < 2 or not size_bytes:
             return 0.0
-        wire = self._inside(self.fleet.pool(stage.pool))
+        wire = self._inside(self.fleet.pool(pool))
         if wire is None:
             return inf
-        ring = 2 * (share.replicas - 1) / share.replicas * size_bytes / stage.width / wire.bandwidth_bytes_per_s
-        return ring + 2 * (share.replicas - 1) * wire.latency_s
+        ring = 2 * (spread.inside - 1) / spread.inside * size_bytes / spread.width / wire.bandwidth_bytes_per_s
+        return ring + 2 * (spread.inside - 1) * wire.latency_s
 
     def _traffic_usd(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 from heterodyne.cost.layers import Widths
@@ -55,10 +57,15 @@ class Template:
     @property
     def devices(self) -> Mapping[str, int]:
         """By pool."""
-        count: dict[str, int] = {}
-        for stage in self.stages:
-            count[stage.pool] = count.get(stage.pool, 0) + stage.devices
-        return count
+        return _devices(self)
+
+
+@lru_cache(maxsize=1 << 14)
+def _devices(template: Template) -> Mapping[str, int]:
+    count: dict[str, int] = {}
+    for stage in template.stages:
+        count[stage.pool] = count.get(stage.pool, 0) + stage.devices
+    return MappingProxyType(count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,8 +136,7 @@ class FleetPlanner:
         alone = []
         for pool in self.fleet.pools:
             if space.pools is None or pool.name in space.pools:
-                small = replace(space, pools=(pool.name,), work=space.work // 8)
-                own = self.search(small, deadline_s=search.deadline_s).run(objective.score)
+                own = search.alone(pool.name, space.work // 8).run(objective.score)
                 if own is not None:
                     alone.append(own)
         best: Weighed | None = None

@@ -88,6 +88,11 @@ class Predictor:
             self._tables[template] = tuple(found)
         return self._tables[template]
 
+    def expert_width(self, template: Template, number: int) -> int:
+        """Devices of a stage over which one set of its experts lies; 0 where it has none."""
+        stage, table = template.stages[number], self.stage_tables(template)[number]
+        return table.expert_width if table.expert_bytes(stage.start, stage.stop) else 0
+
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         key = (template, schedule, layout)
         if key not in self._makespans:

@@ -11,7 +11,7 @@ Steps 1 to 3 find cuts and counts that are best for slowest stages; played time 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from time import monotonic
@@ -19,13 +19,14 @@ from time import monotonic
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.columns import Columns, together
 from heterodyne.search.fleet.counts import Limits, shortest_s
 from heterodyne.search.fleet.improve import Steps, climb
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, Weighed
-from heterodyne.search.fleet.shapes import Shapes, shapes
+from heterodyne.search.fleet.shapes import Kind, Shapes, kinds_of, shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Floats, Tables
 
@@ -55,6 +56,7 @@ class Search:
     bound_s: float = inf
     stopped: bool = False
     _shapes: dict[tuple[int, int], Shapes | None] = field(default_factory=dict)
+    _kinds: dict[int, tuple[Kind, ...]] = field(default_factory=dict)
     _work: int = 0
 
     @property
@@ -82,7 +84,11 @@ class Search:
         known = [
             size
             for size in wanted
-            if size <= most and any(self.tables.table(kind, widths, size) is not None for kind, widths in sorted(kinds))
+            if size <= most
+            and any(
+                (table := self.tables.table(kind, widths, size)) is not None and table.may_stand_alone
+                for kind, widths in sorted(kinds)
+            )
         ]
         return tuple(sorted(known))
 
@@ -119,6 +125,13 @@ class Search:
                 pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
                 best = self._played(pairs, best, score, prices, budget, by_time)
         return best if best is None else self._improved(best, list(columns), score, prices, budget, by_time)
+
+    def alone(self, pool: str, work: int) -> Search:
+        """A search of what one pool does, with the shapes that are known of it. ``work``: as in `Space`."""
+        number = [own.name for own in self.fleet.pools].index(pool)
+        known = {key: None if rows is None else rows.of_pool(number) for key, rows in self._shapes.items()}
+        space = replace(self.space, pools=(pool,), work=work)
+        return Search(predictor=self.predictor, space=space, deadline_s=self.deadline_s, _shapes=known)
 
     def weigh(self, mix: Mix, below_s: float = inf) -> Weighed | None:
         """The best way to run these pipelines: every layout and schedule of the space that makes a difference.
@@ -236,6 +249,7 @@ class Search:
             predictor=self.predictor,
             columns=columns,
             sizes=self.sizes,
+            widths=self._widths,
             recompute=self.space.recompute,
             shard_optimizer=self.space.shard_optimizer,
             most_pipelines=self.space.max_pipelines,
@@ -262,6 +276,11 @@ class Search:
             if score(found) < score(best):
                 best = found
         return best
+
+    def _widths(self, pool: str, size: int) -> tuple[Widths, ...]:
+        if size not in self._kinds:
+            self._kinds[size] = kinds_of(self.fleet, self.tables, size, self.space)
+        return tuple(kind.widths for kind in self._kinds[size] if kind.name == pool)
 
     def _within(self, mix: Mix, prices: Floats | None, budget: float) -> bool:
         if prices is None or budget == inf:

@@ -9,20 +9,21 @@ grows with kinds and stages and not with devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heterodyne.cluster.fleet import Fleet
-from heterodyne.cost.layers import Widths
+from heterodyne.cluster.fleet import Fleet, Pool
+from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Floats, Table, Tables
 
-__all__ = ["Kind", "Shapes", "kinds_of", "shapes"]
+__all__ = ["Kind", "Shapes", "kinds_of", "shapes", "undominated", "usable_widths"]
 
 _FEW = (2, 4, 16)
 _CELLS = 1 << 16  # of an array that is worked on at once
@@ -74,6 +75,20 @@ class Shapes:
     def __len__(self) -> int:
         return len(self.longest_s)
 
+    def of_pool(self, pool: int) -> Shapes | None:
+        """The rows over one pool only; None if there is none."""
+        others = np.delete(self.devices, pool, axis=1)
+        own = np.flatnonzero(others.sum(axis=1) == 0)
+        if not len(own):
+            return None
+        return replace(
+            self,
+            longest_s=self.longest_s[own],
+            total_s=self.total_s[own],
+            devices=self.devices[own],
+            _node=self._node[own],
+        )
+
     def templates(self, row: int) -> list[Template]:
         """With the cut whose slowest stage is fastest, and with those that are best for few micro-batches.
 
@@ -122,29 +137,108 @@ def _least(costs: Sequence[Floats], micro_batches: int | None) -> list[int]:
     return points
 
 
-def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space) -> tuple[Kind, ...]:
-    """Every pool with every width that fills its nodes without a rest: a width that divides the next larger one, or the node."""
-    found = []
+def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space, *, every: bool = False) -> tuple[Kind, ...]:
+    """Every pool with every width that fills its nodes without a rest (`usable_widths`), but for those that others are better than
+    (`undominated`) unless ``every`` is asked for.
+    """
+    layers = dict.fromkeys(tables.costs.layers)
+    first = [tables.costs.layers.index(layer) for layer in layers]
+    found: list[Kind] = []
     for number, pool in enumerate(fleet.pools):
         if space.pools is not None and pool.name not in space.pools:
             continue
+        own = []
         for widths in usable_widths(tables.costs.widths(pool.kind), pool.devices_per_node):
+            limits = (space.max_width, space.max_context, space.max_data)
+            if any(width > limit for width, limit in zip(widths, limits, strict=True)):
+                continue
+            if widths.devices > pool.devices or not _connected(fleet, pool, widths.devices):
+                continue
             table = tables.table(pool.kind, widths, micro_batch)
-            joined = widths.devices == 1 or pool.inside is not None
-            if table is not None and joined and widths.tensor <= space.max_width:
-                found.append(
+            # Over several nodes micro-batches alone are not shared, unless a node is one device: it would be further replicas.
+            beyond = widths.devices > pool.devices_per_node > 1
+            runs = table is not None and (not space.runnable or _runs(widths, table))
+            if table is not None and runs and (table.may_stand_alone or not beyond):
+                own.append(
                     Kind(pool=number, name=pool.name, widths=widths, memory_bytes=float(pool.memory_bytes), table=table)
                 )
+        found += own if every else undominated(own, first)
     return tuple(found)
 
 
+def _runs(widths: Widths, table: Table) -> bool:
+    """Whether this library's runtime has such stages."""
+    return sum(width > 1 for width in widths) <= 1 and (not table.expert_width or widths.copies == 1)
+
+
+def _connected(fleet: Fleet, pool: Pool, devices: int) -> bool:
+    if devices > pool.devices_per_node and fleet.wire(pool, pool) is None:
+        return False
+    return devices == 1 or pool.devices_per_node == 1 or pool.inside is not None
+
+
+def undominated(kinds: Sequence[Kind], layers: Sequence[int]) -> list[Kind]:
+    """Without those of which another one of the same pool, with as many devices and copies of all parameters, is no worse in any figure
+    of any layer (of alike ones the first stays).
+
+    Whatever plan has such a stage is no faster, and needs no less memory anywhere, than with the other one in its place: seconds, bytes
+    and what is exchanged only ever add up, and grow with each figure.
+
+    Args:
+        layers: one of each kind.
+    """
+    alike: dict[object, list[Kind]] = {}
+    for kind in kinds:
+        copies = (kind.widths.copies, kind.table.expert_width)
+        alike.setdefault((kind.pool, kind.devices, copies), []).append(kind)
+    kept = set()
+    for group in alike.values():
+        figures = [np.array([_figures(kind.table.costs[layer]) for layer in layers]) for kind in group]
+        for number, own in enumerate(figures):
+            beaten = any(
+                np.all(other <= own) and (place < number or np.any(other < own))
+                for place, other in enumerate(figures)
+                if place != number
+            )
+            if not beaten:
+                kept.add(id(group[number]))
+    return [kind for kind in kinds if id(kind) in kept]
+
+
+def _figures(cost: LayerCost) -> tuple[float, ...]:
+    reduced = cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes
+    return (
+        cost.forward_s,
+        cost.backward_s,
+        cost.update_s,
+        cost.parameter_bytes,
+        cost.gradient_bytes,
+        cost.optimizer_bytes,
+        cost.kept_bytes,
+        cost.kept_bytes_recomputed,
+        cost.workspace_bytes,
+        cost.output_bytes,
+        cost.expert_bytes,
+        reduced - cost.expert_bytes,
+    )
+
+
 def usable_widths(widths: Sequence[Widths], devices_per_node: int) -> tuple[Widths, ...]:
-    """Those whose devices divide the node and each other, from the most on: then stages of any of them fill nodes without a rest."""
+    """Those whose devices divide the node and each other, from the most on: then stages of any of them fill nodes without a rest.
+
+    A stage may have whole nodes too; its layers are in parts inside each of them.
+    """
     chosen: list[int] = []
-    for devices in sorted({own.devices for own in widths}, reverse=True):
-        if (chosen[-1] if chosen else devices_per_node) % devices == 0:
+    counts = sorted({own.devices for own in widths}, reverse=True)
+    for devices in counts:
+        if devices <= devices_per_node and (chosen[-1] if chosen else devices_per_node) % devices == 0:
             chosen.append(devices)
-    return tuple(own for own in widths if own.devices in chosen)
+    whole = devices_per_node
+    for devices in reversed(counts):
+        if devices > devices_per_node and devices % whole == 0:
+            chosen.append(devices)
+            whole = devices
+    return tuple(own for own in widths if own.devices in chosen and own.tensor <= devices_per_node)
 
 
 def shapes(
@@ -157,8 +251,84 @@ def shapes(
     kinds = kinds_of(fleet, tables, micro_batch, space)
     if not kinds:
         return None
-    grown = _Grown(fleet=fleet, kinds=kinds, held_at_most=ceil(global_batch / micro_batch), shards=shards, space=space)
+    chosen = chosen_of(kinds, space, {pool.name: pool.devices_per_node for pool in fleet.pools})
+    grown = _Grown(
+        fleet=fleet,
+        kinds=chosen.kinds,
+        pools_of=chosen.pools,
+        mixed_run=chosen.run,
+        held_at_most=ceil(global_batch / micro_batch),
+        shards=shards,
+        space=space,
+    )
     return grown.shapes(micro_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Kinds that rows are made of.
+
+    Args:
+        pools: for each kind, over how many pools the rows may be that it stands in.
+        run: how many stages of one pool stand in a row with other pools.
+    """
+
+    kinds: tuple[Kind, ...]
+    pools: tuple[int, ...]
+    run: int
+
+
+def chosen_of(kinds: Sequence[Kind], space: Space, per_node: Mapping[str, int]) -> Chosen:
+    """So that the work stays about within its limit (`Space.cells`), the fastest and the one that needs least memory of those with as
+    many devices of a pool; in rows over three pools and more the last one only, as far as it is in one node.
+
+    Args:
+        per_node: devices of a node, by pool.
+    """
+    layers = len(kinds[0].table.costs)
+    most = space.cells / (layers + 1) ** 2
+    fastest = _best(kinds, lambda kind: kind.table.forward_s(0, layers) + kind.table.backward_s(0, layers, False))
+    leanest = _best(kinds, lambda kind: kind.table.memory(0, layers, recompute=space.recompute, held=1, shards=1).total)
+    few = [number for number in range(len(kinds)) if number in fastest or number in leanest]
+    every = list(range(len(kinds)))
+    own = every if len(kinds) * min(layers, space.max_stages) <= most else few
+    pairs = own if _pairs([kinds[n] for n in own]) <= most else few
+    triples = pairs
+    if space.max_pools > 2 and _pairs([kinds[n] for n in pairs]) + _triples([kinds[n] for n in pairs]) > most:
+        triples = [
+            number for number in few if number in leanest and kinds[number].devices <= per_node[kinds[number].name]
+        ]
+    count_2 = _pairs([kinds[n] for n in pairs])
+    count_3 = _triples([kinds[n] for n in triples]) if space.max_pools > 2 else 0
+    run = 1
+    while run < space.max_stages and count_2 * (run + 1) ** 2 + count_3 * (run + 1) ** 3 <= most:
+        run += 1
+    return Chosen(
+        kinds=tuple(kinds[n] for n in own),
+        pools=tuple(space.max_pools if n in triples else 2 if n in pairs else 1 for n in own),
+        run=run,
+    )
+
+
+def _best(kinds: Sequence[Kind], figure: Callable[[Kind], float]) -> set[int]:
+    """Of each pool and number of devices, the numbers of those with the least of a figure."""
+    found: dict[tuple[int, int], tuple[float, int]] = {}
+    for number, kind in enumerate(kinds):
+        own = (figure(kind), number)
+        found[kind.pool, kind.devices] = min(own, found.get((kind.pool, kind.devices), own))
+    return {number for _, number in found.values()}
+
+
+def _pairs(kinds: Sequence[Kind]) -> int:
+    """Rows of two stages in different pools."""
+    return sum(a.pool != b.pool for a in kinds for b in kinds)
+
+
+def _triples(kinds: Sequence[Kind]) -> int:
+    count: dict[int, int] = {}
+    for kind in kinds:
+        count[kind.pool] = count.get(kind.pool, 0) + 1
+    return sum(a * b * c for a, b, c in permutations(count.values(), 3))
 
 
 @dataclass(kw_only=True)
@@ -169,6 +339,8 @@ class _Frontier:
     kind: Ints
     pools: Ints  # bits
     run: Ints  # stages on the last pool
+    most: Ints  # pools that the row may be over
+    alone: NDArray[np.bool_]  # whether the row is more than replicas of a part of it
     devices: Ints
     reached: Floats
     total: Floats
@@ -178,6 +350,8 @@ class _Frontier:
 class _Grown:
     fleet: Fleet
     kinds: tuple[Kind, ...]
+    pools_of: tuple[int, ...]
+    mixed_run: int
     held_at_most: int
     shards: int
     space: Space
@@ -192,25 +366,24 @@ class _Grown:
             kind=np.array([-1]),
             pools=np.array([0]),
             run=np.array([0]),
+            most=np.array([self.space.max_pools]),
+            alone=np.array([False]),
             devices=np.zeros((1, len(room)), dtype=np.int64),
             reached=reached,
             total=np.where(np.isfinite(reached), 0.0, np.inf),
         )
-        mixed_run = self._mixed_run(layers)
         parents: list[Ints] = []
         own_kinds: list[Ints] = []
         rows: list[tuple[Ints, Floats, Floats, Ints]] = []
         count = 0
         for depth in range(1, min(layers, self.space.max_stages) + 1):
             held = min(depth, self.held_at_most)
-            longer = []
-            for number, kind in enumerate(self.kinds):
-                cost = _cost(kind, held, self.shards, self.space.recompute)
-                if not np.isfinite(cost).any():
-                    continue
-                grown = self._extend(frontier, number, cost, room, mixed_run)
-                if grown is not None:
-                    longer.append(grown)
+            several = np.array([int(pools).bit_count() for pools in frontier.pools])
+            if depth > 1 and np.all((several == 1) & (frontier.run > self.mixed_run)):
+                grown = iter([self._lengthened(frontier, held, room)])
+            else:
+                grown = (self._extend(frontier, several, number, held, room) for number in range(len(self.kinds)))
+            longer = [rows for rows in grown if rows is not None]
             if not longer:
                 break
             frontier = _joined(longer)
@@ -218,7 +391,7 @@ class _Grown:
             own_kinds.append(frontier.kind)
             frontier.node = np.arange(count, count + len(frontier.kind))
             count += len(frontier.kind)
-            whole = np.isfinite(frontier.reached[:, 0])
+            whole = np.isfinite(frontier.reached[:, 0]) & frontier.alone
             rows.append(
                 (frontier.node[whole], frontier.reached[whole, 0], frontier.total[whole, 0], frontier.devices[whole])
             )
@@ -239,31 +412,52 @@ class _Grown:
             _kind=np.concatenate(own_kinds),
         )
 
-    def _mixed_run(self, layers: int) -> int:
-        """How many stages of one pool stand in a row with other pools, so that the work stays within its limit."""
-        pairs = sum(a.pool != b.pool for a in self.kinds for b in self.kinds)
-        triples = sum(len({a.pool, b.pool, c.pool}) == 3 for a in self.kinds for b in self.kinds for c in self.kinds)
-        most = self.space.cells / (layers + 1) ** 2
-        longest = 0
-        for run in range(1, self.space.max_stages + 1):
-            rows = pairs * run**2 + (triples * run**3 if self.space.max_pools > 2 else 0)
-            if rows > most:
-                break
-            longest = run
-        return max(longest, 1)
+    def _lengthened(self, rows: _Frontier, held: int, room: Ints) -> _Frontier | None:
+        """What `_extend` makes of rows of one kind each that no other pool joins any more, all at once."""
+        kinds = [self.kinds[number] for number in rows.kind]
+        own = np.array([kind.pool for kind in kinds])
+        need = np.array([kind.devices for kind in kinds])
+        at = np.arange(len(kinds))
+        chosen = np.flatnonzero(rows.alone & (rows.devices[at, own] + need <= room[own]))
+        if not len(chosen):
+            return None
+        cost = np.stack([_cost(kinds[number], held, self.shards, self.space.recompute) for number in chosen])
+        reached, total = _grown(cost, rows.reached[chosen], rows.total[chosen])
+        alive = np.isfinite(reached).any(axis=1)
+        chosen = chosen[alive]
+        if not len(chosen):
+            return None
+        devices = rows.devices[chosen].copy()
+        devices[np.arange(len(chosen)), own[chosen]] += need[chosen]
+        return _Frontier(
+            node=rows.node[chosen],
+            kind=rows.kind[chosen],
+            pools=rows.pools[chosen],
+            run=rows.run[chosen] + 1,
+            most=rows.most[chosen],
+            alone=rows.alone[chosen],
+            devices=devices,
+            reached=reached[alive],
+            total=total[alive],
+        )
 
-    def _extend(self, rows: _Frontier, number: int, cost: Floats, room: Ints, mixed_run: int) -> _Frontier | None:
-        kind = self.kinds[number]
+    def _extend(self, rows: _Frontier, several: Ints, number: int, held: int, room: Ints) -> _Frontier | None:
+        """By a stage of a kind before each row that may have one. ``several``: pools of each row."""
+        kind, pools, mixed_run = self.kinds[number], self.pools_of[number], self.mixed_run
+        alone = kind.table.may_stand_alone
         same = rows.kind == number
         other = (rows.pools >> kind.pool) & 1 == 0
-        several = np.array([int(p).bit_count() for p in rows.pools])
-        first = rows.pools == 0
+        first = several == 0
         # A row of one pool may be long; a row of several has at most so many stages on each.
-        short = (several < 2) | (rows.run < mixed_run)
-        allowed = (same & short) | (other & (several < self.space.max_pools) & (first | (rows.run <= mixed_run)))
+        short = ((several < 2) & alone) | (rows.run < mixed_run)
+        most = np.minimum(rows.most, pools)
+        allowed = (same & short) | (other & (several < most) & (first | (rows.run <= mixed_run)))
         allowed &= rows.devices[:, kind.pool] + kind.devices <= room[kind.pool]
         chosen = np.flatnonzero(allowed)
         if not len(chosen):
+            return None
+        cost = _cost(kind, held, self.shards, self.space.recompute)
+        if not np.isfinite(cost).any():
             return None
         reached, total = _grow(cost, rows.reached[chosen], rows.total[chosen])
         alive = np.isfinite(reached).any(axis=1)
@@ -277,6 +471,8 @@ class _Grown:
             kind=np.full(len(chosen), number),
             pools=rows.pools[chosen] | (1 << kind.pool),
             run=np.where(same[chosen], rows.run[chosen] + 1, 1),
+            most=most[chosen],
+            alone=rows.alone[chosen] | alone,
             devices=devices,
             reached=reached[alive],
             total=total[alive],
@@ -284,19 +480,23 @@ class _Grown:
 
 
 def _grow(cost: Floats, reached: Floats, total: Floats) -> tuple[Floats, Floats]:
-    """One more stage before each row."""
-    layers = cost.shape[0]
+    """One more stage before each row, of the same kind."""
     longest = np.empty_like(reached)
     whole = np.empty_like(total)
-    step = max(1, _CELLS // layers**2)
-    at = np.arange(layers)[None, :]
+    step = max(1, _CELLS // cost.shape[0] ** 2)
     for low in range(0, len(reached), step):
         own = slice(low, low + step)
-        worse = np.maximum(cost[None, :, :], reached[own, None, :])
-        stop = worse.argmin(axis=2)
-        longest[own] = np.take_along_axis(worse, stop[:, :, None], axis=2)[:, :, 0]
-        whole[own] = cost[at, stop] + np.take_along_axis(total[own], stop, axis=1)
+        longest[own], whole[own] = _grown(cost[None, :, :], reached[own], total[own])
     return longest, whole
+
+
+def _grown(cost: Floats, reached: Floats, total: Floats) -> tuple[Floats, Floats]:
+    """One more stage before each row. Shapes: [rows or 1, layers + 1, layers + 1], twice [rows, layers + 1]."""
+    worse = np.maximum(cost, reached[:, None, :])
+    stop = worse.argmin(axis=2)
+    row, start = np.arange(len(reached))[:, None], np.arange(cost.shape[1])[None, :]
+    own = cost[row if len(cost) > 1 else 0, start, stop]
+    return worse[row, start, stop], own + total[row, stop]
 
 
 def _cost(kind: Kind, held: int, shards: int, recompute: bool) -> Floats:
@@ -309,6 +509,8 @@ def _joined(parts: Sequence[_Frontier]) -> _Frontier:
         kind=np.concatenate([p.kind for p in parts]),
         pools=np.concatenate([p.pools for p in parts]),
         run=np.concatenate([p.run for p in parts]),
+        most=np.concatenate([p.most for p in parts]),
+        alone=np.concatenate([p.alone for p in parts]),
         devices=np.concatenate([p.devices for p in parts]),
         reached=np.concatenate([p.reached for p in parts]),
         total=np.concatenate([p.total for p in parts]),

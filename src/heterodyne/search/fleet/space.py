@@ -15,7 +15,9 @@ class Space:
 
     Args:
         pools: by name; None: all.
-        max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_width``: of a stage; ``max_pipelines``: beside each other.
+        max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_pipelines``: beside each other.
+        max_width, max_context, max_data: of a stage (`Widths`).
+        runnable: only stages that this library runs: the devices of one share their work in one way, experts only with their layers.
         micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
         cells: of the tables of stages that are worked through for one micro-batch size.
         columns: kinds of pipelines among which counts are chosen exactly.
@@ -26,7 +28,10 @@ class Space:
     max_stages: int = 64
     max_pools: int = 3
     max_width: int = 1024
+    max_context: int = 1024
+    max_data: int = 1024
     max_pipelines: int | None = None
+    runnable: bool = False
     micro_batches: tuple[int, ...] | None = None
     recompute: bool = True
     shard_optimizer: bool = True

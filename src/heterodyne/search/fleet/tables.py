@@ -41,6 +41,7 @@ class Table:
 
     costs: Sequence[LayerCost]
     widths: Widths
+    _held: dict[tuple[int, float], tuple[Floats, Floats]] = field(default_factory=dict, repr=False, compare=False)
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -54,8 +55,27 @@ class Table:
         return self._update[stop] - self._update[start]
 
     def reduced_bytes(self, start: int, stop: int) -> float:
-        """Gradients of whole layers, over all devices of the stage."""
+        """Gradients of whole layers: of one copy of what is no expert's, and of one set of the experts."""
         return self._reduced[stop] - self._reduced[start]
+
+    def dense_bytes(self, start: int, stop: int) -> float:
+        """Of these, those of all but the experts."""
+        return self.reduced_bytes(start, stop) - self.expert_bytes(start, stop)
+
+    def expert_bytes(self, start: int, stop: int) -> float:
+        """And those of the experts."""
+        return self._experts[stop] - self._experts[start]
+
+    @cached_property
+    def expert_width(self) -> int:
+        """Devices of the stage over which one set of the experts lies; 0 where there are none."""
+        own = [self.widths.devices // cost.expert_copies for cost in self.costs if cost.expert_bytes]
+        return max(own, default=0)
+
+    @property
+    def may_stand_alone(self) -> bool:
+        """Whether a pipeline of such stages is more than as many replicas of it, each with a part of the micro-batch."""
+        return self.widths.data == 1 or self.expert_width > 0
 
     def output_bytes(self, stop: int) -> float:
         """What a stage that ends before layer ``stop`` sends."""
@@ -84,13 +104,21 @@ class Table:
 
         Recomputed where it does not fit otherwise and ``recompute`` allows it. Shape [layers + 1, layers + 1].
         """
-        plain, again, fixed, optimizer, kept, kept_again = self._square
-        fixed = fixed + optimizer / shards
-        found = np.where(fixed + held * kept <= memory_bytes, plain, np.inf)
-        if recompute:
-            redone = np.where(fixed + self._redone + held * kept_again <= memory_bytes, again, np.inf)
-            found = np.minimum(found, redone)
+        plain, again = self._square[:2]
+        most, most_again = self._most_held(shards, memory_bytes)
+        redone = np.where(held <= most_again, again, np.inf) if recompute else np.inf
+        found: Floats = np.where(held <= most, plain, redone)
         return found
+
+    def _most_held(self, shards: int, memory_bytes: float) -> tuple[Floats, Floats]:
+        """Micro-batches for which there is memory in every stage, kept and recomputed; a search asks for many numbers of them in turn."""
+        key = (shards, memory_bytes)
+        if key not in self._held:
+            _, _, fixed, optimizer, kept, kept_again = self._square
+            room = memory_bytes - (fixed + optimizer / shards)
+            self._held.clear()
+            self._held[key] = (_times(room, kept), _times(room - self._redone, kept_again))
+        return self._held[key]
 
     @cached_property
     def _forward(self) -> list[float]:
@@ -127,11 +155,15 @@ class Table:
     @cached_property
     def _reduced(self) -> list[float]:
         return _sums(
-            [
-                self.widths.tensor * (cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes)
-                for cost in self.costs
-            ]
+            [self.widths.tensor * (_reduced(cost) - cost.expert_bytes) + self._of_set(cost) for cost in self.costs]
         )
+
+    @cached_property
+    def _experts(self) -> list[float]:
+        return _sums([self._of_set(cost) for cost in self.costs])
+
+    def _of_set(self, cost: LayerCost) -> float:
+        return self.widths.devices / cost.expert_copies * cost.expert_bytes
 
     @cached_property
     def _redone(self) -> Floats:
@@ -165,6 +197,17 @@ class Tables:
             known = [cost for cost in own if cost is not None]
             self._known[key] = Table(known, widths) if len(known) == len(own) else None
         return self._known[key]
+
+
+def _times(room: Floats, each: Floats) -> Floats:
+    """How often something goes into a room; negative where there is none."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Floats = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, -1.0)).astype(np.float32)
+    return found
+
+
+def _reduced(cost: LayerCost) -> int:
+    return cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes
 
 
 def _sums(values: Sequence[float]) -> list[float]:

@@ -23,7 +23,7 @@ def fleet_timeline(predictor: Predictor, weighed: Weighed) -> Timeline:
         first = len(names)
         events += _played(predictor, weighed, group, first)
         for number, stage in enumerate(group.template.stages):
-            width = f", {stage.devices} devices each" if stage.devices > 1 else ""
+            width = f", {stage.devices} devices each ({stage.widths.in_words})" if stage.devices > 1 else ""
             names.append(f"{stage.pool} stage {number} of {group.replicas} pipelines{width}")
     done = own.pipelines_s
     for rank in range(len(names)):

@@ -136,7 +136,7 @@ def _told(tight: _Tight, search: Search) -> str:
     }
     largest = sorted(parts.items(), key=lambda part: -part[1])[:2]
     needs = " and ".join(f"{format_bytes(size)} {name}" for name, size in largest)
-    width = f" (width {tight.kind.devices})" if tight.kind.devices > 1 else ""
+    width = f" ({tight.kind.widths.in_words})" if tight.kind.devices > 1 else ""
     return (
         f"needs {format_bytes(memory.total)} on {tight.kind.name}{width} in stage {tight.stage} of {tight.stages}, which has "
         f"{format_bytes(tight.kind.memory_bytes)}: {needs} at micro-batch {tight.micro_batch}; {_remedy(tight, search)}"

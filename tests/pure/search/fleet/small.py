@@ -14,11 +14,15 @@ from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
 
 GIB = 2**30
+_TWO = ((2, 1, 1), (1, 1, 2), (1, 2, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Costs by a formula of random numbers: ``speed`` of each kind, ``fixed_s`` that every pass takes, ``lost`` by a wider group."""
+    """Costs by a formula of random numbers: ``speed`` of each kind, ``fixed_s`` that every pass takes, ``lost`` by a wider group,
+    ``handed``: seconds of keys and values, by the sample; ``experts``: the part of the weights that is of experts; ``ways``: how many of
+    the ways to share there are.
+    """
 
     layers: tuple[str, ...]
     speed: dict[str, float]
@@ -29,34 +33,46 @@ class Drawn:
     kept: float
     weights: float
     most: int = 4
+    handed: float = 0.1
+    experts: float = 0.0
+    ways: int = 1
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
-        return (Widths(), Widths(tensor=2)) if device_kind in self.speed else ()
+        """One of two devices, in each of the ways that they can share."""
+        return (Widths(), *map(Widths._make, _TWO[: self.ways])) if device_kind in self.speed else ()
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
-        if widths not in self.widths(device_kind) or micro_batch > self.most:
+        if (
+            widths not in self.widths(device_kind)
+            or micro_batch % widths.data
+            or micro_batch // widths.data > self.most
+        ):
             return None
-        width = widths.tensor
+        width, own = widths.tensor, micro_batch / widths.copies
         work = {"embedding": 0.1, "block": 1.0, "head": self.head}[layer_kind]
-        forward_s = self.fixed_s + work * micro_batch / self.speed[device_kind] / width**self.lost
-        weights = int(self.weights * GIB * (1.0 if layer_kind == "block" else 2.0) / width)
-        kept = int(self.kept * GIB * micro_batch * work / width)
+        forward_s = self.fixed_s + work * own / self.speed[device_kind] / width**self.lost
+        forward_s += self.handed * work * own if widths.context > 1 else 0.0
+        dense, experts = 1 - self.experts, self.experts
+        size = self.weights * GIB * (1.0 if layer_kind == "block" else 2.0)
+        weights = int(size * (dense / width + experts / widths.devices))
+        kept = int(self.kept * GIB * own * work / width)
         return LayerCost(
             forward_s=forward_s,
             backward_s=self.backward * forward_s,
-            update_s=0.02 / width,
+            update_s=0.02 * (dense / width + experts / widths.devices),
             parameter_bytes=weights,
             gradient_bytes=weights,
             optimizer_bytes=2 * weights,
             kept_bytes=kept,
             kept_bytes_recomputed=kept // 6,
             output_bytes=int(0.02 * GIB * micro_batch),
-            workspace_bytes=int(0.02 * GIB * micro_batch),
+            workspace_bytes=int(0.02 * GIB * own),
+            expert_bytes=int(size * experts / widths.devices),
         )
 
 
-def drawn(chance: random.Random, *, devices: int = 6, blocks: int = 8) -> tuple[Fleet, Drawn, int]:
-    """A fleet of one to three kinds, a model and a global batch."""
+def drawn(chance: random.Random, *, devices: int = 6, blocks: int = 8, ways: int = 1) -> tuple[Fleet, Drawn, int]:
+    """A fleet of one to three kinds, a model and a global batch; ``ways``: in how many the two devices of a stage may share its work."""
     kinds = chance.choice([1, 2, 2, 2, 3])
     pools = []
     left = devices
@@ -91,6 +107,8 @@ def drawn(chance: random.Random, *, devices: int = 6, blocks: int = 8) -> tuple[
         head=chance.choice([0.5, 2.0]),
         kept=chance.choice([0.02, 0.1, 0.4]),
         weights=chance.choice([0.02, 0.1, 0.3]),
+        ways=ways,
+        experts=chance.choice([0.0, 0.7]) if ways > 1 else 0.0,
     )
     return Fleet(name="small", pools=tuple(pools)), costs, chance.choice([4, 8, 24, 64])
 

@@ -96,11 +96,34 @@ def test_replicas_of_a_stage_or_the_stages_of_a_pipeline_share_a_node() -> None:
     assert [[CLUSTER.rank(s.devices[0]) for s in p.stages] for p in beside.pipelines] == [[0, 2], [1, 3]]
 
 
+@pytest.mark.parametrize(
+    ("shared", "way"),
+    [({"data": 2}, "replicate"), ({"data": 8}, "replicate"), ({"width": 2}, "split"), ({"context": 2}, "context")],
+)
+def test_devices_of_a_stage_share_it_in_the_way_of_the_plan(shared: dict[str, int], way: str) -> None:
+    asked = plan([3], ["new", "old"], replicas=1, count=2, micro_batch=8, missing=0, layout="stages", again=False)
+    first, second = asked.groups[0].template.stages
+    template = replace(asked.groups[0].template, stages=(replace(first, **shared), second))  # type: ignore[arg-type]
+    wide = replace(asked, groups=(replace(asked.groups[0], template=template),))
+    made = device_plan(wide, FLEET, MODEL)
+    if way == "replicate":  # what lies in parts depends on the model
+        assert violations(made, MODEL, CLUSTER) == ()
+    stage = made.pipelines[0].stages[0]
+    assert len(stage.devices) == template.stages[0].devices
+    assert stage.regions[0].layout.kind == way
+    both = replace(template.stages[0], width=2, context=1, data=2)
+    with pytest.raises(PlanError, match="share their work by tensor 2 x data 2"):
+        device_plan(
+            replace(wide, groups=(replace(wide.groups[0], template=replace(template, stages=(both, second))),)),
+            FLEET, MODEL,
+        )  # fmt: skip
+
+
 def test_another_model_and_too_many_stages_are_refused() -> None:
     asked = plan([3], ["new", "new"], replicas=1, count=2, micro_batch=1, missing=0, layout="stages", again=False)
     with pytest.raises(PlanError, match="for 8 layers, and model Chain has 6 blocks"):
         device_plan(asked, FLEET, graph(4))
-    wide = replace(asked.groups[0].template.stages[0], width=8)
+    wide = replace(asked.groups[0].template.stages[0], width=16)
     template = replace(asked.groups[0].template, stages=(wide, asked.groups[0].template.stages[1]))
-    with pytest.raises(PlanError, match="no node of new has 8 devices left"):
+    with pytest.raises(PlanError, match="no node of new has 16 devices left"):
         device_plan(replace(asked, groups=(replace(asked.groups[0], template=template),)), FLEET, MODEL)

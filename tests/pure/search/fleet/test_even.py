@@ -33,6 +33,18 @@ def test_an_even_plan_keeps_its_degrees() -> None:
     assert "--tensor-model-parallel-size" in megatron_arguments(replace(even, recomputed_layers=()))
 
 
+def test_parts_of_the_sequence_are_cp_and_parts_of_the_micro_batch_are_replicas() -> None:
+    shared = tuple(replace(stage, context=4, data=2) for stage in STAGES)
+    plan = replace(PLAN, groups=(replace(GROUP, template=replace(GROUP.template, stages=shared)),))
+    even = even_fleet_plan(plan, FLEET, expert_width=16)
+    assert (even.dp, even.tp, even.cp, even.ep, even.micro_batch_size) == (8, 2, 4, 16, 1)
+    assert even.devices == sum(plan.devices.values())
+    assert even.num_microbatches == GROUP.num_microbatches
+    words = megatron_arguments(replace(even, recomputed_layers=()))
+    for name, value in (("context", "4"), ("expert-model", "16"), ("expert-tensor", "1")):
+        assert words[words.index(f"--{name}-parallel-size") + 1] == value
+
+
 def test_pools_of_one_kind_are_one() -> None:
     there = tuple(replace(stage, pool="more") for stage in STAGES)
     both = replace(
@@ -49,7 +61,7 @@ def test_pools_of_one_kind_are_one() -> None:
             (STAGES[0], replace(STAGES[1], pool="old")),
             "one kind of device, and the plan has A100-SXM-80GB, V100-SXM2-32GB",
         ),
-        ((STAGES[0], replace(STAGES[1], width=4)), "widths 2, 4"),
+        ((STAGES[0], replace(STAGES[1], width=4)), "widths tensor 2, tensor 4"),
     ],
 )
 def test_what_is_uneven_is_told(stages: tuple[Stage, ...], told: str) -> None:

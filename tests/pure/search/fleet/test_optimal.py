@@ -35,7 +35,7 @@ def test_it_is_the_best_plan_there_is_nearly_always_and_never_far_from_it() -> N
 @pytest.mark.parametrize("number", range(20))
 def test_no_plan_beats_a_bound(number: int) -> None:
     chance = random.Random(100 + number)
-    fleet, costs, samples = drawn(chance, devices=chance.randint(2, 6), blocks=6)
+    fleet, costs, samples = drawn(chance, devices=chance.randint(2, 6), blocks=6, ways=1 + number % 3)
     search = search_of(fleet, costs, samples)
     search.run(_step_s)
     for mix, weighed in search.weighed.items():
@@ -48,7 +48,7 @@ def test_no_plan_beats_a_bound(number: int) -> None:
 @pytest.mark.parametrize("number", range(20))
 def test_every_plan_that_is_weighed_keeps_memory_devices_and_batch(number: int) -> None:
     chance = random.Random(200 + number)
-    fleet, costs, samples = drawn(chance)
+    fleet, costs, samples = drawn(chance, ways=1 + number % 3)
     search = search_of(fleet, costs, samples)
     search.run(_step_s)
     for weighed in search.weighed.values():
