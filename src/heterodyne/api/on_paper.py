@@ -109,8 +109,16 @@ def _planned(
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
     planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
+    return planner, planner.plan(
+        wishes.objective, space=_space(wishes), seconds=wishes.seconds, frontier=wishes.frontier
+    )
+
+
+def _space(wishes: Wishes) -> Space:
+    """The plans that those can run for whom one is made."""
     space = Space(schedules=("1F1B",)) if wishes.export == "megatron" else Space()  # it has no other
-    return planner, planner.plan(wishes.objective, space=space, seconds=wishes.seconds, frontier=wishes.frontier)
+    # The runtime keeps all state whole on every replica.
+    return space if wishes.runnable is None else replace(space, zero=(0,))
 
 
 def _runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan:

@@ -16,6 +16,8 @@ from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
 
 __all__ = ["Steps", "climb"]
 
+Shared = tuple[int, int]
+"""Pipelines that share state, and its level."""
 _FEW = 8  # stages up to which a border moves together with the size of the micro-batches
 
 
@@ -29,15 +31,14 @@ class Steps:
     columns: Sequence[Template]
     sizes: Sequence[int]
     recompute: bool
-    shard_optimizer: bool
     most_pipelines: int | None = None
     usd: tuple[Mapping[str, float], float] | None = None
 
-    def from_mix(self, mix: Mix) -> Iterator[Mix]:
-        """Every mix that is one step away, those with the smallest changes first."""
-        shards = sum(count for _, count in mix) if self.shard_optimizer else 1
+    def from_mix(self, mix: Mix, zero: int) -> Iterator[Mix]:
+        """Every mix that is one step away, those with the smallest changes first. ``zero``: the level at which it is best."""
+        shared = (sum(count for _, count in mix), zero)
         for template, count in mix:
-            for changed in self.changed(template, shards):
+            for changed in self.changed(template, shared):
                 yield mix_of((changed if t == template else t, n) for t, n in mix)
                 if count > 1:
                     yield mix_of([*_less(mix, template), (changed, 1)])
@@ -55,22 +56,22 @@ class Steps:
             if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
                 yield from self._filled(fewer)
 
-    def changed(self, template: Template, shards: int) -> Iterator[Template]:
+    def changed(self, template: Template, shared: Shared) -> Iterator[Template]:
         """A border moved, another size of micro-batch, or something recomputed or not."""
-        yield from self._moved(template, shards)
+        yield from self._moved(template, shared)
         for size in self.sizes:
             if size != template.micro_batch:
-                for other in self._known(self._fitted(replace(template, micro_batch=size), shards)):
+                for other in self._known(self._fitted(replace(template, micro_batch=size), shared)):
                     yield other
                     if len(template.stages) <= _FEW:
-                        yield from self._moved(other, shards)
+                        yield from self._moved(other, shared)
         stages = template.stages
         for number, stage in enumerate(stages):
             if stage.recompute or self.recompute:
                 toggled = replace(stage, recompute=not stage.recompute)
                 yield replace(template, stages=(*stages[:number], toggled, *stages[number + 1 :]))
 
-    def _moved(self, template: Template, shards: int) -> Iterator[Template]:
+    def _moved(self, template: Template, shared: Shared) -> Iterator[Template]:
         stages = template.stages
         for number, (a, b) in enumerate(pairwise(stages)):
             for border in (a.stop - 1, a.stop + 1):
@@ -78,7 +79,7 @@ class Steps:
                     moved = (*stages[:number], replace(a, stop=border), replace(b, start=border), *stages[number + 2 :])
                     yield replace(template, stages=moved)
                     if self.recompute:
-                        yield self._fitted(replace(template, stages=moved), shards)
+                        yield self._fitted(replace(template, stages=moved), shared)
 
     def _known(self, template: Template) -> list[Template]:
         try:
@@ -87,7 +88,7 @@ class Steps:
             return []
         return [template]
 
-    def _fitted(self, template: Template, shards: int) -> Template:
+    def _fitted(self, template: Template, shared: Shared) -> Template:
         """Recomputed where it does not fit otherwise."""
         if not self.recompute or not self._known(template):
             return template
@@ -95,7 +96,9 @@ class Steps:
         plain = replace(template, stages=tuple(replace(stage, recompute=False) for stage in template.stages))
         for number, stage in enumerate(plain.stages):
             many = self.predictor.global_batch
-            need = self.predictor.memory(plain, number, micro_batches=many, schedule="1F1B", shards=shards).total
+            need = self.predictor.memory(
+                plain, number, micro_batches=many, schedule="1F1B", replicas=shared[0], zero=shared[1]
+            ).total
             stages.append(replace(stage, recompute=need > self.predictor.fleet.pool(stage.pool).memory_bytes))
         return replace(template, stages=tuple(stages))
 
@@ -135,7 +138,7 @@ def climb(
     found = True
     while found:
         found = False
-        for mix in steps.from_mix(best_mix):
+        for mix in steps.from_mix(best_mix, best.plan.zero):
             if mix in seen or not mix:
                 continue
             seen.add(mix)

@@ -1,6 +1,6 @@
 """The search for the best plan over a fleet.
 
-1. For every size of micro-batch, and for optimizer states in more and more parts: the shapes of pipelines that fit (`shapes`).
+1. For every size of micro-batch, and for more and more state in more and more parts: the shapes of pipelines that fit (`shapes`).
 2. The relaxed knapsack over them says what no plan can beat; where that is no better than a plan that is known, nothing more is done.
 3. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
 4. The best of these mixes are played, and improved step by step (`improve`).
@@ -24,20 +24,21 @@ from heterodyne.search.fleet.counts import Limits, shortest_s
 from heterodyne.search.fleet.improve import Steps, climb
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
-from heterodyne.search.fleet.predict import Mix, Predictor, Weighed
-from heterodyne.search.fleet.shapes import Shapes, shapes
+from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
+from heterodyne.search.fleet.shapes import Shapes, Sharing, shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Floats, Tables
 
 __all__ = ["Search"]
 
 _FEW_DEVICES = 16
-_SHARDS = (1, 2, 3, 4, 6, 8, 16)  # of the optimizer state
+_SHARDS = (1, 2, 3, 4, 6, 8, 16)  # parts of the state that is shared
 _SHARDS_OF_MANY = (1, 8, 64)  # beyond, what is left of it hardly matters
 _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 Score = Callable[[Weighed], float]
+Levels = tuple[int, ...]
 
 
 @dataclass(kw_only=True)
@@ -54,7 +55,7 @@ class Search:
     weighed: dict[Mix, Weighed] = field(default_factory=dict)
     bound_s: float = inf
     stopped: bool = False
-    _shapes: dict[tuple[int, int], Shapes | None] = field(default_factory=dict)
+    _shapes: dict[tuple[int, Levels, int], Shapes | None] = field(default_factory=dict)
     _work: int = 0
 
     @property
@@ -93,16 +94,16 @@ class Search:
 
         ``prices``: of a device of each pool; ``by_time``: the score is the step's seconds, so that bounds on them rule plans out.
         """
-        # Whatever fits does so with the optimizer state in as many parts as there can be pipelines.
-        anyhow = self._times(self._rows(self._most_pipelines), self._limits(1, prices, budget))
+        # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
+        anyhow = self._times(self._rows(self._anyhow(3), self._most_pipelines), self._limits(1, prices, budget))
         self.bound_s = min(self.bound_s, inf if anyhow is None else anyhow[0])
         best: Weighed | None = None
         columns: dict[Template, None] = {}
-        for shards in self._levels():
+        for zero, shards in self._levels():
             if self._late():
                 break
             limits = self._limits(shards, prices, budget)
-            rows = self._rows(shards)
+            rows = self._rows((zero,), shards)
             times = self._times(rows, limits)
             if times is None:
                 continue
@@ -138,7 +139,7 @@ class Search:
                             mix,
                             schedule=schedule,
                             layout=layout,
-                            shard_optimizer=self.space.shard_optimizer,
+                            zero=self.space.zero,
                             below_s=below_s,
                         )
                     )
@@ -153,23 +154,44 @@ class Search:
         """Whether these very pipelines and shares take as long with another schedule in the same layout."""
         if known.plan.schedule == schedule or known.plan.layout != layout:
             return False
+        mix = mix_of((group.template, group.replicas) for group in known.plan.groups)
+        ours, theirs = (
+            self.predictor.played(mix, name, layout, known.plan.zero) for name in (schedule, known.plan.schedule)
+        )
         return all(
-            self.predictor.makespans(group.template, schedule, layout).seconds(group.num_microbatches)
-            >= self.predictor.makespans(group.template, known.plan.schedule, layout).seconds(group.num_microbatches)
+            ours[group.template].seconds(group.num_microbatches)
+            >= theirs[group.template].seconds(group.num_microbatches)
             for group in known.plan.groups
         )
 
-    def _levels(self) -> list[int]:
-        """In how many parts the optimizer state may be: only as many as help."""
+    def _levels(self) -> list[tuple[int, int]]:
+        """At which levels in how many parts state may be: only what helps, what is exchanged least first."""
         most = self._most_pipelines
-        if _same(self._rows(1), self._rows(most)):
-            return [1]
-        return [n for n in (_SHARDS if most <= _FEW_DEVICES else _SHARDS_OF_MANY) if n <= most]
+        zero = [level for level in self.space.zero if level or 1 not in self.space.zero]  # 1 fits wherever 0 does
+        found = [(zero[0], 1)]
+        known = self._rows((zero[0],), 1)
+        if _same(known, self._rows(self._anyhow(3), most)):
+            return found
+        copies = any(w.copies > 1 for pool in self.fleet.pools for w in self.tables.costs.widths(pool.kind))
+        parts = [n for n in (_SHARDS if most <= _FEW_DEVICES else _SHARDS_OF_MANY) if n <= most]
+        for level in zero:
+            if level == 0:
+                continue
+            wider = self._rows(self._anyhow(level), most)
+            if not _same(known, wider):
+                found += [(level, n) for n in parts if (n > 1 or copies) and (level, n) not in found]
+            known = wider
+        return found
+
+    def _anyhow(self, most: int) -> Levels:
+        """Levels up to one, and nothing shared, which is all that a pipeline alone can do."""
+        levels = {level for level in self.space.zero if level <= most}
+        return tuple(sorted(levels - {0} if 1 in levels else levels | {0}))
 
     @property
     def _most_pipelines(self) -> int:
-        """That shard the state of an optimizer."""
-        if not self.space.shard_optimizer:
+        """That share state."""
+        if max(self.space.zero) < 1:
             return 1
         return min(self.fleet.devices, self.space.max_pipelines or self.fleet.devices)
 
@@ -177,18 +199,22 @@ class Search:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
         return Limits(room=room, prices=prices, budget=budget, least=shards, most=self.space.max_pipelines)
 
-    def _rows(self, shards: int) -> list[Shapes]:
+    def _rows(self, zero: Levels, shards: int) -> list[Shapes]:
+        """Of each size of micro-batch. Of one level those for so many pipelines and more; of several levels those for so many at most."""
+        sharing = Sharing(
+            replicas=shards, zero=zero, least=shards if len(zero) == 1 else None, network=self.predictor.network
+        )
         for size in self.sizes:
-            if (size, shards) not in self._shapes:
-                self._shapes[size, shards] = shapes(
+            if (size, zero, shards) not in self._shapes:
+                self._shapes[size, zero, shards] = shapes(
                     self.fleet,
                     self.tables,
                     micro_batch=size,
                     global_batch=self.predictor.global_batch,
-                    shards=shards,
+                    sharing=sharing,
                     space=self.space,
                 )
-        found = [self._shapes[size, shards] for size in self.sizes]
+        found = [self._shapes[size, zero, shards] for size in self.sizes]
         return [rows for rows in found if rows is not None]
 
     def _times(self, rows: Sequence[Shapes], limits: Limits) -> tuple[float, float] | None:
@@ -237,7 +263,6 @@ class Search:
             columns=columns,
             sizes=self.sizes,
             recompute=self.space.recompute,
-            shard_optimizer=self.space.shard_optimizer,
             most_pipelines=self.space.max_pipelines,
             usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
         )

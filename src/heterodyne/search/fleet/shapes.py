@@ -18,15 +18,61 @@ from numpy.typing import NDArray
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Floats, Table, Tables
 
-__all__ = ["Kind", "Shapes", "kinds_of", "shapes"]
+__all__ = ["Kind", "Shapes", "Sharing", "kinds_of", "shapes"]
 
 _FEW = (2, 4, 16)
 _CELLS = 1 << 16  # of an array that is worked on at once
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How state is shared out: in as many parts as there are pipelines, at one of some levels; each stage at whichever is best for it.
+
+    With several levels that is a relaxation: a plan has one for all stages.
+
+    Args:
+        least: pipelines that there are at least, for what they exchange beside passes; None: two, where a stage has no copies.
+        network: tells the least seconds of that; None: it takes none.
+    """
+
+    replicas: int = 1
+    zero: tuple[int, ...] = (0,)
+    least: int | None = None
+    network: Network | None = None
+
+    def seconds(self, kind: Kind, held: int, recompute: bool) -> Floats:
+        """See `Table.seconds`."""
+        least = (2 if kind.widths.copies == 1 else 1) if self.least is None else self.least
+        rates = (0.0, 0.0)
+        if self.network is not None and max(self.zero) > 1:
+            rates = self.network.least_s_per_byte(kind.name, kind.widths, least)
+        ways = [
+            kind.table.seconds(
+                held=held,
+                memory_bytes=kind.memory_bytes,
+                recompute=recompute,
+                replicas=self.replicas,
+                zero=zero,
+                exchange=(least, rates),
+            )
+            for zero in self.zero
+        ]
+        found: Floats = ways[0] if len(ways) == 1 else np.minimum.reduce(ways)
+        return found
+
+    def fits(self, kind: Kind, start: int, stop: int, held: int) -> bool:
+        """Whether a stage does at some level without recompute."""
+        return any(
+            kind.table.memory(start, stop, recompute=False, held=held, replicas=self.replicas, zero=zero).total
+            <= kind.memory_bytes
+            for zero in self.zero
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +108,7 @@ class Shapes:
     kinds: tuple[Kind, ...]
     micro_batch: int
     held_at_most: int
-    shards: int
+    sharing: Sharing
     recompute: bool
     longest_s: Floats
     total_s: Floats
@@ -92,16 +138,14 @@ class Shapes:
         return list(dict.fromkeys(found))
 
     def _cost(self, kind: Kind, back: int) -> Floats:
-        return _cost(kind, min(back, self.held_at_most), self.shards, self.recompute)
+        return self.sharing.seconds(kind, min(back, self.held_at_most), self.recompute)
 
     def _template(self, chain: Sequence[Kind], points: Sequence[int]) -> Template:
         stages = []
         for place, kind in enumerate(chain):
             start, stop = points[place], points[place + 1]
             held = min(len(chain) - place, self.held_at_most)
-            plain = kind.table.memory(start, stop, recompute=False, held=held, shards=self.shards)
-            recompute = plain.total > kind.memory_bytes
-            stages.append(kind.stage(start, stop, recompute=recompute))
+            stages.append(kind.stage(start, stop, recompute=not self.sharing.fits(kind, start, stop, held)))
         return Template(micro_batch=self.micro_batch, stages=tuple(stages))
 
 
@@ -148,16 +192,15 @@ def usable_widths(widths: Sequence[Widths], devices_per_node: int) -> tuple[Widt
 
 
 def shapes(
-    fleet: Fleet, tables: Tables, *, micro_batch: int, global_batch: int, shards: int, space: Space
+    fleet: Fleet, tables: Tables, *, micro_batch: int, global_batch: int, sharing: Sharing, space: Space
 ) -> Shapes | None:
-    """All rows that fit, within the limits of the space; None if there is none.
-
-    ``shards``: of the optimizer state, as if there were so many pipelines.
-    """
+    """All rows that fit, within the limits of the space; None if there is none."""
     kinds = kinds_of(fleet, tables, micro_batch, space)
     if not kinds:
         return None
-    grown = _Grown(fleet=fleet, kinds=kinds, held_at_most=ceil(global_batch / micro_batch), shards=shards, space=space)
+    grown = _Grown(
+        fleet=fleet, kinds=kinds, held_at_most=ceil(global_batch / micro_batch), sharing=sharing, space=space
+    )
     return grown.shapes(micro_batch)
 
 
@@ -179,7 +222,7 @@ class _Grown:
     fleet: Fleet
     kinds: tuple[Kind, ...]
     held_at_most: int
-    shards: int
+    sharing: Sharing
     space: Space
 
     def shapes(self, micro_batch: int) -> Shapes | None:
@@ -205,7 +248,7 @@ class _Grown:
             held = min(depth, self.held_at_most)
             longer = []
             for number, kind in enumerate(self.kinds):
-                cost = _cost(kind, held, self.shards, self.space.recompute)
+                cost = self.sharing.seconds(kind, held, self.space.recompute)
                 if not np.isfinite(cost).any():
                     continue
                 grown = self._extend(frontier, number, cost, room, mixed_run)
@@ -229,7 +272,7 @@ class _Grown:
             kinds=self.kinds,
             micro_batch=micro_batch,
             held_at_most=self.held_at_most,
-            shards=self.shards,
+            sharing=self.sharing,
             recompute=self.space.recompute,
             longest_s=longest,
             total_s=total,
@@ -297,10 +340,6 @@ def _grow(cost: Floats, reached: Floats, total: Floats) -> tuple[Floats, Floats]
         longest[own] = np.take_along_axis(worse, stop[:, :, None], axis=2)[:, :, 0]
         whole[own] = cost[at, stop] + np.take_along_axis(total[own], stop, axis=1)
     return longest, whole
-
-
-def _cost(kind: Kind, held: int, shards: int, recompute: bool) -> Floats:
-    return kind.table.seconds(held=held, shards=shards, memory_bytes=kind.memory_bytes, recompute=recompute)
 
 
 def _joined(parts: Sequence[_Frontier]) -> _Frontier:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heterodyne.search.fleet.plan import Layout, ScheduleName
+from heterodyne.search.fleet.plan import ZERO_LEVELS, Layout, ScheduleName
 
 __all__ = ["Space"]
 
@@ -17,6 +17,7 @@ class Space:
         pools: by name; None: all.
         max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_width``: of a stage; ``max_pipelines``: beside each other.
         micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
+        zero: levels of state sharding, of `ZERO_LEVELS`, ascending.
         cells: of the tables of stages that are worked through for one micro-batch size.
         columns: kinds of pipelines among which counts are chosen exactly.
         work: stages that are played while the best mixes are improved.
@@ -29,7 +30,7 @@ class Space:
     max_pipelines: int | None = None
     micro_batches: tuple[int, ...] | None = None
     recompute: bool = True
-    shard_optimizer: bool = True
+    zero: tuple[int, ...] = ZERO_LEVELS
     schedules: tuple[ScheduleName, ...] = ("1F1B", "GPipe")
     layouts: tuple[Layout, ...] = ("stages", "pipelines")
     cells: int = 8_000_000
