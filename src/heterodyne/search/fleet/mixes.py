@@ -135,7 +135,14 @@ class Mixes:
 
     def _most(self, template: Template, limits: Limits) -> int:
         """Micro-batches for which there is memory at some level."""
-        return max(self.predictor.most_micro_batches(template, "1F1B", limits.least, zero) for zero in self.space.zero)
+        most = 0
+        for zero in self.space.zero:
+            if zero == 0 and 1 in self.space.zero:
+                continue  # which needs no more memory
+            most = max(most, self.predictor.most_micro_batches(template, "1F1B", limits.least, zero))
+            if most * template.micro_batch >= self.predictor.global_batch:
+                break
+        return most
 
     def _once_s(self, columns: Sequence[Template]) -> list[float]:
         """About what shows of the gradients of each column beside others like it, in the better layout."""

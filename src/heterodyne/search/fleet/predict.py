@@ -9,7 +9,7 @@ more. Level 0 updates everything everywhere but gathers nothing, so of 0 and 1 e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
@@ -163,13 +163,19 @@ class Predictor:
         if key not in self._most:
             whole = self._whole(template)
             known, over = 0, whole + 1
-            tried = whole
+            # Most pipelines have room for all micro-batches, or for none.
+            for tried in (whole, 1):
+                if known < tried < over:
+                    if self._fits(template, tried, schedule, replicas, zero):
+                        known = tried
+                    else:
+                        over = tried
             while over - known > 1:
+                tried = (known + over) // 2
                 if self._fits(template, tried, schedule, replicas, zero):
                     known = tried
                 else:
                     over = tried
-                tried = (known + over) // 2
             self._most[key] = known
         return self._most[key]
 
@@ -190,31 +196,52 @@ class Predictor:
         if not mix or not self._enough_devices(mix):
             return None
         best: Weighed | None = None
-        for level in self._in_turn(mix, layout, zero):
-            found, free = self._at_level(mix, schedule, layout, level, below_s)
+        for level, most in self._in_turn(mix, schedule, layout, zero):
+            found, free = self._at_level(mix, schedule, layout, level, most, below_s)
             if found is not None and found.predicted.step_s < below_s:
                 best, below_s = found, found.predicted.step_s
             if free:
                 break
         return best
 
-    def _in_turn(self, mix: Mix, layout: Layout, zero: Sequence[int]) -> Sequence[int]:
-        """Levels, so that none is faster than one before it that is not in want of memory."""
+    def _in_turn(
+        self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: Sequence[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Levels that fit and the most micro-batches of each template, so that none is faster than one before it that is not in want
+        of memory.
+        """
         if not _shared(mix):
-            return (0,)
-        first = [level for level in zero if level < 2]
+            zero = (0,)
+        first = [(level, most) for level in zero if level < 2 and (most := self._room(mix, schedule, level))]
         if len(first) > 1:
-            first.sort(key=lambda level: (sum(self.after_s(mix, layout, level)), level))
-        return [*first, *sorted(level for level in zero if level > 1)]
+            first.sort(key=lambda entry: (sum(self.after_s(mix, layout, entry[0])), entry[0]))
+        yield from first
+        for level in sorted(zero):
+            if level > 1 and (most := self._room(mix, schedule, level)):
+                yield level, most
+
+    def _room(self, mix: Mix, schedule: ScheduleName, zero: int) -> list[int]:
+        """Of a pipeline of each template the most micro-batches; none at all where one has no room for any."""
+        replicas = sum(count for _, count in mix)
+        found = []
+        for template, _ in mix:
+            most = self.most_micro_batches(template, schedule, replicas, zero)
+            if most < 1:
+                return []
+            found.append(most)
+        return found
 
     def _at_level(
-        self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: int, below_s: float
+        self,
+        mix: Mix,
+        schedule: ScheduleName,
+        layout: Layout,
+        zero: int,
+        most: Sequence[int],
+        below_s: float,
     ) -> tuple[Weighed | None, bool]:
         """And whether memory limits no pipeline: then no level that needs less memory can be faster."""
         replicas = sum(count for _, count in mix)
-        most = [self.most_micro_batches(template, schedule, replicas, zero) for template, _ in mix]
-        if min(most) < 1:
-            return None, False
         free = all(own == self._whole(template) for own, (template, _) in zip(most, mix, strict=True))
         sync_s, update_s = self.after_s(mix, layout, zero)
         if sync_s == inf:

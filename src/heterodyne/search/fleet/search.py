@@ -55,7 +55,7 @@ class Search:
     weighed: dict[Mix, Weighed] = field(default_factory=dict)
     bound_s: float = inf
     stopped: bool = False
-    _shapes: dict[tuple[int, Levels, int], Shapes | None] = field(default_factory=dict)
+    _shapes: dict[tuple[int, Levels, int, int | None], Shapes | None] = field(default_factory=dict)
     _work: int = 0
 
     @property
@@ -95,18 +95,24 @@ class Search:
         ``prices``: of a device of each pool; ``by_time``: the score is the step's seconds, so that bounds on them rule plans out.
         """
         # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
-        anyhow = self._times(self._rows(self._anyhow(3), self._most_pipelines), self._limits(1, prices, budget))
-        self.bound_s = min(self.bound_s, inf if anyhow is None else anyhow[0])
+        anyhow = [self._times(rows, self._limits(1, prices, budget)) for rows in self._anyhow()]
+        self.bound_s = min(self.bound_s, *(inf if times is None else times[0] for times in anyhow))
         best: Weighed | None = None
         columns: dict[Template, None] = {}
+        about_s = inf
         for zero, shards in self._levels():
             if self._late():
                 break
             limits = self._limits(shards, prices, budget)
-            rows = self._rows((zero,), shards)
+            if zero > 1 and self.fleet.devices > _FEW_DEVICES:
+                either = self._times(self._rows(self._high, shards, least=shards), limits)
+                if either is None or either[1] >= about_s:
+                    continue  # over many devices, where whole numbers hardly matter, it is no faster than with less exchanged
+            rows = self._rows((zero,), shards, least=shards)
             times = self._times(rows, limits)
             if times is None:
                 continue
+            about_s = min(about_s, times[1])
             if best is not None and by_time and times[0] >= best.predicted.step_s:
                 continue  # no plan with these shapes is faster
             columns.update(dict.fromkeys(self._chosen.of(rows, limits, times[1])))
@@ -167,26 +173,30 @@ class Search:
     def _levels(self) -> list[tuple[int, int]]:
         """At which levels in how many parts state may be: only what helps, what is exchanged least first."""
         most = self._most_pipelines
-        zero = [level for level in self.space.zero if level or 1 not in self.space.zero]  # 1 fits wherever 0 does
-        found = [(zero[0], 1)]
-        known = self._rows((zero[0],), 1)
-        if _same(known, self._rows(self._anyhow(3), most)):
-            return found
+        found = [(self._low, 1)]
+        alone, low, high = self._rows((self._low,), 1, least=1), *self._anyhow()
         copies = any(w.copies > 1 for pool in self.fleet.pools for w in self.tables.costs.widths(pool.kind))
-        parts = [n for n in (_SHARDS if most <= _FEW_DEVICES else _SHARDS_OF_MANY) if n <= most]
-        for level in zero:
-            if level == 0:
-                continue
-            wider = self._rows(self._anyhow(level), most)
-            if not _same(known, wider):
-                found += [(level, n) for n in parts if (n > 1 or copies) and (level, n) not in found]
-            known = wider
-        return found
+        parts = [n for n in (_SHARDS if most <= _FEW_DEVICES else _SHARDS_OF_MANY) if n <= most and (n > 1 or copies)]
+        if not _same(alone, low):
+            found += [(self._low, n) for n in parts]
+        if high and not _same(alone, high):
+            found += [(level, n) for n in parts for level in self._high]
+        return list(dict.fromkeys(found))
 
-    def _anyhow(self, most: int) -> Levels:
-        """Levels up to one, and nothing shared, which is all that a pipeline alone can do."""
-        levels = {level for level in self.space.zero if level <= most}
-        return tuple(sorted(levels - {0} if 1 in levels else levels | {0}))
+    def _anyhow(self) -> tuple[list[Shapes], list[Shapes]]:
+        """All that fits in any number of pipelines: with little exchanged, and at levels that exchange beside every micro-batch."""
+        most = self._most_pipelines
+        return self._rows((self._low,), most), self._rows(self._high, most) if self._high else []
+
+    @property
+    def _low(self) -> int:
+        """1, which fits wherever 0 does; where it may not be, 0, which is all that one pipeline can do."""
+        return 1 if 1 in self.space.zero else 0
+
+    @property
+    def _high(self) -> Levels:
+        """At which something is exchanged beside every micro-batch."""
+        return tuple(level for level in self.space.zero if level > 1)
 
     @property
     def _most_pipelines(self) -> int:
@@ -199,14 +209,13 @@ class Search:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
         return Limits(room=room, prices=prices, budget=budget, least=shards, most=self.space.max_pipelines)
 
-    def _rows(self, zero: Levels, shards: int) -> list[Shapes]:
-        """Of each size of micro-batch. Of one level those for so many pipelines and more; of several levels those for so many at most."""
-        sharing = Sharing(
-            replicas=shards, zero=zero, least=shards if len(zero) == 1 else None, network=self.predictor.network
-        )
+    def _rows(self, zero: Levels, shards: int, least: int | None = None) -> list[Shapes]:
+        """Of each size of micro-batch (see `Sharing`)."""
+        sharing = Sharing(replicas=shards, zero=zero, least=least, network=self.predictor.network)
         for size in self.sizes:
-            if (size, zero, shards) not in self._shapes:
-                self._shapes[size, zero, shards] = shapes(
+            key = (size, zero, shards, least if max(zero) > 1 else None)
+            if key not in self._shapes:
+                self._shapes[key] = shapes(
                     self.fleet,
                     self.tables,
                     micro_batch=size,
@@ -214,7 +223,7 @@ class Search:
                     sharing=sharing,
                     space=self.space,
                 )
-        found = [self._shapes[size, zero, shards] for size in self.sizes]
+        found = [self._shapes[size, zero, shards, least if max(zero) > 1 else None] for size in self.sizes]
         return [rows for rows in found if rows is not None]
 
     def _times(self, rows: Sequence[Shapes], limits: Limits) -> tuple[float, float] | None:

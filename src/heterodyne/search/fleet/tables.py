@@ -58,6 +58,9 @@ class Table:
 
     costs: Sequence[LayerCost]
     widths: Widths
+    _levels: dict[tuple[int, int, tuple[int, Rates]], tuple[Floats, Floats, Floats]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -136,16 +139,25 @@ class Table:
         Recomputed where it does not fit otherwise and ``recompute`` allows it. A pass takes no less than the ``exchange`` beside it
         among so many pipelines at some rates, whichever way is shorter. Shape [layers + 1, layers + 1].
         """
-        forward, backward, kept, kept_again = self._square
-        fixed = self._fixed_bytes(zero if replicas * self.widths.copies > 1 else 0, replicas)
-        gather, scatter = self._exchanged_s(zero, *exchange)
-        ahead = np.maximum(forward, gather)
-        found = np.where(fixed + held * kept <= memory_bytes, ahead + np.maximum(backward, scatter), np.inf)
+        kept, kept_again = self._kept_squares
+        plain, again, fixed = self._at_level(zero if replicas * self.widths.copies > 1 else 0, replicas, exchange)
+        found = np.where(fixed + held * kept <= memory_bytes, plain, np.inf)
         if recompute:
-            fits = fixed + self._redone + held * kept_again <= memory_bytes
-            redone = np.where(fits, ahead + np.maximum(backward + forward, scatter), np.inf)
+            redone = np.where(fixed + self._redone + held * kept_again <= memory_bytes, again, np.inf)
             found = np.minimum(found, redone)
         return found
+
+    def _at_level(self, zero: int, replicas: int, exchange: tuple[int, Rates]) -> tuple[Floats, Floats, Floats]:
+        """For every start and stop: seconds without and with recompute, and bytes that do not depend on micro-batches."""
+        key = (zero, replicas, exchange)
+        if key not in self._levels:
+            gather, scatter = self._exchanged_s(zero, *exchange)
+            forward, backward = self._passes
+            ahead = np.maximum(forward, gather)
+            plain = ahead + np.maximum(backward, scatter)
+            again = ahead + np.maximum(backward + forward, scatter)
+            self._levels[key] = (plain, again, self._fixed_bytes(zero, replicas))
+        return self._levels[key]
 
     def _fixed_bytes(self, zero: int, replicas: int) -> Floats:
         fixed = self._working
@@ -238,11 +250,14 @@ class Table:
         return found
 
     @cached_property
-    def _square(self) -> tuple[Floats, Floats, Floats, Floats]:
+    def _passes(self) -> tuple[Floats, Floats]:
         count = len(self.costs) + 1
         stage = np.arange(count)[:, None] < np.arange(count)[None, :]
-        forward = np.where(stage, _between(self._forward), np.inf)
-        return forward, _between(self._backward), _between(self._kept), _between(self._kept_again)
+        return np.where(stage, _between(self._forward), np.inf), _between(self._backward)
+
+    @cached_property
+    def _kept_squares(self) -> tuple[Floats, Floats]:
+        return _between(self._kept), _between(self._kept_again)
 
 
 @dataclass(frozen=True)
