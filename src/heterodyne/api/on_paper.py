@@ -63,7 +63,15 @@ def plan_on_paper(
     if wishes.as_json:
         sys.stdout.write(told)
     else:
-        show_fleet_plan(_known(then), planner, found, seq=seq, frontier=wishes.frontier, families=wishes.families)
+        show_fleet_plan(
+            _known(then),
+            planner,
+            found,
+            space=_space(wishes),
+            seq=seq,
+            frontier=wishes.frontier,
+            families=wishes.families,
+        )
     if then is not today and not wishes.as_json:
         _, before = _planned(job, today, costs_of, wishes)
         what = [*(f"add {text}" for text in wishes.add), *(f"without {text}" for text in wishes.without), *wishes.links]

@@ -100,6 +100,8 @@ def _exposed_s(passes: Passes) -> float:
     group, count = net.group(s.dp * s.cp, s.tp), passes.parameters
     gradients = count * (4 if s.element_bytes == 4 else software.gradient_bytes)
     there = net.all_reduce_s(group, gradients) if s.zero == 0 else net.gather_s(group, gradients)
+    if s.zero == 2 and not software.overlap_gradients:
+        there = 0.0  # of every micro-batch, in its backward
     back = 0.0 if s.zero == 0 else net.gather_s(group, count * s.element_bytes)
     if not software.overlap_gradients:
         return there + back

@@ -168,7 +168,8 @@ def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> Non
     assert other.predicted.step_s <= one.predicted.step_s * (1 + 1e-9)
     for size in few.sizes:
         a, b = (
-            shapes(s.fleet, s.tables, micro_batch=size, global_batch=64, sharing=Sharing(), space=s.space) for s in (few, many)
+            shapes(s.fleet, s.tables, micro_batch=size, global_batch=64, sharing=Sharing(), space=s.space)
+            for s in (few, many)
         )
         assert (a is None and b is None) or (a is not None and b is not None and len(a) == len(b))
 
