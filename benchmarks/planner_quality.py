@@ -111,8 +111,8 @@ def _again(search: Search, pool: str, width: int, size: int, layers: int) -> boo
     own = search.fleet.pool(pool)
     table = search.tables.table(own.kind, width, size)
     assert table is not None
-    shards = search.fleet.devices // width
-    return table.memory(0, layers, recompute=False, held=1, shards=shards).total > own.memory_bytes
+    replicas = search.fleet.devices // width
+    return table.memory(0, layers, recompute=False, held=1, replicas=replicas, zero=1).total > own.memory_bytes
 
 
 def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> Weighed | None:
@@ -121,9 +121,8 @@ def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> W
     if weighed is None:
         return None
     each = -(-SAMPLES // sum(n * t.micro_batch for t, n in mix))
-    longest_s = max(
-        search.predictor.makespans(t, weighed.plan.schedule, weighed.plan.layout).seconds(each) for t, _ in mix
-    )
+    played = search.predictor.played(mix, weighed.plan.schedule, weighed.plan.layout, weighed.plan.zero)
+    longest_s = max(own.seconds(each) for own in played.values())
     own = weighed.predicted
     step_s = longest_s + own.sync_s + own.update_s
     groups = tuple(Group(template=t, replicas=n, num_microbatches=each) for t, n in mix)

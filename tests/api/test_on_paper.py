@@ -136,7 +136,7 @@ def test_even_plans_are_written_for_other_frameworks(files: Path, framework: str
 
 
 def test_a_plan_that_is_not_even_is_not_written_for_others(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned("--export", "megatron") == 2
+    assert planned("--links", "inter=800Gb/s", "--export", "megatron") == 2
     assert "other frameworks know one kind of device" in capsys.readouterr().err
     assert (files / "fleet_plan.json").exists()
 

@@ -17,17 +17,27 @@ __all__ = ["show_change", "show_fleet_plan"]
 
 
 def show_fleet_plan(
-    fleet: Fleet, planner: FleetPlanner, found: Planned, *, seq: int | None, frontier: bool, families: bool
+    fleet: Fleet,
+    planner: FleetPlanner,
+    found: Planned,
+    *,
+    space: Space,
+    seq: int | None,
+    frontier: bool,
+    families: bool,
 ) -> None:
-    """The fleet, the plan, what comes next, and whatever else was asked for. ``seq``: tokens of a sample, where samples have some."""
-    predictor = planner.search(Space()).predictor
+    """The fleet, the plan, what comes next, and whatever else was asked for.
+
+    ``space``: that was searched; ``seq``: tokens of a sample, where samples have some.
+    """
+    predictor = planner.search(space).predictor
     show(fleet_rows(fleet), stage_rows(planner.fleet, found.best.plan, predictor.expert_width))
     show(ranked_rows(found, seq=seq))
     _say(step_in_words(found))
     if frontier:
         show(frontier_rows(found.frontier, seq=seq))
     if families:
-        for outcome in outcomes(planner, found):
+        for outcome in outcomes(planner, found, space):
             _say(family_in_words(outcome, found))
 
 

@@ -63,7 +63,15 @@ def plan_on_paper(
     if wishes.as_json:
         sys.stdout.write(told)
     else:
-        show_fleet_plan(_known(then), planner, found, seq=seq, frontier=wishes.frontier, families=wishes.families)
+        show_fleet_plan(
+            _known(then),
+            planner,
+            found,
+            space=_space(wishes),
+            seq=seq,
+            frontier=wishes.frontier,
+            families=wishes.families,
+        )
     if then is not today and not wishes.as_json:
         _, before = _planned(job, today, costs_of, wishes)
         what = [*(f"add {text}" for text in wishes.add), *(f"without {text}" for text in wishes.without), *wishes.links]
@@ -109,10 +117,16 @@ def _planned(
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
     planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
-    space = Space(runnable=wishes.runnable is not None)
-    if wishes.export == "megatron":
-        space = replace(space, schedules=("1F1B",))  # it has no other
-    return planner, planner.plan(wishes.objective, space=space, seconds=wishes.seconds, frontier=wishes.frontier)
+    return planner, planner.plan(
+        wishes.objective, space=_space(wishes), seconds=wishes.seconds, frontier=wishes.frontier
+    )
+
+
+def _space(wishes: Wishes) -> Space:
+    """The plans that those can run for whom one is made."""
+    space = Space(schedules=("1F1B",)) if wishes.export == "megatron" else Space()  # it has no other
+    # The runtime keeps all state whole on every replica.
+    return space if wishes.runnable is None else replace(space, zero=(0,), runnable=True)
 
 
 def _runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan:

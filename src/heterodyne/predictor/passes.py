@@ -120,11 +120,16 @@ class Passes:
         return self.known.stated.ring_shown * self.network.gather_s(self.network.group(s.cp, s.tp), keys * s.cp)
 
     def _with_parameters(self, forward: float, backward: float, *, experts: bool) -> Pair:
-        """ZeRO-3: parameters are gathered before each pass, gradients scattered behind the backward, layer by layer."""
+        """ZeRO-2: gradients are scattered behind every backward, which keeps no whole ones; ZeRO-3: parameters are gathered before each
+        pass too; both layer by layer.
+        """
         s, net, software = self.setup, self.network, self.setup.software
-        if s.zero < 3 or s.dp * s.cp == 1:
+        if s.zero < 2 or s.dp * s.cp == 1:
             return forward, backward
         group, count = net.group(s.dp * s.cp, s.tp), self.layer_parameters(experts=experts)
+        if s.zero == 2:
+            scatter = net.gather_s(group, count * software.gradient_bytes)
+            return forward, max(backward, scatter) if software.overlap_gradients else backward + scatter
         messages = software.gathers
         gather = messages * net.gather_s(group, count * s.element_bytes / messages)
         scatter = messages * net.gather_s(group, count * software.gradient_bytes / messages)

@@ -10,15 +10,13 @@ from heterodyne.plan.schedules.clock import play
 from heterodyne.plan.schedules.times import StageTimes, chain
 from heterodyne.predictor.constants import Constants, constants
 from heterodyne.predictor.network import Network
+from heterodyne.predictor.overlap import RETURNED, exposed_s
 from heterodyne.predictor.passes import Passes
 from heterodyne.predictor.roofline import Chip
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
 
 __all__ = ["StepTime", "step_time"]
-
-_HIDDEN = 0.9
-"""Of the reduction of gradients; the last bucket waits for the last layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +100,10 @@ def _exposed_s(passes: Passes) -> float:
     group, count = net.group(s.dp * s.cp, s.tp), passes.parameters
     gradients = count * (4 if s.element_bytes == 4 else software.gradient_bytes)
     there = net.all_reduce_s(group, gradients) if s.zero == 0 else net.gather_s(group, gradients)
+    if s.zero == 2 and not software.overlap_gradients:
+        there = 0.0  # of every micro-batch, in its backward
     back = 0.0 if s.zero == 0 else net.gather_s(group, count * s.element_bytes)
     if not software.overlap_gradients:
         return there + back
-    # Behind the backward of the last micro-batch, and half of the parameters behind the next forward.
     last_backward = passes.model.layers / s.pp * passes.layer[1]
-    return there - min(_HIDDEN * there, last_backward) + back / 2
+    return exposed_s(there, last_backward) + RETURNED * back

@@ -15,6 +15,8 @@ from heterodyne.units import format_bandwidth
 
 __all__ = ["changed_rows", "fleet_rows", "frontier_rows", "in_short", "ranked_rows", "stage_rows"]
 
+_SHARED = ("", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
+
 
 def fleet_rows(fleet: Fleet) -> Rows:
     """A row a pool."""
@@ -66,7 +68,7 @@ def stage_rows(fleet: Fleet, plan: FleetPlan, expert_width: Callable[[Template, 
     ]
     return Rows(
         title=f"The plan: {plan.pipelines:,} pipeline{'s' * (plan.pipelines > 1)}, schedule {plan.schedule}"
-        + (", optimizer states sharded over replicas" if plan.shard_optimizer and plan.pipelines > 1 else ""),
+        + (f", {_SHARED[plan.zero]} sharded over replicas (ZeRO-{plan.zero})" if plan.zero else ""),
         columns=columns(
             ">pipelines", ">micro-batches", ">stage", "pool", "kind", ">devices each", ">layers", "recompute"
         ),

@@ -51,11 +51,14 @@ class _Free:
 def device_plan(plan: FleetPlan, fleet: Fleet, graph: ModelGraph) -> Plan:
     """The same plan for each device of the fleet; its layers are the blocks of the graph.
 
-    States of the optimizer are whole on every replica, as the runtime keeps them: where the plan shares them out, memory is more.
-
-    Raises ClusterError for a fleet that is too large to be listed; PlanError if the graph has other layers than the plan, or the devices
-    of a stage share their work in two ways.
+    Raises ClusterError for a fleet that is too large to be listed; PlanError if the graph has other layers than the plan, the devices of
+    a stage share their work in two ways, or the plan shares state out: the runtime keeps all of it whole on every replica, which may not
+    fit.
     """
+    if plan.zero:
+        raise PlanError(
+            f"the plan shares state out over replicas (ZeRO-{plan.zero}), and the runtime keeps it whole on each: plan with level 0"
+        )
     layers = max(stage.stop for group in plan.groups for stage in group.template.stages)
     if layers != len(graph.blocks):
         raise PlanError(f"the plan is for {layers} layers, and model {graph.name} has {len(graph.blocks)} blocks")

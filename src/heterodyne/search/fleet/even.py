@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.errors import PlanError
 from heterodyne.plan.export import EvenPlan, ModelShape, Precision
 from heterodyne.search.fleet.plan import FleetPlan
 
 __all__ = ["even_fleet_plan"]
+
+_STAGES: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 
 
 def even_fleet_plan(
@@ -64,7 +68,7 @@ def even_fleet_plan(
         cp=width.context,
         ep=max(1, expert_width),
         pp=len(stages),
-        zero_stage=1 if plan.shard_optimizer and replicas > 1 else 0,
+        zero_stage=_STAGES[plan.zero],
         recomputed_layers=again if any(again) else (),
         schedule=plan.schedule if len(stages) > 1 else "1F1B",
         precision=precision,

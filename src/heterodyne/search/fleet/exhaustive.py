@@ -53,7 +53,6 @@ class Exhaustive:
         """Every pipeline for which there are devices and memory."""
         search = self.search
         most = min(search.fleet.devices, search.space.max_pipelines or search.fleet.devices)
-        shards = most if search.space.shard_optimizer else 1
         for size in search.sizes:
             kinds = kinds_of(search.fleet, search.tables, size, search.space, every=self.every_kind)
             for row in self._rows(kinds):
@@ -69,7 +68,7 @@ class Exhaustive:
                                 for kind, (a, b), flag in zip(row, spans, flags, strict=True)
                             ),
                         )
-                        if self._most(template, shards) > 0 and not self._in_vain(template):
+                        if self._most(template, most) > 0 and not self._in_vain(template):
                             yield template
 
     def _rows(self, kinds: Sequence[Kind]) -> Iterator[list[Kind]]:
@@ -85,21 +84,33 @@ class Exhaustive:
                         yield [kind for kind, run in zip(chosen, runs, strict=True) for _ in range(run)]
 
     def _in_vain(self, template: Template) -> bool:
-        """Whether a stage is recomputed that fits as it is, for any number of micro-batches."""
+        """Whether a stage is recomputed that fits as it is at every level, for any number of micro-batches."""
         for number, stage in enumerate(template.stages):
             if stage.recompute:
                 own = self.search.predictor.stage_tables(template)[number]
-                need = own.memory(
-                    stage.start, stage.stop, recompute=False, held=self.search.predictor.global_batch, shards=1
+                need = max(
+                    own.memory(
+                        stage.start,
+                        stage.stop,
+                        recompute=False,
+                        held=self.search.predictor.global_batch,
+                        replicas=replicas,
+                        zero=zero,
+                    ).total
+                    for zero in self.search.space.zero
+                    for replicas in (1, 2)
                 )
-                if need.total <= self.search.fleet.pool(stage.pool).memory_bytes:
+                if need <= self.search.fleet.pool(stage.pool).memory_bytes:
                     return True
         return False
 
-    def _most(self, template: Template, shards: int) -> int:
+    def _most(self, template: Template, replicas: int) -> int:
+        """Where any number of pipelines up to so many share state at any level."""
         return max(
-            self.search.predictor.most_micro_batches(template, schedule, shards)
+            self.search.predictor.most_micro_batches(template, schedule, shared, zero)
             for schedule in self.search.space.schedules
+            for zero in self.search.space.zero
+            for shared in {1, replicas}
         )
 
     def _devices(self, template: Template) -> Devices:

@@ -40,7 +40,11 @@ def families_of(planner: FleetPlanner, space: Space) -> tuple[Family, ...]:
         Family(name="no tensor parallelism", space=replace(space, max_width=1)),
         *_narrower(planner, space),
         Family(name="no recompute", space=replace(space, recompute=False)),
-        Family(name="no sharded optimizer state", space=replace(space, shard_optimizer=False)),
+        *(
+            Family(name=f"ZeRO-{level}" if level else "no state sharding", space=replace(space, zero=(level,)))
+            for level in space.zero
+            if len(space.zero) > 1
+        ),
     ]
     pools = planner.fleet.pools
     if len(pools) > 1:

@@ -17,6 +17,8 @@ from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
 
 __all__ = ["Steps", "climb"]
 
+Shared = tuple[int, int]
+"""Pipelines that share state, and its level."""
 _FEW = 8  # stages up to which a border moves together with the size of the micro-batches
 
 
@@ -31,15 +33,14 @@ class Steps:
     sizes: Sequence[int]
     widths: Callable[[str, int], Sequence[Widths]]
     recompute: bool
-    shard_optimizer: bool
     most_pipelines: int | None = None
     usd: tuple[Mapping[str, float], float] | None = None
 
-    def from_mix(self, mix: Mix) -> Iterator[Mix]:
-        """Every mix that is one step away, those with the smallest changes first."""
-        shards = sum(count for _, count in mix) if self.shard_optimizer else 1
+    def from_mix(self, mix: Mix, zero: int) -> Iterator[Mix]:
+        """Every mix that is one step away, those with the smallest changes first. ``zero``: the level at which it is best."""
+        shared = (sum(count for _, count in mix), zero)
         for template, count in mix:
-            for changed in self.changed(template, shards):
+            for changed in self.changed(template, shared):
                 yield mix_of((changed if t == template else t, n) for t, n in mix)
                 if count > 1:
                     yield mix_of([*_less(mix, template), (changed, 1)])
@@ -57,25 +58,25 @@ class Steps:
             if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
                 yield from self._filled(fewer)
 
-    def changed(self, template: Template, shards: int) -> Iterator[Template]:
+    def changed(self, template: Template, shared: Shared) -> Iterator[Template]:
         """A border moved, another size of micro-batch, other widths, or something recomputed or not."""
-        yield from self._moved(template, shards)
-        yield from self._rewidened(template, shards)
+        yield from self._moved(template, shared)
+        yield from self._rewidened(template, shared)
         for size in self.sizes:
             if size != template.micro_batch:
-                sized = self._fitted(replace(template, micro_batch=size), shards)
+                sized = self._fitted(replace(template, micro_batch=size), shared)
                 # Where its widths do not divide the size, others may.
-                for other in self._known(sized) or self._rewidened(sized, shards):
+                for other in self._known(sized) or self._rewidened(sized, shared):
                     yield other
                     if len(template.stages) <= _FEW:
-                        yield from self._moved(other, shards)
+                        yield from self._moved(other, shared)
         stages = template.stages
         for number, stage in enumerate(stages):
             if stage.recompute or self.recompute:
                 toggled = replace(stage, recompute=not stage.recompute)
                 yield replace(template, stages=(*stages[:number], toggled, *stages[number + 1 :]))
 
-    def _moved(self, template: Template, shards: int) -> Iterator[Template]:
+    def _moved(self, template: Template, shared: Shared) -> Iterator[Template]:
         stages = template.stages
         for number, (a, b) in enumerate(pairwise(stages)):
             for border in (a.stop - 1, a.stop + 1):
@@ -83,9 +84,9 @@ class Steps:
                     moved = (*stages[:number], replace(a, stop=border), replace(b, start=border), *stages[number + 2 :])
                     yield replace(template, stages=moved)
                     if self.recompute:
-                        yield self._fitted(replace(template, stages=moved), shards)
+                        yield self._fitted(replace(template, stages=moved), shared)
 
-    def _rewidened(self, template: Template, shards: int) -> Iterator[Template]:
+    def _rewidened(self, template: Template, shared: Shared) -> Iterator[Template]:
         """Other widths of as many devices, for alike stages behind each other at once; of a few stages for each by itself too."""
         stages = template.stages
         starts = [n for n, s in enumerate(stages) if not n or _place(s) != _place(stages[n - 1])]
@@ -98,7 +99,7 @@ class Steps:
                     tensor, context, data = widths
                     own = [replace(s, width=tensor, context=context, data=data) for s in stages[first:last]]
                     yield from self._known(
-                        self._fitted(replace(template, stages=(*stages[:first], *own, *stages[last:])), shards)
+                        self._fitted(replace(template, stages=(*stages[:first], *own, *stages[last:])), shared)
                     )
 
     def _known(self, template: Template) -> list[Template]:
@@ -108,7 +109,7 @@ class Steps:
             return []
         return [template]
 
-    def _fitted(self, template: Template, shards: int) -> Template:
+    def _fitted(self, template: Template, shared: Shared) -> Template:
         """Recomputed where it does not fit otherwise."""
         if not self.recompute or not self._known(template):
             return template
@@ -116,7 +117,9 @@ class Steps:
         plain = replace(template, stages=tuple(replace(stage, recompute=False) for stage in template.stages))
         for number, stage in enumerate(plain.stages):
             many = self.predictor.global_batch
-            need = self.predictor.memory(plain, number, micro_batches=many, schedule="1F1B", shards=shards).total
+            need = self.predictor.memory(
+                plain, number, micro_batches=many, schedule="1F1B", replicas=shared[0], zero=shared[1]
+            ).total
             stages.append(replace(stage, recompute=need > self.predictor.fleet.pool(stage.pool).memory_bytes))
         return replace(template, stages=tuple(stages))
 
@@ -156,7 +159,7 @@ def climb(
     found = True
     while found:
         found = False
-        for mix in steps.from_mix(best_mix):
+        for mix in steps.from_mix(best_mix, best.plan.zero):
             if mix in seen or not mix:
                 continue
             seen.add(mix)

@@ -58,10 +58,7 @@ class Mixes:
         layout = self.space.layouts[-1]
         capacity = np.array(
             [
-                t.micro_batch
-                * self.predictor.makespans(t, "1F1B", layout).most_bound(
-                    seconds, self.predictor.most_micro_batches(t, "1F1B", limits.least)
-                )
+                t.micro_batch * self.predictor.makespans(t, "1F1B", layout).most_bound(seconds, self._most(t, limits))
                 for t in columns
             ],
             dtype=float,
@@ -85,7 +82,7 @@ class Mixes:
             most = limits.most_of(own)
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
             played = self.predictor.makespans(template, "1F1B", self.space.layouts[-1])
-            top = self.predictor.most_micro_batches(template, "1F1B", limits.least)
+            top = self._most(template, limits)
             done = [template.micro_batch * played.most_bound(known_s - part * once[number], top) for part in (0.0, 0.5)]
             items += [(number, count, count * done[0], count * done[1]) for count in counts]
         column, count, could, does = (np.array([item[n] for item in items]) for n in range(4))
@@ -114,7 +111,7 @@ class Mixes:
         no micro-batch is done in.
         """
         played = [self.predictor.makespans(t, "1F1B", self.space.layouts[-1]) for t in columns]
-        most = [self.predictor.most_micro_batches(t, "1F1B", limits.least) for t in columns]
+        most = [self._most(t, limits) for t in columns]
         low, high = times
         at_s = high * _SOONER
         for _ in range(_BISECTIONS):
@@ -136,15 +133,25 @@ class Mixes:
                 low = at_s
             at_s = (low + high) / 2
 
+    def _most(self, template: Template, limits: Limits) -> int:
+        """Micro-batches for which there is memory at some level."""
+        most = 0
+        for zero in self.space.zero:
+            if zero == 0 and 1 in self.space.zero:
+                continue  # which needs no more memory
+            most = max(most, self.predictor.most_micro_batches(template, "1F1B", limits.least, zero))
+            if most * template.micro_batch >= self.predictor.global_batch:
+                break
+        return most
+
     def _once_s(self, columns: Sequence[Template]) -> list[float]:
-        """About what the gradients take of each column beside others like it, in the better layout."""
+        """About what shows of the gradients of each column beside others like it, in the better layout."""
         found = []
         for template in columns:
             if template not in self._once:
-                tables = {template: self.predictor.stage_tables(template)}
                 most = min(self.predictor.fleet.pool(pool).devices // need for pool, need in template.devices.items())
                 self._once[template] = min(
-                    self.predictor.network.sync([(template, most)], tables, layout).seconds
+                    self.predictor.after_s(((template, most),), layout, self.space.zero[0])[0]
                     for layout in self.space.layouts
                 )
             found.append(self._once[template])

@@ -10,10 +10,12 @@ from typing import Literal
 
 from heterodyne.cost.layers import Widths
 
-__all__ = ["FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template"]
+__all__ = ["ZERO_LEVELS", "FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template"]
 
 ScheduleName = Literal["1F1B", "GPipe"]
 Layout = Literal["stages", "pipelines"]
+ZERO_LEVELS = (0, 1, 2, 3)
+"""Of state sharding (ZeRO, Rajbhandari et al., SC 2020): nothing, the state of the optimizer, gradients too, parameters too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,14 +93,14 @@ class FleetPlan:
 
     Args:
         layout: what shares a node: replicas of a stage (``stages``), or the stages of a pipeline (``pipelines``).
-        shard_optimizer: the optimizer state of a layer is spread over its replicas (ZeRO-1, Rajbhandari et al., SC 2020).
+        zero: what all devices that hold a layer share out, of `ZERO_LEVELS`.
     """
 
     groups: tuple[Group, ...]
     global_batch: int
     schedule: ScheduleName = "1F1B"
     layout: Layout = "stages"
-    shard_optimizer: bool = True
+    zero: int = 1
 
     @property
     def pipelines(self) -> int:

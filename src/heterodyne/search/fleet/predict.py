@@ -1,20 +1,24 @@
 """What a plan over a fleet takes: a step's seconds, played exactly; money, energy and memory.
 
-A step is the longest pipeline, the exchange of the gradients, the update. Pipelines are played with their unequal stages and the
-messages between them; how many micro-batches each gets follows from that: as many as it can do until all are done.
+A step is the longest pipeline, what shows of the exchange of gradients and parameters, the update. Pipelines are played with their
+unequal stages and the messages between them; how many micro-batches each gets follows from that: as many as it can do until all are done.
+
+Of the levels of state sharding the least that fits is the fastest from 1 on: every level exchanges all that the one below it does and
+more. Level 0 updates everything everywhere but gathers nothing, so of 0 and 1 either can be the faster one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.makespan import Makespans, StageSeconds, lines_of
-from heterodyne.search.fleet.network import Network
-from heterodyne.search.fleet.plan import FleetPlan, Group, Layout, ScheduleName, Stage, Template
+from heterodyne.search.fleet.network import Exchanges, Network
+from heterodyne.search.fleet.plan import ZERO_LEVELS, FleetPlan, Group, Layout, ScheduleName, Stage, Template
+from heterodyne.search.fleet.sharding import at_end_s, beside, usd
 from heterodyne.search.fleet.tables import Memory, Table, Tables
 
 __all__ = ["Mix", "Predicted", "Predictor", "Weighed", "mix_of"]
@@ -22,6 +26,7 @@ __all__ = ["Mix", "Predicted", "Predictor", "Weighed", "mix_of"]
 Mix = tuple[tuple[Template, int], ...]
 """Templates and how many pipelines there are of each, in a fixed order (see `mix_of`)."""
 _SLACK = 1e-12
+_FEW_MIXES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +34,8 @@ class Predicted:
     """Of one step. Money and energy are None where a pool that is used has no price or no watts.
 
     Args:
-        pipelines_s, sync_s, update_s: the longest pipeline, the gradients, the optimizer; ``step_s`` is their sum.
+        pipelines_s, sync_s, update_s: the longest pipeline, what shows of the exchange of gradients and parameters after it, the
+            optimizer; ``step_s`` is their sum.
         usd_per_hour: of the devices; ``usd``: of the step, with the traffic.
         peak_bytes: of the fullest device; ``peak_share``: the largest share of a device's memory.
     """
@@ -74,7 +80,8 @@ class Predictor:
     _tables: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[Template, list[tuple[float, float]]] = field(default_factory=dict, repr=False)
-    _most: dict[tuple[Template, ScheduleName, int], int] = field(default_factory=dict, repr=False)
+    _most: dict[tuple[Template, ScheduleName, int, int], int] = field(default_factory=dict, repr=False)
+    _exchanged: dict[tuple[Mix, Layout], Exchanges] = field(default_factory=dict, repr=False)
 
     def stage_tables(self, template: Template) -> tuple[Table, ...]:
         """Raises KeyError if the costs of a stage are not known."""
@@ -91,7 +98,8 @@ class Predictor:
     def expert_width(self, template: Template, number: int) -> int:
         """Devices of a stage over which one set of its experts lies; 0 where it has none."""
         stage, table = template.stages[number], self.stage_tables(template)[number]
-        return table.expert_width if table.expert_bytes(stage.start, stage.stop) else 0
+        routed = any(cost.expert_bytes for cost in table.costs[stage.start : stage.stop])
+        return table.expert_width if routed else 0
 
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         key = (template, schedule, layout)
@@ -112,28 +120,68 @@ class Predictor:
             self._makespans[key] = Makespans(stages, schedule)
         return self._makespans[key]
 
+    def played(self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: int) -> Mapping[Template, Makespans]:
+        """Of each template, with what is exchanged beside each of its micro-batches."""
+        plain = {template: self.makespans(template, schedule, layout) for template, _ in mix}
+        if zero < 2:
+            return plain
+        exchanges = self.exchanges(mix, layout).of
+        found = {}
+        for template, own in plain.items():
+            stages = [beside(s, e, zero) for s, e in zip(own.stages, exchanges[template], strict=True)]
+            found[template] = own if stages == list(own.stages) else Makespans(stages, schedule)
+        return found
+
+    def exchanges(self, mix: Mix, layout: Layout) -> Exchanges:
+        """Between the replicas of all layers."""
+        key = (mix, layout)
+        if key not in self._exchanged:
+            if len(self._exchanged) > _FEW_MIXES:
+                self._exchanged.clear()
+            tables = {template: self.stage_tables(template) for template, _ in mix}
+            self._exchanged[key] = self.network.exchanges(mix, tables, layout)
+        return self._exchanged[key]
+
+    def after_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
+        """What a step takes after its pipelines: what shows of gradients and parameters, and the update."""
+        exchanges = self.exchanges(mix, layout).of
+        replicas = sum(count for _, count in mix)
+        sync_s = max(at_end_s(own, zero) for own in exchanges.values())
+        update_s = max(
+            table.update_s(stage.start, stage.stop, replicas=replicas, zero=zero)
+            for template, _ in mix
+            for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
+        )
+        return sync_s, update_s
+
     def memory(
-        self, template: Template, number: int, *, micro_batches: int, schedule: ScheduleName, shards: int
+        self, template: Template, number: int, *, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int
     ) -> Memory:
-        """Of a stage. 1F1B: stage i of p holds min(m, p - i) micro-batches; GPipe: all m."""
+        """Of a stage, where so many pipelines share state. 1F1B: stage i of p holds min(m, p - i) micro-batches; GPipe: all m."""
         stage = template.stages[number]
         held = micro_batches if schedule == "GPipe" else min(micro_batches, len(template.stages) - number)
         table = self.stage_tables(template)[number]
-        return table.memory(stage.start, stage.stop, recompute=stage.recompute, held=held, shards=shards)
+        return table.memory(stage.start, stage.stop, recompute=stage.recompute, held=held, replicas=replicas, zero=zero)
 
-    def most_micro_batches(self, template: Template, schedule: ScheduleName, shards: int) -> int:
+    def most_micro_batches(self, template: Template, schedule: ScheduleName, replicas: int, zero: int) -> int:
         """For which there is memory; 0 if there is none for one."""
-        key = (template, schedule, shards)
+        key = (template, schedule, replicas, zero)
         if key not in self._most:
-            whole = ceil(self.global_batch / template.micro_batch)
+            whole = self._whole(template)
             known, over = 0, whole + 1
-            tried = whole
+            # Most pipelines have room for all micro-batches, or for none.
+            for tried in (whole, 1):
+                if known < tried < over:
+                    if self._fits(template, tried, schedule, replicas, zero):
+                        known = tried
+                    else:
+                        over = tried
             while over - known > 1:
-                if self._fits(template, tried, schedule, shards):
+                tried = (known + over) // 2
+                if self._fits(template, tried, schedule, replicas, zero):
                     known = tried
                 else:
                     over = tried
-                tried = (known + over) // 2
             self._most[key] = known
         return self._most[key]
 
@@ -143,38 +191,99 @@ class Predictor:
         *,
         schedule: ScheduleName = "1F1B",
         layout: Layout = "stages",
-        shard_optimizer: bool = True,
+        zero: Sequence[int] = ZERO_LEVELS,
         below_s: float = inf,
     ) -> Weighed | None:
-        """The best shares of the batch for these pipelines, and what they take; None if they do not fit, or one would have nothing.
+        """The best shares of the batch for these pipelines at the best of some levels of state sharding, and what they take; None if
+        they do not fit, or one would have nothing.
 
         Nor is a plan played to its end whose step is seen to be no shorter than ``below_s``.
         """
-        pipelines = sum(count for _, count in mix)
-        shards = pipelines if shard_optimizer else 1
-        most = [self.most_micro_batches(template, schedule, shards) for template, _ in mix]
-        if not mix or min(most) < 1 or not self._enough_devices(mix):
+        if not mix or not self._enough_devices(mix):
             return None
-        synced = self.network.sync(mix, {template: self.stage_tables(template) for template, _ in mix}, layout)
-        update_s = max(
-            table.update_s(stage.start, stage.stop) / shards
-            for template, _ in mix
-            for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
-        )
-        played = [self.makespans(template, schedule, layout) for template, _ in mix]
-        counts = self._counts(mix, played, most, below_s - synced.seconds - update_s)
-        if synced.seconds == inf or counts is None:
-            return None
+        best: Weighed | None = None
+        for level, most in self._in_turn(mix, schedule, layout, zero):
+            found, free = self._at_level(mix, schedule, layout, level, most, below_s)
+            if found is not None and found.predicted.step_s < below_s:
+                best, below_s = found, found.predicted.step_s
+            if free:
+                break
+        return best
+
+    def _in_turn(
+        self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: Sequence[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Levels that fit and the most micro-batches of each template, so that none is faster than one before it that is not in want
+        of memory.
+        """
+        if not _shared(mix):
+            zero = (0,)
+        first = [(level, most) for level in zero if level < 2 and (most := self._room(mix, schedule, level))]
+        if len(first) > 1:
+            first.sort(key=lambda entry: (sum(self.after_s(mix, layout, entry[0])), entry[0]))
+        yield from first
+        for level in sorted(zero):
+            if level > 1 and (most := self._room(mix, schedule, level)):
+                yield level, most
+
+    def _room(self, mix: Mix, schedule: ScheduleName, zero: int) -> list[int]:
+        """Of a pipeline of each template the most micro-batches; none at all where one has no room for any."""
+        replicas = sum(count for _, count in mix)
+        found = []
+        for template, _ in mix:
+            most = self.most_micro_batches(template, schedule, replicas, zero)
+            if most < 1:
+                return []
+            found.append(most)
+        return found
+
+    def _at_level(
+        self,
+        mix: Mix,
+        schedule: ScheduleName,
+        layout: Layout,
+        zero: int,
+        most: Sequence[int],
+        below_s: float,
+    ) -> tuple[Weighed | None, bool]:
+        """And whether memory limits no pipeline: then no level that needs less memory can be faster."""
+        replicas = sum(count for _, count in mix)
+        free = all(own == self._whole(template) for own, (template, _) in zip(most, mix, strict=True))
+        sync_s, update_s = self.after_s(mix, layout, zero)
+        if sync_s == inf:
+            return None, True
+        by_template = self.played(mix, schedule, layout, zero)
+        played = [by_template[template] for template, _ in mix]
+        counts = self._counts(mix, played, most, below_s - sync_s - update_s)
+        if counts is None:
+            return None, free
         pipelines_s = max(own.seconds(count) for own, count in zip(played, counts, strict=True))
+        step_s = self._step_s(mix, counts, schedule, layout, zero)
         plan = FleetPlan(
             groups=self._groups(mix, counts),
             global_batch=self.global_batch,
             schedule=schedule,
             layout=layout,
-            shard_optimizer=shard_optimizer,
+            zero=zero,
         )
-        seconds = (pipelines_s, synced.seconds, update_s)
-        return Weighed(plan=plan, predicted=self._predicted(plan, seconds, synced.usd, shards))
+        seconds = (pipelines_s, step_s - pipelines_s - update_s, update_s)
+        sent_usd = usd(self.exchanges(mix, layout), zero, max(counts)) if self.fleet.usd_per_byte else 0.0
+        free = free or all(count < own for count, own in zip(counts, most, strict=True))
+        return Weighed(plan=plan, predicted=self._predicted(plan, seconds, sent_usd, replicas)), free
+
+    def _step_s(self, mix: Mix, counts: Sequence[int], schedule: ScheduleName, layout: Layout, zero: int) -> float:
+        """From level 2 on never less than that of the level below, all of whose exchanges there are too.
+
+        What lies at the end of the step at the lower level hides at the higher one behind more, as far as is known of it.
+        """
+        played = self.played(mix, schedule, layout, zero)
+        pipelines_s = max(played[template].seconds(count) for (template, _), count in zip(mix, counts, strict=True))
+        own = pipelines_s + sum(self.after_s(mix, layout, zero))
+        return own if zero < 2 else max(own, self._step_s(mix, counts, schedule, layout, zero - 1))
+
+    def _whole(self, template: Template) -> int:
+        """Micro-batches of a pipeline that does all."""
+        return ceil(self.global_batch / template.micro_batch)
 
     def bound_s(self, mix: Mix) -> float:
         """Never more than the step of any `weigh` of these pipelines: messages take no time here, and there is nothing to exchange."""
@@ -199,9 +308,9 @@ class Predictor:
             )
         return self._bounds[template]
 
-    def _fits(self, template: Template, micro_batches: int, schedule: ScheduleName, shards: int) -> bool:
+    def _fits(self, template: Template, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int) -> bool:
         return all(
-            self.memory(template, n, micro_batches=micro_batches, schedule=schedule, shards=shards).total
+            self.memory(template, n, micro_batches=micro_batches, schedule=schedule, replicas=replicas, zero=zero).total
             <= self.fleet.pool(stage.pool).memory_bytes
             for n, stage in enumerate(template.stages)
         )
@@ -256,7 +365,7 @@ class Predictor:
         return tuple(groups)
 
     def _predicted(
-        self, plan: FleetPlan, seconds: tuple[float, float, float], sync_usd: float, shards: int
+        self, plan: FleetPlan, seconds: tuple[float, float, float], sync_usd: float, replicas: int
     ) -> Predicted:
         step_s = sum(seconds)
         used = [(self.fleet.pool(name), count) for name, count in plan.devices.items()]
@@ -267,7 +376,12 @@ class Predictor:
         peaks = [
             (
                 self.memory(
-                    g.template, n, micro_batches=g.num_microbatches, schedule=plan.schedule, shards=shards
+                    g.template,
+                    n,
+                    micro_batches=g.num_microbatches,
+                    schedule=plan.schedule,
+                    replicas=replicas,
+                    zero=plan.zero,
                 ).total,
                 self.fleet.pool(stage.pool).memory_bytes,
             )
@@ -299,6 +413,13 @@ class Predictor:
                 if a.pool != b.pool and price:
                     usd += 2 * price * table.output_bytes(a.stop) * group.num_microbatches * group.replicas
         return usd
+
+
+def _shared(mix: Mix) -> bool:
+    """Whether some parameter is on more than one device."""
+    return sum(count for _, count in mix) > 1 or any(
+        s.widths.copies > 1 for template, _ in mix for s in template.stages
+    )
 
 
 def _time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most: Sequence[int], samples: int) -> float:

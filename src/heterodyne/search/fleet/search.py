@@ -1,6 +1,6 @@
 """The search for the best plan over a fleet.
 
-1. For every size of micro-batch, and for optimizer states in more and more parts: the shapes of pipelines that fit (`shapes`).
+1. For every size of micro-batch, and for more and more state in more and more parts: the shapes of pipelines that fit (`shapes`).
 2. The relaxed knapsack over them says what no plan can beat; where that is no better than a plan that is known, nothing more is done.
 3. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
 4. The best of these mixes are played, and improved step by step (`improve`).
@@ -25,20 +25,21 @@ from heterodyne.search.fleet.counts import Limits, shortest_s
 from heterodyne.search.fleet.improve import Steps, climb
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
-from heterodyne.search.fleet.predict import Mix, Predictor, Weighed
-from heterodyne.search.fleet.shapes import Kind, Shapes, kinds_of, shapes
+from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
+from heterodyne.search.fleet.shapes import Kind, Shapes, Sharing, kinds_of, shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Floats, Tables
 
 __all__ = ["Search"]
 
 _FEW_DEVICES = 16
-_SHARDS = (1, 2, 3, 4, 6, 8, 16)  # of the optimizer state
+_SHARDS = (1, 2, 3, 4, 6, 8, 16)  # parts of the state that is shared
 _SHARDS_OF_MANY = (1, 8, 64)  # beyond, what is left of it hardly matters
 _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 Score = Callable[[Weighed], float]
+Levels = tuple[int, ...]
 
 
 @dataclass(kw_only=True)
@@ -55,7 +56,7 @@ class Search:
     weighed: dict[Mix, Weighed] = field(default_factory=dict)
     bound_s: float = inf
     stopped: bool = False
-    _shapes: dict[tuple[int, int], Shapes | None] = field(default_factory=dict)
+    _shapes: dict[tuple[int, Levels, int, int | None], Shapes | None] = field(default_factory=dict)
     _kinds: dict[int, tuple[Kind, ...]] = field(default_factory=dict)
     _work: int = 0
 
@@ -99,19 +100,25 @@ class Search:
 
         ``prices``: of a device of each pool; ``by_time``: the score is the step's seconds, so that bounds on them rule plans out.
         """
-        # Whatever fits does so with the optimizer state in as many parts as there can be pipelines.
-        anyhow = self._times(self._rows(self._most_pipelines), self._limits(1, prices, budget))
-        self.bound_s = min(self.bound_s, inf if anyhow is None else anyhow[0])
+        # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
+        anyhow = [self._times(rows, self._limits(1, prices, budget)) for rows in self._anyhow()]
+        self.bound_s = min(self.bound_s, *(inf if times is None else times[0] for times in anyhow))
         best: Weighed | None = None
         columns: dict[Template, None] = {}
-        for shards in self._levels():
+        about_s = inf
+        for zero, shards in self._levels():
             if self._late():
                 break
             limits = self._limits(shards, prices, budget)
-            rows = self._rows(shards)
+            if zero > 1 and self.fleet.devices > _FEW_DEVICES:
+                either = self._times(self._rows(self._high, shards, least=shards), limits)
+                if either is None or either[1] >= about_s:
+                    continue  # over many devices, where whole numbers hardly matter, it is no faster than with less exchanged
+            rows = self._rows((zero,), shards, least=shards)
             times = self._times(rows, limits)
             if times is None:
                 continue
+            about_s = min(about_s, times[1])
             if best is not None and by_time and times[0] >= best.predicted.step_s:
                 continue  # no plan with these shapes is faster
             columns.update(dict.fromkeys(self._chosen.of(rows, limits, times[1])))
@@ -151,7 +158,7 @@ class Search:
                             mix,
                             schedule=schedule,
                             layout=layout,
-                            shard_optimizer=self.space.shard_optimizer,
+                            zero=self.space.zero,
                             below_s=below_s,
                         )
                     )
@@ -166,23 +173,48 @@ class Search:
         """Whether these very pipelines and shares take as long with another schedule in the same layout."""
         if known.plan.schedule == schedule or known.plan.layout != layout:
             return False
+        mix = mix_of((group.template, group.replicas) for group in known.plan.groups)
+        ours, theirs = (
+            self.predictor.played(mix, name, layout, known.plan.zero) for name in (schedule, known.plan.schedule)
+        )
         return all(
-            self.predictor.makespans(group.template, schedule, layout).seconds(group.num_microbatches)
-            >= self.predictor.makespans(group.template, known.plan.schedule, layout).seconds(group.num_microbatches)
+            ours[group.template].seconds(group.num_microbatches)
+            >= theirs[group.template].seconds(group.num_microbatches)
             for group in known.plan.groups
         )
 
-    def _levels(self) -> list[int]:
-        """In how many parts the optimizer state may be: only as many as help."""
+    def _levels(self) -> list[tuple[int, int]]:
+        """At which levels in how many parts state may be: only what helps, what is exchanged least first."""
         most = self._most_pipelines
-        if _same(self._rows(1), self._rows(most)):
-            return [1]
-        return [n for n in (_SHARDS if most <= _FEW_DEVICES else _SHARDS_OF_MANY) if n <= most]
+        found = [(self._low, 1)]
+        alone, low, high = self._rows((self._low,), 1, least=1), *self._anyhow()
+        copies = any(w.copies > 1 for pool in self.fleet.pools for w in self.tables.costs.widths(pool.kind))
+        parts = [n for n in (_SHARDS if most <= _FEW_DEVICES else _SHARDS_OF_MANY) if n <= most and (n > 1 or copies)]
+        if not _same(alone, low):
+            found += [(self._low, n) for n in parts]
+        if high and not _same(alone, high):
+            found += [(level, n) for n in parts for level in self._high]
+        return list(dict.fromkeys(found))
+
+    def _anyhow(self) -> tuple[list[Shapes], list[Shapes]]:
+        """All that fits in any number of pipelines: with little exchanged, and at levels that exchange beside every micro-batch."""
+        most = self._most_pipelines
+        return self._rows((self._low,), most), self._rows(self._high, most) if self._high else []
+
+    @property
+    def _low(self) -> int:
+        """1, which fits wherever 0 does; where it may not be, 0, which is all that one pipeline can do."""
+        return 1 if 1 in self.space.zero else 0
+
+    @property
+    def _high(self) -> Levels:
+        """At which something is exchanged beside every micro-batch."""
+        return tuple(level for level in self.space.zero if level > 1)
 
     @property
     def _most_pipelines(self) -> int:
-        """That shard the state of an optimizer."""
-        if not self.space.shard_optimizer:
+        """That share state."""
+        if max(self.space.zero) < 1:
             return 1
         return min(self.fleet.devices, self.space.max_pipelines or self.fleet.devices)
 
@@ -190,18 +222,21 @@ class Search:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
         return Limits(room=room, prices=prices, budget=budget, least=shards, most=self.space.max_pipelines)
 
-    def _rows(self, shards: int) -> list[Shapes]:
+    def _rows(self, zero: Levels, shards: int, least: int | None = None) -> list[Shapes]:
+        """Of each size of micro-batch (see `Sharing`)."""
+        sharing = Sharing(replicas=shards, zero=zero, least=least, network=self.predictor.network)
         for size in self.sizes:
-            if (size, shards) not in self._shapes:
-                self._shapes[size, shards] = shapes(
+            key = (size, zero, shards, least if max(zero) > 1 else None)
+            if key not in self._shapes:
+                self._shapes[key] = shapes(
                     self.fleet,
                     self.tables,
                     micro_batch=size,
                     global_batch=self.predictor.global_batch,
-                    shards=shards,
+                    sharing=sharing,
                     space=self.space,
                 )
-        found = [self._shapes[size, shards] for size in self.sizes]
+        found = [self._shapes[size, zero, shards, least if max(zero) > 1 else None] for size in self.sizes]
         return [rows for rows in found if rows is not None]
 
     def _times(self, rows: Sequence[Shapes], limits: Limits) -> tuple[float, float] | None:
@@ -251,7 +286,6 @@ class Search:
             sizes=self.sizes,
             widths=self._widths,
             recompute=self.space.recompute,
-            shard_optimizer=self.space.shard_optimizer,
             most_pipelines=self.space.max_pipelines,
             usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
         )

@@ -19,15 +19,61 @@ from numpy.typing import NDArray
 
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import LayerCost, Widths
+from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Floats, Table, Tables
 
-__all__ = ["Kind", "Shapes", "kinds_of", "shapes", "undominated", "usable_widths"]
+__all__ = ["Kind", "Shapes", "Sharing", "kinds_of", "shapes", "undominated", "usable_widths"]
 
 _FEW = (2, 4, 16)
 _CELLS = 1 << 16  # of an array that is worked on at once
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How state is shared out: in as many parts as there are pipelines, at one of some levels; each stage at whichever is best for it.
+
+    With several levels that is a relaxation: a plan has one for all stages.
+
+    Args:
+        least: pipelines that there are at least, for what they exchange beside passes; None: two, where a stage has no copies.
+        network: tells the least seconds of that; None: it takes none.
+    """
+
+    replicas: int = 1
+    zero: tuple[int, ...] = (0,)
+    least: int | None = None
+    network: Network | None = None
+
+    def seconds(self, kind: Kind, held: int, recompute: bool) -> Floats:
+        """See `Table.seconds`."""
+        least = (2 if kind.widths.copies == 1 else 1) if self.least is None else self.least
+        rates = (0.0, 0.0)
+        if self.network is not None and max(self.zero) > 1:
+            rates = self.network.least_s_per_byte(kind.name, kind.widths, least)
+        ways = [
+            kind.table.seconds(
+                held=held,
+                memory_bytes=kind.memory_bytes,
+                recompute=recompute,
+                replicas=self.replicas,
+                zero=zero,
+                exchange=(least, rates),
+            )
+            for zero in self.zero
+        ]
+        found: Floats = ways[0] if len(ways) == 1 else np.minimum.reduce(ways)
+        return found
+
+    def fits(self, kind: Kind, start: int, stop: int, held: int) -> bool:
+        """Whether a stage does at some level without recompute."""
+        return any(
+            kind.table.memory(start, stop, recompute=False, held=held, replicas=self.replicas, zero=zero).total
+            <= kind.memory_bytes
+            for zero in self.zero
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +109,7 @@ class Shapes:
     kinds: tuple[Kind, ...]
     micro_batch: int
     held_at_most: int
-    shards: int
+    sharing: Sharing
     recompute: bool
     longest_s: Floats
     total_s: Floats
@@ -107,16 +153,14 @@ class Shapes:
         return list(dict.fromkeys(found))
 
     def _cost(self, kind: Kind, back: int) -> Floats:
-        return _cost(kind, min(back, self.held_at_most), self.shards, self.recompute)
+        return self.sharing.seconds(kind, min(back, self.held_at_most), self.recompute)
 
     def _template(self, chain: Sequence[Kind], points: Sequence[int]) -> Template:
         stages = []
         for place, kind in enumerate(chain):
             start, stop = points[place], points[place + 1]
             held = min(len(chain) - place, self.held_at_most)
-            plain = kind.table.memory(start, stop, recompute=False, held=held, shards=self.shards)
-            recompute = plain.total > kind.memory_bytes
-            stages.append(kind.stage(start, stop, recompute=recompute))
+            stages.append(kind.stage(start, stop, recompute=not self.sharing.fits(kind, start, stop, held)))
         return Template(micro_batch=self.micro_batch, stages=tuple(stages))
 
 
@@ -242,12 +286,9 @@ def usable_widths(widths: Sequence[Widths], devices_per_node: int) -> tuple[Widt
 
 
 def shapes(
-    fleet: Fleet, tables: Tables, *, micro_batch: int, global_batch: int, shards: int, space: Space
+    fleet: Fleet, tables: Tables, *, micro_batch: int, global_batch: int, sharing: Sharing, space: Space
 ) -> Shapes | None:
-    """All rows that fit, within the limits of the space; None if there is none.
-
-    ``shards``: of the optimizer state, as if there were so many pipelines.
-    """
+    """All rows that fit, within the limits of the space; None if there is none."""
     kinds = kinds_of(fleet, tables, micro_batch, space)
     if not kinds:
         return None
@@ -258,7 +299,7 @@ def shapes(
         pools_of=chosen.pools,
         mixed_run=chosen.run,
         held_at_most=ceil(global_batch / micro_batch),
-        shards=shards,
+        sharing=sharing,
         space=space,
     )
     return grown.shapes(micro_batch)
@@ -288,7 +329,7 @@ def chosen_of(kinds: Sequence[Kind], space: Space, per_node: Mapping[str, int]) 
     layers = len(kinds[0].table.costs)
     most = space.cells / (layers + 1) ** 2
     fastest = _best(kinds, lambda kind: kind.table.forward_s(0, layers) + kind.table.backward_s(0, layers, False))
-    leanest = _best(kinds, lambda kind: kind.table.memory(0, layers, recompute=space.recompute, held=1, shards=1).total)
+    leanest = _best(kinds, lambda kind: kind.table.memory(0, layers, recompute=space.recompute, held=1).total)
     few = [number for number in range(len(kinds)) if number in fastest or number in leanest]
     every = list(range(len(kinds)))
     own = every if len(kinds) * min(layers, space.max_stages) <= most else few
@@ -353,7 +394,7 @@ class _Grown:
     pools_of: tuple[int, ...]
     mixed_run: int
     held_at_most: int
-    shards: int
+    sharing: Sharing
     space: Space
 
     def shapes(self, micro_batch: int) -> Shapes | None:
@@ -402,7 +443,7 @@ class _Grown:
             kinds=self.kinds,
             micro_batch=micro_batch,
             held_at_most=self.held_at_most,
-            shards=self.shards,
+            sharing=self.sharing,
             recompute=self.space.recompute,
             longest_s=longest,
             total_s=total,
@@ -421,7 +462,7 @@ class _Grown:
         chosen = np.flatnonzero(rows.alone & (rows.devices[at, own] + need <= room[own]))
         if not len(chosen):
             return None
-        cost = np.stack([_cost(kinds[number], held, self.shards, self.space.recompute) for number in chosen])
+        cost = np.stack([self.sharing.seconds(kinds[number], held, self.space.recompute) for number in chosen])
         reached, total = _grown(cost, rows.reached[chosen], rows.total[chosen])
         alive = np.isfinite(reached).any(axis=1)
         chosen = chosen[alive]
@@ -456,7 +497,7 @@ class _Grown:
         chosen = np.flatnonzero(allowed)
         if not len(chosen):
             return None
-        cost = _cost(kind, held, self.shards, self.space.recompute)
+        cost = self.sharing.seconds(kind, held, self.space.recompute)
         if not np.isfinite(cost).any():
             return None
         reached, total = _grow(cost, rows.reached[chosen], rows.total[chosen])
@@ -497,10 +538,6 @@ def _grown(cost: Floats, reached: Floats, total: Floats) -> tuple[Floats, Floats
     row, start = np.arange(len(reached))[:, None], np.arange(cost.shape[1])[None, :]
     own = cost[row if len(cost) > 1 else 0, start, stop]
     return worse[row, start, stop], own + total[row, stop]
-
-
-def _cost(kind: Kind, held: int, shards: int, recompute: bool) -> Floats:
-    return kind.table.seconds(held=held, shards=shards, memory_bytes=kind.memory_bytes, recompute=recompute)
 
 
 def _joined(parts: Sequence[_Frontier]) -> _Frontier:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heterodyne.search.fleet.plan import Layout, ScheduleName
+from heterodyne.search.fleet.plan import ZERO_LEVELS, Layout, ScheduleName
 
 __all__ = ["Space"]
 
@@ -19,6 +19,7 @@ class Space:
         max_width, max_context, max_data: of a stage (`Widths`).
         runnable: only stages that this library runs: the devices of one share their work in one way, experts only with their layers.
         micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
+        zero: levels of state sharding, of `ZERO_LEVELS`, ascending.
         cells: of the tables of stages that are worked through for one micro-batch size.
         columns: kinds of pipelines among which counts are chosen exactly.
         work: stages that are played while the best mixes are improved.
@@ -34,7 +35,7 @@ class Space:
     runnable: bool = False
     micro_batches: tuple[int, ...] | None = None
     recompute: bool = True
-    shard_optimizer: bool = True
+    zero: tuple[int, ...] = ZERO_LEVELS
     schedules: tuple[ScheduleName, ...] = ("1F1B", "GPipe")
     layouts: tuple[Layout, ...] = ("stages", "pipelines")
     cells: int = 8_000_000

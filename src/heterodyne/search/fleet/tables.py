@@ -1,6 +1,10 @@
 """Sums over layers: what a stage from any layer to any other takes on one kind of device, at a width and a micro-batch.
 
 Alike devices share a table, so what this costs grows with the kinds of devices and not with their number.
+
+State is shared by level (ZeRO, Rajbhandari et al., SC 2020): from 1 on the optimizer's, from 2 on gradients, at 3 parameters, over all
+devices that hold the same parameters: R pipelines times the copies in a stage, c of experts d. With e the part of a layer that is
+experts', a device of R pipelines keeps (1 - e) / (R c) + e / (R d) of it: a sum over layers over R.
 """
 
 from __future__ import annotations
@@ -8,16 +12,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
 
-__all__ = ["Memory", "Table", "Tables"]
+__all__ = ["Carried", "Exchanged", "Memory", "Rates", "Table", "Tables"]
 
+Exchanged = Literal["gradients", "updated", "parameters"]
+"""What replicas exchange: gradients, the parameters that an optimizer has changed, all parameters."""
 Floats = NDArray[np.float64]
+_LEVELS_KEPT = 3
+Rates = tuple[float, float]
+"""Seconds for a byte that a device sends inside its node, and for one that a node sends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +46,24 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.passing
 
 
+class Carried(NamedTuple):
+    """Bytes that a ring through all replicas takes once round: of each device of a stage, and of one copy of all its layers, which
+    leaves a node that holds it: experts apart, for one set of them may lie over several nodes.
+    """
+
+    device: float
+    dense: float
+    experts: float
+
+
 @dataclass(frozen=True)
 class Table:
     """Costs of stages on one kind of device. Layers are counted from 0; a stage is ``[start, stop)``."""
 
     costs: Sequence[LayerCost]
     widths: Widths
-    _held: dict[tuple[int, float], tuple[Floats, Floats]] = field(default_factory=dict, repr=False, compare=False)
+    _at_levels: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False, compare=False)
+    _held: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False, compare=False)
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -51,20 +73,32 @@ class Table:
         again = self.forward_s(start, stop) if recompute else 0.0
         return self._backward[stop] - self._backward[start] + again
 
-    def update_s(self, start: int, stop: int) -> float:
-        return self._update[stop] - self._update[start]
+    def update_s(self, start: int, stop: int, *, replicas: int = 1, zero: int = 0) -> float:
+        """Of what a device updates: all of its parameters, or from level 1 on its share."""
+        if zero < 1:
+            return self._update[stop] - self._update[start]
+        return (self._update_shared[stop] - self._update_shared[start]) / replicas
 
     def reduced_bytes(self, start: int, stop: int) -> float:
         """Gradients of whole layers: of one copy of what is no expert's, and of one set of the experts."""
-        return self._reduced[stop] - self._reduced[start]
+        own = self._whole["gradients"]
+        return sum(sums[stop] - sums[start] for sums in (own.dense, own.experts))
 
-    def dense_bytes(self, start: int, stop: int) -> float:
-        """Of these, those of all but the experts."""
-        return self.reduced_bytes(start, stop) - self.expert_bytes(start, stop)
+    def carried(self, what: Exchanged, start: int, stop: int, replicas: int) -> Carried:
+        """Of one reduce-scatter or all-gather over the replicas of some layers; an all-reduce is two (Patarasuk and Yuan, 2009).
 
-    def expert_bytes(self, start: int, stop: int) -> float:
-        """And those of the experts."""
-        return self._experts[stop] - self._experts[start]
+        (n - 1) / n of the bytes, n the devices that hold the same: none where it is one.
+        """
+        own = self._whole[what]
+        device, dense, experts = (
+            sums[stop] - sums[start] - (kept[stop] - kept[start]) / replicas
+            for sums, kept in (
+                (own.device, own.device_kept),
+                (own.dense, own.dense_kept),
+                (own.experts, own.experts_kept),
+            )
+        )
+        return Carried(device, dense, experts)
 
     @cached_property
     def expert_width(self) -> int:
@@ -81,44 +115,98 @@ class Table:
         """What a stage that ends before layer ``stop`` sends."""
         return float(self.costs[stop - 1].output_bytes)
 
-    def memory(self, start: int, stop: int, *, recompute: bool, held: int, shards: int) -> Memory:
-        """``held``: micro-batches at the same time; ``shards``: parts of the optimizer state.
+    def memory(self, start: int, stop: int, *, recompute: bool, held: int, replicas: int = 1, zero: int = 0) -> Memory:
+        """``held``: micro-batches at the same time; ``replicas``: pipelines that share state at a level ``zero``.
 
-        A recomputed stage brings back one layer at a time.
+        A recomputed stage brings back one layer at a time. Whole gradients (from level 2) and parameters (level 3) come and go with
+        the layer that is computed and its neighbour, whose exchange goes on meanwhile.
         """
+        zero = zero if replicas * self.widths.copies > 1 else 0
         kept = self._kept_again if recompute else self._kept
         own = self.costs[start:stop]
-        passing = max(cost.workspace_bytes for cost in own)
+        passing = float(max(cost.workspace_bytes for cost in own))
         if recompute:
             passing += max(max(0, cost.kept_bytes - cost.kept_bytes_recomputed) for cost in own)
+        if zero > 1:
+            passing += max(_pairs([_gathered(cost, zero) for cost in own]))
+        parameters, gradients, optimizer = (
+            (sums.shared[stop] - sums.shared[start]) / replicas
+            if zero >= level
+            else sums.whole[stop] - sums.whole[start]
+            for sums, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1))
+        )
         return Memory(
-            parameters=self._parameters[stop] - self._parameters[start],
-            gradients=self._gradients[stop] - self._gradients[start],
-            optimizer=(self._optimizer[stop] - self._optimizer[start]) / shards,
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
             activations=held * (kept[stop] - kept[start]),
-            passing=float(passing),
+            passing=passing,
         )
 
-    def seconds(self, *, held: int, shards: int, memory_bytes: float, recompute: bool) -> Floats:
+    def seconds(
+        self,
+        *,
+        held: int,
+        memory_bytes: float,
+        recompute: bool,
+        replicas: int = 1,
+        zero: int = 0,
+        exchange: tuple[int, Rates] = (1, (0.0, 0.0)),
+    ) -> Floats:
         """For every start and stop the forward and backward of a micro-batch; infinite where it does not fit.
 
-        Recomputed where it does not fit otherwise and ``recompute`` allows it. Shape [layers + 1, layers + 1].
+        Recomputed where it does not fit otherwise and ``recompute`` allows it. A pass takes no less than the ``exchange`` beside it
+        among so many pipelines at some rates, whichever way is shorter. Shape [layers + 1, layers + 1].
         """
-        plain, again = self._square[:2]
-        most, most_again = self._most_held(shards, memory_bytes)
+        zero = zero if replicas * self.widths.copies > 1 else 0
+        plain, again = self._at_level(zero, exchange)
+        most, most_again = self._most_held(zero, replicas, memory_bytes)
         redone = np.where(held <= most_again, again, np.inf) if recompute else np.inf
         found: Floats = np.where(held <= most, plain, redone)
         return found
 
-    def _most_held(self, shards: int, memory_bytes: float) -> tuple[Floats, Floats]:
+    def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[Floats, Floats]:
         """Micro-batches for which there is memory in every stage, kept and recomputed; a search asks for many numbers of them in turn."""
-        key = (shards, memory_bytes)
+        key = (zero, replicas, memory_bytes)
         if key not in self._held:
-            _, _, fixed, optimizer, kept, kept_again = self._square
-            room = memory_bytes - (fixed + optimizer / shards)
-            self._held.clear()
+            kept, kept_again = self._kept_squares
+            room = memory_bytes - self._fixed_bytes(zero, replicas)
+            if len(self._held) >= _LEVELS_KEPT:  # of a long model each takes as much as a search has room for
+                self._held.clear()
             self._held[key] = (_times(room, kept), _times(room - self._redone, kept_again))
         return self._held[key]
+
+    def _at_level(self, zero: int, exchange: tuple[int, Rates]) -> tuple[Floats, Floats]:
+        """For every start and stop: seconds without and with recompute."""
+        key = (zero, exchange)
+        if key not in self._at_levels:
+            gather, scatter = self._exchanged_s(zero, *exchange)
+            forward, backward = self._passes
+            ahead = np.maximum(forward, gather)
+            plain = ahead + np.maximum(backward, scatter)
+            again = ahead + np.maximum(backward + forward, scatter)
+            if len(self._at_levels) >= _LEVELS_KEPT:
+                self._at_levels.clear()
+            self._at_levels[key] = (plain, again)
+        return self._at_levels[key]
+
+    def _fixed_bytes(self, zero: int, replicas: int) -> Floats:
+        fixed = self._working
+        if zero > 1:
+            fixed = fixed + self._passing[zero]
+        for sums, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1)):
+            fixed = fixed + (sums.shared_square / replicas if zero >= level else sums.square)
+        return fixed
+
+    def _exchanged_s(self, zero: int, replicas: int, rates: Rates) -> tuple[Floats | float, Floats | float]:
+        """Beside a forward and beside a backward, for every start and stop."""
+        if zero < 2 or rates == (0.0, 0.0):
+            return 0.0, 0.0
+        gradients = self._whole["gradients"].least_s(replicas, rates)
+        if zero == 2:
+            return 0.0, gradients
+        parameters = self._whole["parameters"].least_s(replicas, rates)
+        return parameters, gradients + parameters
 
     @cached_property
     def _forward(self) -> list[float]:
@@ -133,16 +221,38 @@ class Table:
         return _sums([cost.update_s for cost in self.costs])
 
     @cached_property
-    def _parameters(self) -> list[float]:
-        return _sums([cost.parameter_bytes for cost in self.costs])
+    def _update_shared(self) -> list[float]:
+        return _sums([part * cost.update_s for cost, part in zip(self.costs, self._parts, strict=True)])
 
     @cached_property
-    def _gradients(self) -> list[float]:
-        return _sums([cost.gradient_bytes for cost in self.costs])
+    def _parts(self) -> list[float]:
+        """Of each layer the part that a device keeps of what its stage shares."""
+        copies = self.widths.copies
+        return [
+            (1 - expert) / copies + expert / cost.expert_copies
+            for cost, expert in zip(self.costs, map(_expert, self.costs), strict=True)
+        ]
 
     @cached_property
-    def _optimizer(self) -> list[float]:
-        return _sums([cost.optimizer_bytes for cost in self.costs])
+    def _parameters(self) -> _State:
+        return _State([cost.parameter_bytes for cost in self.costs], self._parts)
+
+    @cached_property
+    def _gradients(self) -> _State:
+        return _State([cost.gradient_bytes for cost in self.costs], self._parts)
+
+    @cached_property
+    def _optimizer(self) -> _State:
+        return _State([cost.optimizer_bytes for cost in self.costs], self._parts)
+
+    @cached_property
+    def _whole(self) -> dict[Exchanged, _Sent]:
+        return {
+            "gradients": _Sent([_reduced(cost) for cost in self.costs], self.costs, self.widths),
+            # What is frozen is not updated.
+            "updated": _Sent([min(c.parameter_bytes, c.gradient_bytes) for c in self.costs], self.costs, self.widths),
+            "parameters": _Sent([cost.parameter_bytes for cost in self.costs], self.costs, self.widths),
+        }
 
     @cached_property
     def _kept(self) -> list[float]:
@@ -153,32 +263,34 @@ class Table:
         return _sums([cost.kept_bytes_recomputed for cost in self.costs])
 
     @cached_property
-    def _reduced(self) -> list[float]:
-        return _sums(
-            [self.widths.tensor * (_reduced(cost) - cost.expert_bytes) + self._of_set(cost) for cost in self.costs]
-        )
-
-    @cached_property
-    def _experts(self) -> list[float]:
-        return _sums([self._of_set(cost) for cost in self.costs])
-
-    def _of_set(self, cost: LayerCost) -> float:
-        return self.widths.devices / cost.expert_copies * cost.expert_bytes
-
-    @cached_property
     def _redone(self) -> Floats:
         return _largest([max(0, cost.kept_bytes - cost.kept_bytes_recomputed) for cost in self.costs])
 
     @cached_property
-    def _square(self) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
-        forward, backward = _between(self._forward), _between(self._backward)
+    def _working(self) -> Floats:
+        return _largest([cost.workspace_bytes for cost in self.costs])
+
+    @cached_property
+    def _passing(self) -> dict[int, Floats]:
+        """By level, of the two neighbours of a stage that take most."""
+        count = len(self.costs) + 1
+        found = {}
+        for zero in (2, 3):
+            own = [_gathered(cost, zero) for cost in self.costs]
+            both = np.zeros((count, count))
+            both[:-1, 2:] = _largest(_pairs(own))[:, 1:] if len(own) > 1 else 0.0
+            found[zero] = np.maximum(both, _largest(own))
+        return found
+
+    @cached_property
+    def _passes(self) -> tuple[Floats, Floats]:
         count = len(self.costs) + 1
         stage = np.arange(count)[:, None] < np.arange(count)[None, :]
-        plain = np.where(stage, forward + backward, np.inf)
-        fixed = _between(self._parameters) + _between(self._gradients)
-        fixed = fixed + _largest([cost.workspace_bytes for cost in self.costs])
-        kept, kept_again = _between(self._kept), _between(self._kept_again)
-        return plain, plain + forward, fixed, _between(self._optimizer), kept, kept_again
+        return np.where(stage, _between(self._forward), np.inf), _between(self._backward)
+
+    @cached_property
+    def _kept_squares(self) -> tuple[Floats, Floats]:
+        return _between(self._kept), _between(self._kept_again)
 
 
 @dataclass(frozen=True)
@@ -199,6 +311,66 @@ class Tables:
         return self._known[key]
 
 
+class _State:
+    """Bytes of state of a device, whole and in its share of one pipeline, summed over layers."""
+
+    def __init__(self, values: Sequence[float], parts: Sequence[float]) -> None:
+        self.whole = _sums(values)
+        self.shared = _sums([part * value for part, value in zip(parts, values, strict=True)])
+
+    @cached_property
+    def square(self) -> Floats:
+        return _between(self.whole)
+
+    @cached_property
+    def shared_square(self) -> Floats:
+        return _between(self.shared)
+
+
+class _Sent:
+    """Bytes that are exchanged, summed over layers.
+
+    Of a ``device``, of one copy of all that is no expert's (``dense``), of one set of the ``experts``; each with what of that a ring of
+    one pipeline need not pass on, since it is kept where it is.
+    """
+
+    def __init__(self, values: Sequence[float], costs: Sequence[LayerCost], widths: Widths) -> None:
+        experts = [_expert(cost) for cost in costs]
+        routed = [value * expert for value, expert in zip(values, experts, strict=True)]
+        plain = [value - own for value, own in zip(values, routed, strict=True)]
+        sets = [own * widths.devices / cost.expert_copies for own, cost in zip(routed, costs, strict=True)]
+        kept = [own / cost.expert_copies for own, cost in zip(routed, costs, strict=True)]
+        self.device = _sums(values)
+        self.device_kept = _sums([a / widths.copies + b for a, b in zip(plain, kept, strict=True)])
+        self.dense = _sums([widths.tensor * a for a in plain])
+        self.dense_kept = _sums([widths.tensor * a / widths.copies for a in plain])
+        self.experts = _sums(sets)
+        self.experts_kept = _sums([own / cost.expert_copies for own, cost in zip(sets, costs, strict=True)])
+
+    def least_s(self, replicas: int, rates: Rates) -> Floats:
+        """Of one way round, for every start and stop: inside a node or between nodes, whichever is sooner.
+
+        Of experts a node sends at least what one of its devices has.
+        """
+        device, device_kept, dense, dense_kept = self._squares
+        inside, between = rates
+        ways = []
+        if inside < inf:
+            ways.append(inside * (device - device_kept / replicas))
+        if between < inf:
+            ways.append(between * np.maximum(dense - dense_kept / replicas, device - device_kept / replicas))
+        return np.minimum.reduce(ways) if ways else np.full_like(device, np.inf)
+
+    @cached_property
+    def _squares(self) -> tuple[Floats, Floats, Floats, Floats]:
+        return (
+            _between(self.device),
+            _between(self.device_kept),
+            _between(self.dense),
+            _between(self.dense_kept),
+        )
+
+
 def _times(room: Floats, each: Floats) -> Floats:
     """How often something goes into a room; negative where there is none."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -206,8 +378,24 @@ def _times(room: Floats, each: Floats) -> Floats:
     return found
 
 
-def _reduced(cost: LayerCost) -> int:
-    return cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes
+def _reduced(cost: LayerCost) -> float:
+    return float(cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes)
+
+
+def _expert(cost: LayerCost) -> float:
+    """The part of a layer that belongs to experts."""
+    reduced = _reduced(cost)
+    return cost.expert_bytes / reduced if reduced else 0.0
+
+
+def _gathered(cost: LayerCost, zero: int) -> float:
+    """What of a layer is whole only while it is worked on."""
+    return float(cost.gradient_bytes + (cost.parameter_bytes if zero > 2 else 0))
+
+
+def _pairs(values: Sequence[float]) -> list[float]:
+    """Of neighbours together; of a single one, itself."""
+    return [a + b for a, b in pairwise(values)] or list(values)
 
 
 def _sums(values: Sequence[float]) -> list[float]:

@@ -8,7 +8,7 @@ from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.clock import play
 from heterodyne.plan.schedules.times import Read, StageTimes
 from heterodyne.search.fleet.plan import Group
-from heterodyne.search.fleet.predict import Predictor, Weighed
+from heterodyne.search.fleet.predict import Predictor, Weighed, mix_of
 from heterodyne.timeline import Event, Timeline
 
 __all__ = ["fleet_timeline"]
@@ -39,7 +39,9 @@ def fleet_timeline(predictor: Predictor, weighed: Weighed) -> Timeline:
 
 
 def _played(predictor: Predictor, weighed: Weighed, group: Group, first: int) -> Iterator[Event]:
-    makespans = predictor.makespans(group.template, weighed.plan.schedule, weighed.plan.layout)
+    plan = weighed.plan
+    mix = mix_of((own.template, own.replicas) for own in plan.groups)
+    makespans = predictor.played(mix, plan.schedule, plan.layout, plan.zero)[group.template]
     stages = len(makespans.stages)
     times = [
         StageTimes(forward_s=s.forward_s, input_s=s.backward_s / 2, weight_s=s.backward_s / 2) for s in makespans.stages

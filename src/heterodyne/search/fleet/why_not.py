@@ -14,6 +14,8 @@ from heterodyne.units import format_bytes
 
 __all__ = ["why_not"]
 
+_STATE = {1: "the optimizer state", 2: "gradients", 3: "parameters"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tight:
@@ -24,6 +26,7 @@ class _Tight:
     stages: int
     micro_batch: int
     recompute: bool
+    pipelines: int
     memory: Memory
 
     @property
@@ -76,12 +79,12 @@ def _tightest(search: Search) -> Iterator[_Tight]:
             layers = len(kind.table.costs)
             devices = search.fleet.pools[kind.pool].devices
             most = min(layers, space.max_stages, devices // kind.devices)
-            pipelines = max(1, devices // (kind.devices * most)) if space.shard_optimizer else 1
+            pipelines = min(max(1, devices // (kind.devices * most)), space.max_pipelines or devices)
             for stages in sorted({1, most}):
                 yield _evenly(kind, stages, size, pipelines, search)
 
 
-def _evenly(kind: Kind, stages: int, size: int, shards: int, search: Search) -> _Tight:
+def _evenly(kind: Kind, stages: int, size: int, pipelines: int, search: Search) -> _Tight:
     """The fullest stage of the cut whose fullest stage is least full, by bisection."""
     layers = len(kind.table.costs)
     again = search.space.recompute
@@ -89,7 +92,11 @@ def _evenly(kind: Kind, stages: int, size: int, shards: int, search: Search) -> 
 
     def memory(start: int, stop: int, number: int) -> Memory:
         held = min(stages - number, held_at_most)
-        return kind.table.memory(start, stop, recompute=again, held=held, shards=shards)
+        ways = (
+            kind.table.memory(start, stop, recompute=again, held=held, replicas=pipelines, zero=zero)
+            for zero in search.space.zero
+        )
+        return min(ways, key=lambda memory: memory.total)
 
     def cut(limit: float) -> list[tuple[int, int]] | None:
         spans, start = [], 0
@@ -121,6 +128,7 @@ def _evenly(kind: Kind, stages: int, size: int, shards: int, search: Search) -> 
         stages=stages,
         micro_batch=size,
         recompute=again,
+        pipelines=pipelines,
         memory=memory(*best[number], number),
     )
 
@@ -151,8 +159,13 @@ def _remedy(tight: _Tight, search: Search) -> str:
         ways.append("recompute")
     if tight.micro_batch > 1 and tight.memory.activations > tight.memory.total / 4:
         ways.append("micro-batch 1")
-    if not space.shard_optimizer and tight.memory.optimizer > tight.memory.total / 4:
-        ways.append("sharding the optimizer state over replicas")
+    parts = {1: tight.memory.optimizer, 2: tight.memory.gradients, 3: tight.memory.parameters}
+    if tight.pipelines * tight.kind.widths.copies > 1:
+        ways += [
+            f"sharding {_STATE[level]} over replicas (ZeRO-{level})"
+            for level, size in parts.items()
+            if level > max(space.zero) and size > tight.memory.total / 8
+        ]
     if space.max_stages < len(tight.kind.table.costs):
         ways.append("more stages")
     return f"try {' or '.join(ways)}" if ways else "it takes more devices, or devices with more memory"

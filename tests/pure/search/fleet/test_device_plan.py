@@ -48,7 +48,7 @@ def plan(
         for number, (pool, start, stop) in enumerate(zip(pools, ends[:-1], ends[1:], strict=True))
     )
     group = Group(template=Template(micro_batch=micro_batch, stages=stages), replicas=replicas, num_microbatches=count)
-    return FleetPlan(groups=(group,), global_batch=group.capacity - missing, layout=layout)  # type: ignore[arg-type]
+    return FleetPlan(groups=(group,), global_batch=group.capacity - missing, layout=layout, zero=0)  # type: ignore[arg-type]
 
 
 @given(

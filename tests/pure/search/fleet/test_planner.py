@@ -15,7 +15,7 @@ from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
-from heterodyne.search.fleet.shapes import shapes
+from heterodyne.search.fleet.shapes import Sharing, shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.units import format_seconds
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
@@ -168,19 +168,21 @@ def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> Non
     assert other.predicted.step_s <= one.predicted.step_s * (1 + 1e-9)
     for size in few.sizes:
         a, b = (
-            shapes(s.fleet, s.tables, micro_batch=size, global_batch=64, shards=1, space=s.space) for s in (few, many)
+            shapes(s.fleet, s.tables, micro_batch=size, global_batch=64, sharing=Sharing(), space=s.space)
+            for s in (few, many)
         )
         assert (a is None and b is None) or (a is not None and b is not None and len(a) == len(b))
 
 
-def test_gradients_take_a_ring_inside_nodes_and_one_between() -> None:
+def test_gradients_go_round_a_ring_that_enters_every_node_once() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
     search = search_of(fleet, _costs(), 64)
     template = Template(micro_batch=1, stages=(Stage(pool="fast", width=1, start=0, stop=10),))
     tables = {template: search.predictor.stage_tables(template)}
     size = tables[template][0].reduced_bytes(0, 10)
-    rings = Rings(fleet)
-    inside = size / 200e9
-    assert rings.sync([(template, 1)], tables, "stages").seconds == 0
-    assert rings.sync([(template, 2)], tables, "stages").seconds == pytest.approx(inside)
-    assert rings.sync([(template, 8)], tables, "stages").seconds == pytest.approx(inside + 2 * 3 / 4 * size / 10e9)
+    for pipelines, bandwidth in ((1, 1.0), (2, 200e9), (8, 10e9)):
+        (own,) = Rings(fleet).exchanges([(template, pipelines)], tables, "stages").of[template]
+        once_s = (pipelines - 1) / pipelines * size / bandwidth
+        assert own.scattered_s == own.scattered_layers_s == pytest.approx(once_s)
+        assert own.reduced_s == pytest.approx(2 * once_s)
+        assert own.updated_s == own.gathered_layers_s == pytest.approx(once_s)

@@ -10,7 +10,7 @@ import pytest
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.counts import Limits, best_per_devices, relaxed, whole
-from heterodyne.search.fleet.shapes import shapes, usable_widths
+from heterodyne.search.fleet.shapes import Sharing, shapes, usable_widths
 from heterodyne.search.fleet.space import Space
 from pure.search.fleet.small import drawn, search_of
 
@@ -21,7 +21,8 @@ def test_the_cut_of_a_shape_has_the_fastest_slowest_stage_of_all_that_fit() -> N
         fleet, costs, samples = drawn(chance, devices=4, blocks=5)
         search = search_of(fleet, costs, samples)
         for shards in (1, 2):
-            rows = shapes(fleet, search.tables, micro_batch=2, global_batch=samples, shards=shards, space=Space())
+            sharing = Sharing(replicas=shards, zero=(1,))
+            rows = shapes(fleet, search.tables, micro_batch=2, global_batch=samples, sharing=sharing, space=Space())
             if rows is None:
                 continue
             for row in range(len(rows)):
@@ -40,7 +41,7 @@ def test_the_cut_of_a_shape_has_the_fastest_slowest_stage_of_all_that_fit() -> N
                         own = [
                             table.forward_s(start, stop) + table.backward_s(start, stop, again)
                             for again in (False, True)
-                            if table.memory(start, stop, recompute=again, held=held, shards=shards).total
+                            if table.memory(start, stop, recompute=again, held=held, replicas=shards, zero=1).total
                             <= fleet.pool(pool).memory_bytes
                         ]
                         slowest = max(slowest, min(own, default=float("inf")))
