@@ -58,7 +58,7 @@ class Table:
 
     costs: Sequence[LayerCost]
     widths: Widths
-    _levels: dict[tuple[int, int, tuple[int, Rates]], tuple[Floats, Floats, Floats]] = field(
+    _levels: dict[tuple[int, int, tuple[int, Rates], float], tuple[Floats, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -139,24 +139,27 @@ class Table:
         Recomputed where it does not fit otherwise and ``recompute`` allows it. A pass takes no less than the ``exchange`` beside it
         among so many pipelines at some rates, whichever way is shorter. Shape [layers + 1, layers + 1].
         """
-        kept, kept_again = self._kept_squares
-        plain, again, fixed = self._at_level(zero if replicas * self.widths.copies > 1 else 0, replicas, exchange)
-        found = np.where(fixed + held * kept <= memory_bytes, plain, np.inf)
-        if recompute:
-            redone = np.where(fixed + self._redone + held * kept_again <= memory_bytes, again, np.inf)
-            found = np.minimum(found, redone)
-        return found
+        plain_s, again_s, plain, again = self._at_level(
+            zero if replicas * self.widths.copies > 1 else 0, replicas, exchange, memory_bytes
+        )
+        return np.where(held <= plain, plain_s, np.where(held <= again, again_s, np.inf) if recompute else np.inf)
 
-    def _at_level(self, zero: int, replicas: int, exchange: tuple[int, Rates]) -> tuple[Floats, Floats, Floats]:
-        """For every start and stop: seconds without and with recompute, and bytes that do not depend on micro-batches."""
-        key = (zero, replicas, exchange)
+    def _at_level(
+        self, zero: int, replicas: int, exchange: tuple[int, Rates], memory_bytes: float
+    ) -> tuple[Floats, ...]:
+        """For every start and stop, without recompute and with it: seconds, and micro-batches that there is room for at the same time."""
+        key = (zero, replicas, exchange, memory_bytes)
         if key not in self._levels:
             gather, scatter = self._exchanged_s(zero, *exchange)
             forward, backward = self._passes
             ahead = np.maximum(forward, gather)
-            plain = ahead + np.maximum(backward, scatter)
-            again = ahead + np.maximum(backward + forward, scatter)
-            self._levels[key] = (plain, again, self._fixed_bytes(zero, replicas))
+            room = memory_bytes - self._fixed_bytes(zero, replicas)
+            self._levels[key] = (
+                ahead + np.maximum(backward, scatter),
+                ahead + np.maximum(backward + forward, scatter),
+                _whole_in(room, _between(self._kept)),
+                _whole_in(room - self._redone, _between(self._kept_again)),
+            )
         return self._levels[key]
 
     def _fixed_bytes(self, zero: int, replicas: int) -> Floats:
@@ -255,10 +258,6 @@ class Table:
         stage = np.arange(count)[:, None] < np.arange(count)[None, :]
         return np.where(stage, _between(self._forward), np.inf), _between(self._backward)
 
-    @cached_property
-    def _kept_squares(self) -> tuple[Floats, Floats]:
-        return _between(self._kept), _between(self._kept_again)
-
 
 @dataclass(frozen=True)
 class Tables:
@@ -355,6 +354,13 @@ def _between(sums: Sequence[float]) -> Floats:
     row = np.asarray(sums)
     difference: Floats = row[None, :] - row[:, None]
     return difference
+
+
+def _whole_in(room: Floats, each: Floats) -> Floats:
+    """How often something goes into a room, in fractions; -1 where the room is less than none."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Floats = np.where(room < 0, -1.0, np.where(each > 0, room / each, np.inf))
+    return found
 
 
 def _largest(values: Sequence[float]) -> Floats:
