@@ -110,11 +110,12 @@ class Search:
             if self._late():
                 break
             limits = self._limits(shards, prices, budget)
-            if zero > 1 and self.fleet.devices > _FEW_DEVICES:
-                either = self._times(self._rows(self._high, shards, least=shards), limits)
-                if either is None or either[1] >= about_s:
-                    continue  # over many devices, where whole numbers hardly matter, it is no faster than with less exchanged
-            rows = self._rows((zero,), shards, least=shards)
+            if max(zero) > 1 and self.fleet.devices > _FEW_DEVICES:
+                # Over many devices, where whole numbers hardly matter: with so much exchanged it is no faster in any number of parts.
+                soonest = self._times(self._rows(self._high, self._most_pipelines, least=shards), limits)
+                if soonest is None or soonest[1] >= about_s:
+                    break
+            rows = self._rows(zero, shards, least=shards)
             times = self._times(rows, limits)
             if times is None:
                 continue
@@ -183,18 +184,19 @@ class Search:
             for group in known.plan.groups
         )
 
-    def _levels(self) -> list[tuple[int, int]]:
-        """At which levels in how many parts state may be: only what helps, what is exchanged least first."""
+    def _levels(self) -> list[tuple[Levels, int]]:
+        """At one of which levels in how many parts state may be: only what helps, what is exchanged least first."""
         most = self._most_pipelines
-        found = [(self._low, 1)]
+        found: list[tuple[Levels, int]] = [((self._low,), 1)]
         alone, low, high = self._rows((self._low,), 1, least=1), *self._anyhow()
         copies = any(w.copies > 1 for pool in self.fleet.pools for w in self.tables.costs.widths(pool.kind))
         parts = [n for n in (_SHARDS if most <= _FEW_DEVICES else _SHARDS_OF_MANY) if n <= most and (n > 1 or copies)]
         if not _same(alone, low):
-            found += [(self._low, n) for n in parts]
+            found += [((self._low,), n) for n in parts]
         if high and not _same(alone, high):
-            found += [(level, n) for n in parts for level in self._high]
-        return list(dict.fromkeys(found))
+            levels = [self._high] if most > _FEW_DEVICES else [(level,) for level in self._high]
+            found += [(own, n) for n in parts for own in levels]
+        return found
 
     def _anyhow(self) -> tuple[list[Shapes], list[Shapes]]:
         """All that fits in any number of pipelines: with little exchanged, and at levels that exchange beside every micro-batch."""

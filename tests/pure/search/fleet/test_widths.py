@@ -100,10 +100,10 @@ def test_where_the_work_would_be_too_much_a_few_kinds_stand_for_all() -> None:
             own = [kind for kind in kinds if (kind.pool, kind.devices) == (pool, devices)]
             kept = [kind for kind in few.kinds if (kind.pool, kind.devices) == (pool, devices)]
             seconds = [kind.table.forward_s(0, 10) for kind in own]
-            needed = [kind.table.memory(0, 10, recompute=True, held=1, shards=1).total for kind in own]
+            needed = [kind.table.memory(0, 10, recompute=True, held=1).total for kind in own]
             assert len(kept) <= 2
             assert min(seconds) in [kind.table.forward_s(0, 10) for kind in kept]
-            assert min(needed) in [kind.table.memory(0, 10, recompute=True, held=1, shards=1).total for kind in kept]
+            assert min(needed) in [kind.table.memory(0, 10, recompute=True, held=1).total for kind in kept]
     best, small = (search_of(fleet, _costs(experts=0.5), 64, s).run(_step_s) for s in (Space(), Space(cells=1)))
     assert best is not None
     assert small is not None
@@ -114,8 +114,9 @@ def _synced(template: Template, count: int, fleet: Fleet, costs: Drawn) -> tuple
     """Seconds, and the bytes of one copy of what is no expert's and of one set of experts."""
     search = search_of(fleet, costs, 64)
     (table,) = search.predictor.stage_tables(template)
-    seconds = Rings(fleet).sync([(template, count)], {template: (table,)}, "stages").seconds
-    return seconds, table.dense_bytes(0, 10), table.expert_bytes(0, 10)
+    exchanges = Rings(fleet).exchanges([(template, count)], {template: (table,)}, "stages")
+    experts = sum(cost.expert_bytes * table.widths.devices / cost.expert_copies for cost in table.costs)
+    return exchanges.of[template][0].reduced_s, table.reduced_bytes(0, 10) - experts, experts
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 2), (1, 2, 1)])
@@ -129,8 +130,9 @@ def test_copies_in_a_stage_meet_like_replicas(widths: tuple[int, int, int]) -> N
     for count in (1, 2, 4):
         seconds, dense, _ = _synced(shared, count, fleet, _costs())
         assert seconds == pytest.approx(_synced(one, 2 * count, fleet, _costs())[0])
-        ring = 2 * (count - 1) / count * dense / 10e9
-        assert seconds == pytest.approx(dense / 200e9 + ring)
+        members = 2 * count
+        slowest = 200e9 if count == 1 else 10e9
+        assert seconds == pytest.approx(2 * (members - 1) / members * dense / slowest)
 
 
 def test_experts_meet_those_of_other_stages_only() -> None:
@@ -140,7 +142,7 @@ def test_experts_meet_those_of_other_stages_only() -> None:
     assert experts > 0
     assert seconds == pytest.approx(dense / 200e9)
     seconds, dense, experts = _synced(template, 4, fleet, _costs(experts=0.5))
-    assert seconds == pytest.approx(dense / 200e9 + 2 * 3 / 4 * (dense + experts) / 10e9)
+    assert seconds == pytest.approx(2 * (7 / 8 * dense + 3 / 4 * experts) / 10e9)
 
 
 def test_experts_over_two_nodes_send_half_of_a_set_from_each() -> None:
@@ -180,9 +182,9 @@ def test_two_slow_devices_share_what_one_fast_device_does() -> None:
     # One after the other the slow ones cannot have half of what the fast one has not: there are two blocks.
     layers = ("embedding", "block", "block", "head")
     memory = _costs(layers=layers, weights=1.0, kept=0.001, ways=2)  # 24 GiB, so that no device holds the model
-    planned = FleetPlanner(fleet=fleet, costs=memory, global_batch=64).plan(space=Space(recompute=False))
+    planned = FleetPlanner(fleet=fleet, costs=memory, global_batch=64).plan(space=Space(recompute=False, zero=(0,)))
     without = FleetPlanner(fleet=fleet, costs=memory, global_batch=64).plan(
-        space=Space(recompute=False, max_data=1, max_context=1)
+        space=Space(recompute=False, zero=(0,), max_data=1, max_context=1)
     )
     assert _step_s(planned.best) < _step_s(without.best)
     (group,) = planned.best.plan.groups

@@ -84,8 +84,11 @@ def test_the_squares_of_seconds_are_memory_and_passes_stage_by_stage() -> None:
             if start >= stop:
                 continue
             parameters, gradients = (table.carried(what, start, stop, replicas) for what in ("parameters", "gradients"))
-            gather = min(r * sent for r, sent in zip(rates, parameters, strict=True)) if zero == 3 else 0.0
-            scatter = min(r * sent for r, sent in zip(rates, gradients, strict=True)) if zero >= 2 else 0.0
+            # Of experts a node sends at least what one of its devices has.
+            gather, scatter = (
+                min(rates[0] * sent.device, rates[1] * max(sent.dense, sent.device)) if zero >= level else 0.0
+                for sent, level in ((parameters, 3), (gradients, 2))
+            )
             best = float("inf")
             for again in (False, True):
                 need = table.memory(start, stop, recompute=again, held=held, replicas=replicas, zero=zero).total
@@ -104,10 +107,12 @@ def test_a_ring_carries_what_its_devices_do_not_keep() -> None:
             n = replicas * widths.copies
             own = table.carried("gradients", 0, 3, replicas)
             assert own.device == pytest.approx(3 * GRADIENTS * (n - 1) / n)
-            assert own.node == pytest.approx(3 * GRADIENTS * widths.tensor * (n - 1) / n)
+            assert own.dense == pytest.approx(3 * GRADIENTS * widths.tensor * (n - 1) / n)
+            assert own.experts == 0
     routed = Table([layer(1.0)] * 3, Widths(2, 1, 4)).carried("gradients", 0, 3, 2)
     assert routed.device == pytest.approx(3 * GRADIENTS / 2)
-    assert routed.node == pytest.approx(8 * 3 * GRADIENTS / 2)
+    assert routed.experts == pytest.approx(8 * 3 * GRADIENTS / 2)
+    assert routed.dense == pytest.approx(0)
 
 
 def _mixes(search: Search, chance: random.Random) -> Iterator[Mix]:
