@@ -33,6 +33,11 @@ def test_an_even_plan_keeps_its_degrees() -> None:
     assert "--tensor-model-parallel-size" in megatron_arguments(replace(even, recomputed_layers=()))
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_an_even_plan_keeps_its_level_of_state_sharding(zero: int) -> None:
+    assert even_fleet_plan(replace(PLAN, zero=zero), FLEET).zero_stage == zero
+
+
 def test_pools_of_one_kind_are_one() -> None:
     there = tuple(replace(stage, pool="more") for stage in STAGES)
     both = replace(
