@@ -192,3 +192,12 @@ def test_a_model_without_a_shape_is_captured(files: Path, capsys: pytest.Capture
     )
     assert planned() == 0
     assert "The plan:" in capsys.readouterr().out
+
+
+def test_a_plan_that_is_to_run_shares_no_state_out(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned("--out", "paper.json") == planned("--runnable", "plan.json", "--families", "--out", "run.json") == 0
+    paper, run_ = (json.loads((files / name).read_text())["plan"] for name in ("paper.json", "run.json"))
+    assert paper["zero"] > 0  # as long as nobody has to run it
+    assert run_["zero"] == 0
+    assert json.loads((files / "plan.json").read_text())["pipelines"]
+    assert "ZeRO-" not in capsys.readouterr().out.split("The plan:")[2]

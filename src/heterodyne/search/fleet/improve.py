@@ -44,6 +44,12 @@ class Steps:
                 yield mix_of((changed if t == template else t, n) for t, n in mix)
                 if count > 1:
                     yield mix_of([*_less(mix, template), (changed, 1)])
+        if len(mix) > 1:
+            # The replica of a layer with the shortest backward says what of its gradients hides.
+            for size in self.sizes:
+                resized = [self._fitted(replace(template, micro_batch=size), shared) for template, _ in mix]
+                if all(map(self._known, resized)):
+                    yield mix_of(zip(resized, (count for _, count in mix), strict=True))
         for template, _ in mix:
             fewer = _less(mix, template)
             if fewer:

@@ -125,5 +125,7 @@ def test_another_model_and_too_many_stages_are_refused() -> None:
         device_plan(asked, FLEET, graph(4))
     wide = replace(asked.groups[0].template.stages[0], width=16)
     template = replace(asked.groups[0].template, stages=(wide, asked.groups[0].template.stages[1]))
+    with pytest.raises(PlanError, match=r"shares state out over replicas \(ZeRO-1\)"):
+        device_plan(replace(asked, zero=1), FLEET, MODEL)
     with pytest.raises(PlanError, match="no node of new has 16 devices left"):
         device_plan(replace(asked, groups=(replace(asked.groups[0], template=template),)), FLEET, MODEL)

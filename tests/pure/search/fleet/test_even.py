@@ -45,6 +45,11 @@ def test_parts_of_the_sequence_are_cp_and_parts_of_the_micro_batch_are_replicas(
         assert words[words.index(f"--{name}-parallel-size") + 1] == value
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_an_even_plan_keeps_its_level_of_state_sharding(zero: int) -> None:
+    assert even_fleet_plan(replace(PLAN, zero=zero), FLEET).zero_stage == zero
+
+
 def test_pools_of_one_kind_are_one() -> None:
     there = tuple(replace(stage, pool="more") for stage in STAGES)
     both = replace(
