@@ -46,7 +46,7 @@ class Network(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Share:
-    """Of one pool: how many replicas of a stage are on a node, how many different stages, and what joins the devices of a node."""
+    """Of one pool: how many replicas of a stage are on a node, and how many places of a pipeline."""
 
     replicas: int
     stages: int
@@ -105,7 +105,7 @@ class Rings:
                     load += self._ring_s(stage.pool, pools[part], nodes[part], size)
                 loads.append(load)
                 inside.append(self._inside_s(stage, share, table.reduced_bytes(stage.start, stage.stop)))
-            longest = max(longest, _fullest(template, loads, inside, own))
+            longest = max(longest, _fullest(template, template.by_place(loads), template.by_place(inside), own))
         most = max(nodes)
         waits = [self._latency_s(stage.pool, pools[parts[stage.start]]) for t, _ in placed for stage in t.stages]
         latency = 2 * ceil(log2(most)) * max(waits) if most > 1 else 0.0
@@ -126,9 +126,8 @@ class Rings:
             return True
         if layout == "stages":
             return False
-        run = [s for s in template.stages if s.pool == pool.name]
-        own = sum(s.devices for s in run)
-        before = sum(s.devices for s in template.stages[: stage + 1] if s.pool == pool.name)
+        own = template.devices[pool.name]
+        before = sum(home.devices for home in template.homes[: stage % template.places + 1] if home.pool == pool.name)
         if own <= pool.devices_per_node:
             return pool.devices_per_node % own == 0
         return own % pool.devices_per_node == 0 and before % pool.devices_per_node != 0
@@ -141,7 +140,7 @@ class Rings:
 
     def _share(self, template: Template, stage: Stage, count: int, layout: Layout) -> _Share:
         places = max(1, self.fleet.pool(stage.pool).devices_per_node // stage.devices)
-        stages = sum(s.pool == stage.pool for s in template.stages)
+        stages = sum(home.pool == stage.pool for home in template.homes)
         if layout == "stages":
             replicas = min(count, places)
             return _Share(replicas=replicas, stages=min(stages, max(1, places // replicas)))
@@ -200,13 +199,13 @@ class Rings:
 
 
 def _fullest(template: Template, loads: Sequence[float], inside: Sequence[float], shares: Sequence[_Share]) -> float:
-    """The longest time of a node, which holds some stages that follow each other in one pool."""
+    """The longest time of a node, which holds some places that follow each other in one pool. ``loads``, ``inside``: by place."""
     longest = 0.0
-    for first, stage in enumerate(template.stages):
+    for first, stage in enumerate(template.homes):
         last = first
         while (
             last + 1 < len(loads)
-            and template.stages[last + 1].pool == stage.pool
+            and template.homes[last + 1].pool == stage.pool
             and last + 1 - first < shares[first].stages
         ):
             last += 1

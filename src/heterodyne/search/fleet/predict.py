@@ -6,14 +6,15 @@ messages between them; how many micro-batches each gets follows from that: as ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.makespan import Makespans, StageSeconds, lines_of
+from heterodyne.search.fleet.makespan import Makespans, StageSeconds, place_lines
 from heterodyne.search.fleet.network import Network
+from heterodyne.search.fleet.orders import alike, held_at_most
 from heterodyne.search.fleet.plan import FleetPlan, Group, Layout, ScheduleName, Stage, Template
 from heterodyne.search.fleet.tables import Memory, Table, Tables
 
@@ -73,8 +74,15 @@ class Predictor:
     global_batch: int
     _tables: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
-    _bounds: dict[Template, list[tuple[float, float]]] = field(default_factory=dict, repr=False)
+    _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
     _most: dict[tuple[Template, ScheduleName, int], int] = field(default_factory=dict, repr=False)
+    _room: dict[tuple[Template, ScheduleName, int, int], bool] = field(default_factory=dict, repr=False)
+    _played: list[int] = field(default_factory=lambda: [0], repr=False)
+
+    @property
+    def actions_played(self) -> int:
+        """Under the schedules that are played by their orders, so far."""
+        return self._played[0]
 
     def stage_tables(self, template: Template) -> tuple[Table, ...]:
         """Raises KeyError if the costs of a stage are not known."""
@@ -91,40 +99,69 @@ class Predictor:
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         key = (template, schedule, layout)
         if key not in self._makespans:
-            stages = []
-            last = len(template.stages) - 1
-            for number, (stage, table) in enumerate(zip(template.stages, self.stage_tables(template), strict=True)):
-                send_s = 0.0
-                if number < last:
-                    send_s = self.network.send_s(template, number, table.output_bytes(stage.stop), layout)
-                stages.append(
-                    StageSeconds(
-                        forward_s=table.forward_s(stage.start, stage.stop),
-                        backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
-                        send_s=send_s,
-                    )
-                )
-            self._makespans[key] = Makespans(stages, schedule)
+            sends = self._sends(template, layout)
+            stages = [replace(own, send_s=send) for own, send in zip(self._silent(template), sends, strict=True)]
+            self._makespans[key] = Makespans(stages, schedule, template.chunks, self._played)
         return self._makespans[key]
 
+    def _silent(self, template: Template) -> list[StageSeconds]:
+        """Its stages, with messages that take no time."""
+        return [
+            StageSeconds(
+                forward_s=table.forward_s(stage.start, stage.stop),
+                backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
+                again_s=table.forward_s(stage.start, stage.stop) if stage.recompute else 0.0,
+            )
+            for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
+        ]
+
+    def _sends(self, template: Template, layout: Layout) -> list[float]:
+        """Seconds of a message from each stage to the next one; 0 from the last."""
+        tables = self.stage_tables(template)[:-1]
+        return [
+            *(
+                self.network.send_s(template, number, table.output_bytes(template.stages[number].stop), layout)
+                for number, table in enumerate(tables)
+            ),
+            0.0,
+        ]
+
     def memory(
-        self, template: Template, number: int, *, micro_batches: int, schedule: ScheduleName, shards: int
+        self, template: Template, place: int, *, micro_batches: int, schedule: ScheduleName, shards: int
     ) -> Memory:
-        """Of a stage. 1F1B: stage i of p holds min(m, p - i) micro-batches; GPipe: all m."""
-        stage = template.stages[number]
-        held = micro_batches if schedule == "GPipe" else min(micro_batches, len(template.stages) - number)
-        table = self.stage_tables(template)[number]
-        return table.memory(stage.start, stage.stop, recompute=stage.recompute, held=held, shards=shards)
+        """Of a place: the sum over its stages, but for what comes and goes inside a pass.
+
+        Activations are held as long as the orders say: 1F1B: place i of p holds min(m, p - i) micro-batches, GPipe all m.
+        """
+        tables = self.stage_tables(template)
+        own = [
+            tables[number].memory(stage.start, stage.stop, recompute=stage.recompute, held=1, shards=shards)
+            for number, stage in list(enumerate(template.stages))[place :: template.places]
+        ]
+        vectors = held_at_most(schedule, template.places, template.chunks, micro_batches)[place]
+        return Memory(
+            parameters=sum(stage.parameters for stage in own),
+            gradients=sum(stage.gradients for stage in own),
+            optimizer=sum(stage.optimizer for stage in own),
+            activations=max(sum(n * stage.activations for n, stage in zip(v, own, strict=True)) for v in vectors),
+            passing=max(stage.passing for stage in own),
+        )
 
     def most_micro_batches(self, template: Template, schedule: ScheduleName, shards: int) -> int:
-        """For which there is memory; 0 if there is none for one."""
+        """For which there is memory; 0 if there is none for one. Where places have several stages, fewer may need more (see `fits`)."""
         key = (template, schedule, shards)
+        if key not in self._most and template.chunks > 1:
+            # Rounds are larger by a part of the micro-batches that do not fill them, so of a few that follow each other one needs least.
+            whole = ceil(self.global_batch / template.micro_batch)
+            few = min(whole, 4 * template.places)
+            options = (*range(whole, max(few, whole - template.places), -1), *range(few, 0, -1))
+            self._most[key] = next((n for n in options if self.fits(template, n, schedule, shards)), 0)
         if key not in self._most:
             whole = ceil(self.global_batch / template.micro_batch)
             known, over = 0, whole + 1
             tried = whole
             while over - known > 1:
-                if self._fits(template, tried, schedule, shards):
+                if self.fits(template, tried, schedule, shards):
                     known = tried
                 else:
                     over = tried
@@ -152,17 +189,26 @@ class Predictor:
             return None
         synced = self.network.sync(mix, {template: self.stage_tables(template) for template, _ in mix}, layout)
         update_s = max(
-            table.update_s(stage.start, stage.stop) / shards
+            update_s / shards
             for template, _ in mix
-            for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
+            for update_s in template.by_place(
+                [t.update_s(s.start, s.stop) for s, t in zip(template.stages, self.stage_tables(template), strict=True)]
+            )
         )
         played = [self.makespans(template, schedule, layout) for template, _ in mix]
-        counts = self._counts(mix, played, most, below_s - synced.seconds - update_s)
+
+        def fits(number: int, count: int) -> bool:
+            return mix[number][0].chunks == 1 or self.fits(mix[number][0], count, schedule, shards)
+
+        counts = self._counts(mix, played, most, below_s - synced.seconds - update_s, fits)
         if synced.seconds == inf or counts is None:
             return None
-        pipelines_s = max(own.seconds(count) for own, count in zip(played, counts, strict=True))
+        groups = self._groups(mix, counts)
+        if not all(self.fits(g.template, g.num_microbatches, schedule, shards) for g in groups if g.template.chunks > 1):
+            return None
+        pipelines_s = max(self.makespans(g.template, schedule, layout).seconds(g.num_microbatches) for g in groups)
         plan = FleetPlan(
-            groups=self._groups(mix, counts),
+            groups=groups,
             global_batch=self.global_batch,
             schedule=schedule,
             layout=layout,
@@ -171,35 +217,38 @@ class Predictor:
         seconds = (pipelines_s, synced.seconds, update_s)
         return Weighed(plan=plan, predicted=self._predicted(plan, seconds, synced.usd, shards))
 
-    def bound_s(self, mix: Mix) -> float:
-        """Never more than the step of any `weigh` of these pipelines: messages take no time here, and there is nothing to exchange."""
-        lines = [(self._lines(template), count * template.micro_batch) for template, count in mix]
+    def bound_s(self, mix: Mix, *, split: bool = True) -> float:
+        """Never more than the step of any `weigh` of these pipelines: messages take no time here, and there is nothing to exchange.
+
+        ``split``: under schedules that run the halves of a backward apart, too.
+        """
+        lines = [(self._lines(template, split), count * template.micro_batch) for template, count in mix]
         return _time_until(lines, [self.global_batch] * len(lines), self.global_batch)
 
-    def could_take(self, mix: Mix, seconds: float) -> bool:
+    def could_take(self, mix: Mix, seconds: float, *, split: bool = True) -> bool:
         """Whether `bound_s` is within so many seconds."""
         done = 0.0
         for template, count in mix:
-            rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in self._lines(template) if e > 0)
+            rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in self._lines(template, split) if e > 0)
             done += count * template.micro_batch * max(0, rounds)
         return done >= self.global_batch
 
-    def _lines(self, template: Template) -> list[tuple[float, float]]:
-        if template not in self._bounds:
-            self._bounds[template] = lines_of(
-                [
-                    (table.forward_s(s.start, s.stop) + table.backward_s(s.start, s.stop, s.recompute), 0.0)
-                    for s, table in zip(template.stages, self.stage_tables(template), strict=True)
-                ]
-            )
-        return self._bounds[template]
+    def _lines(self, template: Template, split: bool) -> list[tuple[float, float]]:
+        if (template, split) not in self._bounds:
+            self._bounds[template, split] = place_lines(self._silent(template), template.places, split=split)
+        return self._bounds[template, split]
 
-    def _fits(self, template: Template, micro_batches: int, schedule: ScheduleName, shards: int) -> bool:
-        return all(
-            self.memory(template, n, micro_batches=micro_batches, schedule=schedule, shards=shards).total
-            <= self.fleet.pool(stage.pool).memory_bytes
-            for n, stage in enumerate(template.stages)
-        )
+    def fits(self, template: Template, micro_batches: int, schedule: ScheduleName, shards: int) -> bool:
+        """Whether there is memory for so many."""
+        few = alike(schedule, template.places, template.chunks, micro_batches)
+        key = (template, schedule, few, shards)
+        if key not in self._room:
+            self._room[key] = all(
+                self.memory(template, place, micro_batches=few, schedule=schedule, shards=shards).total
+                <= self.fleet.pool(home.pool).memory_bytes
+                for place, home in enumerate(template.homes)
+            )
+        return self._room[key]
 
     def _enough_devices(self, mix: Mix) -> bool:
         used: dict[str, int] = {}
@@ -208,10 +257,18 @@ class Predictor:
                 used[pool] = used.get(pool, 0) + count * devices
         return all(devices <= self.fleet.pool(pool).devices for pool, devices in used.items())
 
-    def _counts(self, mix: Mix, played: Sequence[Makespans], most: Sequence[int], below_s: float) -> list[int] | None:
+    def _counts(
+        self,
+        mix: Mix,
+        played: Sequence[Makespans],
+        most: Sequence[int],
+        below_s: float,
+        fits: Callable[[int, int], bool],
+    ) -> list[int] | None:
         """Micro-batches of a pipeline of each template: the shortest time in which all together do the batch; None if not below a time.
 
-        From the time that no plan can beat on: always the pipelines that would be done first get one more.
+        From the time that no plan can beat on: always the pipelines that would be done first get one more, or as many as it takes until
+        they fit again.
         """
         sizes = [count * template.micro_batch for template, count in mix]
         if sum(size * own for size, own in zip(sizes, most, strict=True)) < self.global_batch:
@@ -225,15 +282,16 @@ class Predictor:
         counts = [own.most_within(low, top) for own, top in zip(played, most, strict=True)]
         done = sum(size * count for size, count in zip(sizes, counts, strict=True))
         while done < self.global_batch:
-            next_s = [
-                own.seconds(count + 1) if count < top else inf
-                for own, count, top in zip(played, counts, most, strict=True)
+            more = [
+                next((n for n in range(count + 1, top + 1) if fits(number, n)), 0)
+                for number, (count, top) in enumerate(zip(counts, most, strict=True))
             ]
+            next_s = [own.seconds(count) if count else inf for own, count in zip(played, more, strict=True)]
             first = min(range(len(mix)), key=next_s.__getitem__)
-            if next_s[first] >= below_s:
+            if next_s[first] >= below_s or not more[first]:
                 return None
-            counts[first] += 1
-            done += sizes[first]
+            done += sizes[first] * (more[first] - counts[first])
+            counts[first] = more[first]
         return counts if all(counts) else None
 
     def _groups(self, mix: Mix, counts: Sequence[int]) -> tuple[Group, ...]:
@@ -264,10 +322,10 @@ class Predictor:
                 self.memory(
                     g.template, n, micro_batches=g.num_microbatches, schedule=plan.schedule, shards=shards
                 ).total,
-                self.fleet.pool(stage.pool).memory_bytes,
+                self.fleet.pool(home.pool).memory_bytes,
             )
             for g in plan.groups
-            for n, stage in enumerate(g.template.stages)
+            for n, home in enumerate(g.template.homes)
         ]
         return Predicted(
             step_s=step_s,
@@ -313,8 +371,8 @@ def _time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most
     return low
 
 
-def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bool], ...]]:
-    return template.micro_batch, tuple(map(_stage_key, template.stages))
+def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bool], ...], int]:
+    return template.micro_batch, tuple(map(_stage_key, template.stages)), template.chunks
 
 
 def _stage_key(stage: Stage) -> tuple[str, int, int, Widths, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heterodyne.search.fleet.plan import Layout, ScheduleName
+from heterodyne.search.fleet.plan import INTERLEAVED, Layout, ScheduleName
 
 __all__ = ["Space"]
 
@@ -15,6 +15,8 @@ class Space:
 
     Args:
         pools: by name; None: all.
+        schedules: of which a plan has one; at least one that has one stage a place.
+        max_chunks: stages on each place, under the schedules that interleave them.
         max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_width``: of a stage; ``max_pipelines``: beside each other.
         micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
         cells: of the tables of stages that are worked through for one micro-batch size.
@@ -30,8 +32,13 @@ class Space:
     micro_batches: tuple[int, ...] | None = None
     recompute: bool = True
     shard_optimizer: bool = True
-    schedules: tuple[ScheduleName, ...] = ("1F1B", "GPipe")
+    schedules: tuple[ScheduleName, ...] = ("1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble")
+    max_chunks: int = 4
     layouts: tuple[Layout, ...] = ("stages", "pipelines")
     cells: int = 8_000_000
     columns: int = 40
     work: int = 5_000
+
+    def __post_init__(self) -> None:
+        if not set(self.schedules) - INTERLEAVED:
+            raise ValueError(f"schedules {self.schedules} leave none for pipelines with one stage on each place")
