@@ -1,8 +1,8 @@
 """From a good mix of pipelines to a better one, step by step, each judged by the played time.
 
 Cuts that are best for the slowest stage need not be best for few micro-batches, and whole counts leave devices over. So a
-step moves a layer over a border, changes a size of micro-batch, what is recomputed, or takes pipelines away and puts others in
-their place. Whatever cannot win even if its pipelines never waited is not played.
+step moves a layer over a border, changes a size of micro-batch, what is recomputed or how many stages a place has, or takes pipelines away
+and puts others in their place. Whatever cannot win even if its pipelines never waited is not played.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, pairwise
 
-from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.chunks import chunked
+from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
 
-__all__ = ["Steps", "climb"]
+__all__ = ["Steps", "climb", "fitted"]
 
 _FEW = 8  # stages up to which a border moves together with the size of the micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What may be done to a mix. ``columns``: templates that may be put in; ``sizes``: of micro-batches, ascending; ``usd``:
-    what a device of each pool costs, and what all may cost.
+    """What may be done to a mix. ``columns``: templates that may be put in; ``sizes``: of micro-batches, ascending; ``schedule``:
+    for which what does not fit is recomputed; ``max_chunks``: stages on each place; ``usd``: what a device of each pool costs, and what
+    all may cost.
     """
 
     predictor: Predictor
@@ -30,6 +32,9 @@ class Steps:
     sizes: Sequence[int]
     recompute: bool
     shard_optimizer: bool
+    schedule: ScheduleName = "1F1B"
+    max_chunks: int = 1
+    max_stages: int = 64
     most_pipelines: int | None = None
     usd: tuple[Mapping[str, float], float] | None = None
 
@@ -56,19 +61,21 @@ class Steps:
                 yield from self._filled(fewer)
 
     def changed(self, template: Template, shards: int) -> Iterator[Template]:
-        """A border moved, another size of micro-batch, or something recomputed or not."""
+        """A border moved, more or fewer stages on each place, another size of micro-batch, or something recomputed or not."""
         yield from self._moved(template, shards)
+        for chunks in range(1, self.max_chunks + 1):
+            if chunks != template.chunks and chunks * template.places <= self.max_stages:
+                for other in chunked(template, chunks):
+                    yield from dict.fromkeys((other, self._fitted(other, shards)))
         for size in self.sizes:
             if size != template.micro_batch:
                 for other in self._known(self._fitted(replace(template, micro_batch=size), shards)):
                     yield other
                     if len(template.stages) <= _FEW:
                         yield from self._moved(other, shards)
-        stages = template.stages
-        for number, stage in enumerate(stages):
-            if stage.recompute or self.recompute:
-                toggled = replace(stage, recompute=not stage.recompute)
-                yield replace(template, stages=(*stages[:number], toggled, *stages[number + 1 :]))
+        for place, home in enumerate(template.homes):
+            if home.recompute or self.recompute:
+                yield _again(template, {place: not home.recompute})
 
     def _moved(self, template: Template, shards: int) -> Iterator[Template]:
         stages = template.stages
@@ -79,6 +86,24 @@ class Steps:
                     yield replace(template, stages=moved)
                     if self.recompute:
                         yield self._fitted(replace(template, stages=moved), shards)
+        if template.chunks > 1:
+            yield from self._within_places(template)
+
+    def _within_places(self, template: Template) -> Iterator[Template]:
+        """A layer more in one stage of a place and a layer less in its next one: every border between them moves."""
+        stages, places = template.stages, template.places
+        for first in range(len(stages) - places):
+            for by in (-1, 1):
+                starts = [s.start + by * (first < number <= first + places) for number, s in enumerate(stages)]
+                stops = [*starts[1:], stages[-1].stop]
+                if all(start < stop for start, stop in zip(starts, stops, strict=True)):
+                    yield replace(
+                        template,
+                        stages=tuple(
+                            replace(s, start=start, stop=stop)
+                            for s, start, stop in zip(stages, starts, stops, strict=True)
+                        ),
+                    )
 
     def _known(self, template: Template) -> list[Template]:
         try:
@@ -91,13 +116,9 @@ class Steps:
         """Recomputed where it does not fit otherwise."""
         if not self.recompute or not self._known(template):
             return template
-        stages: list[Stage] = []
-        plain = replace(template, stages=tuple(replace(stage, recompute=False) for stage in template.stages))
-        for number, stage in enumerate(plain.stages):
-            many = self.predictor.global_batch
-            need = self.predictor.memory(plain, number, micro_batches=many, schedule="1F1B", shards=shards).total
-            stages.append(replace(stage, recompute=need > self.predictor.fleet.pool(stage.pool).memory_bytes))
-        return replace(template, stages=tuple(stages))
+        plain: ScheduleName = "1F1B" if template.chunks == 1 else "Interleaved1F1B"
+        own = self.schedule if (self.schedule in INTERLEAVED) == (template.chunks > 1) else plain
+        return fitted(self.predictor, template, own, shards)
 
     def _filled(self, mix: Mix) -> Iterator[Mix]:
         """One more of some column, or as many as there are devices for."""
@@ -148,6 +169,27 @@ def climb(
                 best, best_mix, found = weighed, mix, True
                 break
     return best, best_mix
+
+
+def fitted(predictor: Predictor, template: Template, schedule: ScheduleName, shards: int) -> Template:
+    """The template recomputed on the places where it does not fit otherwise, and on no other."""
+    plain = _again(template, dict.fromkeys(range(template.places), False))
+    many = predictor.global_batch
+    needs = [
+        predictor.memory(plain, place, micro_batches=many, schedule=schedule, shards=shards).total
+        for place in range(template.places)
+    ]
+    full = {n: need > predictor.fleet.pool(template.homes[n].pool).memory_bytes for n, need in enumerate(needs)}
+    return _again(plain, full)
+
+
+def _again(template: Template, recompute: Mapping[int, bool]) -> Template:
+    """With all stages of some places recomputed or not."""
+    stages = tuple(
+        replace(stage, recompute=recompute.get(number % template.places, stage.recompute))
+        for number, stage in enumerate(template.stages)
+    )
+    return replace(template, stages=stages)
 
 
 def _less(mix: Mix, template: Template) -> Mix:

@@ -3,15 +3,17 @@
 1. For every size of micro-batch, and for optimizer states in more and more parts: the shapes of pipelines that fit (`shapes`).
 2. The relaxed knapsack over them says what no plan can beat; where that is no better than a plan that is known, nothing more is done.
 3. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
-4. The best of these mixes are played, and improved step by step (`improve`).
+4. The best of these mixes are played under 1F1B and GPipe, and improved step by step (`improve`).
+5. Those that would be faster if their pipelines never waited are tried under the schedules that halve backwards, and with several
+   stages on each place (`chunks`); the best of these are improved likewise.
 
 Steps 1 to 3 find cuts and counts that are best for slowest stages; played time is what plans are compared by, always.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from time import monotonic
@@ -19,13 +21,14 @@ from time import monotonic
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.chunks import chunked
 from heterodyne.search.fleet.columns import Columns, together
-from heterodyne.search.fleet.counts import Limits, shortest_s
-from heterodyne.search.fleet.improve import Steps, climb
+from heterodyne.search.fleet.counts import Limits, relaxed, shortest_s
+from heterodyne.search.fleet.improve import Steps, climb, fitted
 from heterodyne.search.fleet.mixes import Mixes
-from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
-from heterodyne.search.fleet.predict import Mix, Predictor, Weighed
-from heterodyne.search.fleet.shapes import Shapes, shapes
+from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Layout, ScheduleName, Template, suits
+from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
+from heterodyne.search.fleet.shapes import Shapes, kinds_of, shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Floats, Tables
 
@@ -37,7 +40,13 @@ _SHARDS_OF_MANY = (1, 8, 64)  # beyond, what is left of it hardly matters
 _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
+_RESCHEDULED = 16  # mixes that are tried under the other schedules
+_LATER_STARTS = 2  # mixes that are improved under them
+_NEARLY = 1.02  # times the best, up to which a plan may be a start
+_ACTIONS = 50  # of the orders of a schedule that are as much work as a stage under 1F1B
 Score = Callable[[Weighed], float]
+_Start = tuple[Mix, Weighed, ScheduleName, tuple[ScheduleName, ...]]
+"""What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +64,7 @@ class Search:
     bound_s: float = inf
     stopped: bool = False
     _shapes: dict[tuple[int, int], Shapes | None] = field(default_factory=dict)
+    _known: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
     _work: int = 0
 
     @property
@@ -72,6 +82,20 @@ class Search:
     @cached_property
     def _mixes(self) -> Mixes:
         return Mixes(predictor=self.predictor, space=self.space)
+
+    @cached_property
+    def _first(self) -> tuple[ScheduleName, ...]:
+        """The schedules under which mixes are found: those with strong bounds, if the space has any."""
+        plain = tuple(schedule for schedule in self.space.schedules if schedule not in SPLIT | INTERLEAVED)
+        return plain or tuple(schedule for schedule in self.space.schedules if schedule not in INTERLEAVED)
+
+    @property
+    def _later(self) -> tuple[ScheduleName, ...]:
+        return tuple(schedule for schedule in self.space.schedules if schedule not in self._first)
+
+    @property
+    def _spent(self) -> int:
+        return self._work + self.predictor.actions_played // _ACTIONS
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -95,7 +119,9 @@ class Search:
         """
         # Whatever fits does so with the optimizer state in as many parts as there can be pipelines.
         anyhow = self._times(self._rows(self._most_pipelines), self._limits(1, prices, budget))
-        self.bound_s = min(self.bound_s, inf if anyhow is None else anyhow[0])
+        self.bound_s = min(
+            self.bound_s, inf if anyhow is None else anyhow[0], self._spread_s(self._limits(1, prices, budget))
+        )
         best: Weighed | None = None
         columns: dict[Template, None] = {}
         for shards in self._levels():
@@ -118,19 +144,26 @@ class Search:
             if best is not None:
                 pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
                 best = self._played(pairs, best, score, prices, budget, by_time)
-        return best if best is None else self._improved(best, list(columns), score, prices, budget, by_time)
+        if best is None:
+            return None
+        best = self._improved(best, list(columns), score, prices, budget, by_time)
+        return self._rescheduled(best, list(columns), score, prices, budget, by_time)
 
-    def weigh(self, mix: Mix, below_s: float = inf) -> Weighed | None:
-        """The best way to run these pipelines: every layout and schedule of the space that makes a difference.
+    def weigh(
+        self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
+    ) -> Weighed | None:
+        """The best way to run these pipelines: every layout and schedule that makes a difference; ``schedules`` None: of the space.
 
         None if they do not fit, or where their bound is no shorter than ``below_s``.
         """
-        if mix in self.weighed:
-            return self.weighed[mix]
         deep = any(len(template.stages) > 1 for template, _ in mix)
+        templates = [template for template, _ in mix]
+        own = tuple(s for s in schedules or self.space.schedules if suits(s, templates)) if deep else self._first[:1]
+        if (mix, own) in self._known:
+            return self._known[mix, own]
         self._work += sum(4 + len(t.stages) + len(t.stages) ** 2 // 16 for t, _ in mix)
         options: list[Weighed | None] = []
-        for schedule in self.space.schedules if deep else self.space.schedules[:1]:
+        for schedule in own:
             for layout in self.space.layouts if deep else self.space.layouts[:1]:
                 if not any(option is not None and self._no_faster(option, schedule, layout) for option in options):
                     options.append(
@@ -146,7 +179,9 @@ class Search:
         if not known:
             return None
         best = min(known, key=lambda option: option.predicted.step_s)
-        self.weighed[mix] = best
+        self._known[mix, own] = best
+        if mix not in self.weighed or best.predicted.step_s < self.weighed[mix].predicted.step_s:
+            self.weighed[mix] = best
         return best
 
     def _no_faster(self, known: Weighed, schedule: ScheduleName, layout: Layout) -> bool:
@@ -207,18 +242,20 @@ class Search:
         by_time: bool,
     ) -> Weighed | None:
         """The best of them, and of what is known already. Where it is not time that counts, bounds only say what comes first."""
-        ranked = sorted(((self.predictor.bound_s(mix), n) for n, mix in enumerate(mixes)))
-        limit = self._work + _PLAYED_STAGES
+        split = not SPLIT.isdisjoint(self._first)
+        ranked = sorted(((self.predictor.bound_s(mix, split=split), n) for n, mix in enumerate(mixes)))
+        limit = self._spent + _PLAYED_STAGES
         for bound_s, number in ranked[:_PLAYED]:
             if (
                 self._late()
-                or self._work > limit
+                or self._spent > limit
                 or (by_time and best is not None and bound_s >= best.predicted.step_s)
             ):
                 break
             if not self._within(mixes[number], prices, budget):
                 continue
-            weighed = self.weigh(mixes[number], best.predicted.step_s if by_time and best is not None else inf)
+            below_s = best.predicted.step_s if by_time and best is not None else inf
+            weighed = self.weigh(mixes[number], below_s, self._first)
             if weighed is not None and (best is None or score(weighed) < score(best)):
                 best = weighed
         return best
@@ -232,36 +269,147 @@ class Search:
         budget: float,
         by_time: bool,
     ) -> Weighed:
-        steps = Steps(
-            predictor=self.predictor,
-            columns=columns,
-            sizes=self.sizes,
-            recompute=self.space.recompute,
-            shard_optimizer=self.space.shard_optimizer,
-            most_pipelines=self.space.max_pipelines,
-            usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
-        )
         within = [(mix, w) for mix, w in self.weighed.items() if self._within(mix, prices, budget)]
         starts = sorted(within, key=lambda entry: score(entry[1]))[:_STARTS]
-        limit = self._work
-        for mix, start in starts:
-            limit += self.space.work // len(starts)
+        climbs: list[_Start] = [(mix, start, "1F1B", self._first) for mix, start in starts]
+        return self._climbed(best, climbs, columns, score, prices, budget, by_time)
 
-            def could_beat(tried: Mix, least: float) -> bool:
+    def _rescheduled(
+        self,
+        best: Weighed,
+        columns: Sequence[Template],
+        score: Score,
+        prices: Floats | None,
+        budget: float,
+        by_time: bool,
+    ) -> Weighed:
+        """The best with the schedules that are not tried first. What exchange and update take stays, so that mixes which could not win if
+        their pipelines never waited are left alone.
+        """
+        later = self._later
+        if not later:
+            return best
+
+        def least_s(entry: tuple[Mix, Weighed]) -> float:
+            own = entry[1].predicted
+            return self.predictor.bound_s(entry[0]) + own.sync_s + own.update_s
+
+        within = [
+            (mix, w)
+            for mix, w in self.weighed.items()
+            if any(len(t.stages) > 1 for t, _ in mix) and self._within(mix, prices, budget)
+        ]
+        by_score = sorted(within, key=lambda entry: score(entry[1]))[: 4 * _RESCHEDULED]
+        could = [(least_s(entry), n) for n, entry in enumerate(by_score)]
+        limit = self._spent + self.space.work // 2
+        found: dict[Mix, Weighed] = {}
+        for bound_s, number in sorted(could)[:_RESCHEDULED] if by_time else could[:_RESCHEDULED]:
+            mix = by_score[number][0]
+            if self._late() or self._spent > limit or (by_time and bound_s >= best.predicted.step_s):
+                break
+            for tried in (mix, *self._interleaved(mix)):
+                weighed = self.weigh(tried, best.predicted.step_s * _NEARLY if by_time else inf, later)
+                if weighed is not None:
+                    found[tried] = weighed
+                    if score(weighed) < score(best):
+                        best = weighed
+        starts = sorted(found.items(), key=lambda entry: score(entry[1]))[:_LATER_STARTS]
+        climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
+        return self._climbed(best, climbs, columns, score, prices, budget, by_time)
+
+    def _interleaved(self, mix: Mix) -> Iterator[Mix]:
+        """With more stages on each place, wherever there are layers for that."""
+        if INTERLEAVED.isdisjoint(self.space.schedules):
+            return
+        shards = sum(count for _, count in mix) if self.space.shard_optimizer else 1
+        for chunks in range(2, self.space.max_chunks + 1):
+            options = [
+                [t for t in chunked(template, chunks) if len(t.stages) <= self.space.max_stages] for template, _ in mix
+            ]
+            if not any(options):
+                return
+            for which in range(max(map(len, options))):
+                made = [
+                    (own[min(which, len(own) - 1)] if own else template, count)
+                    for own, (template, count) in zip(options, mix, strict=True)
+                ]
+                yield mix_of(made)
+                if self.space.recompute:
+                    again = [
+                        (fitted(self.predictor, t, "Interleaved1F1B", shards) if t.chunks > 1 else t, n)
+                        for t, n in made
+                    ]
+                    if again != made:
+                        yield mix_of(again)
+
+    def _climbed(
+        self,
+        best: Weighed,
+        starts: Sequence[_Start],
+        columns: Sequence[Template],
+        score: Score,
+        prices: Floats | None,
+        budget: float,
+        by_time: bool,
+    ) -> Weighed:
+        """From each start, as many steps as its part of the work allows."""
+        limit = self._spent
+        for mix, start, schedule, schedules in starts:
+            limit += self.space.work // len(starts)
+            split = not SPLIT.isdisjoint(schedules)
+            steps = Steps(
+                predictor=self.predictor,
+                columns=columns,
+                sizes=self.sizes,
+                recompute=self.space.recompute,
+                shard_optimizer=self.space.shard_optimizer,
+                schedule=schedule,
+                max_chunks=1 if INTERLEAVED.isdisjoint(schedules) else self.space.max_chunks,
+                max_stages=self.space.max_stages,
+                most_pipelines=self.space.max_pipelines,
+                usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
+            )
+
+            def could_beat(tried: Mix, least: float, split: bool = split) -> bool:
                 if not self._within(tried, prices, budget):
                     return False
-                return not by_time or self.predictor.could_take(tried, least)
+                return not by_time or self.predictor.could_take(tried, least, split=split)
 
             def proceed(limit: int = limit) -> bool:
-                return self._work < limit and not self._late()
+                return self._spent < limit and not self._late()
 
-            def weigh(tried: Mix, least: float) -> Weighed | None:
-                return self.weigh(tried, least if by_time else inf)
+            def weigh(
+                tried: Mix, least: float, schedules: tuple[ScheduleName, ...] = schedules
+            ) -> Weighed | None:
+                return self.weigh(tried, least if by_time else inf, schedules)
 
             found, _ = climb(start, mix, steps, weigh, score, could_beat, proceed)
             if score(found) < score(best):
                 best = found
         return best
+
+    def _spread_s(self, limits: Limits) -> float:
+        """No plan whose places may have layers from anywhere is faster: every device always works, on the layers that suit it best.
+
+        Of weights u that sum to 1 over the layers, a device that takes w[l] for layer l does no more than max u / w of the model in a
+        second, whatever layers it has. The weights are the mean shares of the layers on all kinds of devices.
+        """
+        if INTERLEAVED.isdisjoint(self.space.schedules) or self.space.max_chunks < 2:
+            return inf
+        rates, devices = [], []
+        for size in self.sizes:
+            kinds = kinds_of(self.fleet, self.tables, size, self.space)
+            works = [np.array([cost.forward_s + cost.backward_s for cost in kind.table.costs]) for kind in kinds]
+            if not works or any(work.sum() <= 0 for work in works):
+                continue
+            weights = np.mean([work / work.sum() for work in works], axis=0)
+            for kind, work in zip(kinds, works, strict=True):
+                rates.append(size * float(np.max(np.divide(weights, work, out=np.zeros_like(work), where=work > 0))))
+                devices.append([kind.devices if kind.pool == n else 0 for n in range(len(self.fleet.pools))])
+        if not rates:
+            return inf
+        best = relaxed(np.array(rates), np.array(devices, dtype=np.int64), replace(limits, least=1, most=None))
+        return inf if best is None or best.samples <= 0 else self.predictor.global_batch / best.samples
 
     def _within(self, mix: Mix, prices: Floats | None, budget: float) -> bool:
         if prices is None or budget == inf:
