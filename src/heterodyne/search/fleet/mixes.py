@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from heterodyne.search.fleet.counts import Ints, Limits, relaxed, whole
-from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.plan import ScheduleName, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, mix_of
 from heterodyne.search.fleet.space import Space
 
@@ -22,10 +22,11 @@ _PAIRS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Mixes:
-    """Proposes mixes; what they take is for others to say."""
+    """Proposes mixes; what they take is for others to say. ``schedule``: under which a pipeline waits as long as it is thought to."""
 
     predictor: Predictor
     space: Space
+    schedule: ScheduleName = "1F1B"
     _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
     def _devices(self, columns: Sequence[Template]) -> Ints:
@@ -59,8 +60,8 @@ class Mixes:
         capacity = np.array(
             [
                 t.micro_batch
-                * self.predictor.makespans(t, "1F1B", layout).most_bound(
-                    seconds, self.predictor.most_micro_batches(t, "1F1B", limits.least)
+                * self.predictor.makespans(t, self.schedule, layout).most_bound(
+                    seconds, self.predictor.most_micro_batches(t, self.schedule, limits.least)
                 )
                 for t in columns
             ],
@@ -84,8 +85,8 @@ class Mixes:
         for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
             most = limits.most_of(own)
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
-            played = self.predictor.makespans(template, "1F1B", self.space.layouts[-1])
-            top = self.predictor.most_micro_batches(template, "1F1B", limits.least)
+            played = self.predictor.makespans(template, self.schedule, self.space.layouts[-1])
+            top = self.predictor.most_micro_batches(template, self.schedule, limits.least)
             done = [template.micro_batch * played.most_bound(known_s - part * once[number], top) for part in (0.0, 0.5)]
             items += [(number, count, count * done[0], count * done[1]) for count in counts]
         column, count, could, does = (np.array([item[n] for item in items]) for n in range(4))
@@ -113,8 +114,8 @@ class Mixes:
         """Mixes that do most in times that come near the one in which the batch is just done. ``once``: seconds of each column that
         no micro-batch is done in.
         """
-        played = [self.predictor.makespans(t, "1F1B", self.space.layouts[-1]) for t in columns]
-        most = [self.predictor.most_micro_batches(t, "1F1B", limits.least) for t in columns]
+        played = [self.predictor.makespans(t, self.schedule, self.space.layouts[-1]) for t in columns]
+        most = [self.predictor.most_micro_batches(t, self.schedule, limits.least) for t in columns]
         low, high = times
         at_s = high * _SOONER
         for _ in range(_BISECTIONS):

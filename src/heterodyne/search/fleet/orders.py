@@ -95,13 +95,13 @@ def held_at_most(schedule: ScheduleName, places: int, chunks: int, micro_batches
     """
     if schedule == "GPipe":
         return (((micro_batches,),),) * places
-    if schedule == "1F1B":
-        return tuple(((min(micro_batches, places - place),),) for place in range(places))
     return _counted(schedule, places, chunks, alike(schedule, places, chunks, micro_batches))
 
 
 @lru_cache(maxsize=4096)
 def _counted(schedule: ScheduleName, places: int, chunks: int, micro_batches: int) -> tuple[tuple[Vector, ...], ...]:
+    if schedule == "1F1B":
+        return tuple(((min(micro_batches, places - place),),) for place in range(places))
     found = []
     for row in SCHEDULES[schedule].orders(places, chunks, micro_batches):
         held = [0] * chunks

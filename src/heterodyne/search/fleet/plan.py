@@ -84,7 +84,7 @@ class Template:
     @property
     def homes(self) -> tuple[Stage, ...]:
         """The first stage of each place, which tells the devices of all of them."""
-        return self.stages[: self.places]
+        return self.stages if self.chunks == 1 else self.stages[: self.places]
 
     def by_place(self, values: Sequence[float]) -> list[float]:
         """Sums over the stages of each place, of one value a stage."""

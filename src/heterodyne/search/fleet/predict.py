@@ -7,7 +7,7 @@ messages between them; how many micro-batches each gets follows from that: as ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, inf
 
 from heterodyne.cluster.fleet import Fleet
@@ -99,20 +99,19 @@ class Predictor:
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         key = (template, schedule, layout)
         if key not in self._makespans:
-            sends = self._sends(template, layout)
-            stages = [replace(own, send_s=send) for own, send in zip(self._silent(template), sends, strict=True)]
+            stages = self._seconds(template, self._sends(template, layout))
             self._makespans[key] = Makespans(stages, schedule, template.chunks, self._played)
         return self._makespans[key]
 
-    def _silent(self, template: Template) -> list[StageSeconds]:
-        """Its stages, with messages that take no time."""
+    def _seconds(self, template: Template, sends: Sequence[float]) -> list[StageSeconds]:
         return [
             StageSeconds(
                 forward_s=table.forward_s(stage.start, stage.stop),
                 backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
+                send_s=send_s,
                 again_s=table.forward_s(stage.start, stage.stop) if stage.recompute else 0.0,
             )
-            for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
+            for stage, table, send_s in zip(template.stages, self.stage_tables(template), sends, strict=True)
         ]
 
     def _sends(self, template: Template, layout: Layout) -> list[float]:
@@ -133,12 +132,15 @@ class Predictor:
 
         Activations are held as long as the orders say: 1F1B: place i of p holds min(m, p - i) micro-batches, GPipe all m.
         """
-        tables = self.stage_tables(template)
+        places = template.places
+        vectors = held_at_most(schedule, places, template.chunks, micro_batches)[place]
+        each = vectors[0][0] if template.chunks == 1 else 1
         own = [
-            tables[number].memory(stage.start, stage.stop, recompute=stage.recompute, held=1, shards=shards)
-            for number, stage in list(enumerate(template.stages))[place :: template.places]
+            table.memory(stage.start, stage.stop, recompute=stage.recompute, held=each, shards=shards)
+            for stage, table in zip(template.stages[place::places], self.stage_tables(template)[place::places], strict=True)
         ]
-        vectors = held_at_most(schedule, template.places, template.chunks, micro_batches)[place]
+        if template.chunks == 1:
+            return own[0]
         return Memory(
             parameters=sum(stage.parameters for stage in own),
             gradients=sum(stage.gradients for stage in own),
@@ -235,7 +237,8 @@ class Predictor:
 
     def _lines(self, template: Template, split: bool) -> list[tuple[float, float]]:
         if (template, split) not in self._bounds:
-            self._bounds[template, split] = place_lines(self._silent(template), template.places, split=split)
+            stages = self._seconds(template, [0.0] * len(template.stages))
+            self._bounds[template, split] = place_lines(stages, template.places, split=split)
         return self._bounds[template, split]
 
     def fits(self, template: Template, micro_batches: int, schedule: ScheduleName, shards: int) -> bool:

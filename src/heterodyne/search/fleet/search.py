@@ -40,7 +40,7 @@ _SHARDS_OF_MANY = (1, 8, 64)  # beyond, what is left of it hardly matters
 _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
-_RESCHEDULED = 16  # mixes that are tried under the other schedules
+_RESCHEDULED = 40  # mixes that are tried under the other schedules
 _LATER_STARTS = 2  # mixes that are improved under them
 _NEARLY = 1.02  # times the best, up to which a plan may be a start
 _ACTIONS = 50  # of the orders of a schedule that are as much work as a stage under 1F1B
@@ -65,6 +65,7 @@ class Search:
     stopped: bool = False
     _shapes: dict[tuple[int, int], Shapes | None] = field(default_factory=dict)
     _known: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
+    _proposed: dict[Mix, None] = field(default_factory=dict)
     _work: int = 0
 
     @property
@@ -147,7 +148,10 @@ class Search:
         if best is None:
             return None
         best = self._improved(best, list(columns), score, prices, budget, by_time)
-        return self._rescheduled(best, list(columns), score, prices, budget, by_time)
+        if self._later and not self._late():
+            self._propose(best, columns, prices, budget)
+            best = self._rescheduled(best, list(columns), score, prices, budget, by_time)
+        return best
 
     def weigh(
         self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
@@ -244,6 +248,7 @@ class Search:
         """The best of them, and of what is known already. Where it is not time that counts, bounds only say what comes first."""
         split = not SPLIT.isdisjoint(self._first)
         ranked = sorted(((self.predictor.bound_s(mix, split=split), n) for n, mix in enumerate(mixes)))
+        self._proposed.update((mixes[number], None) for _, number in ranked[:_PLAYED])
         limit = self._spent + _PLAYED_STAGES
         for bound_s, number in ranked[:_PLAYED]:
             if (
@@ -287,25 +292,20 @@ class Search:
         their pipelines never waited are left alone.
         """
         later = self._later
-        if not later:
-            return best
-
-        def least_s(entry: tuple[Mix, Weighed]) -> float:
-            own = entry[1].predicted
-            return self.predictor.bound_s(entry[0]) + own.sync_s + own.update_s
-
         within = [
-            (mix, w)
-            for mix, w in self.weighed.items()
+            mix
+            for mix in dict.fromkeys((*self.weighed, *self._proposed))
             if any(len(t.stages) > 1 for t, _ in mix) and self._within(mix, prices, budget)
         ]
-        by_score = sorted(within, key=lambda entry: score(entry[1]))[: 4 * _RESCHEDULED]
-        could = [(least_s(entry), n) for n, entry in enumerate(by_score)]
+        if by_time:
+            within = [mix for mix in within if self.predictor.could_take(mix, best.predicted.step_s)]
+            within.sort(key=self._least_s)
+        else:
+            within = sorted((m for m in within if m in self.weighed), key=lambda mix: score(self.weighed[mix]))
         limit = self._spent + self.space.work // 2
         found: dict[Mix, Weighed] = {}
-        for bound_s, number in sorted(could)[:_RESCHEDULED] if by_time else could[:_RESCHEDULED]:
-            mix = by_score[number][0]
-            if self._late() or self._spent > limit or (by_time and bound_s >= best.predicted.step_s):
+        for mix in within[:_RESCHEDULED]:
+            if self._late() or self._spent > limit:
                 break
             for tried in (mix, *self._interleaved(mix)):
                 weighed = self.weigh(tried, best.predicted.step_s * _NEARLY if by_time else inf, later)
@@ -316,6 +316,25 @@ class Search:
         starts = sorted(found.items(), key=lambda entry: score(entry[1]))[:_LATER_STARTS]
         climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
         return self._climbed(best, climbs, columns, score, prices, budget, by_time)
+
+    def _propose(
+        self, best: Weighed, columns: dict[Template, None], prices: Floats | None, budget: float
+    ) -> None:
+        """Mixes that could be faster if their pipelines waited less than under the first schedules; also adds to the columns."""
+        shards = best.plan.pipelines if self.space.shard_optimizer else 1
+        shards = max((n for n in self._levels() if n <= shards), default=1)
+        limits, rows = self._limits(shards, prices, budget), self._rows(shards)
+        split = next((schedule for schedule in self._later if schedule in SPLIT and schedule not in INTERLEAVED), None)
+        mixes = Mixes(predictor=self.predictor, space=self.space, schedule=split or "1F1B")
+        seconds = best.predicted.step_s
+        columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
+        own = mixes.worth_most(list(columns), limits, seconds)
+        self._proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))
+
+    def _least_s(self, mix: Mix) -> float:
+        """Of the step of these pipelines under any schedule, with what the gradients are known to take."""
+        known = self.weighed.get(mix)
+        return self.predictor.bound_s(mix) + (0.0 if known is None else known.predicted.sync_s)
 
     def _interleaved(self, mix: Mix) -> Iterator[Mix]:
         """With more stages on each place, wherever there are layers for that."""
