@@ -109,8 +109,18 @@ def _planned(
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
     planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
-    space = Space(schedules=("1F1B",)) if wishes.export == "megatron" else Space()  # it has no other
-    return planner, planner.plan(wishes.objective, space=space, seconds=wishes.seconds, frontier=wishes.frontier)
+    return planner, planner.plan(
+        wishes.objective, space=_space(wishes.export), seconds=wishes.seconds, frontier=wishes.frontier
+    )
+
+
+def _space(export: str | None) -> Space:
+    """The schedules that whoever runs the plan has."""
+    if export == "megatron":
+        return Space(schedules=("1F1B", "Interleaved1F1B"))
+    if export == "torchtitan":
+        return Space(schedules=("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"))
+    return Space()
 
 
 def _runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan:

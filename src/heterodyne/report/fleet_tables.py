@@ -8,7 +8,7 @@ from heterodyne.cluster.fleet import Fleet, Wire
 from heterodyne.report.rows import Column, Rows, columns
 from heterodyne.report.words import DASH, byte_size, change, digits, percent, seconds
 from heterodyne.search.fleet.explain import why_more
-from heterodyne.search.fleet.plan import FleetPlan, Stage
+from heterodyne.search.fleet.plan import FleetPlan, Stage, Template
 from heterodyne.search.fleet.planner import Planned
 from heterodyne.search.fleet.predict import Weighed
 from heterodyne.units import format_bandwidth
@@ -40,20 +40,20 @@ def fleet_rows(fleet: Fleet) -> Rows:
 
 
 def stage_rows(fleet: Fleet, plan: FleetPlan) -> Rows:
-    """A row for each run of alike stages of each group of pipelines."""
+    """A row for each run of alike stages of each group of pipelines; with several stages on each place, a row for each place."""
     rows: list[tuple[str, ...]] = []
     for group in plan.groups:
         first = True
-        for number, stage, alike in _runs(group.template.stages):
+        for number, stage, alike in _rows_of(group.template):
             rows.append(
                 (
                     f"{group.replicas:,} x" if first else "",
                     f"{group.num_microbatches} x {group.template.micro_batch}" if first else "",
-                    str(number) if alike == 1 else f"{number} .. {number + alike - 1}",
+                    _numbers(group.template, number, alike),
                     stage.pool,
                     fleet.pool(stage.pool).kind,
                     str(stage.width),
-                    _layers(stage, alike),
+                    _layers(stage, alike) if group.template.chunks == 1 else _spans(group.template, number),
                     "all" if stage.recompute else "none",
                 )
             )
@@ -137,14 +137,15 @@ def changed_rows(today: Weighed, then: Weighed, what: str) -> Rows:
 
 
 def in_short(plan: FleetPlan) -> str:
-    """``4 x (8 H100 stages, width 4) + 2 x (...)``: pools, stages and widths."""
+    """``4 x (8 x H100 width 4, 2 x L40S, 2 stages each) + 2 x (...)``: pools, places, widths, and stages on each place."""
     parts = []
     for group in plan.groups:
         stages = ", ".join(
             f"{alike} x {stage.pool}" + (f" width {stage.width}" if stage.width > 1 else "")
-            for _, stage, alike in _runs(group.template.stages, widths_only=True)
+            for _, stage, alike in _runs(group.template.homes, widths_only=True)
         )
-        parts.append(f"{group.replicas} x ({stages})")
+        chunks = f", {group.template.chunks} stages each" if group.template.chunks > 1 else ""
+        parts.append(f"{group.replicas} x ({stages}{chunks})")
     return " + ".join(parts)
 
 
@@ -181,6 +182,27 @@ def _runs(stages: Sequence[Stage], *, widths_only: bool = False) -> Iterable[tup
         if number == len(stages) or key(stages[number]) != key(stages[start]):
             yield start, stages[start], number - start
             start = number
+
+
+def _rows_of(template: Template) -> Iterable[tuple[int, Stage, int]]:
+    if template.chunks == 1:
+        return _runs(template.stages)
+    return ((place, home, 1) for place, home in enumerate(template.homes))
+
+
+def _numbers(template: Template, number: int, alike: int) -> str:
+    """``4``, ``4 .. 7`` for alike stages, ``0, 4, 8`` for those of a place."""
+    if template.chunks > 1:
+        return ", ".join(map(str, range(number, len(template.stages), template.places)))
+    return str(number) if alike == 1 else f"{number} .. {number + alike - 1}"
+
+
+def _spans(template: Template, place: int) -> str:
+    """``0-3, 8-11``: the layers of each stage of a place, counted from 0."""
+    return ", ".join(
+        str(stage.start) if stage.stop - stage.start == 1 else f"{stage.start}-{stage.stop - 1}"
+        for stage in template.stages[place :: template.places]
+    )
 
 
 def _layers(stage: Stage, alike: int) -> str:

@@ -30,9 +30,7 @@ class Columns:
     sizes: tuple[int, ...]
     most: int
 
-    def of(
-        self, rows: Sequence[Shapes], limits: Limits, seconds: float, *, filled: bool = True
-    ) -> list[Template]:
+    def of(self, rows: Sequence[Shapes], limits: Limits, seconds: float, *, filled: bool = True) -> list[Template]:
         """The shapes that are worth most at a time: without an exchange of gradients, and with about what it takes.
 
         ``filled``: pipelines have to be filled and drained once; else they are taken never to wait.

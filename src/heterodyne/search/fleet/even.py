@@ -34,14 +34,18 @@ def even_fleet_plan(
     if len(widths) > 1:
         raise PlanError(f"its stages have widths {', '.join(map(str, sorted(widths)))}, and other frameworks have one")
     shapes = {
-        (group.template.micro_batch, tuple((s.start, s.stop, s.recompute) for s in group.template.stages))
+        (
+            group.template.micro_batch,
+            group.template.chunks,
+            tuple((s.start, s.stop, s.recompute) for s in group.template.stages),
+        )
         for group in plan.groups
     }
     if len(shapes) > 1:
         raise PlanError(f"it has {len(shapes)} kinds of pipelines, and other frameworks have one")
     counts = {group.num_microbatches for group in plan.groups}
     replicas = plan.pipelines
-    (micro_batch, stages), width = next(iter(shapes)), next(iter(widths))
+    (micro_batch, chunks, stages), width = next(iter(shapes)), next(iter(widths))
     if len(counts) > 1 or plan.global_batch % (micro_batch * replicas):
         raise PlanError(
             f"{replicas} replicas do not share {plan.global_batch} samples evenly in micro-batches of {micro_batch}; "
@@ -57,7 +61,8 @@ def even_fleet_plan(
         global_batch_size=plan.global_batch,
         dp=replicas,
         tp=width,
-        pp=len(stages),
+        pp=len(stages) // chunks,
+        vpp=chunks,
         zero_stage=1 if plan.shard_optimizer and replicas > 1 else 0,
         recomputed_layers=again if any(again) else (),
         schedule=plan.schedule if len(stages) > 1 else "1F1B",

@@ -8,7 +8,7 @@ wait no more than they must would be no faster than one that is known; the work 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations, product
 from math import inf
 

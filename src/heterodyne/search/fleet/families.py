@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.plan import INTERLEAVED
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Weighed
 from heterodyne.search.fleet.space import Space
@@ -39,6 +40,7 @@ def families_of(planner: FleetPlanner, space: Space) -> tuple[Family, ...]:
         Family(name="one pipeline", space=replace(space, max_pipelines=1)),
         Family(name="no tensor parallelism", space=replace(space, max_width=1)),
         Family(name="no recompute", space=replace(space, recompute=False)),
+        *_by_schedule(space),
         Family(name="no sharded optimizer state", space=replace(space, shard_optimizer=False)),
     ]
     pools = planner.fleet.pools
@@ -67,6 +69,15 @@ def outcomes(planner: FleetPlanner, planned: Planned, space: Space | None = None
         known = [w for w in (best, *search.weighed.values()) if w is not None and objective.score(w) < float("inf")]
         found = min(known, key=objective.score, default=None)
         yield Outcome(family=family, best=found, why_not="" if found else why_not(search, objective))
+
+
+def _by_schedule(space: Space) -> Iterator[Family]:
+    """What the schedules beyond 1F1B bring: without any of them, and with one stage on each place."""
+    if "1F1B" in space.schedules and len(space.schedules) > 1:
+        yield Family(name="1F1B only", space=replace(space, schedules=("1F1B",)))
+    plain = tuple(schedule for schedule in space.schedules if schedule not in INTERLEAVED)
+    if plain not in (space.schedules, ("1F1B",)):
+        yield Family(name="no interleaving", space=replace(space, schedules=plain))
 
 
 def _by_pace(planner: FleetPlanner, space: Space) -> list[str]:

@@ -130,8 +130,8 @@ class Makespans:
         size = round_size(self.places, self.chunks, micro_batches)
         key = size, micro_batches % size
         if key in self._periods and micro_batches >= self._periods[key][0]:
-            few, seconds, later = self._periods[key]
-            return seconds + (micro_batches - few) // size * later
+            few, seconds, known = self._periods[key]
+            return seconds + (micro_batches - few) // size * known
         few = self._least(micro_batches, size)
         while few < micro_batches:
             ends, steps = self._ends(few)

@@ -88,10 +88,14 @@ def alike(schedule: ScheduleName, places: int, chunks: int, micro_batches: int) 
     return most if chunks == 1 or longer == 0 else most + _ROUNDS * (longer - 1) + 1
 
 
-def held_at_most(schedule: ScheduleName, places: int, chunks: int, micro_batches: int) -> tuple[tuple[Vector, ...], ...]:
+def held_at_most(
+    schedule: ScheduleName, places: int, chunks: int, micro_batches: int
+) -> tuple[tuple[Vector, ...], ...]:
     """Micro-batches that a place holds of each of its stages at the same time, from F to the end of B or W.
 
-    For each place the vectors that no other one exceeds in every stage. Shape [places, vectors, chunks].
+    For each place the vectors that no other one exceeds in every stage. Shape [places, vectors, chunks]. Place i of p holds p - i under
+    1F1B, p under ZB-H1, 2 p under ZB-H2 (what stands in `plan.schedules`; there the weight gradients of later places wait longer), and
+    all under GPipe, if there are so many; interleaved orders are counted.
     """
     if schedule == "GPipe":
         return (((micro_batches,),),) * places
@@ -100,8 +104,9 @@ def held_at_most(schedule: ScheduleName, places: int, chunks: int, micro_batches
 
 @lru_cache(maxsize=4096)
 def _counted(schedule: ScheduleName, places: int, chunks: int, micro_batches: int) -> tuple[tuple[Vector, ...], ...]:
-    if schedule == "1F1B":
-        return tuple(((min(micro_batches, places - place),),) for place in range(places))
+    if chunks == 1 and schedule in ("1F1B", "ZBH1", "ZBH2"):
+        most = {"1F1B": range(places, 0, -1), "ZBH1": [places] * places, "ZBH2": [2 * places] * places}[schedule]
+        return tuple(((min(micro_batches, own if places > 1 else 1),),) for own in most)
     found = []
     for row in SCHEDULES[schedule].orders(places, chunks, micro_batches):
         held = [0] * chunks

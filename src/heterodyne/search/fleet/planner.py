@@ -185,11 +185,11 @@ class FleetPlanner:
 
 
 def _unlike(ranked: Iterable[Weighed]) -> tuple[Weighed, ...]:
-    """The first of those that put as many devices of each pool into pipelines of as many stages."""
+    """The first of those that put as many devices of each pool into pipelines of as many places."""
     found: dict[object, Weighed] = {}
     for weighed in ranked:
         shape = frozenset(
-            (tuple((stage.pool, stage.widths) for stage in group.template.stages), group.replicas)
+            (tuple((home.pool, home.widths) for home in group.template.homes), group.replicas)
             for group in weighed.plan.groups
         )
         found.setdefault(shape, weighed)

@@ -137,7 +137,9 @@ class Predictor:
         each = vectors[0][0] if template.chunks == 1 else 1
         own = [
             table.memory(stage.start, stage.stop, recompute=stage.recompute, held=each, shards=shards)
-            for stage, table in zip(template.stages[place::places], self.stage_tables(template)[place::places], strict=True)
+            for stage, table in zip(
+                template.stages[place::places], self.stage_tables(template)[place::places], strict=True
+            )
         ]
         if template.chunks == 1:
             return own[0]
@@ -206,7 +208,9 @@ class Predictor:
         if synced.seconds == inf or counts is None:
             return None
         groups = self._groups(mix, counts)
-        if not all(self.fits(g.template, g.num_microbatches, schedule, shards) for g in groups if g.template.chunks > 1):
+        if not all(
+            self.fits(g.template, g.num_microbatches, schedule, shards) for g in groups if g.template.chunks > 1
+        ):
             return None
         pipelines_s = max(self.makespans(g.template, schedule, layout).seconds(g.num_microbatches) for g in groups)
         plan = FleetPlan(

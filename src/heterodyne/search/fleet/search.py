@@ -317,9 +317,7 @@ class Search:
         climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
         return self._climbed(best, climbs, columns, score, prices, budget, by_time)
 
-    def _propose(
-        self, best: Weighed, columns: dict[Template, None], prices: Floats | None, budget: float
-    ) -> None:
+    def _propose(self, best: Weighed, columns: dict[Template, None], prices: Floats | None, budget: float) -> None:
         """Mixes that could be faster if their pipelines waited less than under the first schedules; also adds to the columns."""
         shards = best.plan.pipelines if self.space.shard_optimizer else 1
         shards = max((n for n in self._levels() if n <= shards), default=1)
@@ -397,9 +395,7 @@ class Search:
             def proceed(limit: int = limit) -> bool:
                 return self._spent < limit and not self._late()
 
-            def weigh(
-                tried: Mix, least: float, schedules: tuple[ScheduleName, ...] = schedules
-            ) -> Weighed | None:
+            def weigh(tried: Mix, least: float, schedules: tuple[ScheduleName, ...] = schedules) -> Weighed | None:
                 return self.weigh(tried, least if by_time else inf, schedules)
 
             found, _ = climb(start, mix, steps, weigh, score, could_beat, proceed)
