@@ -66,7 +66,7 @@ class Makespans:
     _rounds: list[tuple[list[float], list[float]]] = field(default_factory=list, repr=False)
     _step: list[float] = field(default_factory=list, repr=False)  # seconds between rounds, once they are alike
     _known: dict[int, float] = field(default_factory=dict, repr=False)
-    _periods: dict[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict, repr=False)
+    _periods: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict, repr=False)
 
     @property
     def places(self) -> int:
@@ -126,21 +126,34 @@ class Makespans:
         return once + (micro_batches - 1) * longest
 
     def _by_orders(self, micro_batches: int) -> float:
-        """As the schedule's orders are played: whole, or where they have come to repeat themselves, so many rounds less."""
+        """As the schedule's orders are played: whole, or where they have come to repeat themselves, some periods less."""
         size = round_size(self.places, self.chunks, micro_batches)
+        few, period, later = self._periodic(micro_batches, size)
+        if few >= micro_batches:
+            return max(self._ends(micro_batches)[0])
+        few += (micro_batches - few) % period
+        while few < micro_batches and round_size(self.places, self.chunks, few) != size:
+            few += period
+        if few not in self._known:
+            self._known[few] = max(self._ends(few)[0])
+        return self._known[few] + (micro_batches - few) // period * later
+
+    def _periodic(self, micro_batches: int, size: int) -> tuple[int, int, float]:
+        """From how many micro-batches on, in rounds of a size with the same rest, another so many take another so many seconds."""
         key = size, micro_batches % size
-        if key in self._periods and micro_batches >= self._periods[key][0]:
-            few, seconds, known = self._periods[key]
-            return seconds + (micro_batches - few) // size * known
+        if key in self._periods and self._periods[key][0] < micro_batches:
+            return self._periods[key]
         few = self._least(micro_batches, size)
         while few < micro_batches:
             ends, steps = self._ends(few)
-            later = self._period(ends, steps, few, size)
-            if later is not None:
-                self._periods[key] = few, max(ends), later
-                return max(ends) + (micro_batches - few) // size * later
+            self._known[few] = max(ends)
+            for period in range(size, few - 3 * self._reach(size) + 1, size):
+                later = self._later(ends, steps, few, period, size)
+                if later is not None:
+                    self._periods[key] = few, period, later
+                    return self._periods[key]
             few = self._least(micro_batches, size, 2 * few)
-        return max(self._ends(micro_batches)[0])
+        return micro_batches, size, 0.0
 
     def _reach(self, size: int) -> int:
         """In micro-batches, at least what lies between an action and what it waits for, and how long the orders begin and end."""
@@ -154,17 +167,17 @@ class Makespans:
             few += size
         return few
 
-    def _period(self, ends: Sequence[float], steps: Steps, micro_batches: int, size: int) -> float | None:
-        """By how much all between begin and end of the orders are later than those of a round before, if that is the same for all."""
+    def _later(self, ends: Sequence[float], steps: Steps, micro_batches: int, period: int, size: int) -> float | None:
+        """By how much all between begin and end of the orders are later than those of a period before, if that is the same for all."""
         reach = self._reach(size)
-        first, last = micro_batches - 2 * reach - size, micro_batches - reach - size
+        first, last = micro_batches - 2 * reach - period, micro_batches - reach - period
         at = steps.series[0]
-        later = ends[at[last]] - ends[at[last - size]]
+        later = ends[at[last]] - ends[at[last - period]]
         slack = _CLOSE * max(ends)
         for series in steps.series:
             if series:
                 for index in range(first, last):
-                    if abs(ends[series[index + size]] - ends[series[index]] - later) > slack:
+                    if abs(ends[series[index + period]] - ends[series[index]] - later) > slack:
                         return None
         return later
 
