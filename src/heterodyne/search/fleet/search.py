@@ -13,17 +13,18 @@ Steps 1 to 3 find cuts and counts that are best for slowest stages; played time 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from time import monotonic
 
 import numpy as np
+from scipy.optimize import linprog
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.chunks import chunked
 from heterodyne.search.fleet.columns import Columns, together
-from heterodyne.search.fleet.counts import Limits, relaxed, shortest_s
+from heterodyne.search.fleet.counts import Limits, shortest_s
 from heterodyne.search.fleet.improve import Steps, climb, fitted
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Layout, ScheduleName, Template, suits
@@ -42,6 +43,7 @@ _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 _RESCHEDULED = 40  # mixes that are tried under the other schedules
 _LATER_STARTS = 2  # mixes that are improved under them
+_NO_TIME_S = 1e-12  # of a layer that costs nothing
 _NEARLY = 1.02  # times the best, up to which a plan may be a start
 _ACTIONS = 50  # of the orders of a schedule that are as much work as a stage under 1F1B
 Score = Callable[[Weighed], float]
@@ -404,27 +406,34 @@ class Search:
         return best
 
     def _spread_s(self, limits: Limits) -> float:
-        """No plan whose places may have layers from anywhere is faster: every device always works, on the layers that suit it best.
+        """No plan is faster whose places may have layers from anywhere: each device always works, and layers are shared out in fractions.
 
-        Of weights u that sum to 1 over the layers, a device that takes w[l] for layer l does no more than max u / w of the model in a
-        second, whatever layers it has. The weights are the mean shares of the layers on all kinds of devices.
+        For any worth u of the layers that sums to 1 over a model, a device that takes w[l] for layer l does no more than max u / w in a
+        second, whatever its layers are. The u for which all devices do least is found by the linear program that is the dual of sharing
+        out the layers.
         """
         if INTERLEAVED.isdisjoint(self.space.schedules) or self.space.max_chunks < 2:
             return inf
-        rates, devices = [], []
+        layers = list(dict.fromkeys(self.tables.costs.layers))
+        at = [self.tables.costs.layers.index(layer) for layer in layers]
+        pools = len(self.fleet.pools)
+        rows = []
         for size in self.sizes:
-            kinds = kinds_of(self.fleet, self.tables, size, self.space)
-            works = [np.array([cost.forward_s + cost.backward_s for cost in kind.table.costs]) for kind in kinds]
-            if not works or any(work.sum() <= 0 for work in works):
-                continue
-            weights = np.mean([work / work.sum() for work in works], axis=0)
-            for kind, work in zip(kinds, works, strict=True):
-                rates.append(size * float(np.max(np.divide(weights, work, out=np.zeros_like(work), where=work > 0))))
-                devices.append([kind.devices if kind.pool == n else 0 for n in range(len(self.fleet.pools))])
-        if not rates:
+            for kind in kinds_of(self.fleet, self.tables, size, self.space):
+                for number, cost in enumerate(kind.table.costs[layer] for layer in at):
+                    row = np.zeros(pools + 1 + len(layers))
+                    row[kind.pool] = -kind.devices
+                    row[pools] = 0.0 if limits.prices is None else -kind.devices * limits.prices[kind.pool]
+                    row[pools + 1 + number] = size / max(cost.forward_s + cost.backward_s, _NO_TIME_S)
+                    rows.append(row)
+        if not rows:
             return inf
-        best = relaxed(np.array(rates), np.array(devices, dtype=np.int64), replace(limits, least=1, most=None))
-        return inf if best is None or best.samples <= 0 else self.predictor.global_batch / best.samples
+        limited = limits.prices is not None and np.isfinite(limits.budget)
+        worth = [*map(float, limits.room), limits.budget if limited else 0.0, *([0.0] * len(layers))]
+        once = [[0.0] * (pools + 1) + [float(self.tables.costs.layers.count(layer)) for layer in layers]]
+        free = [(0, None)] * pools + [(0, None if limited else 0)] + [(0, None)] * len(layers)
+        found = linprog(worth, A_ub=np.array(rows), b_ub=np.zeros(len(rows)), A_eq=once, b_eq=[1.0], bounds=free)
+        return self.predictor.global_batch / found.fun if found.status == 0 and found.fun > 0 else 0.0
 
     def _within(self, mix: Mix, prices: Floats | None, budget: float) -> bool:
         if prices is None or budget == inf:
