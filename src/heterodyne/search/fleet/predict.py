@@ -283,6 +283,11 @@ class Predictor:
         lines = [own.lines for own in played]
         if any(around == inf for own in lines for around, _ in own):
             return None
+        if len(mix) == 1:  # there is nothing to share out
+            alone = ceil(self.global_batch / sizes[0])
+            count = next((n for n in range(alone, most[0] + 1) if fits(0, n)), 0)
+            late = not count or played[0].bound_s(count) >= below_s or played[0].seconds(count) >= below_s
+            return None if late else [count]
         low = _time_until(list(zip(lines, sizes, strict=True)), most, self.global_batch)
         if low >= below_s:
             return None

@@ -45,7 +45,7 @@ _RESCHEDULED = 40  # mixes that are tried under the other schedules
 _LATER_STARTS = 2  # mixes that are improved under them
 _NO_TIME_S = 1e-12  # of a layer that costs nothing
 _NEARLY = 1.02  # times the best, up to which a plan may be a start
-_ACTIONS = 50  # of the orders of a schedule that are as much work as a stage under 1F1B
+_ACTIONS = 25  # of the orders of a schedule that are as much work as a stage under 1F1B
 Score = Callable[[Weighed], float]
 _Start = tuple[Mix, Weighed, ScheduleName, tuple[ScheduleName, ...]]
 """What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
@@ -279,7 +279,7 @@ class Search:
         within = [(mix, w) for mix, w in self.weighed.items() if self._within(mix, prices, budget)]
         starts = sorted(within, key=lambda entry: score(entry[1]))[:_STARTS]
         climbs: list[_Start] = [(mix, start, "1F1B", self._first) for mix, start in starts]
-        return self._climbed(best, climbs, columns, score, prices, budget, by_time)
+        return self._climbed(best, climbs, columns, score, prices, budget, by_time, self.space.work)
 
     def _rescheduled(
         self,
@@ -304,7 +304,7 @@ class Search:
             within.sort(key=self._least_s)
         else:
             within = sorted((m for m in within if m in self.weighed), key=lambda mix: score(self.weighed[mix]))
-        limit = self._spent + self.space.work // 2
+        limit = self._spent + self.space.work // 5
         found: dict[Mix, Weighed] = {}
         for mix in within[:_RESCHEDULED]:
             if self._late() or self._spent > limit:
@@ -317,7 +317,7 @@ class Search:
                         best = weighed
         starts = sorted(found.items(), key=lambda entry: score(entry[1]))[:_LATER_STARTS]
         climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
-        return self._climbed(best, climbs, columns, score, prices, budget, by_time)
+        return self._climbed(best, climbs, columns, score, prices, budget, by_time, self.space.work // 5)
 
     def _propose(self, best: Weighed, columns: dict[Template, None], prices: Floats | None, budget: float) -> None:
         """Mixes that could be faster if their pipelines waited less than under the first schedules; also adds to the columns."""
@@ -370,11 +370,12 @@ class Search:
         prices: Floats | None,
         budget: float,
         by_time: bool,
+        work: int,
     ) -> Weighed:
         """From each start, as many steps as its part of the work allows."""
         limit = self._spent
         for mix, start, schedule, schedules in starts:
-            limit += self.space.work // len(starts)
+            limit += work // len(starts)
             split = not SPLIT.isdisjoint(schedules)
             steps = Steps(
                 predictor=self.predictor,
