@@ -42,7 +42,7 @@ _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 _RESCHEDULED = 40  # mixes that are tried under the other schedules
-_LATER_STARTS = 2  # mixes that are improved under them
+_LATER_STARTS = 3  # mixes that are improved under them
 _NO_TIME_S = 1e-12  # of a layer that costs nothing
 _NEARLY = 1.02  # times the best, up to which a plan may be a start
 _ACTIONS = 25  # of the orders of a schedule that are as much work as a stage under 1F1B
@@ -304,7 +304,9 @@ class Search:
             within.sort(key=self._least_s)
         else:
             within = sorted((m for m in within if m in self.weighed), key=lambda mix: score(self.weighed[mix]))
-        limit = self._spent + self.space.work // 5
+        # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
+        work = self.space.work if self.fleet.devices <= _FEW_DEVICES else self.space.work // 5
+        limit = self._spent + work
         found: dict[Mix, Weighed] = {}
         for mix in within[:_RESCHEDULED]:
             if self._late() or self._spent > limit:
@@ -317,7 +319,7 @@ class Search:
                         best = weighed
         starts = sorted(found.items(), key=lambda entry: score(entry[1]))[:_LATER_STARTS]
         climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
-        return self._climbed(best, climbs, columns, score, prices, budget, by_time, self.space.work // 5)
+        return self._climbed(best, climbs, columns, score, prices, budget, by_time, work)
 
     def _propose(self, best: Weighed, columns: dict[Template, None], prices: Floats | None, budget: float) -> None:
         """Mixes that could be faster if their pipelines waited less than under the first schedules; also adds to the columns."""
