@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from heterodyne.search.fleet.counts import Ints, Limits, relaxed, whole
-from heterodyne.search.fleet.plan import ScheduleName, Template
+from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, mix_of
 from heterodyne.search.fleet.space import Space
 
@@ -22,11 +22,17 @@ _PAIRS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Mixes:
-    """Proposes mixes; what they take is for others to say. ``schedule``: under which a pipeline waits as long as it is thought to."""
+    """Proposes mixes; what they take is for others to say.
+
+    Args:
+        schedule: under which there is memory for some micro-batches, and pipelines wait.
+        waits: False: the slowest place of a pipeline is taken to work always.
+    """
 
     predictor: Predictor
     space: Space
     schedule: ScheduleName = "1F1B"
+    waits: bool = True
     _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
     def _devices(self, columns: Sequence[Template]) -> Ints:
@@ -60,9 +66,7 @@ class Mixes:
         capacity = np.array(
             [
                 t.micro_batch
-                * self.predictor.makespans(t, self.schedule, layout).most_bound(
-                    seconds, self.predictor.most_micro_batches(t, self.schedule, limits.least)
-                )
+                * self._most(t, seconds, layout, self.predictor.most_micro_batches(t, self.schedule, limits.least))
                 for t in columns
             ],
             dtype=float,
@@ -85,9 +89,10 @@ class Mixes:
         for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
             most = limits.most_of(own)
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
-            played = self.predictor.makespans(template, self.schedule, self.space.layouts[-1])
+            layout = self.space.layouts[-1]
             top = self.predictor.most_micro_batches(template, self.schedule, limits.least)
-            done = [template.micro_batch * played.most_bound(known_s - part * once[number], top) for part in (0.0, 0.5)]
+            times = [known_s - part * once[number] for part in (0.0, 0.5)]
+            done = [template.micro_batch * self._most(template, seconds, layout, top) for seconds in times]
             items += [(number, count, count * done[0], count * done[1]) for count in counts]
         column, count, could, does = (np.array([item[n] for item in items]) for n in range(4))
         need = devices[column] * count[:, None]
@@ -102,6 +107,12 @@ class Mixes:
             mix_of([(columns[column[i]], int(count[i])), (columns[column[j]], int(count[j]))])
             for i, j in zip(a[order], b[order], strict=True)
         ]
+
+    def _most(self, template: Template, seconds: float, layout: Layout, top: int) -> int:
+        """Micro-batches in a time, at most."""
+        if self.waits:
+            return self.predictor.makespans(template, self.schedule, layout).most_bound(seconds, top)
+        return max(0, min(top, int(seconds / self.predictor.longest_s(template))))
 
     def _bisected(
         self,

@@ -231,6 +231,10 @@ class Predictor:
         lines = [(self._lines(template, split), count * template.micro_batch) for template, count in mix]
         return _time_until(lines, [self.global_batch] * len(lines), self.global_batch)
 
+    def longest_s(self, template: Template) -> float:
+        """What the slowest place works on one micro-batch."""
+        return max(each for _, each in self._lines(template, True))
+
     def could_take(self, mix: Mix, seconds: float, *, split: bool = True) -> bool:
         """Whether `bound_s` is within so many seconds."""
         done = 0.0

@@ -300,23 +300,26 @@ class Search:
             if any(len(t.stages) > 1 for t, _ in mix) and self._within(mix, prices, budget)
         ]
         if by_time:
-            within = [mix for mix in within if self.predictor.could_take(mix, best.predicted.step_s)]
-            within.sort(key=self._least_s)
+            steady = sorted((self._steady_s(mix), number) for number, mix in enumerate(within))
+            within = [within[number] for seconds, number in steady if seconds < best.predicted.step_s]
         else:
             within = sorted((m for m in within if m in self.weighed), key=lambda mix: score(self.weighed[mix]))
+        options = list(dict.fromkeys(o for mix in within[:_RESCHEDULED] for o in (mix, *self._interleaved(mix))))
+        if by_time:
+            options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s)]
+            options.sort(key=self._least_s)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
         work = self.space.work if self.fleet.devices <= _FEW_DEVICES else self.space.work // 5
         limit = self._spent + work
         found: dict[Mix, Weighed] = {}
-        for mix in within[:_RESCHEDULED]:
+        for mix in options:
             if self._late() or self._spent > limit:
                 break
-            for tried in (mix, *self._interleaved(mix)):
-                weighed = self.weigh(tried, best.predicted.step_s * _NEARLY if by_time else inf, later)
-                if weighed is not None:
-                    found[tried] = weighed
-                    if score(weighed) < score(best):
-                        best = weighed
+            weighed = self.weigh(mix, best.predicted.step_s * _NEARLY if by_time else inf, later)
+            if weighed is not None:
+                found[mix] = weighed
+                if score(weighed) < score(best):
+                    best = weighed
         starts = sorted(found.items(), key=lambda entry: score(entry[1]))[:_LATER_STARTS]
         climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
         return self._climbed(best, climbs, columns, score, prices, budget, by_time, work)
@@ -327,11 +330,17 @@ class Search:
         shards = max((n for n in self._levels() if n <= shards), default=1)
         limits, rows = self._limits(shards, prices, budget), self._rows(shards)
         split = next((schedule for schedule in self._later if schedule in SPLIT and schedule not in INTERLEAVED), None)
-        mixes = Mixes(predictor=self.predictor, space=self.space, schedule=split or "1F1B")
+        mixes = Mixes(predictor=self.predictor, space=self.space, schedule=split or "1F1B", waits=False)
         seconds = best.predicted.step_s
         columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
         own = mixes.worth_most(list(columns), limits, seconds)
         self._proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))
+
+    def _steady_s(self, mix: Mix) -> float:
+        """Of the step, if the slowest place of each pipeline always worked."""
+        rate = sum(n * t.micro_batch / self.predictor.longest_s(t) for t, n in mix)
+        known = self.weighed.get(mix)
+        return self.predictor.global_batch / rate + (0.0 if known is None else known.predicted.sync_s)
 
     def _least_s(self, mix: Mix) -> float:
         """Of the step of these pipelines under any schedule, with what the gradients are known to take."""
@@ -436,7 +445,8 @@ class Search:
         once = [[0.0] * (pools + 1) + [float(self.tables.costs.layers.count(layer)) for layer in layers]]
         free = [(0, None)] * pools + [(0, None if limited else 0)] + [(0, None)] * len(layers)
         found = linprog(worth, A_ub=np.array(rows), b_ub=np.zeros(len(rows)), A_eq=once, b_eq=[1.0], bounds=free)
-        return self.predictor.global_batch / found.fun if found.status == 0 and found.fun > 0 else 0.0
+        samples_per_s = float(found.fun) if found.status == 0 and found.fun else inf
+        return self.predictor.global_batch / samples_per_s
 
     def _within(self, mix: Mix, prices: Floats | None, budget: float) -> bool:
         if prices is None or budget == inf:
