@@ -41,7 +41,8 @@ _SHARDS_OF_MANY = (1, 8, 64)  # beyond, what is left of it hardly matters
 _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
-_RESCHEDULED = 40  # mixes that are tried under the other schedules
+_RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
+_RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
 _LATER_STARTS = 3  # mixes that are improved under them
 _NO_TIME_S = 1e-12  # of a layer that costs nothing
 _NEARLY = 1.02  # times the best, up to which a plan may be a start
@@ -299,17 +300,19 @@ class Search:
             for mix in dict.fromkeys((*self.weighed, *self._proposed))
             if any(len(t.stages) > 1 for t, _ in mix) and self._within(mix, prices, budget)
         ]
+        small = self.fleet.devices <= _FEW_DEVICES
+        chosen = sorted((m for m in within if m in self.weighed), key=lambda mix: score(self.weighed[mix]))
+        chosen = chosen[:_RESCHEDULED]
         if by_time:
             steady = sorted((self._steady_s(mix), number) for number, mix in enumerate(within))
-            within = [within[number] for seconds, number in steady if seconds < best.predicted.step_s]
-        else:
-            within = sorted((m for m in within if m in self.weighed), key=lambda mix: score(self.weighed[mix]))
-        options = list(dict.fromkeys(o for mix in within[:_RESCHEDULED] for o in (mix, *self._interleaved(mix))))
+            steady = steady[: _RESCHEDULED_OF_FEW if small else _RESCHEDULED]
+            chosen += [within[number] for seconds, number in steady if seconds < best.predicted.step_s]
+        options = list(dict.fromkeys(o for mix in dict.fromkeys(chosen) for o in (mix, *self._interleaved(mix))))
         if by_time:
             options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s)]
             options.sort(key=self._least_s)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
-        work = self.space.work if self.fleet.devices <= _FEW_DEVICES else self.space.work // 5
+        work = self.space.work if small else self.space.work // 5
         limit = self._spent + work
         found: dict[Mix, Weighed] = {}
         for mix in options:
