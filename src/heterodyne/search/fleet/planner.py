@@ -132,11 +132,14 @@ class FleetPlanner:
         )
 
     def _side_by_side(self, objective: Objective, space: Space, search: Search) -> Weighed | None:
-        """What each pool does best by itself, together: over many devices mixes are searched for coarsely, and may miss that."""
+        """What each pool does best by itself, together: over many devices mixes are searched for coarsely, and may miss that.
+
+        By themselves under the schedules that are tried first, for pipelines that are best under unlike ones may have none in common.
+        """
         alone = []
         for pool in self.fleet.pools:
             if space.pools is None or pool.name in space.pools:
-                small = replace(space, pools=(pool.name,), work=space.work // 8)
+                small = replace(space, pools=(pool.name,), work=space.work // 8, schedules=space.first_schedules)
                 own = self.search(small, deadline_s=search.deadline_s).run(objective.score)
                 if own is not None:
                     alone.append(own)

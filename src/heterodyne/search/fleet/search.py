@@ -87,11 +87,9 @@ class Search:
     def _mixes(self) -> Mixes:
         return Mixes(predictor=self.predictor, space=self.space)
 
-    @cached_property
+    @property
     def _first(self) -> tuple[ScheduleName, ...]:
-        """The schedules under which mixes are found: those with strong bounds, if the space has any."""
-        plain = tuple(schedule for schedule in self.space.schedules if schedule not in SPLIT | INTERLEAVED)
-        return plain or tuple(schedule for schedule in self.space.schedules if schedule not in INTERLEAVED)
+        return self.space.first_schedules
 
     @property
     def _later(self) -> tuple[ScheduleName, ...]:
@@ -312,7 +310,7 @@ class Search:
             options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s)]
             options.sort(key=self._least_s)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
-        work = self.space.work if small else self.space.work // 5
+        work = self.space.work if small else self.space.work // 10
         limit = self._spent + work
         found: dict[Mix, Weighed] = {}
         for mix in options:
@@ -335,7 +333,8 @@ class Search:
         split = next((schedule for schedule in self._later if schedule in SPLIT and schedule not in INTERLEAVED), None)
         mixes = Mixes(predictor=self.predictor, space=self.space, schedule=split or "1F1B", waits=False)
         seconds = best.predicted.step_s
-        columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
+        if self.fleet.devices <= _FEW_DEVICES:
+            columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
         own = mixes.worth_most(list(columns), limits, seconds)
         self._proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heterodyne.search.fleet.plan import INTERLEAVED, Layout, ScheduleName
+from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Layout, ScheduleName
 
 __all__ = ["Space"]
 
@@ -42,3 +42,9 @@ class Space:
     def __post_init__(self) -> None:
         if not set(self.schedules) - INTERLEAVED:
             raise ValueError(f"schedules {self.schedules} leave none for pipelines with one stage on each place")
+
+    @property
+    def first_schedules(self) -> tuple[ScheduleName, ...]:
+        """Under which mixes of pipelines are found: those whose bounds are strong, if there are any."""
+        plain = tuple(schedule for schedule in self.schedules if schedule not in SPLIT | INTERLEAVED)
+        return plain or tuple(schedule for schedule in self.schedules if schedule not in INTERLEAVED)
