@@ -4,7 +4,7 @@
 before it, so once a round is the one before it, later, so are all that follow, and a thousand micro-batches cost no more than a few.
 Only the last p - 1 rounds, in which the forwards run out, are played for each count. GPipe of alike micro-batches has a formula.
 
-The other schedules are played by their own orders (`orders`), of many micro-batches only as many as it takes until they come again.
+ZB-H1 and ZB-H2 go in such rounds too. The interleaved schedules are played by their own orders (`orders`), of many micro-batches only as many as it takes until they come again.
 An action waits for none that lies more than `_reach` micro-batches before it; so once all between begin and end of the orders
 are the ones of a round before, later, over as many micro-batches, so are all that follow.
 """
@@ -81,6 +81,8 @@ class Makespans:
                 self._known[micro_batches] = self._one_f_one_b(micro_batches)
             elif self.schedule == "GPipe":
                 self._known[micro_batches] = self._gpipe(micro_batches)
+            elif self.schedule in ("ZBH1", "ZBH2"):
+                self._known[micro_batches] = self._zero_bubble(micro_batches)
             else:
                 self._known[micro_batches] = self._by_orders(micro_batches)
         return self._known[micro_batches]
@@ -124,6 +126,60 @@ class Makespans:
         once = sum(s.forward_s + s.backward_s for s in self.stages) + 2 * sum(s.send_s for s in self.stages[:-1])
         longest = max(s.forward_s for s in self.stages) + max(s.backward_s for s in self.stages)
         return once + (micro_batches - 1) * longest
+
+    def _zero_bubble(self, micro_batches: int) -> float:
+        """ZB-H1 and ZB-H2 in rounds of I, F and a W that is owed; a round needs forwards of the round before it, or of the one before that.
+
+        Where a round has come to be the one before, later, those in which there still are forwards for all stages are passed over.
+        """
+        stages, count, early = self.stages, len(self.stages), self.schedule == "ZBH2"
+        ahead = [2 * (count - place) - 1 if early else count - 1 - place for place in range(count)]
+        owed = [2 * place if early else place for place in range(count)]
+        free = [0.0] * count
+        forwards: list[list[float]] = [[] for _ in stages]
+        skipped = 0
+
+        def forward(place: int, index: int) -> None:
+            """Of a micro-batch, if it is there."""
+            if index < micro_batches:
+                start = free[place]
+                if place:
+                    start = max(start, forwards[place - 1][index - skipped] + stages[place - 1].send_s)
+                free[place] = start + stages[place].forward_s
+                forwards[place].append(free[place])
+
+        for place in range(count):
+            for index in range(ahead[place]):
+                forward(place, index)
+        before: list[float] = []
+        number = 0
+        while number < micro_batches:
+            if not early:
+                for place in range(count):
+                    forward(place, ahead[place] + number)
+            came = 0.0
+            for place in range(count - 1, -1, -1):
+                came = max(free[place], came + stages[place].send_s) if place < count - 1 else free[place]
+                came += stages[place].input_s
+                free[place] = came
+            for place in range(count):
+                if early:
+                    forward(place, ahead[place] + number)
+                if number >= owed[place]:
+                    free[place] += stages[place].weight_s
+            self.played[0] += count
+            number += 1
+            left = micro_batches - ahead[0] - number
+            if number > owed[-1] and left > 1:
+                now = [*free, *(end for own in forwards for end in own[-2:])]
+                later = now[0] - before[0] if before else 0.0
+                if before and all(abs(a - b - later) <= _CLOSE * now[0] for a, b in zip(now, before, strict=True)):
+                    free = [end + (left - 1) * later for end in free]
+                    forwards = [[end + (left - 1) * later for end in own] for own in forwards]
+                    skipped += left - 1
+                    number += left - 1
+                before = now
+        return max(free[n] + min(owed[n], micro_batches) * stages[n].weight_s for n in range(count))
 
     def _by_orders(self, micro_batches: int) -> float:
         """As the schedule's orders are played: whole, or where they have come to repeat themselves, some periods less."""
