@@ -4,9 +4,9 @@
 before it, so once a round is the one before it, later, so are all that follow, and a thousand micro-batches cost no more than a few.
 Only the last p - 1 rounds, in which the forwards run out, are played for each count. GPipe of alike micro-batches has a formula.
 
-ZB-H1 and ZB-H2 go in such rounds too. The interleaved schedules are played by their own orders (`orders`), of many micro-batches only as many as it takes until they come again.
-An action waits for none that lies more than `_reach` micro-batches before it; so once all between begin and end of the orders
-are the ones of a round before, later, over as many micro-batches, so are all that follow.
+ZB-H1 and ZB-H2 go in such rounds too. The interleaved schedules are played by their own orders (`orders`), of many micro-batches only
+as many as it takes until they come again. An action waits for none that lies more than `_reach` micro-batches before it; so once all
+between begin and end of the orders are the ones of a round before, later, over as many micro-batches, so are all that follow.
 """
 
 from __future__ import annotations

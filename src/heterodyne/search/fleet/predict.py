@@ -233,7 +233,7 @@ class Predictor:
 
     def longest_s(self, template: Template) -> float:
         """What the slowest place works on one micro-batch."""
-        return max(each for _, each in self._lines(template, True))
+        return max(_SLACK, *(each for _, each in self._lines(template, True)))
 
     def could_take(self, mix: Mix, seconds: float, *, split: bool = True) -> bool:
         """Whether `bound_s` is within so many seconds."""

@@ -289,8 +289,10 @@ class Search:
         budget: float,
         by_time: bool,
     ) -> Weighed:
-        """The best with the schedules that are not tried first. What exchange and update take stays, so that mixes which could not win if
-        their pipelines never waited are left alone.
+        """The best with the schedules that are not tried first, and with several stages on each place.
+
+        Tried are the best mixes that are known, and those that would be best if their slowest places always worked, each as it is and with
+        every number of stages on a place, those with the least bound first; then the best of them are improved.
         """
         later = self._later
         within = [
