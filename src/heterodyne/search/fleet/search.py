@@ -91,9 +91,12 @@ class Search:
     def _first(self) -> tuple[ScheduleName, ...]:
         return self.space.first_schedules
 
-    @property
-    def _later(self) -> tuple[ScheduleName, ...]:
-        return tuple(schedule for schedule in self.space.schedules if schedule not in self._first)
+    @cached_property
+    def _later(self) -> list[tuple[ScheduleName, ...]]:
+        """The other schedules: those with one stage on each place, then those with several."""
+        plain = tuple(s for s in self.space.schedules if s not in self._first and s not in INTERLEAVED)
+        several = tuple(s for s in self.space.schedules if s in INTERLEAVED and self.space.max_chunks > 1)
+        return [own for own in (plain, several) if own]
 
     @property
     def _spent(self) -> int:
@@ -151,7 +154,8 @@ class Search:
         best = self._improved(best, list(columns), score, prices, budget, by_time)
         if self._later and not self._late():
             self._propose(best, columns, prices, budget)
-            best = self._rescheduled(best, list(columns), score, prices, budget, by_time)
+            for later in self._later:
+                best = self._rescheduled(best, later, list(columns), score, prices, budget, by_time)
         return best
 
     def weigh(
@@ -283,18 +287,18 @@ class Search:
     def _rescheduled(
         self,
         best: Weighed,
+        later: tuple[ScheduleName, ...],
         columns: Sequence[Template],
         score: Score,
         prices: Floats | None,
         budget: float,
         by_time: bool,
     ) -> Weighed:
-        """The best with the schedules that are not tried first, and with several stages on each place.
+        """The best with some schedules that are not tried first, for those that interleave with every number of stages on each place.
 
-        Tried are the best mixes that are known, and those that would be best if their slowest places always worked, each as it is and with
-        every number of stages on a place, those with the least bound first; then the best of them are improved.
+        Tried are the best mixes that are known, and those that would be best if their slowest places always worked, those with the least
+        bound first; then the best of them are improved.
         """
-        later = self._later
         within = [
             mix
             for mix in dict.fromkeys((*self.weighed, *self._proposed))
@@ -307,7 +311,9 @@ class Search:
             steady = sorted((self._steady_s(mix), number) for number, mix in enumerate(within))
             steady = steady[: _RESCHEDULED_OF_FEW if small else _RESCHEDULED]
             chosen += [within[number] for seconds, number in steady if seconds < best.predicted.step_s]
-        options = list(dict.fromkeys(o for mix in dict.fromkeys(chosen) for o in (mix, *self._interleaved(mix))))
+        chosen = list(dict.fromkeys(chosen))
+        interleaved = not INTERLEAVED.isdisjoint(later)
+        options = [o for mix in chosen for o in self._interleaved(mix)] if interleaved else chosen
         if by_time:
             options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s)]
             options.sort(key=self._least_s)
@@ -332,8 +338,7 @@ class Search:
         shards = best.plan.pipelines if self.space.shard_optimizer else 1
         shards = max((n for n in self._levels() if n <= shards), default=1)
         limits, rows = self._limits(shards, prices, budget), self._rows(shards)
-        split = next((schedule for schedule in self._later if schedule in SPLIT and schedule not in INTERLEAVED), None)
-        mixes = Mixes(predictor=self.predictor, space=self.space, schedule=split or "1F1B", waits=False)
+        mixes = Mixes(predictor=self.predictor, space=self.space, waits=False)
         seconds = best.predicted.step_s
         if self.fleet.devices <= _FEW_DEVICES:
             columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
@@ -353,8 +358,6 @@ class Search:
 
     def _interleaved(self, mix: Mix) -> Iterator[Mix]:
         """With more stages on each place, wherever there are layers for that."""
-        if INTERLEAVED.isdisjoint(self.space.schedules):
-            return
         shards = sum(count for _, count in mix) if self.space.shard_optimizer else 1
         for chunks in range(2, self.space.max_chunks + 1):
             options = [
