@@ -61,12 +61,17 @@ class Steps:
                 yield from self._filled(fewer)
 
     def changed(self, template: Template, shards: int) -> Iterator[Template]:
-        """A border moved, more or fewer stages on each place, another size of micro-batch, or something recomputed or not."""
+        """A border moved, more or fewer stages on each place, the places the other way round, another size of micro-batch, or something
+        recomputed or not.
+        """
         yield from self._moved(template, shards)
         for chunks in range(1, self.max_chunks + 1):
             if chunks != template.chunks and chunks * template.places <= self.max_stages:
                 for other in chunked(template, chunks):
                     yield from dict.fromkeys((other, self._fitted(other, shards)))
+        if len({home.pool for home in template.homes}) > 1 and len(template.stages) <= _FEW:
+            turned = _turned(template)
+            yield from dict.fromkeys((turned, self._fitted(turned, shards)))
         for size in self.sizes:
             if size != template.micro_batch:
                 for other in self._known(self._fitted(replace(template, micro_batch=size), shards)):
@@ -181,6 +186,15 @@ def fitted(predictor: Predictor, template: Template, schedule: ScheduleName, sha
     ]
     full = {n: need > predictor.fleet.pool(template.homes[n].pool).memory_bytes for n, need in enumerate(needs)}
     return _again(plain, full)
+
+
+def _turned(template: Template) -> Template:
+    """The last place first, each with as many layers as it has."""
+    stages, start = [], 0
+    for stage in reversed(template.stages):
+        stages.append(replace(stage, start=start, stop=start + stage.stop - stage.start))
+        start = stages[-1].stop
+    return replace(template, stages=tuple(stages))
 
 
 def _again(template: Template, recompute: Mapping[int, bool]) -> Template:
