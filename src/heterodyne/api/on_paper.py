@@ -124,7 +124,11 @@ def _planned(
 
 def _space(wishes: Wishes) -> Space:
     """The plans that those can run for whom one is made."""
-    space = Space(schedules=("1F1B",)) if wishes.export == "megatron" else Space()  # it has no other
+    space = Space()
+    if wishes.export == "megatron":
+        space = replace(space, schedules=("1F1B", "Interleaved1F1B"))
+    if wishes.export == "torchtitan":
+        space = replace(space, schedules=("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"))
     # The runtime keeps all state whole on every replica.
     return space if wishes.runnable is None else replace(space, zero=(0,), runnable=True)
 

@@ -42,20 +42,23 @@ def fleet_rows(fleet: Fleet) -> Rows:
 
 
 def stage_rows(fleet: Fleet, plan: FleetPlan, expert_width: Callable[[Template, int], int]) -> Rows:
-    """A row for each run of alike stages of each group of pipelines. ``expert_width``: devices of a stage over which its experts lie."""
+    """A row for each run of alike stages of each group of pipelines; with several stages on each place, a row for each place.
+
+    ``expert_width``: devices of a stage over which its experts lie.
+    """
     rows: list[tuple[str, ...]] = []
     for group in plan.groups:
         first = True
-        for number, stage, alike in _runs(group.template.stages):
+        for number, stage, alike in _rows_of(group.template):
             rows.append(
                 (
                     f"{group.replicas:,} x" if first else "",
                     f"{group.num_microbatches} x {group.template.micro_batch}" if first else "",
-                    str(number) if alike == 1 else f"{number} .. {number + alike - 1}",
+                    _numbers(group.template, number, alike),
                     stage.pool,
                     fleet.pool(stage.pool).kind,
                     _shared_by(stage, expert_width(group.template, number)),
-                    _layers(stage, alike),
+                    _layers(stage, alike) if group.template.chunks == 1 else _spans(group.template, number),
                     "all" if stage.recompute else "none",
                 )
             )
@@ -139,14 +142,15 @@ def changed_rows(today: Weighed, then: Weighed, what: str) -> Rows:
 
 
 def in_short(plan: FleetPlan) -> str:
-    """``4 x (8 x H100 tensor 4 x data 2) + 2 x (...)``: pools, stages and widths."""
+    """``4 x (8 x H100 tensor 4 x data 2, 2 x L40S, 2 stages each) + 2 x (...)``: pools, places, widths, stages on each place."""
     parts = []
     for group in plan.groups:
         stages = ", ".join(
             f"{alike} x {stage.pool}" + (f" {stage.widths.in_words}" if stage.devices > 1 else "")
-            for _, stage, alike in _runs(group.template.stages, widths_only=True)
+            for _, stage, alike in _runs(group.template.homes, widths_only=True)
         )
-        parts.append(f"{group.replicas} x ({stages})")
+        chunks = f", {group.template.chunks} stages each" if group.template.chunks > 1 else ""
+        parts.append(f"{group.replicas} x ({stages}{chunks})")
     return " + ".join(parts)
 
 
@@ -190,6 +194,27 @@ def _shared_by(stage: Stage, expert_width: int) -> str:
     told = [stage.widths.in_words] if stage.devices > 1 else []
     told += [f"experts {expert_width}"] if expert_width > 1 else []
     return f"{stage.devices}: {', '.join(told)}" if told else "1"
+
+
+def _rows_of(template: Template) -> Iterable[tuple[int, Stage, int]]:
+    if template.chunks == 1:
+        return _runs(template.stages)
+    return ((place, home, 1) for place, home in enumerate(template.homes))
+
+
+def _numbers(template: Template, number: int, alike: int) -> str:
+    """``4``, ``4 .. 7`` for alike stages, ``0, 4, 8`` for those of a place."""
+    if template.chunks > 1:
+        return ", ".join(map(str, range(number, len(template.stages), template.places)))
+    return str(number) if alike == 1 else f"{number} .. {number + alike - 1}"
+
+
+def _spans(template: Template, place: int) -> str:
+    """``0-3, 8-11``: the layers of each stage of a place, counted from 0."""
+    return ", ".join(
+        str(stage.start) if stage.stop - stage.start == 1 else f"{stage.start}-{stage.stop - 1}"
+        for stage in template.stages[place :: template.places]
+    )
 
 
 def _layers(stage: Stage, alike: int) -> str:

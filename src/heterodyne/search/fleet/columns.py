@@ -31,9 +31,14 @@ class Columns:
     sizes: tuple[int, ...]
     most: int
 
-    def of(self, rows: Sequence[Shapes], limits: Limits, seconds: float) -> list[Template]:
-        """The shapes that are worth most at a time: without an exchange of gradients, and with about what it takes."""
+    def of(self, rows: Sequence[Shapes], limits: Limits, seconds: float, *, filled: bool = True) -> list[Template]:
+        """The shapes that are worth most at a time: without an exchange of gradients, and with about what it takes.
+
+        ``filled``: pipelines have to be filled and drained once; else they are taken never to wait.
+        """
         longest, total, sizes, devices = together(rows)
+        if not filled:
+            total = longest
         chosen: dict[int, None] = {}
         several = self.most // 4
         each = max(1, several // len(rows))

@@ -69,9 +69,10 @@ def device_plan(plan: FleetPlan, fleet: Fleet, graph: ModelGraph) -> Plan:
     pipelines, number = [], 0
     for group in plan.groups:
         for _ in range(group.replicas):
+            # Stages on the same devices share a place.
             stages = tuple(
-                _stage(stage, devices, graph)
-                for stage, devices in zip(group.template.stages, homes[number], strict=True)
+                _stage(stage, homes[number][index % group.template.places], graph)
+                for index, stage in enumerate(group.template.stages)
             )
             pipelines.append(Pipeline(micro_batches=MicroBatches(batches[number]), stages=stages))
             number += 1
@@ -121,17 +122,17 @@ def _batches(plan: FleetPlan) -> list[tuple[int, ...]]:
 
 
 def _homes(plan: FleetPlan, free: _Free) -> list[list[tuple[str, ...]]]:
-    """The devices of each stage of each pipeline: replicas of a stage beside each other, or the stages of a pipeline."""
+    """The devices of each place of each pipeline: replicas of a place beside each other, or the places of a pipeline."""
     homes: list[list[tuple[str, ...]]] = []
     for group in plan.groups:
-        stages = group.template.stages
-        own: list[list[tuple[str, ...]]] = [[()] * len(stages) for _ in range(group.replicas)]
+        places = group.template.homes
+        own: list[list[tuple[str, ...]]] = [[()] * len(places) for _ in range(group.replicas)]
         order: Iterator[tuple[int, int]] = (
-            ((replica, number) for replica in range(group.replicas) for number in range(len(stages)))
+            ((replica, number) for replica in range(group.replicas) for number in range(len(places)))
             if plan.layout == "pipelines"
-            else ((replica, number) for number in range(len(stages)) for replica in range(group.replicas))
+            else ((replica, number) for number in range(len(places)) for replica in range(group.replicas))
         )
         for replica, number in order:
-            own[replica][number] = free.take(stages[number].pool, stages[number].devices)
+            own[replica][number] = free.take(places[number].pool, places[number].devices)
         homes += own
     return homes

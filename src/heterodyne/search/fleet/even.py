@@ -41,13 +41,17 @@ def even_fleet_plan(
         told = ", ".join(own.in_words or "1" for own in sorted(widths))
         raise PlanError(f"its stages have widths {told}, and other frameworks have one")
     shapes = {
-        (group.template.micro_batch, tuple((s.start, s.stop, s.recompute) for s in group.template.stages))
+        (
+            group.template.micro_batch,
+            group.template.chunks,
+            tuple((s.start, s.stop, s.recompute) for s in group.template.stages),
+        )
         for group in plan.groups
     }
     if len(shapes) > 1:
         raise PlanError(f"it has {len(shapes)} kinds of pipelines, and other frameworks have one")
     counts = {group.num_microbatches for group in plan.groups}
-    (micro_batch, stages), width = next(iter(shapes)), next(iter(widths))
+    (micro_batch, chunks, stages), width = next(iter(shapes)), next(iter(widths))
     # Devices that share a micro-batch are replicas in other words.
     replicas, micro_batch = plan.pipelines * width.data, micro_batch // width.data
     if len(counts) > 1 or plan.global_batch % (micro_batch * replicas):
@@ -67,7 +71,8 @@ def even_fleet_plan(
         tp=width.tensor,
         cp=width.context,
         ep=max(1, expert_width),
-        pp=len(stages),
+        pp=len(stages) // chunks,
+        vpp=chunks,
         zero_stage=_STAGES[plan.zero],
         recomputed_layers=again if any(again) else (),
         schedule=plan.schedule if len(stages) > 1 else "1F1B",

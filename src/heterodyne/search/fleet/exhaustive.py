@@ -1,25 +1,29 @@
 """Every plan over a small fleet: what the search is measured against.
 
-All rows of stages in which a pool's stages follow each other at one width, with all cuts; all multisets of these pipelines; every
-layout and schedule. Plans are passed over only where pipelines that never wait, and exchange nothing, would be no faster than one
-that is known; the work still grows so fast that half a dozen devices are the most.
+All rows of places in which a pool's places follow each other at one width, with any number of stages on each, all cuts, and what is
+recomputed of each place; all multisets of these pipelines; every layout and schedule. Plans are passed over only where pipelines that
+wait no more than they must would be no faster than one that is known; the work still grows so fast that half a dozen devices are the most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations, product
 from math import inf
 
-from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.makespan import place_lines
+from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Template, suits
 from heterodyne.search.fleet.predict import mix_of
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.shapes import Kind, kinds_of
 
 __all__ = ["Exhaustive"]
 
+_SOONER = 1 - 1e-9
 Devices = tuple[int, ...]
+Ways = list[tuple[Template, int]]
+"""Templates over the same devices, with the samples that each could do before the best plan that is known."""
 
 
 @dataclass(kw_only=True)
@@ -32,44 +36,47 @@ class Exhaustive:
     search: Search
     known_s: float = inf
     every_kind: bool = False
-    _seconds: dict[Template, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def shortest_s(self) -> float:
         """The step of the fastest plan, or ``known_s``."""
-        by_devices: dict[Devices, list[Template]] = {}
+        by_devices: dict[Devices, Ways] = {}
         for template in self.templates():
-            by_devices.setdefault(self._devices(template), []).append(template)
+            could = self._could(template)
+            if could:  # else it would have nothing to do in a faster plan
+                by_devices.setdefault(self._devices(template), []).append((template, could))
         room = tuple(pool.devices for pool in self.search.fleet.pools)
-        parts = sorted(
-            (self._bound_s([by_devices[d] for d in part]), part) for part in _partitions(sorted(by_devices), room)
-        )
-        for bound_s, part in parts:
-            if bound_s >= self.known_s:
-                break
-            self._try([], [by_devices[d] for d in part])
+        parts = [[by_devices[d] for d in part] for part in _partitions(sorted(by_devices), room)]
+        parts.sort(key=lambda part: (-sum(max(could for _, could in ways) for ways in part), len(part)))
+        for part in parts:
+            self._try([], 0, part)
         return self.known_s
 
     def templates(self) -> Iterator[Template]:
         """Every pipeline for which there are devices and memory."""
         search = self.search
         most = min(search.fleet.devices, search.space.max_pipelines or search.fleet.devices)
+        interleaved = not INTERLEAVED.isdisjoint(search.space.schedules)
         for size in search.sizes:
             kinds = kinds_of(search.fleet, search.tables, size, search.space, every=self.every_kind)
             for row in self._rows(kinds):
-                layers = len(row[0].table.costs)
-                for cut in combinations(range(1, layers), len(row) - 1):
-                    spans = list(pairwise((0, *cut, layers)))
-                    again = (False, True) if search.space.recompute else (False,)
-                    for flags in product(again, repeat=len(row)):
-                        template = Template(
-                            micro_batch=size,
-                            stages=tuple(
-                                kind.stage(a, b, recompute=flag)
-                                for kind, (a, b), flag in zip(row, spans, flags, strict=True)
-                            ),
-                        )
+                layers = min(len(row[0].table.costs), search.space.max_stages)
+                most_chunks = min(search.space.max_chunks, layers // len(row)) if interleaved and len(row) > 1 else 1
+                for chunks in range(1, most_chunks + 1):
+                    for template in self._cuts(row, size, chunks):
                         if self._most(template, most) > 0 and not self._in_vain(template):
                             yield template
+
+    def _cuts(self, row: Sequence[Kind], size: int, chunks: int) -> Iterator[Template]:
+        layers = len(row[0].table.costs)
+        again = (False, True) if self.search.space.recompute else (False,)
+        for cut in combinations(range(1, layers), chunks * len(row) - 1):
+            spans = list(pairwise((0, *cut, layers)))
+            for flags in product(again, repeat=len(row)):
+                stages = tuple(
+                    kind.stage(a, b, recompute=flag)
+                    for kind, (a, b), flag in zip([*row] * chunks, spans, [*flags] * chunks, strict=True)
+                )
+                yield Template(micro_batch=size, stages=stages, chunks=chunks)
 
     def _rows(self, kinds: Sequence[Kind]) -> Iterator[list[Kind]]:
         pools = self.search.fleet.pools
@@ -84,31 +91,34 @@ class Exhaustive:
                         yield [kind for kind, run in zip(chosen, runs, strict=True) for _ in range(run)]
 
     def _in_vain(self, template: Template) -> bool:
-        """Whether a stage is recomputed that fits as it is at every level, for any number of micro-batches."""
-        for number, stage in enumerate(template.stages):
-            if stage.recompute:
-                own = self.search.predictor.stage_tables(template)[number]
+        """Whether a place is recomputed that fits as it is at every level, for any number of micro-batches."""
+        predictor = self.search.predictor
+        for place, home in enumerate(template.homes):
+            if home.recompute:
+                own = list(zip(predictor.stage_tables(template), template.stages, strict=True))[
+                    place :: template.places
+                ]
                 need = max(
-                    own.memory(
-                        stage.start,
-                        stage.stop,
-                        recompute=False,
-                        held=self.search.predictor.global_batch,
-                        replicas=replicas,
-                        zero=zero,
-                    ).total
+                    sum(
+                        table.memory(
+                            stage.start, stage.stop, recompute=False, held=predictor.global_batch, replicas=n, zero=zero
+                        ).total
+                        for table, stage in own
+                    )
                     for zero in self.search.space.zero
-                    for replicas in (1, 2)
+                    for n in (1, 2)
                 )
-                if need <= self.search.fleet.pool(stage.pool).memory_bytes:
+                if need <= self.search.fleet.pool(home.pool).memory_bytes:
                     return True
         return False
 
     def _most(self, template: Template, replicas: int) -> int:
         """Where any number of pipelines up to so many share state at any level."""
+        # Beside pipelines with several stages on each place, one with a single stage runs under their schedules.
         return max(
             self.search.predictor.most_micro_batches(template, schedule, shared, zero)
             for schedule in self.search.space.schedules
+            if template.chunks == 1 or suits(schedule, [template])
             for zero in self.search.space.zero
             for shared in {1, replicas}
         )
@@ -116,62 +126,38 @@ class Exhaustive:
     def _devices(self, template: Template) -> Devices:
         return tuple(template.devices.get(pool.name, 0) for pool in self.search.fleet.pools)
 
-    def _try(self, chosen: list[Template], left: Sequence[Sequence[Template]]) -> None:
+    def _try(self, chosen: list[Template], could: int, left: Sequence[Ways]) -> None:
+        """``could``: samples that what is chosen could do before the best that is known."""
         if not left:
             mix = mix_of((template, 1) for template in chosen)
-            weighed = self.search.weigh(mix)
+            weighed = self.search.weigh(mix, self.known_s)
             if weighed is not None:
                 self.known_s = min(self.known_s, weighed.predicted.step_s)
             return
+        rest = sum(max(own for _, own in ways) for ways in left[1:])
         options = left[0]
-        ranked = sorted(
-            (self._bound_s([*([t] for t in chosen), [template], *left[1:]]), number)
-            for number, template in enumerate(options)
-        )
-        for bound_s, number in ranked:
-            if bound_s >= self.known_s:
-                break
-            # Of pipelines over as many devices the order does not matter.
-            self._try([*chosen, options[number]], _after(options, number, left))
+        for number, (template, own) in enumerate(options):
+            if could + own + rest >= self.search.predictor.global_batch:
+                # Of pipelines over as many devices the order does not matter.
+                self._try([*chosen, template], could + own, _after(options, number, left))
 
-    def _bound_s(self, parts: Sequence[Sequence[Template]]) -> float:
-        """No plan with one pipeline out of each part is faster."""
-        samples = self.search.predictor.global_batch
-        low, high = 0.0, self.known_s if self.known_s < inf else 1e9
-        if self._done(parts, high) < samples:
-            return high
-        for _ in range(30):
-            middle = (low + high) / 2
-            if self._done(parts, middle) < samples:
-                low = middle
-            else:
-                high = middle
-        return low
+    def _could(self, template: Template) -> int:
+        """Samples before the best plan that is known, at most."""
+        if self.known_s == inf:
+            return self.search.predictor.global_batch
+        rounds = min(int((self.known_s * _SOONER - a) / e) for a, e in self._lines_of(template))
+        return template.micro_batch * max(0, rounds)
 
-    def _done(self, parts: Sequence[Sequence[Template]], seconds: float) -> float:
-        total = 0.0
-        known: dict[int, float] = {}
-        for part in parts:
-            if id(part) not in known:
-                known[id(part)] = max((self._capacity(template, seconds) for template in part), default=0.0)
-            total += known[id(part)]
-        return total
-
-    def _capacity(self, template: Template, seconds: float) -> float:
-        if template not in self._seconds:
-            tables = self.search.predictor.stage_tables(template)
-            around, lines = 0.0, []
-            for stage, table in zip(template.stages, tables, strict=True):
-                each = table.forward_s(stage.start, stage.stop)
-                each += table.backward_s(stage.start, stage.stop, stage.recompute)
-                lines.append((around, each))
-                around += each
-            self._seconds[template] = tuple(lines)
-        lines_of = self._seconds[template]
-        return template.micro_batch * max(0, int(min((seconds - a) / e for a, e in lines_of) * (1 + 1e-12)))
+    def _lines_of(self, template: Template) -> list[tuple[float, float]]:
+        """With messages as in the layout in which each takes less, under whichever schedule it waits least."""
+        space, predictor = self.search.space, self.search.predictor
+        split = any(s in SPLIT for s in space.schedules if template.chunks == 1 or s in INTERLEAVED)
+        rows = [predictor.makespans(template, "1F1B", layout).stages for layout in space.layouts]
+        least = [replace(own[0], send_s=min(s.send_s for s in own)) for own in zip(*rows, strict=True)]
+        return place_lines(least, template.places, split=split)
 
 
-def _after(options: Sequence[Template], number: int, left: Sequence[Sequence[Template]]) -> list[Sequence[Template]]:
+def _after(options: Ways, number: int, left: Sequence[Ways]) -> list[Ways]:
     """The parts that are left after one of several alike ones: each may take what comes from ``number`` on."""
     after = options[number:]
     return [after if part is options else part for part in left[1:]]

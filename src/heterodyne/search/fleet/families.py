@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.plan import INTERLEAVED
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Weighed
 from heterodyne.search.fleet.space import Space
@@ -40,6 +41,7 @@ def families_of(planner: FleetPlanner, space: Space) -> tuple[Family, ...]:
         Family(name="no tensor parallelism", space=replace(space, max_width=1)),
         *_narrower(planner, space),
         Family(name="no recompute", space=replace(space, recompute=False)),
+        *_by_schedule(space),
         *(
             Family(name=f"ZeRO-{level}" if level else "no state sharding", space=replace(space, zero=(level,)))
             for level in space.zero
@@ -83,6 +85,15 @@ def _narrower(planner: FleetPlanner, space: Space) -> list[Family]:
     if any(widths.data > 1 for widths in known):
         found.append(Family(name="no stages that share a micro-batch", space=replace(space, max_data=1)))
     return found
+
+
+def _by_schedule(space: Space) -> Iterator[Family]:
+    """What the schedules beyond 1F1B bring: without any of them, and with one stage on each place."""
+    if "1F1B" in space.schedules and len(space.schedules) > 1:
+        yield Family(name="1F1B only", space=replace(space, schedules=("1F1B",)))
+    plain = tuple(schedule for schedule in space.schedules if schedule not in INTERLEAVED)
+    if plain not in (space.schedules, ("1F1B",)):
+        yield Family(name="no interleaving", space=replace(space, schedules=plain))
 
 
 def _by_pace(planner: FleetPlanner, space: Space) -> list[str]:

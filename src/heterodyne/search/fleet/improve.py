@@ -1,8 +1,8 @@
 """From a good mix of pipelines to a better one, step by step, each judged by the played time.
 
 Cuts that are best for the slowest stage need not be best for few micro-batches, and whole counts leave devices over. So a
-step moves a layer over a border, changes a size of micro-batch, the widths of a stage, what is recomputed, or takes pipelines away and
-puts others in their place. Whatever cannot win even if its pipelines never waited is not played.
+step moves a layer over a border, changes a size of micro-batch, the widths of a stage, what is recomputed or how many stages a place
+has, or takes pipelines away and puts others in their place. Whatever cannot win even if its pipelines never waited is not played.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, pairwise
 
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.chunks import chunked
+from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Stage, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
 
-__all__ = ["Steps", "climb"]
+__all__ = ["Shared", "Steps", "climb", "fitted"]
 
 Shared = tuple[int, int]
 """Pipelines that share state, and its level."""
@@ -25,7 +26,8 @@ _FEW = 8  # stages up to which a border moves together with the size of the micr
 @dataclass(frozen=True, kw_only=True)
 class Steps:
     """What may be done to a mix. ``columns``: templates that may be put in; ``sizes``: of micro-batches, ascending; ``widths``: that a
-    stage in a pool may have at a size of micro-batch; ``usd``: what a device of each pool costs, and what all may cost.
+    stage in a pool may have at a size of micro-batch; ``schedule``: for which what does not fit is recomputed; ``max_chunks``: stages on
+    each place; ``usd``: what a device of each pool costs, and what all may cost.
     """
 
     predictor: Predictor
@@ -33,6 +35,9 @@ class Steps:
     sizes: Sequence[int]
     widths: Callable[[str, int], Sequence[Widths]]
     recompute: bool
+    schedule: ScheduleName = "1F1B"
+    max_chunks: int = 1
+    max_stages: int = 64
     most_pipelines: int | None = None
     usd: tuple[Mapping[str, float], float] | None = None
 
@@ -65,8 +70,17 @@ class Steps:
                 yield from self._filled(fewer)
 
     def changed(self, template: Template, shared: Shared) -> Iterator[Template]:
-        """A border moved, another size of micro-batch, other widths, or something recomputed or not."""
+        """A border moved, more or fewer stages on each place, the places the other way round, other widths, another size of micro-batch,
+        or something recomputed or not.
+        """
         yield from self._moved(template, shared)
+        for chunks in range(1, self.max_chunks + 1):
+            if chunks != template.chunks and chunks * template.places <= self.max_stages:
+                for other in chunked(template, chunks):
+                    yield from dict.fromkeys((other, self._fitted(other, shared)))
+        if len({home.pool for home in template.homes}) > 1 and len(template.stages) <= _FEW:
+            turned = _turned(template)
+            yield from dict.fromkeys((turned, self._fitted(turned, shared)))
         yield from self._rewidened(template, shared)
         for size in self.sizes:
             if size != template.micro_batch:
@@ -76,11 +90,9 @@ class Steps:
                     yield other
                     if len(template.stages) <= _FEW:
                         yield from self._moved(other, shared)
-        stages = template.stages
-        for number, stage in enumerate(stages):
-            if stage.recompute or self.recompute:
-                toggled = replace(stage, recompute=not stage.recompute)
-                yield replace(template, stages=(*stages[:number], toggled, *stages[number + 1 :]))
+        for place, home in enumerate(template.homes):
+            if home.recompute or self.recompute:
+                yield _again(template, {place: not home.recompute})
 
     def _moved(self, template: Template, shared: Shared) -> Iterator[Template]:
         stages = template.stages
@@ -91,22 +103,43 @@ class Steps:
                     yield replace(template, stages=moved)
                     if self.recompute:
                         yield self._fitted(replace(template, stages=moved), shared)
+        if template.chunks > 1:
+            yield from self._within_places(template)
+
+    def _within_places(self, template: Template) -> Iterator[Template]:
+        """A layer more in one stage of a place and a layer less in its next one: every border between them moves."""
+        stages, places = template.stages, template.places
+        for first in range(len(stages) - places):
+            for by in (-1, 1):
+                starts = [s.start + by * (first < number <= first + places) for number, s in enumerate(stages)]
+                stops = [*starts[1:], stages[-1].stop]
+                if all(start < stop for start, stop in zip(starts, stops, strict=True)):
+                    yield replace(
+                        template,
+                        stages=tuple(
+                            replace(s, start=start, stop=stop)
+                            for s, start, stop in zip(stages, starts, stops, strict=True)
+                        ),
+                    )
 
     def _rewidened(self, template: Template, shared: Shared) -> Iterator[Template]:
-        """Other widths of as many devices, for alike stages behind each other at once; of a few stages for each by itself too."""
-        stages = template.stages
-        starts = [n for n, s in enumerate(stages) if not n or _place(s) != _place(stages[n - 1])]
-        spans = list(pairwise((*starts, len(stages))))
-        if len(stages) <= _FEW:
-            spans += [(n, n + 1) for n in range(len(stages)) if (n, n + 1) not in spans]
+        """Other widths of as many devices, for alike places behind each other at once; of a few places for each by itself too."""
+        homes = template.homes
+        starts = [n for n, home in enumerate(homes) if not n or _place(home) != _place(homes[n - 1])]
+        spans = list(pairwise((*starts, len(homes))))
+        if len(homes) <= _FEW:
+            spans += [(n, n + 1) for n in range(len(homes)) if (n, n + 1) not in spans]
         for first, last in spans:
-            for widths in self.widths(stages[first].pool, template.micro_batch):
-                if widths.devices == stages[first].devices and widths != stages[first].widths:
+            for widths in self.widths(homes[first].pool, template.micro_batch):
+                if widths.devices == homes[first].devices and widths != homes[first].widths:
                     tensor, context, data = widths
-                    own = [replace(s, width=tensor, context=context, data=data) for s in stages[first:last]]
-                    yield from self._known(
-                        self._fitted(replace(template, stages=(*stages[:first], *own, *stages[last:])), shared)
+                    stages = tuple(
+                        replace(stage, width=tensor, context=context, data=data)
+                        if first <= number % template.places < last
+                        else stage
+                        for number, stage in enumerate(template.stages)
                     )
+                    yield from self._known(self._fitted(replace(template, stages=stages), shared))
 
     def _known(self, template: Template) -> list[Template]:
         try:
@@ -119,15 +152,9 @@ class Steps:
         """Recomputed where it does not fit otherwise."""
         if not self.recompute or not self._known(template):
             return template
-        stages: list[Stage] = []
-        plain = replace(template, stages=tuple(replace(stage, recompute=False) for stage in template.stages))
-        for number, stage in enumerate(plain.stages):
-            many = self.predictor.global_batch
-            need = self.predictor.memory(
-                plain, number, micro_batches=many, schedule="1F1B", replicas=shared[0], zero=shared[1]
-            ).total
-            stages.append(replace(stage, recompute=need > self.predictor.fleet.pool(stage.pool).memory_bytes))
-        return replace(template, stages=tuple(stages))
+        plain: ScheduleName = "1F1B" if template.chunks == 1 else "Interleaved1F1B"
+        own = self.schedule if (self.schedule in INTERLEAVED) == (template.chunks > 1) else plain
+        return fitted(self.predictor, template, own, shared)
 
     def _filled(self, mix: Mix) -> Iterator[Mix]:
         """One more of some column, or as many as there are devices for."""
@@ -180,8 +207,38 @@ def climb(
     return best, best_mix
 
 
+def fitted(predictor: Predictor, template: Template, schedule: ScheduleName, shared: Shared) -> Template:
+    """The template recomputed on the places where it does not fit otherwise, and on no other."""
+    plain = _again(template, dict.fromkeys(range(template.places), False))
+    many, (replicas, zero) = predictor.global_batch, shared
+    needs = [
+        predictor.memory(plain, place, micro_batches=many, schedule=schedule, replicas=replicas, zero=zero).total
+        for place in range(template.places)
+    ]
+    full = {n: need > predictor.fleet.pool(template.homes[n].pool).memory_bytes for n, need in enumerate(needs)}
+    return _again(plain, full)
+
+
 def _place(stage: Stage) -> tuple[str, Widths]:
     return stage.pool, stage.widths
+
+
+def _turned(template: Template) -> Template:
+    """The last place first, each with as many layers as it has."""
+    stages, start = [], 0
+    for stage in reversed(template.stages):
+        stages.append(replace(stage, start=start, stop=start + stage.stop - stage.start))
+        start = stages[-1].stop
+    return replace(template, stages=tuple(stages))
+
+
+def _again(template: Template, recompute: Mapping[int, bool]) -> Template:
+    """With all stages of some places recomputed or not."""
+    stages = tuple(
+        replace(stage, recompute=recompute.get(number % template.places, stage.recompute))
+        for number, stage in enumerate(template.stages)
+    )
+    return replace(template, stages=stages)
 
 
 def _less(mix: Mix, template: Template) -> Mix:

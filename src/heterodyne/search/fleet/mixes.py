@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from heterodyne.search.fleet.counts import Ints, Limits, relaxed, whole
-from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
 from heterodyne.search.fleet.predict import Mix, Predictor, mix_of
 from heterodyne.search.fleet.space import Space
 
@@ -22,10 +22,17 @@ _PAIRS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Mixes:
-    """Proposes mixes; what they take is for others to say."""
+    """Proposes mixes; what they take is for others to say.
+
+    Args:
+        schedule: under which there is memory for some micro-batches, and pipelines wait.
+        waits: False: the slowest place of a pipeline is taken to work always.
+    """
 
     predictor: Predictor
     space: Space
+    schedule: ScheduleName = "1F1B"
+    waits: bool = True
     _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
     def _devices(self, columns: Sequence[Template]) -> Ints:
@@ -57,10 +64,7 @@ class Mixes:
         devices = self._devices(columns)
         layout = self.space.layouts[-1]
         capacity = np.array(
-            [
-                t.micro_batch * self.predictor.makespans(t, "1F1B", layout).most_bound(seconds, self._most(t, limits))
-                for t in columns
-            ],
+            [t.micro_batch * self._most(t, seconds, layout, self._room(t, limits)) for t in columns],
             dtype=float,
         )
         known = relaxed(capacity, devices, limits)
@@ -81,9 +85,10 @@ class Mixes:
         for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
             most = limits.most_of(own)
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
-            played = self.predictor.makespans(template, "1F1B", self.space.layouts[-1])
-            top = self._most(template, limits)
-            done = [template.micro_batch * played.most_bound(known_s - part * once[number], top) for part in (0.0, 0.5)]
+            layout = self.space.layouts[-1]
+            top = self._room(template, limits)
+            times = [known_s - part * once[number] for part in (0.0, 0.5)]
+            done = [template.micro_batch * self._most(template, seconds, layout, top) for seconds in times]
             items += [(number, count, count * done[0], count * done[1]) for count in counts]
         column, count, could, does = (np.array([item[n] for item in items]) for n in range(4))
         need = devices[column] * count[:, None]
@@ -99,6 +104,12 @@ class Mixes:
             for i, j in zip(a[order], b[order], strict=True)
         ]
 
+    def _most(self, template: Template, seconds: float, layout: Layout, top: int) -> int:
+        """Micro-batches in a time, at most."""
+        if self.waits:
+            return self.predictor.makespans(template, self.schedule, layout).most_bound(seconds, top)
+        return max(0, min(top, int(seconds / self.predictor.longest_s(template))))
+
     def _bisected(
         self,
         columns: Sequence[Template],
@@ -110,8 +121,8 @@ class Mixes:
         """Mixes that do most in times that come near the one in which the batch is just done. ``once``: seconds of each column that
         no micro-batch is done in.
         """
-        played = [self.predictor.makespans(t, "1F1B", self.space.layouts[-1]) for t in columns]
-        most = [self._most(t, limits) for t in columns]
+        played = [self.predictor.makespans(t, self.schedule, self.space.layouts[-1]) for t in columns]
+        most = [self._room(t, limits) for t in columns]
         low, high = times
         at_s = high * _SOONER
         for _ in range(_BISECTIONS):
@@ -133,13 +144,13 @@ class Mixes:
                 low = at_s
             at_s = (low + high) / 2
 
-    def _most(self, template: Template, limits: Limits) -> int:
+    def _room(self, template: Template, limits: Limits) -> int:
         """Micro-batches for which there is memory at some level."""
         most = 0
         for zero in self.space.zero:
             if zero == 0 and 1 in self.space.zero:
                 continue  # which needs no more memory
-            most = max(most, self.predictor.most_micro_batches(template, "1F1B", limits.least, zero))
+            most = max(most, self.predictor.most_micro_batches(template, self.schedule, limits.least, zero))
             if most * template.micro_batch >= self.predictor.global_batch:
                 break
         return most

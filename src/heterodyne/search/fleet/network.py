@@ -81,7 +81,7 @@ class Network(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Share:
-    """How many replicas of a stage are on a node, and how many different stages."""
+    """How many replicas of a stage are on a node, and how many places of a pipeline."""
 
     replicas: int
     stages: int
@@ -148,9 +148,8 @@ class Rings:
             return True
         if layout == "stages":
             return False
-        run = [s for s in template.stages if s.pool == pool.name]
-        own = sum(s.devices for s in run)
-        before = sum(s.devices for s in template.stages[: stage + 1] if s.pool == pool.name)
+        own = template.devices[pool.name]
+        before = sum(home.devices for home in template.homes[: stage % template.places + 1] if home.pool == pool.name)
         if own <= pool.devices_per_node:
             return pool.devices_per_node % own == 0
         return own % pool.devices_per_node == 0 and before % pool.devices_per_node != 0
@@ -168,7 +167,7 @@ class Rings:
 
     def _share(self, template: Template, stage: Stage, count: int, layout: Layout) -> _Share:
         places = max(1, self.fleet.pool(stage.pool).devices_per_node // stage.devices)
-        stages = sum(s.pool == stage.pool for s in template.stages)
+        stages = sum(home.pool == stage.pool for home in template.homes)
         if layout == "stages":
             replicas = min(count, places)
             return _Share(replicas=replicas, stages=min(stages, max(1, places // replicas)))
@@ -375,10 +374,11 @@ def _seconds(s_per_byte: float, size_bytes: float) -> float:
 
 
 def _on_a_node(template: Template, shares: Sequence[_Share]) -> Iterator[tuple[int, int]]:
-    """Stages [first, last) that follow each other in one pool and may share the link of a node."""
+    """Stages [first, last) on places that follow each other in one pool and may share the link of a node."""
     stages = template.stages
     for first, stage in enumerate(stages):
         last = first + 1
-        while last < len(stages) and stages[last].pool == stage.pool and last - first < shares[first].stages:
+        end = first + template.places - first % template.places
+        while last < end and stages[last].pool == stage.pool and last - first < shares[first].stages:
             last += 1
         yield first, last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -10,9 +10,16 @@ from typing import Literal
 
 from heterodyne.cost.layers import Widths
 
-__all__ = ["ZERO_LEVELS", "FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template"]
+__all__ = [
+    "INTERLEAVED", "SPLIT", "ZERO_LEVELS", "FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template", "suits",
+]  # fmt: skip
 
-ScheduleName = Literal["1F1B", "GPipe"]
+ScheduleName = Literal["1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble"]
+"""Those of `plan.schedules` that a search over fleets chooses from."""
+INTERLEAVED: frozenset[ScheduleName] = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
+"""They run several stages on a place; the others one."""
+SPLIT: frozenset[ScheduleName] = frozenset({"ZBH1", "ZBH2", "InterleavedZeroBubble"})
+"""They run the two halves of a backward apart."""
 Layout = Literal["stages", "pipelines"]
 ZERO_LEVELS = (0, 1, 2, 3)
 """Of state sharding (ZeRO, Rajbhandari et al., SC 2020): nothing, the state of the optimizer, gradients too, parameters too."""
@@ -43,29 +50,62 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """One pipeline: its stages in order, and the samples of its micro-batches."""
+    """One pipeline: its stages in the order of the layers, and the samples of its micro-batches.
+
+    A *place* is what the stages ``i``, ``i + places``, ``i + 2 places``, ... run on (Narayanan et al., SC 2021): the same devices, so
+    these stages have one pool and the same widths, and all of them are recomputed or none.
+
+    Args:
+        chunks: stages on each place.
+
+    Raises ValueError for stages of one place that are not alike, or some too many.
+    """
 
     micro_batch: int
     stages: tuple[Stage, ...]
+    chunks: int = 1
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # A search looks templates up far more often than it makes them.
-        object.__setattr__(self, "_hash", hash((self.micro_batch, self.stages)))
+        object.__setattr__(self, "_hash", hash((self.micro_batch, self.stages, self.chunks)))
+        if self.chunks != 1:
+            self._require_places()
+
+    def _require_places(self) -> None:
+        if self.chunks < 1 or len(self.stages) % self.chunks:
+            raise ValueError(f"{len(self.stages)} stages cannot be {self.chunks} on each place")
+        for number, stage in enumerate(self.stages):
+            home = self.homes[number % self.places]
+            if (stage.pool, stage.widths, stage.recompute) != (home.pool, home.widths, home.recompute):
+                raise ValueError(f"stages {number % self.places} and {number} share a place, and are not alike")
 
     def __hash__(self) -> int:
         return self._hash
 
     @property
+    def places(self) -> int:
+        return len(self.stages) // self.chunks
+
+    @property
+    def homes(self) -> tuple[Stage, ...]:
+        """The first stage of each place, which tells the devices of all of them."""
+        return self.stages if self.chunks == 1 else self.stages[: self.places]
+
+    def by_place(self, values: Sequence[float]) -> list[float]:
+        """Sums over the stages of each place, of one value a stage."""
+        return [sum(values[place :: self.places]) for place in range(self.places)]
+
+    @property
     def devices(self) -> Mapping[str, int]:
-        """By pool."""
+        """By pool; a place counts once."""
         return _devices(self)
 
 
 @lru_cache(maxsize=1 << 14)
 def _devices(template: Template) -> Mapping[str, int]:
     count: dict[str, int] = {}
-    for stage in template.stages:
+    for stage in template.homes:
         count[stage.pool] = count.get(stage.pool, 0) + stage.devices
     return MappingProxyType(count)
 
@@ -114,3 +154,11 @@ class FleetPlan:
             for pool, devices in group.template.devices.items():
                 count[pool] = count.get(pool, 0) + group.replicas * devices
         return count
+
+
+def suits(schedule: ScheduleName, templates: Sequence[Template]) -> bool:
+    """Whether pipelines of these templates can run beside each other under a schedule.
+
+    Interleaved ones are for a plan in which some place has several stages; its other pipelines run under them with one each.
+    """
+    return (schedule in INTERLEAVED) == any(template.chunks > 1 for template in templates)

@@ -132,7 +132,10 @@ class FleetPlanner:
         )
 
     def _side_by_side(self, objective: Objective, space: Space, search: Search) -> Weighed | None:
-        """What each pool does best by itself, together: over many devices mixes are searched for coarsely, and may miss that."""
+        """What each pool does best by itself, together: over many devices mixes are searched for coarsely, and may miss that.
+
+        By themselves under the schedules that are tried first, for pipelines that are best under unlike ones may have none in common.
+        """
         alone = []
         for pool in self.fleet.pools:
             if space.pools is None or pool.name in space.pools:
@@ -184,11 +187,11 @@ class FleetPlanner:
 
 
 def _unlike(ranked: Iterable[Weighed]) -> tuple[Weighed, ...]:
-    """The first of those that put as many devices of each pool into pipelines of as many stages."""
+    """The first of those that put as many devices of each pool into pipelines of as many places."""
     found: dict[object, Weighed] = {}
     for weighed in ranked:
         shape = frozenset(
-            (tuple((stage.pool, stage.widths) for stage in group.template.stages), group.replicas)
+            (tuple((home.pool, home.widths) for home in group.template.homes), group.replicas)
             for group in weighed.plan.groups
         )
         found.setdefault(shape, weighed)

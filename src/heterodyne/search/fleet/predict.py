@@ -9,16 +9,17 @@ more. Level 0 updates everything everywhere but gathers nothing, so of 0 and 1 e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.makespan import Makespans, StageSeconds, lines_of
+from heterodyne.search.fleet.makespan import Makespans, StageSeconds, place_lines
 from heterodyne.search.fleet.network import Exchanges, Network
+from heterodyne.search.fleet.orders import alike, held_at_most
 from heterodyne.search.fleet.plan import ZERO_LEVELS, FleetPlan, Group, Layout, ScheduleName, Stage, Template
-from heterodyne.search.fleet.sharding import at_end_s, beside, usd
+from heterodyne.search.fleet.sharding import at_end_s, beside, of_places, usd
 from heterodyne.search.fleet.tables import Memory, Table, Tables
 
 __all__ = ["Mix", "Predicted", "Predictor", "Weighed", "mix_of"]
@@ -79,9 +80,16 @@ class Predictor:
     global_batch: int
     _tables: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
-    _bounds: dict[Template, list[tuple[float, float]]] = field(default_factory=dict, repr=False)
+    _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
     _most: dict[tuple[Template, ScheduleName, int, int], int] = field(default_factory=dict, repr=False)
+    _fitting: dict[tuple[Template, ScheduleName, int, int, int], bool] = field(default_factory=dict, repr=False)
     _exchanged: dict[tuple[Mix, Layout], Exchanges] = field(default_factory=dict, repr=False)
+    _played: list[int] = field(default_factory=lambda: [0], repr=False)
+
+    @property
+    def actions_played(self) -> int:
+        """Under the schedules that are played by their orders, so far."""
+        return self._played[0]
 
     def stage_tables(self, template: Template) -> tuple[Table, ...]:
         """Raises KeyError if the costs of a stage are not known."""
@@ -104,21 +112,31 @@ class Predictor:
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         key = (template, schedule, layout)
         if key not in self._makespans:
-            stages = []
-            last = len(template.stages) - 1
-            for number, (stage, table) in enumerate(zip(template.stages, self.stage_tables(template), strict=True)):
-                send_s = 0.0
-                if number < last:
-                    send_s = self.network.send_s(template, number, table.output_bytes(stage.stop), layout)
-                stages.append(
-                    StageSeconds(
-                        forward_s=table.forward_s(stage.start, stage.stop),
-                        backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
-                        send_s=send_s,
-                    )
-                )
-            self._makespans[key] = Makespans(stages, schedule)
+            stages = self._seconds(template, self._sends(template, layout))
+            self._makespans[key] = Makespans(stages, schedule, template.chunks, self._played)
         return self._makespans[key]
+
+    def _seconds(self, template: Template, sends: Sequence[float]) -> list[StageSeconds]:
+        return [
+            StageSeconds(
+                forward_s=table.forward_s(stage.start, stage.stop),
+                backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
+                send_s=send_s,
+                again_s=table.forward_s(stage.start, stage.stop) if stage.recompute else 0.0,
+            )
+            for stage, table, send_s in zip(template.stages, self.stage_tables(template), sends, strict=True)
+        ]
+
+    def _sends(self, template: Template, layout: Layout) -> list[float]:
+        """Seconds of a message from each stage to the next one; 0 from the last."""
+        tables = self.stage_tables(template)[:-1]
+        return [
+            *(
+                self.network.send_s(template, number, table.output_bytes(template.stages[number].stop), layout)
+                for number, table in enumerate(tables)
+            ),
+            0.0,
+        ]
 
     def played(self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: int) -> Mapping[Template, Makespans]:
         """Of each template, with what is exchanged beside each of its micro-batches."""
@@ -129,7 +147,8 @@ class Predictor:
         found = {}
         for template, own in plain.items():
             stages = [beside(s, e, zero) for s, e in zip(own.stages, exchanges[template], strict=True)]
-            found[template] = own if stages == list(own.stages) else Makespans(stages, schedule)
+            same = stages == list(own.stages)
+            found[template] = own if same else Makespans(stages, schedule, template.chunks, self._played)
         return found
 
     def exchanges(self, mix: Mix, layout: Layout) -> Exchanges:
@@ -146,39 +165,69 @@ class Predictor:
         """What a step takes after its pipelines: what shows of gradients and parameters, and the update."""
         exchanges = self.exchanges(mix, layout).of
         replicas = sum(count for _, count in mix)
-        sync_s = max(at_end_s(own, zero) for own in exchanges.values())
+        sync_s = max(at_end_s(of_places(own, template.places), zero) for template, own in exchanges.items())
         update_s = max(
-            table.update_s(stage.start, stage.stop, replicas=replicas, zero=zero)
+            of_place
             for template, _ in mix
-            for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
+            for of_place in template.by_place(
+                [
+                    table.update_s(stage.start, stage.stop, replicas=replicas, zero=zero)
+                    for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
+                ]
+            )
         )
         return sync_s, update_s
 
     def memory(
-        self, template: Template, number: int, *, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int
+        self, template: Template, place: int, *, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int
     ) -> Memory:
-        """Of a stage, where so many pipelines share state. 1F1B: stage i of p holds min(m, p - i) micro-batches; GPipe: all m."""
-        stage = template.stages[number]
-        held = micro_batches if schedule == "GPipe" else min(micro_batches, len(template.stages) - number)
-        table = self.stage_tables(template)[number]
-        return table.memory(stage.start, stage.stop, recompute=stage.recompute, held=held, replicas=replicas, zero=zero)
+        """Of a place, where so many pipelines share state: the sum over its stages, but for what comes and goes inside a pass.
+
+        Activations are held as long as the orders say: 1F1B: place i of p holds min(m, p - i) micro-batches, GPipe all m.
+        """
+        places = template.places
+        vectors = held_at_most(schedule, places, template.chunks, micro_batches)[place]
+        each = vectors[0][0] if template.chunks == 1 else 1
+        tables = self.stage_tables(template)
+        own = [
+            tables[number].memory(
+                stage.start, stage.stop, recompute=stage.recompute, held=each, replicas=replicas, zero=zero
+            )
+            for number, stage in enumerate(template.stages)
+            if number % places == place
+        ]
+        if template.chunks == 1:
+            return own[0]
+        return Memory(
+            parameters=sum(stage.parameters for stage in own),
+            gradients=sum(stage.gradients for stage in own),
+            optimizer=sum(stage.optimizer for stage in own),
+            activations=max(sum(n * stage.activations for n, stage in zip(v, own, strict=True)) for v in vectors),
+            passing=max(stage.passing for stage in own),
+        )
 
     def most_micro_batches(self, template: Template, schedule: ScheduleName, replicas: int, zero: int) -> int:
-        """For which there is memory; 0 if there is none for one."""
+        """For which there is memory; 0 if there is none for one. Where places have several stages, fewer may need more (see `fits`)."""
         key = (template, schedule, replicas, zero)
+        if key not in self._most and template.chunks > 1:
+            # Rounds are larger by a part of the micro-batches that do not fill them, so of a few that follow each other one needs least.
+            whole = self._whole(template)
+            few = min(whole, 4 * template.places)
+            options = (*range(whole, max(few, whole - template.places), -1), *range(few, 0, -1))
+            self._most[key] = next((n for n in options if self.fits(template, n, schedule, replicas, zero)), 0)
         if key not in self._most:
             whole = self._whole(template)
             known, over = 0, whole + 1
             # Most pipelines have room for all micro-batches, or for none.
             for tried in (whole, 1):
                 if known < tried < over:
-                    if self._fits(template, tried, schedule, replicas, zero):
+                    if self.fits(template, tried, schedule, replicas, zero):
                         known = tried
                     else:
                         over = tried
             while over - known > 1:
                 tried = (known + over) // 2
-                if self._fits(template, tried, schedule, replicas, zero):
+                if self.fits(template, tried, schedule, replicas, zero):
                     known = tried
                 else:
                     over = tried
@@ -254,13 +303,21 @@ class Predictor:
             return None, True
         by_template = self.played(mix, schedule, layout, zero)
         played = [by_template[template] for template, _ in mix]
-        counts = self._counts(mix, played, most, below_s - sync_s - update_s)
+
+        def fits(number: int, count: int) -> bool:
+            return mix[number][0].chunks == 1 or self.fits(mix[number][0], count, schedule, replicas, zero)
+
+        counts = self._counts(mix, played, most, below_s - sync_s - update_s, fits)
         if counts is None:
             return None, free
-        pipelines_s = max(own.seconds(count) for own, count in zip(played, counts, strict=True))
-        step_s = self._step_s(mix, counts, schedule, layout, zero)
+        groups = self._groups(mix, counts)
+        several = [g for g in groups if g.template.chunks > 1]
+        if not all(self.fits(g.template, g.num_microbatches, schedule, replicas, zero) for g in several):
+            return None, free
+        pipelines_s = max(by_template[g.template].seconds(g.num_microbatches) for g in groups)
+        step_s = self._step_s(mix, groups, schedule, layout, zero)
         plan = FleetPlan(
-            groups=self._groups(mix, counts),
+            groups=groups,
             global_batch=self.global_batch,
             schedule=schedule,
             layout=layout,
@@ -271,49 +328,57 @@ class Predictor:
         free = free or all(count < own for count, own in zip(counts, most, strict=True))
         return Weighed(plan=plan, predicted=self._predicted(plan, seconds, sent_usd, replicas)), free
 
-    def _step_s(self, mix: Mix, counts: Sequence[int], schedule: ScheduleName, layout: Layout, zero: int) -> float:
+    def _step_s(self, mix: Mix, groups: Sequence[Group], schedule: ScheduleName, layout: Layout, zero: int) -> float:
         """From level 2 on never less than that of the level below, all of whose exchanges there are too.
 
         What lies at the end of the step at the lower level hides at the higher one behind more, as far as is known of it.
         """
         played = self.played(mix, schedule, layout, zero)
-        pipelines_s = max(played[template].seconds(count) for (template, _), count in zip(mix, counts, strict=True))
+        pipelines_s = max(played[g.template].seconds(g.num_microbatches) for g in groups)
         own = pipelines_s + sum(self.after_s(mix, layout, zero))
-        return own if zero < 2 else max(own, self._step_s(mix, counts, schedule, layout, zero - 1))
+        return own if zero < 2 else max(own, self._step_s(mix, groups, schedule, layout, zero - 1))
 
     def _whole(self, template: Template) -> int:
         """Micro-batches of a pipeline that does all."""
         return ceil(self.global_batch / template.micro_batch)
 
-    def bound_s(self, mix: Mix) -> float:
-        """Never more than the step of any `weigh` of these pipelines: messages take no time here, and there is nothing to exchange."""
-        lines = [(self._lines(template), count * template.micro_batch) for template, count in mix]
+    def bound_s(self, mix: Mix, *, split: bool = True) -> float:
+        """Never more than the step of any `weigh` of these pipelines: messages take no time here, and there is nothing to exchange.
+
+        ``split``: under schedules that run the halves of a backward apart, too.
+        """
+        lines = [(self._lines(template, split), count * template.micro_batch) for template, count in mix]
         return _time_until(lines, [self.global_batch] * len(lines), self.global_batch)
 
-    def could_take(self, mix: Mix, seconds: float) -> bool:
+    def longest_s(self, template: Template) -> float:
+        """What the slowest place works on one micro-batch."""
+        return max(_SLACK, *(each for _, each in self._lines(template, True)))
+
+    def could_take(self, mix: Mix, seconds: float, *, split: bool = True) -> bool:
         """Whether `bound_s` is within so many seconds."""
         done = 0.0
         for template, count in mix:
-            rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in self._lines(template) if e > 0)
+            rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in self._lines(template, split) if e > 0)
             done += count * template.micro_batch * max(0, rounds)
         return done >= self.global_batch
 
-    def _lines(self, template: Template) -> list[tuple[float, float]]:
-        if template not in self._bounds:
-            self._bounds[template] = lines_of(
-                [
-                    (table.forward_s(s.start, s.stop) + table.backward_s(s.start, s.stop, s.recompute), 0.0)
-                    for s, table in zip(template.stages, self.stage_tables(template), strict=True)
-                ]
-            )
-        return self._bounds[template]
+    def _lines(self, template: Template, split: bool) -> list[tuple[float, float]]:
+        if (template, split) not in self._bounds:
+            stages = self._seconds(template, [0.0] * len(template.stages))
+            self._bounds[template, split] = place_lines(stages, template.places, split=split)
+        return self._bounds[template, split]
 
-    def _fits(self, template: Template, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int) -> bool:
-        return all(
-            self.memory(template, n, micro_batches=micro_batches, schedule=schedule, replicas=replicas, zero=zero).total
-            <= self.fleet.pool(stage.pool).memory_bytes
-            for n, stage in enumerate(template.stages)
-        )
+    def fits(self, template: Template, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int) -> bool:
+        """Whether there is memory for so many."""
+        few = alike(schedule, template.places, template.chunks, micro_batches)
+        key = (template, schedule, few, replicas, zero)
+        if key not in self._fitting:
+            self._fitting[key] = all(
+                self.memory(template, place, micro_batches=few, schedule=schedule, replicas=replicas, zero=zero).total
+                <= self.fleet.pool(home.pool).memory_bytes
+                for place, home in enumerate(template.homes)
+            )
+        return self._fitting[key]
 
     def _enough_devices(self, mix: Mix) -> bool:
         used: dict[str, int] = {}
@@ -322,10 +387,18 @@ class Predictor:
                 used[pool] = used.get(pool, 0) + count * devices
         return all(devices <= self.fleet.pool(pool).devices for pool, devices in used.items())
 
-    def _counts(self, mix: Mix, played: Sequence[Makespans], most: Sequence[int], below_s: float) -> list[int] | None:
+    def _counts(
+        self,
+        mix: Mix,
+        played: Sequence[Makespans],
+        most: Sequence[int],
+        below_s: float,
+        fits: Callable[[int, int], bool],
+    ) -> list[int] | None:
         """Micro-batches of a pipeline of each template: the shortest time in which all together do the batch; None if not below a time.
 
-        From the time that no plan can beat on: always the pipelines that would be done first get one more.
+        From the time that no plan can beat on: always the pipelines that would be done first get one more, or as many as it takes until
+        they fit again.
         """
         sizes = [count * template.micro_batch for template, count in mix]
         if sum(size * own for size, own in zip(sizes, most, strict=True)) < self.global_batch:
@@ -333,21 +406,27 @@ class Predictor:
         lines = [own.lines for own in played]
         if any(around == inf for own in lines for around, _ in own):
             return None
+        if len(mix) == 1:  # there is nothing to share out
+            alone = ceil(self.global_batch / sizes[0])
+            count = next((n for n in range(alone, most[0] + 1) if fits(0, n)), 0)
+            late = not count or played[0].bound_s(count) >= below_s or played[0].seconds(count) >= below_s
+            return None if late else [count]
         low = _time_until(list(zip(lines, sizes, strict=True)), most, self.global_batch)
         if low >= below_s:
             return None
         counts = [own.most_within(low, top) for own, top in zip(played, most, strict=True)]
         done = sum(size * count for size, count in zip(sizes, counts, strict=True))
         while done < self.global_batch:
-            next_s = [
-                own.seconds(count + 1) if count < top else inf
-                for own, count, top in zip(played, counts, most, strict=True)
+            more = [
+                next((n for n in range(count + 1, top + 1) if fits(number, n)), 0)
+                for number, (count, top) in enumerate(zip(counts, most, strict=True))
             ]
+            next_s = [own.seconds(count) if count else inf for own, count in zip(played, more, strict=True)]
             first = min(range(len(mix)), key=next_s.__getitem__)
-            if next_s[first] >= below_s:
+            if next_s[first] >= below_s or not more[first]:
                 return None
-            counts[first] += 1
-            done += sizes[first]
+            done += sizes[first] * (more[first] - counts[first])
+            counts[first] = more[first]
         return counts if all(counts) else None
 
     def _groups(self, mix: Mix, counts: Sequence[int]) -> tuple[Group, ...]:
@@ -383,10 +462,10 @@ class Predictor:
                     replicas=replicas,
                     zero=plan.zero,
                 ).total,
-                self.fleet.pool(stage.pool).memory_bytes,
+                self.fleet.pool(home.pool).memory_bytes,
             )
             for g in plan.groups
-            for n, stage in enumerate(g.template.stages)
+            for n, home in enumerate(g.template.homes)
         ]
         return Predicted(
             step_s=step_s,
@@ -439,8 +518,8 @@ def _time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most
     return low
 
 
-def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bool], ...]]:
-    return template.micro_batch, tuple(map(_stage_key, template.stages))
+def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bool], ...], int]:
+    return template.micro_batch, tuple(map(_stage_key, template.stages)), template.chunks
 
 
 def _stage_key(stage: Stage) -> tuple[str, int, int, Widths, bool]:

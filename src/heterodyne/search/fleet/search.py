@@ -3,28 +3,32 @@
 1. For every size of micro-batch, and for more and more state in more and more parts: the shapes of pipelines that fit (`shapes`).
 2. The relaxed knapsack over them says what no plan can beat; where that is no better than a plan that is known, nothing more is done.
 3. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
-4. The best of these mixes are played, and improved step by step (`improve`).
+4. The best of these mixes are played under 1F1B and GPipe, and improved step by step (`improve`).
+5. Those that would be faster if their pipelines never waited are tried under the schedules that halve backwards, and with several
+   stages on each place (`chunks`); the best of these are improved likewise.
 
 Steps 1 to 3 find cuts and counts that are best for slowest stages; played time is what plans are compared by, always.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from time import monotonic
 
 import numpy as np
+from scipy.optimize import linprog
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.chunks import chunked
 from heterodyne.search.fleet.columns import Columns, together
 from heterodyne.search.fleet.counts import Limits, shortest_s
-from heterodyne.search.fleet.improve import Steps, climb
+from heterodyne.search.fleet.improve import Steps, climb, fitted
 from heterodyne.search.fleet.mixes import Mixes
-from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
+from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Layout, ScheduleName, Template, suits
 from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
 from heterodyne.search.fleet.shapes import Kind, Shapes, Sharing, kinds_of, shapes
 from heterodyne.search.fleet.space import Space
@@ -38,8 +42,16 @@ _SHARDS_OF_MANY = (1, 8, 64)  # beyond, what is left of it hardly matters
 _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
+_RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
+_RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
+_LATER_STARTS = 3  # mixes that are improved under them
+_NO_TIME_S = 1e-12  # of a layer that costs nothing
+_NEARLY = 1.02  # times the best, up to which a plan may be a start
+_ACTIONS = 25  # of the orders of a schedule that are as much work as a stage under 1F1B
 Score = Callable[[Weighed], float]
 Levels = tuple[int, ...]
+_Start = tuple[Mix, Weighed, ScheduleName, tuple[ScheduleName, ...]]
+"""What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
 
 
 @dataclass(kw_only=True)
@@ -58,6 +70,8 @@ class Search:
     stopped: bool = False
     _shapes: dict[tuple[int, Levels, int, int | None], Shapes | None] = field(default_factory=dict)
     _kinds: dict[int, tuple[Kind, ...]] = field(default_factory=dict)
+    _known: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
+    _proposed: dict[Mix, None] = field(default_factory=dict)
     _work: int = 0
 
     @property
@@ -75,6 +89,21 @@ class Search:
     @cached_property
     def _mixes(self) -> Mixes:
         return Mixes(predictor=self.predictor, space=self.space)
+
+    @property
+    def _first(self) -> tuple[ScheduleName, ...]:
+        return self.space.first_schedules
+
+    @cached_property
+    def _later(self) -> list[tuple[ScheduleName, ...]]:
+        """The other schedules: those with one stage on each place, then those with several."""
+        plain = tuple(s for s in self.space.schedules if s not in self._first and s not in INTERLEAVED)
+        several = tuple(s for s in self.space.schedules if s in INTERLEAVED and self.space.max_chunks > 1)
+        return [own for own in (plain, several) if own]
+
+    @property
+    def _spent(self) -> int:
+        return self._work + self.predictor.actions_played // _ACTIONS
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -101,8 +130,10 @@ class Search:
         ``prices``: of a device of each pool; ``by_time``: the score is the step's seconds, so that bounds on them rule plans out.
         """
         # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
-        anyhow = [self._times(rows, self._limits(1, prices, budget)) for rows in self._anyhow()]
-        self.bound_s = min(self.bound_s, *(inf if times is None else times[0] for times in anyhow))
+        limits = self._limits(1, prices, budget)
+        anyhow = [self._times(rows, limits) for rows in self._anyhow()]
+        least = (inf if times is None else times[0] for times in anyhow)
+        self.bound_s = min(self.bound_s, *least, self._spread_s(limits))
         best: Weighed | None = None
         columns: dict[Template, None] = {}
         about_s = inf
@@ -132,26 +163,37 @@ class Search:
             if best is not None:
                 pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
                 best = self._played(pairs, best, score, prices, budget, by_time)
-        return best if best is None else self._improved(best, list(columns), score, prices, budget, by_time)
+        if best is None:
+            return None
+        best = self._improved(best, list(columns), score, prices, budget, by_time)
+        if self._later and not self._late():
+            self._propose(best, columns, prices, budget)
+            for later in self._later:
+                best = self._rescheduled(best, later, list(columns), score, prices, budget, by_time)
+        return best
 
     def alone(self, pool: str, work: int) -> Search:
-        """A search of what one pool does, with the shapes that are known of it. ``work``: as in `Space`."""
+        """A search of what one pool does under the first schedules, with the shapes that are known of it. ``work``: as in `Space`."""
         number = [own.name for own in self.fleet.pools].index(pool)
         known = {key: None if rows is None else rows.of_pool(number) for key, rows in self._shapes.items()}
-        space = replace(self.space, pools=(pool,), work=work)
+        space = replace(self.space, pools=(pool,), work=work, schedules=self._first)
         return Search(predictor=self.predictor, space=space, deadline_s=self.deadline_s, _shapes=known)
 
-    def weigh(self, mix: Mix, below_s: float = inf) -> Weighed | None:
-        """The best way to run these pipelines: every layout and schedule of the space that makes a difference.
+    def weigh(
+        self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
+    ) -> Weighed | None:
+        """The best way to run these pipelines: every layout and schedule that makes a difference; ``schedules`` None: of the space.
 
         None if they do not fit, or where their bound is no shorter than ``below_s``.
         """
-        if mix in self.weighed:
-            return self.weighed[mix]
         deep = any(len(template.stages) > 1 for template, _ in mix)
+        templates = [template for template, _ in mix]
+        own = tuple(s for s in schedules or self.space.schedules if suits(s, templates)) if deep else self._first[:1]
+        if (mix, own) in self._known:
+            return self._known[mix, own]
         self._work += sum(4 + len(t.stages) + len(t.stages) ** 2 // 16 for t, _ in mix)
         options: list[Weighed | None] = []
-        for schedule in self.space.schedules if deep else self.space.schedules[:1]:
+        for schedule in own:
             for layout in self.space.layouts if deep else self.space.layouts[:1]:
                 if not any(option is not None and self._no_faster(option, schedule, layout) for option in options):
                     options.append(
@@ -167,7 +209,9 @@ class Search:
         if not known:
             return None
         best = min(known, key=lambda option: option.predicted.step_s)
-        self.weighed[mix] = best
+        self._known[mix, own] = best
+        if mix not in self.weighed or best.predicted.step_s < self.weighed[mix].predicted.step_s:
+            self.weighed[mix] = best
         return best
 
     def _no_faster(self, known: Weighed, schedule: ScheduleName, layout: Layout) -> bool:
@@ -257,18 +301,21 @@ class Search:
         by_time: bool,
     ) -> Weighed | None:
         """The best of them, and of what is known already. Where it is not time that counts, bounds only say what comes first."""
-        ranked = sorted(((self.predictor.bound_s(mix), n) for n, mix in enumerate(mixes)))
-        limit = self._work + _PLAYED_STAGES
+        split = not SPLIT.isdisjoint(self._first)
+        ranked = sorted(((self.predictor.bound_s(mix, split=split), n) for n, mix in enumerate(mixes)))
+        self._proposed.update((mixes[number], None) for _, number in ranked[:_PLAYED])
+        limit = self._spent + _PLAYED_STAGES
         for bound_s, number in ranked[:_PLAYED]:
             if (
                 self._late()
-                or self._work > limit
+                or self._spent > limit
                 or (by_time and best is not None and bound_s >= best.predicted.step_s)
             ):
                 break
             if not self._within(mixes[number], prices, budget):
                 continue
-            weighed = self.weigh(mixes[number], best.predicted.step_s if by_time and best is not None else inf)
+            below_s = best.predicted.step_s if by_time and best is not None else inf
+            weighed = self.weigh(mixes[number], below_s, self._first)
             if weighed is not None and (best is None or score(weighed) < score(best)):
                 best = weighed
         return best
@@ -282,31 +329,146 @@ class Search:
         budget: float,
         by_time: bool,
     ) -> Weighed:
-        steps = Steps(
-            predictor=self.predictor,
-            columns=columns,
-            sizes=self.sizes,
-            widths=self._widths,
-            recompute=self.space.recompute,
-            most_pipelines=self.space.max_pipelines,
-            usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
-        )
         within = [(mix, w) for mix, w in self.weighed.items() if self._within(mix, prices, budget)]
         starts = sorted(within, key=lambda entry: score(entry[1]))[:_STARTS]
-        limit = self._work
-        for mix, start in starts:
-            limit += self.space.work // len(starts)
+        climbs: list[_Start] = [(mix, start, "1F1B", self._first) for mix, start in starts]
+        return self._climbed(best, climbs, columns, score, prices, budget, by_time, self.space.work)
 
-            def could_beat(tried: Mix, least: float) -> bool:
+    def _rescheduled(
+        self,
+        best: Weighed,
+        later: tuple[ScheduleName, ...],
+        columns: Sequence[Template],
+        score: Score,
+        prices: Floats | None,
+        budget: float,
+        by_time: bool,
+    ) -> Weighed:
+        """The best with some schedules that are not tried first, for those that interleave with every number of stages on each place.
+
+        Tried are the best mixes that are known, and those that would be best if their slowest places always worked, those with the least
+        bound first; then the best of them are improved.
+        """
+        within = [
+            mix
+            for mix in dict.fromkeys((*self.weighed, *self._proposed))
+            if any(len(t.stages) > 1 for t, _ in mix) and self._within(mix, prices, budget)
+        ]
+        small = self.fleet.devices <= _FEW_DEVICES
+        chosen = sorted((m for m in within if m in self.weighed), key=lambda mix: score(self.weighed[mix]))
+        chosen = chosen[:_RESCHEDULED]
+        if by_time:
+            steady = sorted((self._steady_s(mix), number) for number, mix in enumerate(within))
+            steady = steady[: _RESCHEDULED_OF_FEW if small else _RESCHEDULED]
+            chosen += [within[number] for seconds, number in steady if seconds < best.predicted.step_s]
+        chosen = list(dict.fromkeys(chosen))
+        interleaved = not INTERLEAVED.isdisjoint(later)
+        options = [o for mix in chosen for o in self._interleaved(mix)] if interleaved else chosen
+        if by_time:
+            options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s)]
+            options.sort(key=self._least_s)
+        # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
+        work = self.space.work if small else self.space.work // 10
+        limit = self._spent + work
+        found: dict[Mix, Weighed] = {}
+        for mix in options:
+            if self._late() or self._spent > limit:
+                break
+            weighed = self.weigh(mix, best.predicted.step_s * _NEARLY if by_time else inf, later)
+            if weighed is not None:
+                found[mix] = weighed
+                if score(weighed) < score(best):
+                    best = weighed
+        starts = sorted(found.items(), key=lambda entry: score(entry[1]))[:_LATER_STARTS]
+        climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
+        return self._climbed(best, climbs, columns, score, prices, budget, by_time, work)
+
+    def _propose(self, best: Weighed, columns: dict[Template, None], prices: Floats | None, budget: float) -> None:
+        """Mixes that could be faster if their pipelines waited less than under the first schedules; also adds to the columns."""
+        known = [(zero, n) for zero, n in self._levels() if best.plan.zero in (0, *zero) and n <= best.plan.pipelines]
+        zero, shards = max(known, key=lambda level: level[1], default=((self._low,), 1))
+        limits, rows = self._limits(shards, prices, budget), self._rows(zero, shards, least=shards)
+        mixes = Mixes(predictor=self.predictor, space=self.space, waits=False)
+        seconds = best.predicted.step_s
+        if self.fleet.devices <= _FEW_DEVICES:
+            columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
+        own = mixes.worth_most(list(columns), limits, seconds)
+        self._proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))
+
+    def _steady_s(self, mix: Mix) -> float:
+        """Of the step, if the slowest place of each pipeline always worked."""
+        rate = sum(n * t.micro_batch / self.predictor.longest_s(t) for t, n in mix)
+        known = self.weighed.get(mix)
+        return self.predictor.global_batch / rate + (0.0 if known is None else known.predicted.sync_s)
+
+    def _least_s(self, mix: Mix) -> float:
+        """Of the step of these pipelines under any schedule, with what the gradients are known to take."""
+        known = self.weighed.get(mix)
+        return self.predictor.bound_s(mix) + (0.0 if known is None else known.predicted.sync_s)
+
+    def _interleaved(self, mix: Mix) -> Iterator[Mix]:
+        """With more stages on each place, wherever there are layers for that."""
+        pipelines = sum(count for _, count in mix)
+        shared = (pipelines, self.weighed[mix].plan.zero if mix in self.weighed else self._low)
+        for chunks in range(2, self.space.max_chunks + 1):
+            options = [
+                [t for t in chunked(template, chunks) if len(t.stages) <= self.space.max_stages] for template, _ in mix
+            ]
+            if not any(options):
+                return
+            for which in range(max(map(len, options))):
+                made = [
+                    (own[min(which, len(own) - 1)] if own else template, count)
+                    for own, (template, count) in zip(options, mix, strict=True)
+                ]
+                yield mix_of(made)
+                if self.space.recompute:
+                    again = [
+                        (fitted(self.predictor, t, "Interleaved1F1B", shared) if t.chunks > 1 else t, n)
+                        for t, n in made
+                    ]
+                    if again != made:
+                        yield mix_of(again)
+
+    def _climbed(
+        self,
+        best: Weighed,
+        starts: Sequence[_Start],
+        columns: Sequence[Template],
+        score: Score,
+        prices: Floats | None,
+        budget: float,
+        by_time: bool,
+        work: int,
+    ) -> Weighed:
+        """From each start, as many steps as its part of the work allows."""
+        limit = self._spent
+        for mix, start, schedule, schedules in starts:
+            limit += work // len(starts)
+            split = not SPLIT.isdisjoint(schedules)
+            steps = Steps(
+                predictor=self.predictor,
+                columns=columns,
+                sizes=self.sizes,
+                recompute=self.space.recompute,
+                widths=self._widths,
+                schedule=schedule,
+                max_chunks=1 if INTERLEAVED.isdisjoint(schedules) else self.space.max_chunks,
+                max_stages=self.space.max_stages,
+                most_pipelines=self.space.max_pipelines,
+                usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
+            )
+
+            def could_beat(tried: Mix, least: float, split: bool = split) -> bool:
                 if not self._within(tried, prices, budget):
                     return False
-                return not by_time or self.predictor.could_take(tried, least)
+                return not by_time or self.predictor.could_take(tried, least, split=split)
 
             def proceed(limit: int = limit) -> bool:
-                return self._work < limit and not self._late()
+                return self._spent < limit and not self._late()
 
-            def weigh(tried: Mix, least: float) -> Weighed | None:
-                return self.weigh(tried, least if by_time else inf)
+            def weigh(tried: Mix, least: float, schedules: tuple[ScheduleName, ...] = schedules) -> Weighed | None:
+                return self.weigh(tried, least if by_time else inf, schedules)
 
             found, _ = climb(start, mix, steps, weigh, score, could_beat, proceed)
             if score(found) < score(best):
@@ -314,9 +476,43 @@ class Search:
         return best
 
     def _widths(self, pool: str, size: int) -> tuple[Widths, ...]:
+        return tuple(kind.widths for kind in self._kinds_of(size) if kind.name == pool)
+
+    def _kinds_of(self, size: int) -> tuple[Kind, ...]:
         if size not in self._kinds:
             self._kinds[size] = kinds_of(self.fleet, self.tables, size, self.space)
-        return tuple(kind.widths for kind in self._kinds[size] if kind.name == pool)
+        return self._kinds[size]
+
+    def _spread_s(self, limits: Limits) -> float:
+        """No plan is faster whose places may have layers from anywhere: each device always works, and layers are shared out in fractions.
+
+        For any worth u of the layers that sums to 1 over a model, a device that takes w[l] for layer l does no more than max u / w in a
+        second, whatever its layers are. The u for which all devices do least is found by the linear program that is the dual of sharing
+        out the layers.
+        """
+        if INTERLEAVED.isdisjoint(self.space.schedules) or self.space.max_chunks < 2:
+            return inf
+        layers = list(dict.fromkeys(self.tables.costs.layers))
+        at = [self.tables.costs.layers.index(layer) for layer in layers]
+        pools = len(self.fleet.pools)
+        rows = []
+        for size in self.sizes:
+            for kind in self._kinds_of(size):
+                for number, cost in enumerate(kind.table.costs[layer] for layer in at):
+                    row = np.zeros(pools + 1 + len(layers))
+                    row[kind.pool] = -kind.devices
+                    row[pools] = 0.0 if limits.prices is None else -kind.devices * limits.prices[kind.pool]
+                    row[pools + 1 + number] = size / max(cost.forward_s + cost.backward_s, _NO_TIME_S)
+                    rows.append(row)
+        if not rows:
+            return inf
+        limited = limits.prices is not None and np.isfinite(limits.budget)
+        worth = [*map(float, limits.room), limits.budget if limited else 0.0, *([0.0] * len(layers))]
+        once = [[0.0] * (pools + 1) + [float(self.tables.costs.layers.count(layer)) for layer in layers]]
+        free = [(0, None)] * pools + [(0, None if limited else 0)] + [(0, None)] * len(layers)
+        found = linprog(worth, A_ub=np.array(rows), b_ub=np.zeros(len(rows)), A_eq=once, b_eq=[1.0], bounds=free)
+        samples_per_s = float(found.fun) if found.status == 0 and found.fun else inf
+        return self.predictor.global_batch / samples_per_s
 
     def _within(self, mix: Mix, prices: Floats | None, budget: float) -> bool:
         if prices is None or budget == inf:

@@ -13,14 +13,14 @@ What goes beside a micro-batch hides behind the computing of the neighbouring la
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from heterodyne.predictor.overlap import HIDDEN, RETURNED, exposed_s
 from heterodyne.search.fleet.makespan import StageSeconds
 from heterodyne.search.fleet.network import Exchange, Exchanges
 
-__all__ = ["at_end_s", "beside", "usd"]
+__all__ = ["at_end_s", "beside", "of_places", "usd"]
 
 
 def at_end_s(exchanges: Iterable[Exchange], zero: int) -> float:
@@ -29,6 +29,23 @@ def at_end_s(exchanges: Iterable[Exchange], zero: int) -> float:
     A stage that is done before others of its pipeline could hide more; a layer's replicas wait for the one that hides least.
     """
     return max(_at_end_s(own, zero) for own in exchanges)
+
+
+def of_places(exchanges: Sequence[Exchange], places: int) -> list[Exchange]:
+    """Where a place has several stages, what it exchanges for all of them, behind the shortest of their backwards."""
+    if len(exchanges) == places:
+        return list(exchanges)
+    return [
+        Exchange(
+            reduced_s=sum(own.reduced_s for own in mine),
+            scattered_s=sum(own.scattered_s for own in mine),
+            updated_s=sum(own.updated_s for own in mine),
+            scattered_layers_s=sum(own.scattered_layers_s for own in mine),
+            gathered_layers_s=sum(own.gathered_layers_s for own in mine),
+            backward_s=min(own.backward_s for own in mine),
+        )
+        for mine in (exchanges[place::places] for place in range(places))
+    ]
 
 
 def beside(stage: StageSeconds, exchange: Exchange, zero: int) -> StageSeconds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heterodyne.search.fleet.plan import ZERO_LEVELS, Layout, ScheduleName
+from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, ZERO_LEVELS, Layout, ScheduleName
 
 __all__ = ["Space"]
 
@@ -15,6 +15,8 @@ class Space:
 
     Args:
         pools: by name; None: all.
+        schedules: of which a plan has one; at least one that has one stage a place.
+        max_chunks: stages on each place, under the schedules that interleave them.
         max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_pipelines``: beside each other.
         max_width, max_context, max_data: of a stage (`Widths`).
         runnable: only stages that this library runs: the devices of one share their work in one way, experts only with their layers.
@@ -36,8 +38,19 @@ class Space:
     micro_batches: tuple[int, ...] | None = None
     recompute: bool = True
     zero: tuple[int, ...] = ZERO_LEVELS
-    schedules: tuple[ScheduleName, ...] = ("1F1B", "GPipe")
+    schedules: tuple[ScheduleName, ...] = ("1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble")
+    max_chunks: int = 4
     layouts: tuple[Layout, ...] = ("stages", "pipelines")
     cells: int = 8_000_000
     columns: int = 40
     work: int = 5_000
+
+    def __post_init__(self) -> None:
+        if not set(self.schedules) - INTERLEAVED:
+            raise ValueError(f"schedules {self.schedules} leave none for pipelines with one stage on each place")
+
+    @property
+    def first_schedules(self) -> tuple[ScheduleName, ...]:
+        """Under which mixes of pipelines are found: those whose bounds are strong, if there are any."""
+        plain = tuple(schedule for schedule in self.schedules if schedule not in SPLIT | INTERLEAVED)
+        return plain or tuple(schedule for schedule in self.schedules if schedule not in INTERLEAVED)

@@ -1,4 +1,4 @@
-"""A step of a plan over a fleet as a timeline of representative ranks: one for each stage of each kind of pipeline."""
+"""A step of a plan over a fleet as a timeline of representative ranks: one for each place of each kind of pipeline."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ def fleet_timeline(predictor: Predictor, weighed: Weighed) -> Timeline:
     """The step as it was predicted: pipelines played, then gradients, then the update. A rank stands for all that do the same."""
     events: list[Event] = []
     names: list[str] = []
-    own = weighed.predicted
+    predicted = weighed.predicted
     for group in weighed.plan.groups:
         first = len(names)
         events += _played(predictor, weighed, group, first)
-        for number, stage in enumerate(group.template.stages):
-            width = f", {stage.devices} devices each ({stage.widths.in_words})" if stage.devices > 1 else ""
-            names.append(f"{stage.pool} stage {number} of {group.replicas} pipelines{width}")
-    done = own.pipelines_s
+        for number, home in enumerate(group.template.homes):
+            width = f", {home.devices} devices each ({home.widths.in_words})" if home.devices > 1 else ""
+            own = ", ".join(map(str, range(number, len(group.template.stages), group.template.places)))
+            stages = f"stage{'s' * (group.template.chunks > 1)} {own}"
+            names.append(f"{home.pool} {stages} of {group.replicas} pipelines{width}")
+    done = predicted.pipelines_s
     for rank in range(len(names)):
         spans = (
-            ("REDUCE_GRAD", done, done + own.sync_s),
-            ("STEP", done + own.sync_s, done + own.sync_s + own.update_s),
+            ("REDUCE_GRAD", done, done + predicted.sync_s),
+            ("STEP", done + predicted.sync_s, done + predicted.sync_s + predicted.update_s),
         )
         for kind, start, end in spans:
             if end > start:
@@ -42,15 +44,13 @@ def _played(predictor: Predictor, weighed: Weighed, group: Group, first: int) ->
     plan = weighed.plan
     mix = mix_of((own.template, own.replicas) for own in plan.groups)
     makespans = predictor.played(mix, plan.schedule, plan.layout, plan.zero)[group.template]
-    stages = len(makespans.stages)
-    times = [
-        StageTimes(forward_s=s.forward_s, input_s=s.backward_s / 2, weight_s=s.backward_s / 2) for s in makespans.stages
-    ]
+    times = [StageTimes(forward_s=s.forward_s, input_s=s.input_s, weight_s=s.weight_s) for s in makespans.stages]
     reads = [
         Read(source=number, reader=number + 1, forward_s=stage.send_s, backward_s=stage.send_s)
         for number, stage in enumerate(makespans.stages[:-1])
     ]
-    orders = SCHEDULES[weighed.plan.schedule].orders(stages, 1, group.num_microbatches)
+    schedule = SCHEDULES[weighed.plan.schedule]
+    orders = schedule.orders(makespans.places, makespans.chunks, group.num_microbatches)
     told = play(orders, times, reads=reads)
     for place, (row, starts, ends) in enumerate(zip(orders, told.starts, told.ends, strict=True)):
         for action, start, end in zip(row, starts, ends, strict=True):

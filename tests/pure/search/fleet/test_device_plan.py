@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.errors import PlanError
-from heterodyne.plan.check import violations
+from heterodyne.plan.check import require_valid, violations
+from heterodyne.plan.lower import lower
+from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.search.fleet.device_plan import device_plan
-from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
+from heterodyne.search.fleet.plan import INTERLEAVED, FleetPlan, Group, ScheduleName, Stage, Template
+from heterodyne.search.fleet.space import Space
 from pure.build import graph
 
 MODEL = graph(6)  # an embedding, six layers, a head
@@ -129,3 +132,25 @@ def test_another_model_and_too_many_stages_are_refused() -> None:
         device_plan(replace(asked, zero=1), FLEET, MODEL)
     with pytest.raises(PlanError, match="no node of new has 16 devices left"):
         device_plan(replace(asked, groups=(replace(asked.groups[0], template=template),)), FLEET, MODEL)
+
+
+@pytest.mark.parametrize("layout", ["stages", "pipelines"])
+@pytest.mark.parametrize("schedule", Space().schedules)
+def test_the_program_of_a_plan_is_its_schedule(schedule: ScheduleName, layout: str) -> None:
+    """What each rank computes is what the schedule has its place do, wherever the stages of the place are in the model."""
+    chunks = 2 if schedule in INTERLEAVED else 1
+    pools = ["new", "old"] * chunks
+    asked = plan(
+        [2, 3, 5][: 2 * chunks - 1], pools, replicas=2, count=4, micro_batch=2, missing=1, layout=layout, again=False
+    )
+    group = replace(asked.groups[0], template=replace(asked.groups[0].template, chunks=chunks))
+    made = device_plan(replace(asked, groups=(group,), schedule=schedule), FLEET, MODEL)
+    require_valid(made, MODEL, CLUSTER)
+    assert len({device for pipeline in made.pipelines for stage in pipeline.stages for device in stage.devices}) == 4
+    program = lower(made, MODEL, CLUSTER)
+    orders = SCHEDULES[schedule].orders(2, chunks, 4)
+    for pipeline in made.pipelines:
+        assert pipeline.place_of_stage == (0, 1) * chunks
+        for devices, order in zip(pipeline.places, orders, strict=True):
+            ran = program.ranks[CLUSTER.rank(devices[0])]
+            assert tuple(action for action in ran if action.kind in "FBIW") == order

@@ -8,7 +8,7 @@ import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.errors import PlanError
-from heterodyne.plan.export import megatron_arguments
+from heterodyne.plan.export import megatron_arguments, schedule_csv, torchtitan_toml
 from heterodyne.search.fleet.even import even_fleet_plan
 from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
 
@@ -81,3 +81,17 @@ def test_shares_that_differ_are_told_with_a_batch_that_would_be_even() -> None:
     other = replace(GROUP, template=replace(GROUP.template, micro_batch=1))
     with pytest.raises(PlanError, match="2 kinds of pipelines"):
         even_fleet_plan(replace(PLAN, groups=(GROUP, other), global_batch=96), FLEET)
+
+
+def test_several_stages_on_each_place_keep_their_number() -> None:
+    stages = tuple(Stage(pool="new", width=2, start=a, stop=b) for a, b in ((0, 4), (4, 7), (7, 10), (10, 14)))
+    group = replace(GROUP, template=Template(micro_batch=2, stages=stages, chunks=2))
+    even = even_fleet_plan(replace(PLAN, groups=(group,), schedule="Interleaved1F1B"), FLEET)
+    assert (even.pp, even.vpp, even.devices) == (2, 2, 16)
+    assert even.layers_per_stage == (3, 3, 3, 3)
+    words = megatron_arguments(even)
+    assert words[words.index("--num-virtual-stages-per-pipeline-rank") + 1] == "2"
+    assert "Interleaved1F1B" in torchtitan_toml(even)
+    rows = schedule_csv(even).splitlines()
+    assert [row.split(",")[0] for row in rows] == ["0F0", "1F0"]
+    assert "2F0" in rows[0]

@@ -7,7 +7,10 @@ import random
 import pytest
 
 from heterodyne.search.fleet.exhaustive import Exhaustive
+from heterodyne.search.fleet.plan import INTERLEAVED
 from heterodyne.search.fleet.predict import Weighed
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.timeline import fleet_timeline
 from pure.search.fleet.small import drawn, search_of
 
 
@@ -43,6 +46,9 @@ def test_no_plan_beats_a_bound(number: int) -> None:
         assert search.bound_s <= played_s * (1 + 1e-9)
         assert search.predictor.bound_s(mix) <= played_s * (1 + 1e-9)
         assert search.predictor.could_take(mix, played_s)
+        if weighed.plan.schedule in ("1F1B", "GPipe"):
+            assert search.predictor.bound_s(mix, split=False) <= played_s * (1 + 1e-9)
+            assert search.predictor.could_take(mix, played_s, split=False)
 
 
 @pytest.mark.parametrize("number", range(20))
@@ -63,3 +69,40 @@ def test_every_plan_that_is_weighed_keeps_memory_devices_and_batch(number: int) 
             assert group.template.stages[-1].stop == len(costs.layers)
             for a, b in zip(group.template.stages, group.template.stages[1:], strict=False):
                 assert a.start < a.stop == b.start
+            assert (plan.schedule in INTERLEAVED) <= any(g.template.chunks > 1 for g in plan.groups)
+            assert group.template.chunks == 1 or plan.schedule in INTERLEAVED
+
+
+def test_a_wider_choice_of_schedules_is_never_slower_and_helps_where_pipelines_wait() -> None:
+    """Few micro-batches on stages that one device cannot hold: less bubble, or less memory, is all that a schedule can bring."""
+    faster = 0
+    for number in range(12):
+        chance = random.Random(300 + number)
+        fleet, costs, samples = drawn(chance, devices=4, blocks=6)
+        found = [
+            search_of(fleet, costs, samples, Space(schedules=schedules)).run(_step_s)  # type: ignore[arg-type]
+            for schedules in (("1F1B",), ("1F1B", "ZBH1", "ZBH2"), Space().schedules)
+        ]
+        if None in found:
+            continue
+        plain, split, every = (_step_s(weighed) for weighed in found if weighed is not None)
+        assert split <= plain * (1 + 1e-9)
+        assert every <= plain * (1 + 1e-9)
+        faster += every < plain * (1 - 1e-6)
+    assert faster
+
+
+def test_timelines_play_what_was_predicted() -> None:
+    seen = set()
+    for number in range(40):
+        fleet, costs, samples = drawn(random.Random(400 + number), devices=4, blocks=6)
+        search = search_of(fleet, costs, samples)
+        search.run(_step_s)
+        for weighed in list(search.weighed.values())[-8:]:
+            told = fleet_timeline(search.predictor, weighed)
+            own = weighed.predicted
+            ends = [e.end_s for e in told.events if e.kind not in ("REDUCE_GRAD", "STEP")]
+            assert max(ends) == pytest.approx(own.pipelines_s)
+            assert len(told.devices) == sum(group.template.places for group in weighed.plan.groups)
+            seen.add(weighed.plan.schedule)
+    assert len(seen) >= 4

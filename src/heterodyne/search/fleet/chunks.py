@@ -1,0 +1,45 @@
+"""The same places with more or fewer stages on each: every place keeps the number of its layers, cut into as even parts as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from heterodyne.search.fleet.plan import Template
+
+__all__ = ["chunked"]
+
+
+def chunked(template: Template, chunks: int) -> Iterator[Template]:
+    """The template with so many stages on each place: longer ones first, or last; none where there are too few layers or places.
+
+    Every stage has a layer at least: where a place has fewer layers than stages, it takes them from where there are most.
+    """
+    places = template.places
+    layers = template.stages[-1].stop
+    if chunks > 1 and (places < 2 or places * chunks > layers):
+        return
+    counts = [sum(stage.stop - stage.start for stage in template.stages[place::places]) for place in range(places)]
+    found: dict[Template, None] = {}
+    for longer_first in (True, False):
+        sizes = [0] * (places * chunks)
+        for place, count in enumerate(counts):
+            each, rest = divmod(count, chunks)
+            for chunk in range(chunks):
+                longer = chunk < rest if longer_first else chunk >= chunks - rest
+                sizes[chunk * places + place] = max(1, each + longer)
+        while sum(sizes) > layers:
+            most = max(range(len(sizes)), key=sizes.__getitem__)
+            sizes[most] -= 1
+        found[_of_sizes(template, chunks, sizes)] = None
+    yield from found
+
+
+def _of_sizes(template: Template, chunks: int, sizes: Sequence[int]) -> Template:
+    stops = list(accumulate(sizes))
+    stages = tuple(
+        replace(template.homes[number % template.places], start=stop - size, stop=stop)
+        for number, (size, stop) in enumerate(zip(sizes, stops, strict=True))
+    )
+    return replace(template, stages=stages, chunks=chunks)

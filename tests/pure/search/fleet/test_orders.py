@@ -1,0 +1,126 @@
+"""What a place holds, by the orders themselves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.schedules.held import peak_bytes
+from heterodyne.plan.schedules.times import StageBytes
+from heterodyne.search.fleet.chunks import chunked
+from heterodyne.search.fleet.orders import held_at_most
+from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Stage, Template
+from heterodyne.search.fleet.space import Space
+from pure.search.fleet.small import drawn, search_of
+
+SCHEDULE_NAMES = Space().schedules
+
+
+def _template(pools: list[str], chunks: int, layers: int, chance: random.Random) -> Template:
+    cuts = sorted(chance.sample(range(1, layers), len(pools) * chunks - 1))
+    stages = tuple(
+        Stage(pool=pools[number % len(pools)], width=1, start=start, stop=stop)
+        for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, layers], strict=True))
+    )
+    return Template(micro_batch=1, stages=stages, chunks=chunks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_what_is_held_is_what_the_orders_hold_for_any_count(schedule: ScheduleName) -> None:
+    chance = random.Random(1)
+    for places in range(1, 7):
+        for chunks in (1, 2, 3) if schedule in INTERLEAVED and places > 1 else (1,):
+            for count in (*range(1, 4 * places + 6), chance.randint(40, 80), 8 * places, 100):
+                sizes = [chance.randint(1, 1000) for _ in range(places * chunks)]
+                counted = peak_bytes(
+                    SCHEDULES[schedule].orders(places, chunks, count), [StageBytes(activation=own) for own in sizes]
+                )
+                told = [
+                    max(sum(n * own for n, own in zip(v, sizes[place::places], strict=True)) for v in vectors)
+                    for place, vectors in enumerate(held_at_most(schedule, places, chunks, count))
+                ]
+                assert told == list(counted), (places, chunks, count)
+
+
+@pytest.mark.parametrize("schedule", sorted(INTERLEAVED))
+def test_memory_of_a_place_is_the_sum_over_its_stages(schedule: ScheduleName) -> None:
+    chance = random.Random(2)
+    for number in range(10):
+        fleet, costs, samples = drawn(random.Random(number), blocks=8)
+        layers = len(costs.layers)
+        if layers < 4:
+            continue
+        template = _template([fleet.pools[0].name, fleet.pools[-1].name], 2, layers, chance)
+        predictor = search_of(fleet, costs, samples).predictor
+        tables = predictor.stage_tables(template)
+        for count in (1, 3, 9):
+            each = [
+                table.memory(s.start, s.stop, recompute=False, held=1, shards=2)
+                for s, table in zip(template.stages, tables, strict=True)
+            ]
+            held = peak_bytes(
+                SCHEDULES[schedule].orders(2, 2, count), [StageBytes(activation=int(m.activations)) for m in each]
+            )
+            for place in range(2):
+                own = each[place::2]
+                fixed = sum(m.parameters + m.gradients + m.optimizer for m in own) + max(m.passing for m in own)
+                told = predictor.memory(template, place, micro_batches=count, schedule=schedule, shards=2)
+                assert told.total == pytest.approx(fixed + held[place], abs=8 * count)
+
+
+def test_the_most_micro_batches_fit_and_the_next_do_not() -> None:
+    chance = random.Random(3)
+    for number in range(30):
+        fleet, costs, samples = drawn(random.Random(number), blocks=8)
+        layers = len(costs.layers)
+        if layers < 4:
+            continue
+        schedule = chance.choice(SCHEDULE_NAMES)
+        chunks = 2 if schedule in INTERLEAVED else 1
+        template = _template([fleet.pools[0].name, fleet.pools[-1].name], chunks, layers, chance)
+        predictor = search_of(fleet, costs, samples).predictor
+        most = predictor.most_micro_batches(template, schedule, 1)
+        fits = [
+            count
+            for count in range(1, samples + 1)
+            if all(
+                predictor.memory(template, place, micro_batches=count, schedule=schedule, shards=1).total
+                <= fleet.pool(home.pool).memory_bytes
+                for place, home in enumerate(template.homes)
+            )
+        ]
+        assert most == max(fits, default=0)
+
+
+def test_places_keep_their_layers_when_they_get_more_stages() -> None:
+    chance = random.Random(4)
+    for _ in range(100):
+        layers, places = chance.randint(8, 40), chance.randint(1, 4)
+        template = _template([f"p{n}" for n in range(places)], 1, layers, chance)
+        for chunks in range(1, 5):
+            for made in chunked(template, chunks):
+                assert made.chunks == chunks
+                assert made.devices == template.devices
+                assert made.stages[0].start == 0
+                assert made.stages[-1].stop == layers
+                assert all(a.stop == b.start for a, b in zip(made.stages, made.stages[1:], strict=False))
+                sizes = [stage.stop - stage.start for stage in made.stages]
+                assert min(sizes) >= 1
+                if min(stage.stop - stage.start for stage in template.stages) >= chunks:
+                    for place, stage in enumerate(template.stages):
+                        own = sizes[place::places]
+                        assert sum(own) == stage.stop - stage.start
+                        assert max(own) - min(own) <= 1
+
+
+def test_stages_of_a_place_that_are_not_alike_are_refused() -> None:
+    stages = tuple(Stage(pool=f"p{n % 2}", width=1, start=n, stop=n + 1) for n in range(4))
+    assert Template(micro_batch=1, stages=stages, chunks=2).places == 2
+    with pytest.raises(ValueError, match="share a place, and are not alike"):
+        Template(micro_batch=1, stages=(*stages[:2], *stages[:1:-1]), chunks=2)
+    with pytest.raises(ValueError, match="cannot be 3 on each place"):
+        Template(micro_batch=1, stages=stages, chunks=3)
+    with pytest.raises(ValueError, match="leave none"):
+        Space(schedules=("Interleaved1F1B",))
