@@ -330,7 +330,9 @@ class Search:
                 found[mix] = weighed
                 if score(weighed) < score(best):
                     best = weighed
-        starts = sorted(found.items(), key=lambda entry: score(entry[1]))[: _LATER_STARTS_OF_FEW if small else _LATER_STARTS]
+        starts = sorted(found.items(), key=lambda entry: score(entry[1]))[
+            : _LATER_STARTS_OF_FEW if small else _LATER_STARTS
+        ]
         climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
         return self._climbed(best, climbs, columns, score, prices, budget, by_time, work)
 
