@@ -45,8 +45,9 @@ _PLAYED = 60  # mixes of whole counts that are played, those with the best bound
 _RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
 _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
 _LATER_STARTS = 3  # mixes that are improved under them
+_LATER_STARTS_OF_FEW = 8
 _NO_TIME_S = 1e-12  # of a layer that costs nothing
-_NEARLY = 1.02  # times the best, up to which a plan may be a start
+_NEARLY = 1.15  # times the best, up to which a plan may be a start
 _ACTIONS = 25  # of the orders of a schedule that are as much work as a stage under 1F1B
 Score = Callable[[Weighed], float]
 Levels = tuple[int, ...]
@@ -379,7 +380,9 @@ class Search:
                 found[mix] = weighed
                 if score(weighed) < score(best):
                     best = weighed
-        starts = sorted(found.items(), key=lambda entry: score(entry[1]))[:_LATER_STARTS]
+        starts = sorted(found.items(), key=lambda entry: score(entry[1]))[
+            : _LATER_STARTS_OF_FEW if small else _LATER_STARTS
+        ]
         climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
         return self._climbed(best, climbs, columns, score, prices, budget, by_time, work)
 
