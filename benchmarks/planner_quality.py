@@ -19,6 +19,7 @@ from results import Results
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layer_profiles import LayerProfiles, read_layer_profiles
+from heterodyne.cost.layers import Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.search.fleet.plan import Group, Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
@@ -88,7 +89,7 @@ def _equal(search: Search, costs: LayerProfiles) -> Weighed | None:
     def options() -> Iterator[Weighed | None]:
         layers = len(costs.layers)
         for width, size in product((1, 2, 4, 8), search.sizes):
-            if any(search.tables.table(pool.kind, width, size) is None for pool in search.fleet.pools):
+            if any(search.tables.table(pool.kind, Widths(width), size) is None for pool in search.fleet.pools):
                 continue
             mix = mix_of(
                 (
@@ -109,7 +110,7 @@ def _equal(search: Search, costs: LayerProfiles) -> Weighed | None:
 def _again(search: Search, pool: str, width: int, size: int, layers: int) -> bool:
     """Whether the whole model has to be recomputed on a device of a pool."""
     own = search.fleet.pool(pool)
-    table = search.tables.table(own.kind, width, size)
+    table = search.tables.table(own.kind, Widths(width), size)
     assert table is not None
     replicas = search.fleet.devices // width
     return table.memory(0, layers, recompute=False, held=1, replicas=replicas, zero=1).total > own.memory_bytes
