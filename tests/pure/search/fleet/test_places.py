@@ -11,6 +11,7 @@ from heterodyne.report.fleet_tables import in_short, stage_rows
 from heterodyne.search.fleet.chunks import chunked
 from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
+from heterodyne.search.fleet.sharding import of_places
 from pure.search.fleet.small import Drawn, search_of
 
 NEAR, FAR = (Wire(bandwidth_bytes_per_s=1e9 * n, latency_s=1e-5) for n in (100, 10))
@@ -33,11 +34,11 @@ PLAIN = Template(micro_batch=1, stages=tuple(Stage(pool="a", width=1, start=2 * 
 def test_gradients_take_as_long_wherever_the_layers_of_a_place_are(layout: str) -> None:
     predictor = search_of(FLEET, COSTS, 16).predictor
     rings = Rings(FLEET)
-    seconds = [
-        rings.sync([(template, 2)], {template: predictor.stage_tables(template)}, layout).seconds  # type: ignore[arg-type]
-        for template in (PLAIN, CHUNKED)
-    ]
-    another_ring_s = 2 * NEAR.latency_s if layout == "stages" else 0.0  # inside a node, a ring for each stage
+    seconds = []
+    for template in (PLAIN, CHUNKED):
+        exchanges = rings.exchanges([(template, 2)], {template: predictor.stage_tables(template)}, layout)  # type: ignore[arg-type]
+        seconds.append(max(own.reduced_s for own in of_places(exchanges.of[template], template.places)))
+    another_ring_s = 2 * (NEAR if layout == "stages" else FAR).latency_s  # one for each stage
     assert seconds[1] == pytest.approx(seconds[0] + another_ring_s, rel=1e-9)
     assert seconds[0] > 0
 
@@ -54,7 +55,7 @@ def test_the_message_from_the_last_place_to_the_first_goes_between_nodes() -> No
 def test_a_table_tells_the_layers_of_each_place() -> None:
     group = Group(template=CHUNKED, replicas=2, num_microbatches=8)
     plan = FleetPlan(groups=(group,), global_batch=16, schedule="Interleaved1F1B")
-    rows = stage_rows(FLEET, plan).rows
+    rows = stage_rows(FLEET, plan, lambda *_: 0).rows
     assert [(row[2], row[6]) for row in rows] == [
         ("0, 4", "0, 4"),
         ("1, 5", "1, 5"),
