@@ -28,6 +28,7 @@ Mix = tuple[tuple[Template, int], ...]
 """Templates and how many pipelines there are of each, in a fixed order (see `mix_of`)."""
 _SLACK = 1e-12
 _FEW_MIXES = 64
+_FEW_PLACES = 6  # of a pipeline, for which every number of micro-batches is tried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,10 +212,16 @@ class Predictor:
         key = (template, schedule, replicas, zero)
         if key not in self._most and template.chunks > 1:
             # Rounds are larger by a part of the micro-batches that do not fill them, so of a few that follow each other one needs least.
-            whole = self._whole(template)
-            few = min(whole, 4 * template.places)
-            options = (*range(whole, max(few, whole - template.places), -1), *range(few, 0, -1))
-            self._most[key] = next((n for n in options if self.fits(template, n, schedule, replicas, zero)), 0)
+            whole, places = self._whole(template), template.places
+            few = min(whole, 4 * places)
+            if places <= _FEW_PLACES:
+                options = [*range(whole, max(few, whole - places), -1), *range(few, 0, -1)]
+            else:
+                options = [whole, whole // places * places, *range(few // places * places, 0, -places), 1]
+            # No number needs less than one does.
+            some = self.fits(template, 1, schedule, replicas, zero)
+            fitting = (n for n in options if n and self.fits(template, n, schedule, replicas, zero))
+            self._most[key] = next(fitting, 0) if some else 0
         if key not in self._most:
             whole = self._whole(template)
             known, over = 0, whole + 1
@@ -505,6 +512,9 @@ def _time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most
     """No later than when so many samples are done. ``lines``: of each kind of pipeline, with the samples of a micro-batch of all of
     that kind (see `Makespans.lines`).
     """
+    if len(lines) == 1:  # there is nothing to share out
+        (own, size), count = lines[0], -(-samples // lines[0][1])
+        return max((around + count * each for around, each in own)) * (1 - _SLACK)
     low, high = 0.0, max(around + samples * each for own, _ in lines for around, each in own)
     for _ in range(24):
         middle = (low + high) / 2

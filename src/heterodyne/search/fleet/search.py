@@ -36,9 +36,11 @@ from heterodyne.search.fleet.tables import Floats, Tables
 
 __all__ = ["Search"]
 
-_FEW_DEVICES = 16
-_SHARDS = (1, 2, 3, 4, 6, 8, 16)  # parts of the state that is shared
-_SHARDS_OF_MANY = (1, 8, 64)  # beyond, what is left of it hardly matters
+_SHARDS = (2, 3, 4, 6, 8, 16)  # parts of the state that is shared
+_SHARDS_OF_MANY = (8, 64)
+_MANY_DEVICES = 512
+_CLEARLY = 0.9
+_SHARDS_OF_MORE = (32,)
 _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
@@ -130,26 +132,28 @@ class Search:
 
         ``prices``: of a device of each pool; ``by_time``: the score is the step's seconds, so that bounds on them rule plans out.
         """
-        # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
         limits = self._limits(1, prices, budget)
-        anyhow = [self._times(rows, limits) for rows in self._anyhow()]
-        least = (inf if times is None else times[0] for times in anyhow)
-        self.bound_s = min(self.bound_s, *least, self._spread_s(limits))
+        least, about = self._spread_s(limits), inf
+        if least == inf or self.fleet.devices <= _MANY_DEVICES:
+            # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
+            anyhow = [times for rows in self._anyhow() if (times := self._times(rows, limits))]
+            least = min([least, *(times[0] for times in anyhow)])
+            about = min([about, *(times[1] for times in anyhow)])
+        self.bound_s = min(self.bound_s, least)
         best: Weighed | None = None
         columns: dict[Template, None] = {}
         about_s = inf
         for zero, shards in self._levels():
             if self._late():
                 break
+            # Over many devices the relaxation says well enough what is worth a search; what levels above 1 exchange it does not know.
+            many = self.fleet.devices > self.space.few_devices
+            if many and max(zero) > 1 and best is not None and about >= _CLEARLY * about_s:
+                break
             limits = self._limits(shards, prices, budget)
-            if max(zero) > 1 and self.fleet.devices > _FEW_DEVICES:
-                # Over many devices, where whole numbers hardly matter: with so much exchanged it is no faster in any number of parts.
-                soonest = self._times(self._rows(self._high, self._most_pipelines, least=shards), limits)
-                if soonest is None or soonest[1] >= about_s:
-                    break
             rows = self._rows(zero, shards, least=shards)
             times = self._times(rows, limits)
-            if times is None:
+            if times is None or (many and times[1] >= (_CLEARLY if max(zero) > 1 else 1) * about_s):
                 continue
             about_s = min(about_s, times[1])
             if best is not None and by_time and times[0] >= best.predicted.step_s:
@@ -233,20 +237,24 @@ class Search:
         """At one of which levels in how many parts state may be: only what helps, what is exchanged least first."""
         most = self._most_pipelines
         found: list[tuple[Levels, int]] = [((self._low,), 1)]
-        alone, low, high = self._rows((self._low,), 1, least=1), *self._anyhow()
-        copies = any(w.copies > 1 for pool in self.fleet.pools for w in self.tables.costs.widths(pool.kind))
-        parts = [n for n in (_SHARDS if most <= _FEW_DEVICES else _SHARDS_OF_MANY) if n <= most and (n > 1 or copies)]
-        if not _same(alone, low):
+        alone = self._rows((self._low,), 1, least=1)
+        if most <= _MANY_DEVICES and all(_same(alone, rows) for rows in self._anyhow()):
+            return found
+        if most <= self.space.few_devices:
+            parts = [n for n in _SHARDS if n <= most]
             found += [((self._low,), n) for n in parts]
-        if high and not _same(alone, high):
-            levels = [self._high] if most > _FEW_DEVICES else [(level,) for level in self._high]
-            found += [(own, n) for n in parts for own in levels]
-        return found
+            copies = any(w.copies > 1 for pool in self.fleet.pools for w in self.tables.costs.widths(pool.kind))
+            return found + [((level,), n) for n in ([1, *parts] if copies else parts) for level in self._high]
+        # Over many devices whole numbers hardly matter, and what is left of a state in so many parts neither.
+        parts = [n for n in (_SHARDS_OF_MANY if most <= _MANY_DEVICES else _SHARDS_OF_MORE) if n <= most]
+        return [*found, *(((self._low,), n) for n in parts), *((self._high, n) for n in parts[:1] if self._high)]
 
-    def _anyhow(self) -> tuple[list[Shapes], list[Shapes]]:
+    def _anyhow(self) -> list[list[Shapes]]:
         """All that fits in any number of pipelines: with little exchanged, and at levels that exchange beside every micro-batch."""
         most = self._most_pipelines
-        return self._rows((self._low,), most), self._rows(self._high, most) if self._high else []
+        if most > self.space.few_devices:
+            return [self._rows((self._low, *self._high), most)]
+        return [self._rows(levels, most) for levels in ((self._low,), self._high) if levels]
 
     @property
     def _low(self) -> int:
@@ -355,7 +363,7 @@ class Search:
             for mix in dict.fromkeys((*self.weighed, *self._proposed))
             if any(len(t.stages) > 1 for t, _ in mix) and self._within(mix, prices, budget)
         ]
-        small = self.fleet.devices <= _FEW_DEVICES
+        small = self.fleet.devices <= self.space.few_devices
         chosen = sorted((m for m in within if m in self.weighed), key=lambda mix: score(self.weighed[mix]))
         chosen = chosen[:_RESCHEDULED]
         if by_time:
@@ -369,7 +377,7 @@ class Search:
             options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s)]
             options.sort(key=self._least_s)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
-        work = self.space.work if small else self.space.work // 10
+        work = self.space.work if small else self.space.work // 20
         limit = self._spent + work
         found: dict[Mix, Weighed] = {}
         for mix in options:
@@ -393,7 +401,7 @@ class Search:
         limits, rows = self._limits(shards, prices, budget), self._rows(zero, shards, least=shards)
         mixes = Mixes(predictor=self.predictor, space=self.space, waits=False)
         seconds = best.predicted.step_s
-        if self.fleet.devices <= _FEW_DEVICES:
+        if self.fleet.devices <= self.space.few_devices:
             columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
         own = mixes.worth_most(list(columns), limits, seconds)
         self._proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))

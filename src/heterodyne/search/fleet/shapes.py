@@ -202,7 +202,9 @@ def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space, *, ev
             # Over several nodes micro-batches alone are not shared, unless a node is one device: it would be further replicas.
             beyond = widths.devices > pool.devices_per_node > 1
             runs = table is not None and (not space.runnable or _runs(widths, table))
-            if table is not None and runs and (table.may_stand_alone or not beyond):
+            # Among many devices pipelines of unlike numbers do what stages that share a micro-batch do among few.
+            alone = beyond or fleet.devices > space.few_devices
+            if table is not None and runs and (table.may_stand_alone or not alone):
                 own.append(
                     Kind(pool=number, name=pool.name, widths=widths, memory_bytes=float(pool.memory_bytes), table=table)
                 )

@@ -22,6 +22,7 @@ class Space:
         runnable: only stages that this library runs: the devices of one share their work in one way, experts only with their layers.
         micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
         zero: levels of state sharding, of `ZERO_LEVELS`, ascending.
+        few_devices: up to so many in a fleet whole numbers matter, and more is tried that only differs in these.
         cells: of the tables of stages that are worked through for one micro-batch size.
         columns: kinds of pipelines among which counts are chosen exactly.
         work: stages that are played while the best mixes are improved.
@@ -41,7 +42,8 @@ class Space:
     schedules: tuple[ScheduleName, ...] = ("1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble")
     max_chunks: int = 4
     layouts: tuple[Layout, ...] = ("stages", "pipelines")
-    cells: int = 8_000_000
+    few_devices: int = 16
+    cells: int = 4_000_000
     columns: int = 40
     work: int = 5_000
 

@@ -63,7 +63,7 @@ class Table:
     costs: Sequence[LayerCost]
     widths: Widths
     _at_levels: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False, compare=False)
-    _held: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False, compare=False)
+    _held: dict[object, tuple[Floats, Floats, float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -123,12 +123,11 @@ class Table:
         """
         zero = zero if replicas * self.widths.copies > 1 else 0
         kept = self._kept_again if recompute else self._kept
-        own = self.costs[start:stop]
-        passing = float(max(cost.workspace_bytes for cost in own))
+        passing = float(self._working[start, stop])
         if recompute:
-            passing += max(max(0, cost.kept_bytes - cost.kept_bytes_recomputed) for cost in own)
+            passing += float(self._redone[start, stop])
         if zero > 1:
-            passing += max(_pairs([_gathered(cost, zero) for cost in own]))
+            passing += float(self._passing[zero][start, stop])
         parameters, gradients, optimizer = (
             (sums.shared[stop] - sums.shared[start]) / replicas
             if zero >= level
@@ -159,22 +158,33 @@ class Table:
         among so many pipelines at some rates, whichever way is shorter. Shape [layers + 1, layers + 1].
         """
         zero = zero if replicas * self.widths.copies > 1 else 0
+        most, most_again, top, top_again = self._most_held(zero, replicas, memory_bytes)
+        if held > (max(top, top_again) if recompute else top):
+            return self._nothing
         plain, again = self._at_level(zero, exchange)
-        most, most_again = self._most_held(zero, replicas, memory_bytes)
         redone = np.where(held <= most_again, again, np.inf) if recompute else np.inf
         found: Floats = np.where(held <= most, plain, redone)
         return found
 
-    def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[Floats, Floats]:
-        """Micro-batches for which there is memory in every stage, kept and recomputed; a search asks for many numbers of them in turn."""
+    def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[Floats, Floats, float, float]:
+        """Micro-batches for which there is memory in every stage, kept and recomputed, and in any at all; a search asks for many numbers
+        of them in turn.
+        """
         key = (zero, replicas, memory_bytes)
         if key not in self._held:
             kept, kept_again = self._kept_squares
             room = memory_bytes - self._fixed_bytes(zero, replicas)
             if len(self._held) >= _LEVELS_KEPT:  # of a long model each takes as much as a search has room for
                 self._held.clear()
-            self._held[key] = (_times(room, kept), _times(room - self._redone, kept_again))
+            most, most_again = _times(room, kept), _times(room - self._redone, kept_again)
+            stages = np.triu_indices(len(self.costs) + 1, 1)
+            self._held[key] = (most, most_again, float(most[stages].max()), float(most_again[stages].max()))
         return self._held[key]
+
+    @cached_property
+    def _nothing(self) -> Floats:
+        count = len(self.costs) + 1
+        return np.full((count, count), np.inf)
 
     def _at_level(self, zero: int, exchange: tuple[int, Rates]) -> tuple[Floats, Floats]:
         """For every start and stop: seconds without and with recompute."""
