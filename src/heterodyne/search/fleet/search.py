@@ -63,12 +63,14 @@ class Search:
 
     Args:
         deadline_s: on `time.monotonic`'s clock; the best that is known by then is the result.
+        bounded: whether it shall be known what no plan can beat.
     """
 
     predictor: Predictor
     space: Space
     deadline_s: float | None = None
     weighed: dict[Mix, Weighed] = field(default_factory=dict)
+    bounded: bool = True
     bound_s: float = inf
     stopped: bool = False
     _shapes: dict[tuple[int, Levels, int, int | None], Shapes | None] = field(default_factory=dict)
@@ -132,14 +134,7 @@ class Search:
 
         ``prices``: of a device of each pool; ``by_time``: the score is the step's seconds, so that bounds on them rule plans out.
         """
-        limits = self._limits(1, prices, budget)
-        least, about = self._spread_s(limits), inf
-        if least == inf or self.fleet.devices <= _MANY_DEVICES:
-            # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
-            anyhow = [times for rows in self._anyhow() if (times := self._times(rows, limits))]
-            least = min([least, *(times[0] for times in anyhow)])
-            about = min([about, *(times[1] for times in anyhow)])
-        self.bound_s = min(self.bound_s, least)
+        about = self._bound(self._limits(1, prices, budget)) if self.bounded else inf
         best: Weighed | None = None
         columns: dict[Template, None] = {}
         about_s = inf
@@ -177,12 +172,23 @@ class Search:
                 best = self._rescheduled(best, later, list(columns), score, prices, budget, by_time)
         return best
 
+    def _bound(self, limits: Limits) -> float:
+        """What no plan can beat becomes known; the result is about what the best comes to by relaxation, where that is known too."""
+        least, about = self._spread_s(limits), inf
+        if least == inf or self.fleet.devices <= _MANY_DEVICES:
+            # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
+            anyhow = [times for rows in self._anyhow() if (times := self._times(rows, limits))]
+            least = min([least, *(times[0] for times in anyhow)])
+            about = min([about, *(times[1] for times in anyhow)])
+        self.bound_s = min(self.bound_s, least)
+        return about
+
     def alone(self, pool: str, work: int) -> Search:
         """A search of what one pool does under the first schedules, with the shapes that are known of it. ``work``: as in `Space`."""
         number = [own.name for own in self.fleet.pools].index(pool)
         known = {key: None if rows is None else rows.of_pool(number) for key, rows in self._shapes.items()}
         space = replace(self.space, pools=(pool,), work=work, schedules=self._first)
-        return Search(predictor=self.predictor, space=space, deadline_s=self.deadline_s, _shapes=known)
+        return Search(predictor=self.predictor, space=space, deadline_s=self.deadline_s, bounded=False, _shapes=known)
 
     def weigh(
         self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
