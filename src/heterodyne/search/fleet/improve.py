@@ -51,10 +51,7 @@ class Steps:
                     yield mix_of([*_less(mix, template), (changed, 1)])
         if len(mix) > 1:
             # The replica of a layer with the shortest backward says what of its gradients hides.
-            for size in self.sizes:
-                resized = [self._fitted(replace(template, micro_batch=size), shared) for template, _ in mix]
-                if all(map(self._known, resized)):
-                    yield mix_of(zip(resized, (count for _, count in mix), strict=True))
+            yield from self.resized(mix, zero)
         for template, _ in mix:
             fewer = _less(mix, template)
             if fewer:
@@ -68,6 +65,14 @@ class Steps:
             fewer = _less(_less(mix, a), b)
             if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
                 yield from self._filled(fewer)
+
+    def resized(self, mix: Mix, zero: int) -> Iterator[Mix]:
+        """All pipelines with micro-batches of one size."""
+        shared = (sum(count for _, count in mix), zero)
+        for size in self.sizes:
+            resized = [self._fitted(replace(template, micro_batch=size), shared) for template, _ in mix]
+            if all(map(self._known, resized)):
+                yield mix_of(zip(resized, (count for _, count in mix), strict=True))
 
     def changed(self, template: Template, shared: Shared) -> Iterator[Template]:
         """A border moved, more or fewer stages on each place, the places the other way round, other widths, another size of micro-batch,

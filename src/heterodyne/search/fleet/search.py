@@ -47,9 +47,10 @@ _PLAYED = 60  # mixes of whole counts that are played, those with the best bound
 _RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
 _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
 _LATER_STARTS = 3  # mixes that are improved under them
-_LATER_STARTS_OF_FEW = 8
+_LATER_STARTS_OF_FEW = 24
 _NO_TIME_S = 1e-12  # of a layer that costs nothing
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
+_NEARLY_OF_FEW = 1.3
 _ACTIONS = 25  # of the orders of a schedule that are as much work as a stage under 1F1B
 Score = Callable[[Weighed], float]
 Levels = tuple[int, ...]
@@ -379,8 +380,14 @@ class Search:
         chosen = list(dict.fromkeys(chosen))
         interleaved = not INTERLEAVED.isdisjoint(later)
         options = [o for mix in chosen for o in self._interleaved(mix)] if interleaved else chosen
+        if small and not interleaved:
+            # A size that is best where pipelines wait need not be where they do not.
+            steps = self._steps(columns, "1F1B", later, prices, budget)
+            sizes = (o for mix in chosen for o in steps.resized(mix, self._zero_of(mix)))
+            options = list(dict.fromkeys((*chosen, *(mix for mix in sizes if self._within(mix, prices, budget)))))
+        nearly = _NEARLY_OF_FEW if small else _NEARLY
         if by_time:
-            options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s)]
+            options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s * nearly)]
             options.sort(key=self._least_s)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
         work = self.space.work if small else self.space.work // 20
@@ -389,7 +396,7 @@ class Search:
         for mix in options:
             if self._late() or self._spent > limit:
                 break
-            weighed = self.weigh(mix, best.predicted.step_s * _NEARLY if by_time else inf, later)
+            weighed = self.weigh(mix, best.predicted.step_s * nearly if by_time else inf, later)
             if weighed is not None:
                 found[mix] = weighed
                 if score(weighed) < score(best):
@@ -409,6 +416,7 @@ class Search:
         seconds = best.predicted.step_s
         if self.fleet.devices <= self.space.few_devices:
             columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
+            self._proposed.update(dict.fromkeys(mixes.alike(list(columns), limits)))
         own = mixes.worth_most(list(columns), limits, seconds)
         self._proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))
 
@@ -423,10 +431,13 @@ class Search:
         known = self.weighed.get(mix)
         return self.predictor.bound_s(mix) + (0.0 if known is None else known.predicted.sync_s)
 
+    def _zero_of(self, mix: Mix) -> int:
+        """The level at which it is known to be best, or might be."""
+        return self.weighed[mix].plan.zero if mix in self.weighed else self._low
+
     def _interleaved(self, mix: Mix) -> Iterator[Mix]:
         """With more stages on each place, wherever there are layers for that."""
-        pipelines = sum(count for _, count in mix)
-        shared = (pipelines, self.weighed[mix].plan.zero if mix in self.weighed else self._low)
+        shared = (sum(count for _, count in mix), self._zero_of(mix))
         for chunks in range(2, self.space.max_chunks + 1):
             options = [
                 [t for t in chunked(template, chunks) if len(t.stages) <= self.space.max_stages] for template, _ in mix
@@ -463,18 +474,7 @@ class Search:
         for mix, start, schedule, schedules in starts:
             limit += work // len(starts)
             split = not SPLIT.isdisjoint(schedules)
-            steps = Steps(
-                predictor=self.predictor,
-                columns=columns,
-                sizes=self.sizes,
-                recompute=self.space.recompute,
-                widths=self._widths,
-                schedule=schedule,
-                max_chunks=1 if INTERLEAVED.isdisjoint(schedules) else self.space.max_chunks,
-                max_stages=self.space.max_stages,
-                most_pipelines=self.space.max_pipelines,
-                usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
-            )
+            steps = self._steps(columns, schedule, schedules, prices, budget)
 
             def could_beat(tried: Mix, least: float, split: bool = split) -> bool:
                 if not self._within(tried, prices, budget):
@@ -491,6 +491,27 @@ class Search:
             if score(found) < score(best):
                 best = found
         return best
+
+    def _steps(
+        self,
+        columns: Sequence[Template],
+        schedule: ScheduleName,
+        schedules: tuple[ScheduleName, ...],
+        prices: Floats | None,
+        budget: float,
+    ) -> Steps:
+        return Steps(
+            predictor=self.predictor,
+            columns=columns,
+            sizes=self.sizes,
+            recompute=self.space.recompute,
+            widths=self._widths,
+            schedule=schedule,
+            max_chunks=1 if INTERLEAVED.isdisjoint(schedules) else self.space.max_chunks,
+            max_stages=self.space.max_stages,
+            most_pipelines=self.space.max_pipelines,
+            usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
+        )
 
     def _widths(self, pool: str, size: int) -> tuple[Widths, ...]:
         return tuple(kind.widths for kind in self._kinds_of(size) if kind.name == pool)
