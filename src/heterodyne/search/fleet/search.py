@@ -12,17 +12,16 @@ Steps 1 to 3 find cuts and counts that are best for slowest stages; played time 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from time import monotonic
 
 import numpy as np
-from scipy.optimize import linprog
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.aim import Aim, Score
 from heterodyne.search.fleet.chunks import chunked
 from heterodyne.search.fleet.columns import Columns, together
 from heterodyne.search.fleet.counts import Limits, shortest_s
@@ -30,17 +29,15 @@ from heterodyne.search.fleet.improve import Steps, climb, fitted
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Layout, ScheduleName, Template, suits
 from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
-from heterodyne.search.fleet.shapes import Kind, Shapes, Sharing, kinds_of, shapes
+from heterodyne.search.fleet.rows import MANY_DEVICES, Rows
+from heterodyne.search.fleet.shapes import Shapes
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.spread import spread_s
 from heterodyne.search.fleet.tables import Floats, Tables
 
 __all__ = ["Search"]
 
-_SHARDS = (2, 3, 4, 6, 8, 16)  # parts of the state that is shared
-_SHARDS_OF_MANY = (8, 64)
-_MANY_DEVICES = 512
 _CLEARLY = 0.9
-_SHARDS_OF_MORE = (32,)
 _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
@@ -48,12 +45,9 @@ _RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, an
 _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
 _LATER_STARTS = 3  # mixes that are improved under them
 _LATER_STARTS_OF_FEW = 24
-_NO_TIME_S = 1e-12  # of a layer that costs nothing
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
 _NEARLY_OF_FEW = 1.3
 _ACTIONS = 25  # of the orders of a schedule that are as much work as a stage under 1F1B
-Score = Callable[[Weighed], float]
-Levels = tuple[int, ...]
 _Start = tuple[Mix, Weighed, ScheduleName, tuple[ScheduleName, ...]]
 """What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
 
@@ -65,6 +59,7 @@ class Search:
     Args:
         deadline_s: on `time.monotonic`'s clock; the best that is known by then is the result.
         bounded: whether it shall be known what no plan can beat.
+        known: shapes that were grown before.
     """
 
     predictor: Predictor
@@ -72,13 +67,21 @@ class Search:
     deadline_s: float | None = None
     weighed: dict[Mix, Weighed] = field(default_factory=dict)
     bounded: bool = True
+    known: Rows | None = None
     bound_s: float = inf
     stopped: bool = False
-    _shapes: dict[tuple[int, Levels, int, int | None], Shapes | None] = field(default_factory=dict)
-    _kinds: dict[int, tuple[Kind, ...]] = field(default_factory=dict)
     _known: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
     _proposed: dict[Mix, None] = field(default_factory=dict)
     _work: int = 0
+
+    @cached_property
+    def rows(self) -> Rows:
+        return self.known or Rows(predictor=self.predictor, space=self.space)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of micro-batches, those of which something is known."""
+        return self.rows.sizes
 
     @property
     def fleet(self) -> Fleet:
@@ -111,23 +114,6 @@ class Search:
     def _spent(self) -> int:
         return self._work + self.predictor.actions_played // _ACTIONS
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Of micro-batches, those of which something is known."""
-        most = self.predictor.global_batch
-        wanted = self.space.micro_batches or tuple(2**n for n in range(most.bit_length()))
-        kinds = {(pool.kind, widths) for pool in self.fleet.pools for widths in self.tables.costs.widths(pool.kind)}
-        known = [
-            size
-            for size in wanted
-            if size <= most
-            and any(
-                (table := self.tables.table(kind, widths, size)) is not None and table.may_stand_alone
-                for kind, widths in sorted(kinds)
-            )
-        ]
-        return tuple(sorted(known))
-
     def run(
         self, score: Score, *, prices: Floats | None = None, budget: float = inf, by_time: bool = True
     ) -> Weighed | None:
@@ -135,50 +121,57 @@ class Search:
 
         ``prices``: of a device of each pool; ``by_time``: the score is the step's seconds, so that bounds on them rule plans out.
         """
-        about = self._bound(self._limits(1, prices, budget)) if self.bounded else inf
+        by_pool = None
+        if prices is not None:
+            by_pool = {pool.name: float(price) for pool, price in zip(self.fleet.pools, prices, strict=True)}
+        aim = Aim(score=score, by_time=by_time, prices=prices, by_pool=by_pool, budget=budget)
+        return self._run(aim)
+
+    def _run(self, aim: Aim) -> Weighed | None:
+        about = self._bound(self._limits(1, aim)) if self.bounded else inf
         best: Weighed | None = None
         columns: dict[Template, None] = {}
         about_s = inf
-        for zero, shards in self._levels():
+        for zero, shards in self.rows.levels():
             if self._late():
                 break
             # Over many devices the relaxation says well enough what is worth a search; what levels above 1 exchange it does not know.
-            many = self.fleet.devices > self.space.few_devices
+            many = not self.rows.few
             if many and max(zero) > 1 and best is not None and about >= _CLEARLY * about_s:
                 break
-            limits = self._limits(shards, prices, budget)
-            rows = self._rows(zero, shards, least=shards)
+            limits = self._limits(shards, aim)
+            rows = self.rows.of(zero, shards, least=shards)
             times = self._times(rows, limits)
             if times is None or (many and times[1] >= (_CLEARLY if max(zero) > 1 else 1) * about_s):
                 continue
             about_s = min(about_s, times[1])
-            if best is not None and by_time and times[0] >= best.predicted.step_s:
+            if best is not None and aim.by_time and times[0] >= best.predicted.step_s:
                 continue  # no plan with these shapes is faster
             columns.update(dict.fromkeys(self._chosen.of(rows, limits, times[1])))
             own = list(columns)
-            best = self._played(self._mixes.alike(own, limits), best, score, prices, budget, by_time)
+            best = self._played(self._mixes.alike(own, limits), best, aim)
             known_s = 1e3 * times[1] if best is None else best.predicted.step_s
             own = self._mixes.worth_most(own, limits, known_s)
             mixes = list(dict.fromkeys(self._mixes.unlike(own, limits, times[0], known_s)))
-            best = self._played(mixes, best, score, prices, budget, by_time)
+            best = self._played(mixes, best, aim)
             if best is not None:
                 pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
-                best = self._played(pairs, best, score, prices, budget, by_time)
+                best = self._played(pairs, best, aim)
         if best is None:
             return None
-        best = self._improved(best, list(columns), score, prices, budget, by_time)
+        best = self._improved(best, list(columns), aim)
         if self._later and not self._late():
-            self._propose(best, columns, prices, budget)
+            self._propose(best, columns, aim)
             for later in self._later:
-                best = self._rescheduled(best, later, list(columns), score, prices, budget, by_time)
+                best = self._rescheduled(best, later, list(columns), aim)
         return best
 
     def _bound(self, limits: Limits) -> float:
         """What no plan can beat becomes known; the result is about what the best comes to by relaxation, where that is known too."""
-        least, about = self._spread_s(limits), inf
-        if least == inf or self.fleet.devices <= _MANY_DEVICES:
+        least, about = spread_s(self.rows, limits), inf
+        if least == inf or self.fleet.devices <= MANY_DEVICES:
             # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
-            anyhow = [times for rows in self._anyhow() if (times := self._times(rows, limits))]
+            anyhow = [times for rows in self.rows.anyhow() if (times := self._times(rows, limits))]
             least = min([least, *(times[0] for times in anyhow)])
             about = min([about, *(times[1] for times in anyhow)])
         self.bound_s = min(self.bound_s, least)
@@ -186,10 +179,9 @@ class Search:
 
     def alone(self, pool: str, work: int) -> Search:
         """A search of what one pool does under the first schedules, with the shapes that are known of it. ``work``: as in `Space`."""
-        number = [own.name for own in self.fleet.pools].index(pool)
-        known = {key: None if rows is None else rows.of_pool(number) for key, rows in self._shapes.items()}
         space = replace(self.space, pools=(pool,), work=work, schedules=self._first)
-        return Search(predictor=self.predictor, space=space, deadline_s=self.deadline_s, bounded=False, _shapes=known)
+        known = self.rows.of_pool(pool, space)
+        return Search(predictor=self.predictor, space=space, deadline_s=self.deadline_s, bounded=False, known=known)
 
     def weigh(
         self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
@@ -240,66 +232,9 @@ class Search:
             for group in known.plan.groups
         )
 
-    def _levels(self) -> list[tuple[Levels, int]]:
-        """At one of which levels in how many parts state may be: only what helps, what is exchanged least first."""
-        most = self._most_pipelines
-        found: list[tuple[Levels, int]] = [((self._low,), 1)]
-        alone = self._rows((self._low,), 1, least=1)
-        if most <= _MANY_DEVICES and all(_same(alone, rows) for rows in self._anyhow()):
-            return found
-        if most <= self.space.few_devices:
-            parts = [n for n in _SHARDS if n <= most]
-            found += [((self._low,), n) for n in parts]
-            copies = any(w.copies > 1 for pool in self.fleet.pools for w in self.tables.costs.widths(pool.kind))
-            return found + [((level,), n) for n in ([1, *parts] if copies else parts) for level in self._high]
-        # Over many devices whole numbers hardly matter, and what is left of a state in so many parts neither.
-        parts = [n for n in (_SHARDS_OF_MANY if most <= _MANY_DEVICES else _SHARDS_OF_MORE) if n <= most]
-        return [*found, *(((self._low,), n) for n in parts), *((self._high, n) for n in parts[:1] if self._high)]
-
-    def _anyhow(self) -> list[list[Shapes]]:
-        """All that fits in any number of pipelines: with little exchanged, and at levels that exchange beside every micro-batch."""
-        most = self._most_pipelines
-        if most > self.space.few_devices:
-            return [self._rows((self._low, *self._high), most)]
-        return [self._rows(levels, most) for levels in ((self._low,), self._high) if levels]
-
-    @property
-    def _low(self) -> int:
-        """1, which fits wherever 0 does; where it may not be, 0, which is all that one pipeline can do."""
-        return 1 if 1 in self.space.zero else 0
-
-    @property
-    def _high(self) -> Levels:
-        """At which something is exchanged beside every micro-batch."""
-        return tuple(level for level in self.space.zero if level > 1)
-
-    @property
-    def _most_pipelines(self) -> int:
-        """That share state."""
-        if max(self.space.zero) < 1:
-            return 1
-        return min(self.fleet.devices, self.space.max_pipelines or self.fleet.devices)
-
-    def _limits(self, shards: int, prices: Floats | None, budget: float) -> Limits:
+    def _limits(self, shards: int, aim: Aim) -> Limits:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
-        return Limits(room=room, prices=prices, budget=budget, least=shards, most=self.space.max_pipelines)
-
-    def _rows(self, zero: Levels, shards: int, least: int | None = None) -> list[Shapes]:
-        """Of each size of micro-batch (see `Sharing`)."""
-        sharing = Sharing(replicas=shards, zero=zero, least=least, network=self.predictor.network)
-        for size in self.sizes:
-            key = (size, zero, shards, least if max(zero) > 1 else None)
-            if key not in self._shapes:
-                self._shapes[key] = shapes(
-                    self.fleet,
-                    self.tables,
-                    micro_batch=size,
-                    global_batch=self.predictor.global_batch,
-                    sharing=sharing,
-                    space=self.space,
-                )
-        found = [self._shapes[size, zero, shards, least if max(zero) > 1 else None] for size in self.sizes]
-        return [rows for rows in found if rows is not None]
+        return Limits(room=room, prices=aim.prices, budget=aim.budget, least=shards, most=self.space.max_pipelines)
 
     def _times(self, rows: Sequence[Shapes], limits: Limits) -> tuple[float, float] | None:
         if not rows:
@@ -311,10 +246,7 @@ class Search:
         self,
         mixes: Sequence[Mix],
         best: Weighed | None,
-        score: Score,
-        prices: Floats | None,
-        budget: float,
-        by_time: bool,
+        aim: Aim,
     ) -> Weighed | None:
         """The best of them, and of what is known already. Where it is not time that counts, bounds only say what comes first."""
         split = not SPLIT.isdisjoint(self._first)
@@ -325,14 +257,13 @@ class Search:
             if (
                 self._late()
                 or self._spent > limit
-                or (by_time and best is not None and bound_s >= best.predicted.step_s)
+                or (aim.by_time and best is not None and bound_s >= best.predicted.step_s)
             ):
                 break
-            if not self._within(mixes[number], prices, budget):
+            if not aim.within(mixes[number]):
                 continue
-            below_s = best.predicted.step_s if by_time and best is not None else inf
-            weighed = self.weigh(mixes[number], below_s, self._first)
-            if weighed is not None and (best is None or score(weighed) < score(best)):
+            weighed = self.weigh(mixes[number], aim.below_s(best), self._first)
+            if aim.better(weighed, best):
                 best = weighed
         return best
 
@@ -340,25 +271,19 @@ class Search:
         self,
         best: Weighed,
         columns: Sequence[Template],
-        score: Score,
-        prices: Floats | None,
-        budget: float,
-        by_time: bool,
+        aim: Aim,
     ) -> Weighed:
-        within = [(mix, w) for mix, w in self.weighed.items() if self._within(mix, prices, budget)]
-        starts = sorted(within, key=lambda entry: score(entry[1]))[:_STARTS]
+        within = [(mix, w) for mix, w in self.weighed.items() if aim.within(mix)]
+        starts = sorted(within, key=lambda entry: aim.score(entry[1]))[:_STARTS]
         climbs: list[_Start] = [(mix, start, "1F1B", self._first) for mix, start in starts]
-        return self._climbed(best, climbs, columns, score, prices, budget, by_time, self.space.work)
+        return self._climbed(best, climbs, columns, aim, self.space.work)
 
     def _rescheduled(
         self,
         best: Weighed,
         later: tuple[ScheduleName, ...],
         columns: Sequence[Template],
-        score: Score,
-        prices: Floats | None,
-        budget: float,
-        by_time: bool,
+        aim: Aim,
     ) -> Weighed:
         """The best with some schedules that are not tried first, for those that interleave with every number of stages on each place.
 
@@ -368,12 +293,12 @@ class Search:
         within = [
             mix
             for mix in dict.fromkeys((*self.weighed, *self._proposed))
-            if any(len(t.stages) > 1 for t, _ in mix) and self._within(mix, prices, budget)
+            if any(len(t.stages) > 1 for t, _ in mix) and aim.within(mix)
         ]
-        small = self.fleet.devices <= self.space.few_devices
-        chosen = sorted((m for m in within if m in self.weighed), key=lambda mix: score(self.weighed[mix]))
+        small = self.rows.few
+        chosen = sorted((m for m in within if m in self.weighed), key=lambda mix: aim.score(self.weighed[mix]))
         chosen = chosen[:_RESCHEDULED]
-        if by_time:
+        if aim.by_time:
             steady = sorted((self._steady_s(mix), number) for number, mix in enumerate(within))
             steady = steady[: _RESCHEDULED_OF_FEW if small else _RESCHEDULED]
             chosen += [within[number] for seconds, number in steady if seconds < best.predicted.step_s]
@@ -382,11 +307,11 @@ class Search:
         options = [o for mix in chosen for o in self._interleaved(mix)] if interleaved else chosen
         if small and not interleaved:
             # A size that is best where pipelines wait need not be where they do not.
-            steps = self._steps(columns, "1F1B", later, prices, budget)
+            steps = self._steps(columns, "1F1B", later, aim)
             sizes = (o for mix in chosen for o in steps.resized(mix, self._zero_of(mix)))
-            options = list(dict.fromkeys((*chosen, *(mix for mix in sizes if self._within(mix, prices, budget)))))
+            options = list(dict.fromkeys((*chosen, *(mix for mix in sizes if aim.within(mix)))))
         nearly = _NEARLY_OF_FEW if small else _NEARLY
-        if by_time:
+        if aim.by_time:
             options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s * nearly)]
             options.sort(key=self._least_s)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
@@ -396,25 +321,27 @@ class Search:
         for mix in options:
             if self._late() or self._spent > limit:
                 break
-            weighed = self.weigh(mix, best.predicted.step_s * nearly if by_time else inf, later)
+            weighed = self.weigh(mix, aim.below_s(best, nearly), later)
             if weighed is not None:
                 found[mix] = weighed
-                if score(weighed) < score(best):
+                if aim.score(weighed) < aim.score(best):
                     best = weighed
-        starts = sorted(found.items(), key=lambda entry: score(entry[1]))[
+        starts = sorted(found.items(), key=lambda entry: aim.score(entry[1]))[
             : _LATER_STARTS_OF_FEW if small else _LATER_STARTS
         ]
         climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
-        return self._climbed(best, climbs, columns, score, prices, budget, by_time, work)
+        return self._climbed(best, climbs, columns, aim, work)
 
-    def _propose(self, best: Weighed, columns: dict[Template, None], prices: Floats | None, budget: float) -> None:
+    def _propose(self, best: Weighed, columns: dict[Template, None], aim: Aim) -> None:
         """Mixes that could be faster if their pipelines waited less than under the first schedules; also adds to the columns."""
-        known = [(zero, n) for zero, n in self._levels() if best.plan.zero in (0, *zero) and n <= best.plan.pipelines]
-        zero, shards = max(known, key=lambda level: level[1], default=((self._low,), 1))
-        limits, rows = self._limits(shards, prices, budget), self._rows(zero, shards, least=shards)
+        known = [
+            (zero, n) for zero, n in self.rows.levels() if best.plan.zero in (0, *zero) and n <= best.plan.pipelines
+        ]
+        zero, shards = max(known, key=lambda level: level[1], default=((self.rows.low,), 1))
+        limits, rows = self._limits(shards, aim), self.rows.of(zero, shards, least=shards)
         mixes = Mixes(predictor=self.predictor, space=self.space, waits=False)
         seconds = best.predicted.step_s
-        if self.fleet.devices <= self.space.few_devices:
+        if self.rows.few:
             columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
             self._proposed.update(dict.fromkeys(mixes.alike(list(columns), limits)))
         own = mixes.worth_most(list(columns), limits, seconds)
@@ -433,7 +360,7 @@ class Search:
 
     def _zero_of(self, mix: Mix) -> int:
         """The level at which it is known to be best, or might be."""
-        return self.weighed[mix].plan.zero if mix in self.weighed else self._low
+        return self.weighed[mix].plan.zero if mix in self.weighed else self.rows.low
 
     def _interleaved(self, mix: Mix) -> Iterator[Mix]:
         """With more stages on each place, wherever there are layers for that."""
@@ -463,10 +390,7 @@ class Search:
         best: Weighed,
         starts: Sequence[_Start],
         columns: Sequence[Template],
-        score: Score,
-        prices: Floats | None,
-        budget: float,
-        by_time: bool,
+        aim: Aim,
         work: int,
     ) -> Weighed:
         """From each start, as many steps as its part of the work allows."""
@@ -474,21 +398,21 @@ class Search:
         for mix, start, schedule, schedules in starts:
             limit += work // len(starts)
             split = not SPLIT.isdisjoint(schedules)
-            steps = self._steps(columns, schedule, schedules, prices, budget)
+            steps = self._steps(columns, schedule, schedules, aim)
 
             def could_beat(tried: Mix, least: float, split: bool = split) -> bool:
-                if not self._within(tried, prices, budget):
+                if not aim.within(tried):
                     return False
-                return not by_time or self.predictor.could_take(tried, least, split=split)
+                return not aim.by_time or self.predictor.could_take(tried, least, split=split)
 
             def proceed(limit: int = limit) -> bool:
                 return self._spent < limit and not self._late()
 
             def weigh(tried: Mix, least: float, schedules: tuple[ScheduleName, ...] = schedules) -> Weighed | None:
-                return self.weigh(tried, least if by_time else inf, schedules)
+                return self.weigh(tried, least if aim.by_time else inf, schedules)
 
-            found, _ = climb(start, mix, steps, weigh, score, could_beat, proceed)
-            if score(found) < score(best):
+            found, _ = climb(start, mix, steps, weigh, aim.score, could_beat, proceed)
+            if aim.score(found) < aim.score(best):
                 best = found
         return best
 
@@ -497,78 +421,22 @@ class Search:
         columns: Sequence[Template],
         schedule: ScheduleName,
         schedules: tuple[ScheduleName, ...],
-        prices: Floats | None,
-        budget: float,
+        aim: Aim,
     ) -> Steps:
         return Steps(
             predictor=self.predictor,
             columns=columns,
             sizes=self.sizes,
             recompute=self.space.recompute,
-            widths=self._widths,
+            widths=self.rows.widths,
             schedule=schedule,
             max_chunks=1 if INTERLEAVED.isdisjoint(schedules) else self.space.max_chunks,
             max_stages=self.space.max_stages,
             most_pipelines=self.space.max_pipelines,
-            usd=None if prices is None or budget == inf else (self._by_pool(prices), budget),
+            usd=aim.usd,
         )
-
-    def _widths(self, pool: str, size: int) -> tuple[Widths, ...]:
-        return tuple(kind.widths for kind in self._kinds_of(size) if kind.name == pool)
-
-    def _kinds_of(self, size: int) -> tuple[Kind, ...]:
-        if size not in self._kinds:
-            self._kinds[size] = kinds_of(self.fleet, self.tables, size, self.space)
-        return self._kinds[size]
-
-    def _spread_s(self, limits: Limits) -> float:
-        """No plan is faster whose places may have layers from anywhere: each device always works, and layers are shared out in fractions.
-
-        For any worth u of the layers that sums to 1 over a model, a device that takes w[l] for layer l does no more than max u / w in a
-        second, whatever its layers are. The u for which all devices do least is found by the linear program that is the dual of sharing
-        out the layers.
-        """
-        if INTERLEAVED.isdisjoint(self.space.schedules) or self.space.max_chunks < 2:
-            return inf
-        layers = list(dict.fromkeys(self.tables.costs.layers))
-        at = [self.tables.costs.layers.index(layer) for layer in layers]
-        pools = len(self.fleet.pools)
-        rows = []
-        for size in self.sizes:
-            for kind in self._kinds_of(size):
-                for number, cost in enumerate(kind.table.costs[layer] for layer in at):
-                    row = np.zeros(pools + 1 + len(layers))
-                    row[kind.pool] = -kind.devices
-                    row[pools] = 0.0 if limits.prices is None else -kind.devices * limits.prices[kind.pool]
-                    row[pools + 1 + number] = size / max(cost.forward_s + cost.backward_s, _NO_TIME_S)
-                    rows.append(row)
-        if not rows:
-            return inf
-        limited = limits.prices is not None and np.isfinite(limits.budget)
-        worth = [*map(float, limits.room), limits.budget if limited else 0.0, *([0.0] * len(layers))]
-        once = [[0.0] * (pools + 1) + [float(self.tables.costs.layers.count(layer)) for layer in layers]]
-        free = [(0, None)] * pools + [(0, None if limited else 0)] + [(0, None)] * len(layers)
-        found = linprog(worth, A_ub=np.array(rows), b_ub=np.zeros(len(rows)), A_eq=once, b_eq=[1.0], bounds=free)
-        samples_per_s = float(found.fun) if found.status == 0 and found.fun else inf
-        return self.predictor.global_batch / samples_per_s
-
-    def _within(self, mix: Mix, prices: Floats | None, budget: float) -> bool:
-        if prices is None or budget == inf:
-            return True
-        by_pool = self._by_pool(prices)
-        return sum(n * by_pool[p] * d for t, n in mix for p, d in t.devices.items()) <= budget * (1 + 1e-9)
-
-    def _by_pool(self, prices: Floats) -> dict[str, float]:
-        return {pool.name: float(price) for pool, price in zip(self.fleet.pools, prices, strict=True)}
 
     def _late(self) -> bool:
         late = self.deadline_s is not None and monotonic() >= self.deadline_s
         self.stopped = self.stopped or late
         return late
-
-
-def _same(some: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
-    """Whether no shape is faster among the others."""
-    return len(some) == len(others) and all(
-        np.array_equal(one.longest_s, other.longest_s) for one, other in zip(some, others, strict=True)
-    )

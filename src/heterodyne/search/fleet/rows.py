@@ -1,0 +1,147 @@
+"""The shapes of pipelines that a search chooses from: of every size of micro-batch, for state in more and more parts.
+
+What was grown once is kept: a search asks again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.shapes import Kind, Shapes, Sharing, kinds_of, shapes
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.tables import Tables
+
+__all__ = ["MANY_DEVICES", "Levels", "Rows"]
+
+MANY_DEVICES = 512
+"""Of a fleet, from which on a search has to do with fewer kinds of rows."""
+Levels = tuple[int, ...]
+"""Of state sharding."""
+_SHARDS = (2, 3, 4, 6, 8, 16)  # parts of the state that is shared
+_SHARDS_OF_MANY = (8, 64)
+_SHARDS_OF_MORE = (32,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Of one space."""
+
+    predictor: Predictor
+    space: Space
+    _shapes: dict[tuple[int, Levels, int, int | None], Shapes | None] = field(default_factory=dict)
+    _kinds: dict[int, tuple[Kind, ...]] = field(default_factory=dict)
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.predictor.fleet
+
+    @property
+    def tables(self) -> Tables:
+        return self.predictor.tables
+
+    @property
+    def few(self) -> bool:
+        """Whether whole numbers of devices matter."""
+        return self.fleet.devices <= self.space.few_devices
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of micro-batches, those of which something is known."""
+        most = self.predictor.global_batch
+        wanted = self.space.micro_batches or tuple(2**n for n in range(most.bit_length()))
+        kinds = {(pool.kind, widths) for pool in self.fleet.pools for widths in self.tables.costs.widths(pool.kind)}
+        known = [
+            size
+            for size in wanted
+            if size <= most
+            and any(
+                (table := self.tables.table(kind, widths, size)) is not None and table.may_stand_alone
+                for kind, widths in sorted(kinds)
+            )
+        ]
+        return tuple(sorted(known))
+
+    def widths(self, pool: str, size: int) -> tuple[Widths, ...]:
+        return tuple(kind.widths for kind in self.kinds(size) if kind.name == pool)
+
+    def kinds(self, size: int) -> tuple[Kind, ...]:
+        if size not in self._kinds:
+            self._kinds[size] = kinds_of(self.fleet, self.tables, size, self.space)
+        return self._kinds[size]
+
+    def of(self, zero: Levels, shards: int, least: int | None = None) -> list[Shapes]:
+        """Of each size of micro-batch (see `Sharing`)."""
+        sharing = Sharing(replicas=shards, zero=zero, least=least, network=self.predictor.network)
+        for size in self.sizes:
+            key = (size, zero, shards, least if max(zero) > 1 else None)
+            if key not in self._shapes:
+                self._shapes[key] = shapes(
+                    self.fleet,
+                    self.tables,
+                    micro_batch=size,
+                    global_batch=self.predictor.global_batch,
+                    sharing=sharing,
+                    space=self.space,
+                )
+        found = [self._shapes[size, zero, shards, least if max(zero) > 1 else None] for size in self.sizes]
+        return [rows for rows in found if rows is not None]
+
+    def levels(self) -> list[tuple[Levels, int]]:
+        """At one of which levels in how many parts state may be: only what helps, what is exchanged least first."""
+        most = self.most_pipelines
+        found: list[tuple[Levels, int]] = [((self.low,), 1)]
+        alone = self.of((self.low,), 1, least=1)
+        if most <= MANY_DEVICES and all(_same(alone, rows) for rows in self.anyhow()):
+            return found
+        if most <= self.space.few_devices:
+            parts = [n for n in _SHARDS if n <= most]
+            found += [((self.low,), n) for n in parts]
+            copies = any(w.copies > 1 for pool in self.fleet.pools for w in self.tables.costs.widths(pool.kind))
+            return found + [((level,), n) for n in ([1, *parts] if copies else parts) for level in self.high]
+        # Over many devices whole numbers hardly matter, and what is left of a state in so many parts neither.
+        parts = [n for n in (_SHARDS_OF_MANY if most <= MANY_DEVICES else _SHARDS_OF_MORE) if n <= most]
+        return [*found, *(((self.low,), n) for n in parts), *((self.high, n) for n in parts[:1] if self.high)]
+
+    def anyhow(self) -> list[list[Shapes]]:
+        """All that fits in any number of pipelines: with little exchanged, and at levels that exchange beside every micro-batch."""
+        most = self.most_pipelines
+        if most > self.space.few_devices:
+            return [self.of((self.low, *self.high), most)]
+        return [self.of(levels, most) for levels in ((self.low,), self.high) if levels]
+
+    @property
+    def low(self) -> int:
+        """1, which fits wherever 0 does; where it may not be, 0, which is all that one pipeline can do."""
+        return 1 if 1 in self.space.zero else 0
+
+    @property
+    def high(self) -> Levels:
+        """At which something is exchanged beside every micro-batch."""
+        return tuple(level for level in self.space.zero if level > 1)
+
+    @property
+    def most_pipelines(self) -> int:
+        """That share state."""
+        if max(self.space.zero) < 1:
+            return 1
+        return min(self.fleet.devices, self.space.max_pipelines or self.fleet.devices)
+
+    def of_pool(self, pool: str, space: Space) -> Rows:
+        """What is known of one pool, for a space that is part of this one."""
+        number = [own.name for own in self.fleet.pools].index(pool)
+        known = {key: None if rows is None else rows.of_pool(number) for key, rows in self._shapes.items()}
+        return Rows(predictor=self.predictor, space=space, _shapes=known)
+
+
+def _same(some: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
+    """Whether no shape is faster among the others."""
+    return len(some) == len(others) and all(
+        np.array_equal(one.longest_s, other.longest_s) for one, other in zip(some, others, strict=True)
+    )

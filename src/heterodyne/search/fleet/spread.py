@@ -1,0 +1,49 @@
+"""What no plan beats in which a place may have layers from anywhere."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+from scipy.optimize import linprog
+
+from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.plan import INTERLEAVED
+from heterodyne.search.fleet.rows import Rows
+
+__all__ = ["spread_s"]
+
+_NO_TIME_S = 1e-12  # of a layer that costs nothing
+
+
+def spread_s(rows_of: Rows, limits: Limits) -> float:
+    """Seconds of a step in which each device always works and layers are shared out in fractions; infinite where no schedule interleaves.
+
+    For any worth u of the layers that sums to 1 over a model, a device that takes w[l] for layer l does no more than max u / w in a
+    second, whatever its layers are. The u for which all devices do least is found by the linear program that is the dual of sharing
+    out the layers.
+    """
+    if INTERLEAVED.isdisjoint(rows_of.space.schedules) or rows_of.space.max_chunks < 2:
+        return inf
+    tables = rows_of.tables
+    layers = list(dict.fromkeys(tables.costs.layers))
+    at = [tables.costs.layers.index(layer) for layer in layers]
+    pools = len(rows_of.fleet.pools)
+    rows = []
+    for size in rows_of.sizes:
+        for kind in rows_of.kinds(size):
+            for number, cost in enumerate(kind.table.costs[layer] for layer in at):
+                row = np.zeros(pools + 1 + len(layers))
+                row[kind.pool] = -kind.devices
+                row[pools] = 0.0 if limits.prices is None else -kind.devices * limits.prices[kind.pool]
+                row[pools + 1 + number] = size / max(cost.forward_s + cost.backward_s, _NO_TIME_S)
+                rows.append(row)
+    if not rows:
+        return inf
+    limited = limits.prices is not None and np.isfinite(limits.budget)
+    worth = [*map(float, limits.room), limits.budget if limited else 0.0, *([0.0] * len(layers))]
+    once = [[0.0] * (pools + 1) + [float(tables.costs.layers.count(layer)) for layer in layers]]
+    free = [(0, None)] * pools + [(0, None if limited else 0)] + [(0, None)] * len(layers)
+    found = linprog(worth, A_ub=np.array(rows), b_ub=np.zeros(len(rows)), A_eq=once, b_eq=[1.0], bounds=free)
+    samples_per_s = float(found.fun) if found.status == 0 and found.fun else inf
+    return rows_of.predictor.global_batch / samples_per_s
