@@ -17,6 +17,9 @@ __all__ = ["changed_rows", "fleet_rows", "frontier_rows", "in_short", "ranked_ro
 
 _SHARED = ("", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
 
+_IN_SHORT = 2
+"""Groups of pipelines that a line has room for."""
+
 
 def fleet_rows(fleet: Fleet) -> Rows:
     """A row a pool."""
@@ -142,16 +145,21 @@ def changed_rows(today: Weighed, then: Weighed, what: str) -> Rows:
 
 
 def in_short(plan: FleetPlan) -> str:
-    """``4 x (8 x H100 tensor 4 x data 2, 2 x L40S, 2 stages each) + 2 x (...)``: pools, places, widths, stages on each place."""
+    """``4 x (8 x H100 tensor 4 x data 2, 2 x L40S, 2 stages each) + 2 x (...)``: pools, places, widths, stages on each place.
+
+    Of many groups the largest.
+    """
     parts = []
-    for group in plan.groups:
+    largest = sorted(plan.groups, key=lambda group: -group.replicas * sum(group.template.devices.values()))
+    for group in largest[:_IN_SHORT]:
         stages = ", ".join(
             f"{alike} x {stage.pool}" + (f" {stage.widths.in_words}" if stage.devices > 1 else "")
             for _, stage, alike in _runs(group.template.homes, widths_only=True)
         )
         chunks = f", {group.template.chunks} stages each" if group.template.chunks > 1 else ""
         parts.append(f"{group.replicas} x ({stages}{chunks})")
-    return " + ".join(parts)
+    more = len(plan.groups) - len(parts)
+    return " + ".join(parts) + (f" + {more} more kinds of pipelines" if more else "")
 
 
 def _plan_columns(seq: int | None) -> tuple[Column, ...]:
