@@ -18,7 +18,7 @@ from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.what_if import changed
 from heterodyne.cost.layers import LayerCosts
-from heterodyne.errors import ClusterError
+from heterodyne.errors import ClusterError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.check import require_valid
@@ -57,7 +57,20 @@ def plan_on_paper(
             say(
                 f"{kind} has no units for {job.training.precision} by its datasheet; its seconds are those of the nearest that it has"
             )
-    planner, found = _planned(job, then, costs_of, wishes)
+    space = _space(wishes)
+    planner, found = _planned(job, then, costs_of, wishes, space)
+    plan: Plan | None = None
+    if wishes.runnable is not None:
+        graph = captured(job, base)
+        try:
+            plan = _runnable(job, found, then, graph)
+        except PlanError as error:
+            # Whether a stage may lie in parts beside others depends on what crosses its borders in this model.
+            why = str(error).splitlines()[:2][-1].strip(" -")
+            say(f"the fastest plan does not run here: {why}; planning again with one device a stage")
+            space = replace(space, max_width=1, max_context=1, max_data=1)
+            planner, found = _planned(job, then, costs_of, wishes, space)
+            plan = _runnable(job, found, then, graph)
     seq = job.data.sequence_length if shape_of(job.model, base) is not None else None
     told = json.dumps(_told(planner.fleet, found), indent=1) + "\n"
     if wishes.as_json:
@@ -67,13 +80,13 @@ def plan_on_paper(
             _known(then),
             planner,
             found,
-            space=_space(wishes),
+            space=space,
             seq=seq,
             frontier=wishes.frontier,
             families=wishes.families,
         )
     if then is not today and not wishes.as_json:
-        _, before = _planned(job, today, costs_of, wishes)
+        _, before = _planned(job, today, costs_of, wishes, space)
         what = [*(f"add {text}" for text in wishes.add), *(f"without {text}" for text in wishes.without), *wishes.links]
         show_change(before.best, found.best, ", ".join(what))
     out.write_text(told, encoding="utf-8")
@@ -82,8 +95,8 @@ def plan_on_paper(
         path, text = _exported(job, planner, found, out, wishes.export)
         path.write_text(text, encoding="utf-8")
         say(f"wrote {path}")
-    if wishes.runnable is not None:
-        _runnable(job, found, then, captured(job, base)).save(wishes.runnable)
+    if wishes.runnable is not None and plan is not None:
+        plan.save(wishes.runnable)
         say(f"wrote {wishes.runnable}")
     if wishes.timeline is not None:
         step = fleet_timeline(planner.search(Space()).predictor, found.best)
@@ -109,7 +122,7 @@ def _known(fleet: Fleet) -> Fleet:
 
 
 def _planned(
-    job: Job, fleet: Fleet, costs_of: Callable[[Fleet], LayerCosts], wishes: Wishes
+    job: Job, fleet: Fleet, costs_of: Callable[[Fleet], LayerCosts], wishes: Wishes, space: Space
 ) -> tuple[FleetPlanner, Planned]:
     if wishes.objective.goal == "money" or wishes.objective.usd_per_hour is not None:
         fleet.require_prices()
@@ -117,9 +130,7 @@ def _planned(
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
     planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
-    return planner, planner.plan(
-        wishes.objective, space=_space(wishes), seconds=wishes.seconds, frontier=wishes.frontier
-    )
+    return planner, planner.plan(wishes.objective, space=space, seconds=wishes.seconds, frontier=wishes.frontier)
 
 
 def _space(wishes: Wishes) -> Space:

@@ -153,5 +153,10 @@ def _as_described(described: Cluster, found: Cluster, path: Path) -> Cluster:
         if (there.kind, there.backend) != (here.kind, here.backend)
     ]
     if wrong:
-        raise ClusterError("\n  ".join(["the workers are not its devices:", *wrong]), path=str(path))
+        raise ClusterError(
+            "\n  ".join(
+                ["the workers are not its devices:", *wrong, "to plan for devices that are not here, add --on-paper"]
+            ),
+            path=str(path),
+        )
     return described
