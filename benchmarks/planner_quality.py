@@ -151,6 +151,8 @@ def _pairs(fleet: Fleet, search: Search, costs: LayerProfiles) -> Iterator[tuple
     layers = len(costs.layers)
     for first, last in permutations(fleet.pools, 2):
         for size, a, b in product(search.sizes, costs.widths(first.kind), costs.widths(last.kind)):
+            if a.copies > 1 or b.copies > 1:
+                continue  # plain pipelines: nothing but tensor parallelism in a stage
             if a.devices > first.devices_per_node or b.devices > last.devices_per_node:
                 continue
             if search.tables.table(first.kind, a, size) is None or search.tables.table(last.kind, b, size) is None:
