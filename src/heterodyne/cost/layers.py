@@ -37,6 +37,11 @@ class Widths(NamedTuple):
         """Of every parameter that is no expert's, in one stage."""
         return self.context * self.data
 
+    def alone(self, micro_batch: int) -> int | None:
+        """Samples of each device where nothing but the micro-batch is in parts; None if something else is, or a part is not whole."""
+        whole = self.tensor == self.context == 1 and micro_batch % self.data == 0
+        return micro_batch // self.data if whole else None
+
     @property
     def in_words(self) -> str:
         """``tensor 4 x data 2``; "" for one device."""

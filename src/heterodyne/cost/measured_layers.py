@@ -73,11 +73,10 @@ class MeasuredLayers:
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
         """None for a kind that was not measured, parts of a layer or of a sequence, and above the largest micro-batch that was measured."""
-        whole = widths.tensor == widths.context == 1 and micro_batch % widths.data == 0
-        if not whole or device_kind not in self._measured or layer_kind not in self._first:
+        own = widths.alone(micro_batch)
+        if own is None or device_kind not in self._measured or layer_kind not in self._first:
             return None
         compute = self._compute[device_kind]  # says what was not measured
-        own = micro_batch // widths.data
         if own > self._sizes[device_kind]:
             return None
         key = (device_kind, layer_kind, own)

@@ -54,10 +54,9 @@ class GraphLayers:
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
         """None for a kind of device or of block that there is not, and for parts of a layer, of a sequence or of a sample."""
-        whole = widths.tensor == widths.context == 1 and micro_batch % widths.data == 0
-        if not whole or device_kind not in self.chips or layer_kind not in self._first:
+        own = widths.alone(micro_batch)
+        if own is None or device_kind not in self.chips or layer_kind not in self._first:
             return None
-        own = micro_batch // widths.data
         key = (device_kind, layer_kind, own)
         if key not in self._made:
             self._made[key] = self._cost(self.chips[device_kind], self._first[layer_kind], own)

@@ -19,17 +19,19 @@ from heterodyne.search.fleet.tables import Floats
 __all__ = ["Columns", "together"]
 
 _ALONE = 3  # shapes for each number of pipelines that are all alike; twice as many where there are few devices
-_FEW_DEVICES = 16
 _ONE_BY_ONE = 8  # numbers of pipelines up to which every number is tried
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Chooses among shapes. ``most``: about how many for each way to choose; ``sizes``: of micro-batches."""
+    """Chooses among shapes. ``most``: about how many for each way to choose; ``sizes``: of micro-batches; ``few``: whole numbers of devices
+    matter, so that more are chosen.
+    """
 
     predictor: Predictor
     sizes: tuple[int, ...]
     most: int
+    few: bool
 
     def of(self, rows: Sequence[Shapes], limits: Limits, seconds: float, *, filled: bool = True) -> list[Template]:
         """The shapes that are worth most at a time: without an exchange of gradients, and with about what it takes.
@@ -74,7 +76,7 @@ class Columns:
         exchange_s = self._exchange_s(devices)
         found: dict[int, None] = {}
         count = limits.least
-        shapes = _ALONE if limits.room.sum() > _FEW_DEVICES else 2 * _ALONE
+        shapes = 2 * _ALONE if self.few else _ALONE
         while count <= min(int(most.max()), limits.most or count):
             fits = np.flatnonzero(most >= count)
             rounds: Floats = np.ceil(self.predictor.global_batch / (sizes[fits] * count))

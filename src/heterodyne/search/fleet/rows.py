@@ -11,12 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.shapes import Kind, Shapes, Sharing, kinds_of, shapes
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.tables import Tables
 
 __all__ = ["MANY_DEVICES", "Levels", "Rows"]
 
@@ -39,30 +37,26 @@ class Rows:
     _kinds: dict[int, tuple[Kind, ...]] = field(default_factory=dict)
 
     @property
-    def fleet(self) -> Fleet:
-        return self.predictor.fleet
-
-    @property
-    def tables(self) -> Tables:
-        return self.predictor.tables
-
-    @property
     def few(self) -> bool:
         """Whether whole numbers of devices matter."""
-        return self.fleet.devices <= self.space.few_devices
+        return self.predictor.fleet.devices <= self.space.few_devices
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Of micro-batches, those of which something is known."""
         most = self.predictor.global_batch
         wanted = self.space.micro_batches or tuple(2**n for n in range(most.bit_length()))
-        kinds = {(pool.kind, widths) for pool in self.fleet.pools for widths in self.tables.costs.widths(pool.kind)}
+        kinds = {
+            (pool.kind, widths)
+            for pool in self.predictor.fleet.pools
+            for widths in self.predictor.tables.costs.widths(pool.kind)
+        }
         known = [
             size
             for size in wanted
             if size <= most
             and any(
-                (table := self.tables.table(kind, widths, size)) is not None and table.may_stand_alone
+                (table := self.predictor.tables.table(kind, widths, size)) is not None and table.may_stand_alone
                 for kind, widths in sorted(kinds)
             )
         ]
@@ -73,7 +67,7 @@ class Rows:
 
     def kinds(self, size: int) -> tuple[Kind, ...]:
         if size not in self._kinds:
-            self._kinds[size] = kinds_of(self.fleet, self.tables, size, self.space)
+            self._kinds[size] = kinds_of(self.predictor.fleet, self.predictor.tables, size, self.space)
         return self._kinds[size]
 
     def of(self, zero: Levels, shards: int, least: int | None = None) -> list[Shapes]:
@@ -83,8 +77,8 @@ class Rows:
             key = (size, zero, shards, least if max(zero) > 1 else None)
             if key not in self._shapes:
                 self._shapes[key] = shapes(
-                    self.fleet,
-                    self.tables,
+                    self.predictor.fleet,
+                    self.predictor.tables,
                     micro_batch=size,
                     global_batch=self.predictor.global_batch,
                     sharing=sharing,
@@ -100,10 +94,14 @@ class Rows:
         alone = self.of((self.low,), 1, least=1)
         if most <= MANY_DEVICES and all(_same(alone, rows) for rows in self.anyhow()):
             return found
-        if most <= self.space.few_devices:
+        if self.few:
             parts = [n for n in _SHARDS if n <= most]
             found += [((self.low,), n) for n in parts]
-            copies = any(w.copies > 1 for pool in self.fleet.pools for w in self.tables.costs.widths(pool.kind))
+            copies = any(
+                w.copies > 1
+                for pool in self.predictor.fleet.pools
+                for w in self.predictor.tables.costs.widths(pool.kind)
+            )
             return found + [((level,), n) for n in ([1, *parts] if copies else parts) for level in self.high]
         # Over many devices whole numbers hardly matter, and what is left of a state in so many parts neither.
         parts = [n for n in (_SHARDS_OF_MANY if most <= MANY_DEVICES else _SHARDS_OF_MORE) if n <= most]
@@ -112,7 +110,7 @@ class Rows:
     def anyhow(self) -> list[list[Shapes]]:
         """All that fits in any number of pipelines: with little exchanged, and at levels that exchange beside every micro-batch."""
         most = self.most_pipelines
-        if most > self.space.few_devices:
+        if not self.few:
             return [self.of((self.low, *self.high), most)]
         return [self.of(levels, most) for levels in ((self.low,), self.high) if levels]
 
@@ -131,11 +129,11 @@ class Rows:
         """That share state."""
         if max(self.space.zero) < 1:
             return 1
-        return min(self.fleet.devices, self.space.max_pipelines or self.fleet.devices)
+        return min(self.predictor.fleet.devices, self.space.max_pipelines or self.predictor.fleet.devices)
 
     def of_pool(self, pool: str, space: Space) -> Rows:
         """What is known of one pool, for a space that is part of this one."""
-        number = [own.name for own in self.fleet.pools].index(pool)
+        number = [own.name for own in self.predictor.fleet.pools].index(pool)
         known = {key: None if rows is None else rows.of_pool(number) for key, rows in self._shapes.items()}
         return Rows(predictor=self.predictor, space=space, _shapes=known)
 

@@ -70,7 +70,7 @@ class Search:
     known: Rows | None = None
     bound_s: float = inf
     stopped: bool = False
-    _known: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
+    _by_schedules: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
     _proposed: dict[Mix, None] = field(default_factory=dict)
     _work: int = 0
 
@@ -93,7 +93,7 @@ class Search:
 
     @cached_property
     def _chosen(self) -> Columns:
-        return Columns(predictor=self.predictor, sizes=self.sizes, most=self.space.columns)
+        return Columns(predictor=self.predictor, sizes=self.sizes, most=self.space.columns, few=self.rows.few)
 
     @cached_property
     def _mixes(self) -> Mixes:
@@ -193,8 +193,8 @@ class Search:
         deep = any(len(template.stages) > 1 for template, _ in mix)
         templates = [template for template, _ in mix]
         own = tuple(s for s in schedules or self.space.schedules if suits(s, templates)) if deep else self._first[:1]
-        if (mix, own) in self._known:
-            return self._known[mix, own]
+        if (mix, own) in self._by_schedules:
+            return self._by_schedules[mix, own]
         self._work += sum(4 + len(t.stages) + len(t.stages) ** 2 // 16 for t, _ in mix)
         options: list[Weighed | None] = []
         for schedule in own:
@@ -213,7 +213,7 @@ class Search:
         if not known:
             return None
         best = min(known, key=lambda option: option.predicted.step_s)
-        self._known[mix, own] = best
+        self._by_schedules[mix, own] = best
         if mix not in self.weighed or best.predicted.step_s < self.weighed[mix].predicted.step_s:
             self.weighed[mix] = best
         return best

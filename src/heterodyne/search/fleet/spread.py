@@ -25,10 +25,10 @@ def spread_s(rows_of: Rows, limits: Limits) -> float:
     """
     if INTERLEAVED.isdisjoint(rows_of.space.schedules) or rows_of.space.max_chunks < 2:
         return inf
-    tables = rows_of.tables
+    tables = rows_of.predictor.tables
     layers = list(dict.fromkeys(tables.costs.layers))
     at = [tables.costs.layers.index(layer) for layer in layers]
-    pools = len(rows_of.fleet.pools)
+    pools = len(rows_of.predictor.fleet.pools)
     rows = []
     for size in rows_of.sizes:
         for kind in rows_of.kinds(size):
