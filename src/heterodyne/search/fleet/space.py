@@ -42,7 +42,7 @@ class Space:
     schedules: tuple[ScheduleName, ...] = ("1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble")
     max_chunks: int = 4
     layouts: tuple[Layout, ...] = ("stages", "pipelines")
-    few_devices: int = 16
+    few_devices: int = 8
     cells: int = 4_000_000
     columns: int = 40
     work: int = 5_000

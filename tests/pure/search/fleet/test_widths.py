@@ -227,7 +227,7 @@ def test_only_what_runs_is_planned_to_run() -> None:
     search = search_of(fleet, costs, 64)  # type: ignore[arg-type]
     for experts in (0.0, 0.5):
         table = search_of(fleet, _Wide(costs=_costs(experts=experts)), 64).tables  # type: ignore[arg-type]
-        every, some = (kinds_of(fleet, table, 4, Space(runnable=runs)) for runs in (False, True))
+        every, some = (kinds_of(fleet, table, 4, Space(runnable=runs, few_devices=fleet.devices)) for runs in (False, True))
         assert any(sum(width > 1 for width in kind.widths) > 1 for kind in every)
         assert all(sum(width > 1 for width in kind.widths) <= 1 for kind in some)
         assert all(kind.widths.copies == 1 for kind in some) == (experts > 0)
