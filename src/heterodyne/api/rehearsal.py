@@ -18,14 +18,15 @@ from torch import Tensor
 from heterodyne.api.session import Session
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.worker import Worker
-from heterodyne.search.planned import Planned, identity, near_the_chosen
+from heterodyne.search.contenders import near_the_chosen, still_in
+from heterodyne.search.planned import Planned, identity
 from heterodyne.units import format_seconds
 
 __all__ = ["rehearse"]
 
 _MOST_PLANS = 6
 _ROUNDS = 3
-_MOST_ROUNDS = 7
+_MOST_ROUNDS = 20
 _MEMORY = 0.8
 """Of each device: what plans that take turns may fill together."""
 
@@ -97,15 +98,16 @@ def _in_turns(
             stack.callback(workers[-1].close)
             workers[-1].step(batch)  # the first one makes what the others use
         for number in range(_MOST_ROUNDS):
-            late = time.perf_counter() - started_s > budget_s
-            if session.communicator.broadcast_object(number >= _ROUNDS and late, 0):
+            late = number >= _ROUNDS and time.perf_counter() - started_s > budget_s
+            left = session.communicator.broadcast_object([] if late else still_in(taken), 0)
+            if not left or (number >= _ROUNDS and len(left) == 1):
                 break
-            for worker, seconds in zip(workers, taken, strict=True):
+            for place in left:
                 session.communicator.barrier()
                 begun_s = time.perf_counter()
-                worker.step(batch)
+                workers[place].step(batch)
                 if session.device.type != "cpu":
                     torch.accelerator.synchronize(session.device)
                 session.communicator.barrier()
-                seconds.append(time.perf_counter() - begun_s)
+                taken[place].append(time.perf_counter() - begun_s)
     return [median(seconds) for seconds in taken]

@@ -23,7 +23,6 @@ __all__ = [
     "Planned",
     "Strategy",
     "identity",
-    "near_the_chosen",
     "serves",
 ]
 
@@ -60,8 +59,6 @@ IN_TURNS_PAYS = 0.92
 messages, and how much is known less well than a wait is.
 """
 
-_NEAR = 1.25
-"""How much longer than the chosen plan's a step may be foretold, for the plan to be worth a rehearsal."""
 
 _OF_DATA = ("balanced", "equal", "fastest", "fewer")
 _OF_PIPELINES = ("pipeline", "wide", "replicas", "even")
@@ -149,18 +146,6 @@ class Planned:
 def identity(plan: Plan) -> str:
     """The same for plans that do the same, whatever is said or foretold of them."""
     return plan.model_copy(update={"reason": "", "predicted": None}).dump()
-
-
-def near_the_chosen(planned: Planned, most: int) -> tuple[Candidate, ...]:
-    """The chosen one and those that may be as fast, best first: what a rehearsal can tell apart. None where one way was asked for."""
-    if planned.strategy in ("equal", "fastest") or planned.chosen.kind in ("marked", "given"):
-        return ()
-    near: dict[str, Candidate] = {identity(planned.plan): planned.chosen}
-    for candidate in sorted(planned.candidates, key=lambda c: c.weighed_s):
-        close = serves(candidate.kind, planned.strategy) and candidate.weighed_s <= _NEAR * planned.chosen.weighed_s
-        if candidate.plan is not None and close:
-            near.setdefault(identity(candidate.plan), candidate)
-    return tuple(near.values())[:most] if len(near) > 1 else ()
 
 
 def serves(kind: Kind, strategy: Strategy, *, only: bool = False) -> bool:

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from heterodyne.search import Planned, plan
+from heterodyne.search.contenders import near_the_chosen, still_in
 from heterodyne.search.explain import alternatives, paragraph
-from heterodyne.search.planned import Strategy, identity, near_the_chosen, serves
+from heterodyne.search.planned import Strategy, identity, serves
 from pure.build import cluster, graph, linear, profile
 
 MODEL = graph(layers=6, width=16)
@@ -62,3 +63,18 @@ def test_a_rehearsal_is_told_with_the_error_of_the_prediction() -> None:
     assert "off by -20.0%" in paragraph(found)
     assert "fastest of 2 ways that were rehearsed" in found.plan.reason
     assert sum("in rehearsal" in row.note for row in alternatives(found)) == 2
+
+
+def test_a_plan_that_loses_round_after_round_is_not_run_any_more_and_others_are() -> None:
+    chance = random.Random(4)
+    steady = [1.0 + 0.1 * chance.random() for _ in range(12)]
+    often = [own + chance.choice([-0.01, 0.02]) for own in steady]
+    slow = [own + 0.2 for own in steady]
+    assert still_in([[], [], []]) == [0, 1, 2]
+    assert still_in([steady[:4], often[:4], slow[:4]]) == [0, 1, 2], "four rounds may be chance"
+    assert still_in([slow[:5], steady[:5]]) == [1]
+    assert 2 not in still_in([steady, often, slow])
+    assert still_in([steady, slow[:5]]) == [0], "who is out stays out"
+    best = still_in([steady, often])
+    assert best
+    assert all(0 <= place < 2 for place in best)
