@@ -2,30 +2,93 @@
 
 from __future__ import annotations
 
-from heterodyne.cost.layers import LayerCost
-from heterodyne.cost.recipe import Recipe
-from heterodyne.graph.ir import Block, ModelGraph
+from collections.abc import Sequence
+from math import ceil
 
-__all__ = ["block_cost"]
+from heterodyne.cost.exchange import buffer_bytes
+from heterodyne.cost.layers import LayerCost
+from heterodyne.cost.meetings import Meeting, conversions, within
+from heterodyne.cost.parts import Parts
+from heterodyne.cost.parts_kept import copied_bytes
+from heterodyne.cost.recipe import Recipe
+from heterodyne.graph.ir import Block, ModelGraph, Op, Parameter, Ref
+
+__all__ = ["block_cost", "meetings_of", "trained_bytes"]
 
 
 def block_cost(
-    graph: ModelGraph, block: Block, size: int, recipe: Recipe, *, forward_s: float, backward_s: float, update_s: float
+    graph: ModelGraph,
+    block: Block,
+    size: int,
+    recipe: Recipe,
+    *,
+    forward_s: float,
+    backward_s: float,
+    update_s: float,
+    parts: Parts | None = None,
 ) -> LayerCost:
-    """Of one device that has the whole block, for micro-batches of ``size`` samples."""
+    """Of one device for micro-batches of ``size`` samples: of one that has the whole block, or of that with the most of its ``parts``."""
     ops, held = graph.ops_of(block), graph.parameters_of(block)
-    trained = sum(p.bytes for p in held if p.trainable)
+    trained = trained_bytes(graph, block, parts)
     scale = 0.5 if recipe.precision == "bf16" else 1.0  # activations under autocast
-    output = scale * max((int(spec.bytes(size)) for spec in ops[-1].outputs), default=0)
+    last = [Ref(ops[-1].name, place) for place in range(len(ops[-1].outputs))]
+    output = scale * max((int(graph.spec(ref).bytes(size)) for ref in last), default=0)
     return LayerCost(
         forward_s=forward_s,
         backward_s=backward_s,
         update_s=update_s,
-        parameter_bytes=sum(p.bytes for p in held),
+        parameter_bytes=sum(_stored_bytes(p, parts) for p in held),
         gradient_bytes=trained,
         optimizer_bytes=recipe.states * trained,
-        kept_bytes=round(scale * sum(op.bytes_saved(size) for op in ops)),
-        kept_bytes_recomputed=round(output),  # blocks that are alike read what they make
+        kept_bytes=round(scale * _kept_bytes(ops, size, parts)),
+        # Blocks that are alike read what they make.
+        kept_bytes_recomputed=round(scale * max((_tensor_bytes(graph, ref, size, parts) for ref in last), default=0)),
         output_bytes=0 if block.stop == len(graph.ops) else round(output),
-        workspace_bytes=max((int(spec.bytes(size)) for op in ops for spec in op.outputs), default=0),
+        workspace_bytes=round(_workspace_bytes(graph, block, size, parts)),
     )
+
+
+def trained_bytes(graph: ModelGraph, block: Block, parts: Parts | None = None) -> int:
+    """Of the parameters of a block that are trained, on one device."""
+    return sum(_stored_bytes(p, parts) for p in graph.parameters_of(block) if p.trainable)
+
+
+def meetings_of(graph: ModelGraph, block: Block, parts: Parts) -> list[Meeting]:
+    """Where the devices of a stage that lies in parts meet inside of a block; what leaves the model counts to the last one."""
+    ops = graph.ops_of(block)
+    before = {op.name for op in ops} | ({None} if block.stop == len(graph.ops) else set())
+    own = [meeting for exchange, meeting in conversions(parts) if exchange.before in before]
+    inside = (within(op, parts) for op in ops if op.name in parts.sharding.strategies)
+    return [*own, *(meeting for meeting in inside if meeting is not None)]
+
+
+def _stored_bytes(parameter: Parameter, parts: Parts | None) -> int:
+    cut = None if parts is None else parts.sharding.stored(parameter.name)
+    if cut is None:
+        return parameter.bytes
+    _, sizes = cut
+    return ceil(parameter.bytes * max(sizes) / sum(sizes))
+
+
+def _kept_bytes(ops: Sequence[Op], size: int, parts: Parts | None) -> float:
+    if parts is None:
+        return sum(op.bytes_saved(size) for op in ops)
+    return max(
+        sum(op.bytes_saved(size) * parts.of_op(op).kept[member] for op in ops) + copied_bytes(parts, ops, member)
+        for member in range(parts.members)
+    )
+
+
+def _tensor_bytes(graph: ModelGraph, ref: Ref, size: int, parts: Parts | None) -> float:
+    whole = int(graph.spec(ref).bytes(size))
+    layout = None if parts is None else parts.sharding.layouts.get(ref)
+    return whole if parts is None or layout is None else whole * max(parts.of_tensor(ref, layout))
+
+
+def _workspace_bytes(graph: ModelGraph, block: Block, size: int, parts: Parts | None) -> float:
+    """Of the largest tensor that is made, and of the largest exchange."""
+    ops = graph.ops_of(block)
+    made = (_tensor_bytes(graph, Ref(op.name, place), size, parts) for op in ops for place in range(len(op.outputs)))
+    sent = () if parts is None else meetings_of(graph, block, parts)
+    exchanged = (buffer_bytes(each) for meeting in sent for each in (*meeting.forward, *meeting.backward))
+    return max(made, default=0.0) + max(exchanged, default=0.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from heterodyne.cluster.profile import Profile
-from heterodyne.cost.block_cost import block_cost
+from heterodyne.cost.block_cost import block_cost, trained_bytes
 from heterodyne.cost.compute import Compute, compute_of
 from heterodyne.cost.layers import DATA_WIDTHS, LayerCost, Widths
 from heterodyne.cost.recipe import Recipe
@@ -87,7 +87,7 @@ class MeasuredLayers:
     def _cost(self, compute: Compute, device_kind: str, block: Block, size: int) -> LayerCost:
         measured = self.profile.devices[self._measured[device_kind]]
         span = (block.start, block.stop)
-        trained = sum(p.bytes for p in self.graph.parameters_of(block) if p.trainable)
+        trained = trained_bytes(self.graph, block)
         return block_cost(
             self.graph,
             block,

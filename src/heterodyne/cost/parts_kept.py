@@ -6,16 +6,18 @@ gathered for it, and an earlier op the slice that it was gathered from, both are
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from heterodyne.cost.exchange import buffer_bytes
 from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.memory import DeviceMemory
+from heterodyne.cost.parts import Parts
 from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import Op, Ref
 from heterodyne.graph.sharding import Layout
 
-__all__ = ["KeptInParts"]
+__all__ = ["KeptInParts", "copied_bytes"]
 
 Ops = tuple[int, int]
 
@@ -33,19 +35,7 @@ class KeptInParts:
         parts = self.stage.parts(samples)
         of = ops or self.stage.ops
         kept = {op.name: parts.of_op(op).kept[self.member] for op in self._in(of)}
-        return self.memory.activations(samples, of, kept) + round(self._copies(samples, of))
-
-    def _copies(self, samples: int, ops: Ops) -> float:
-        """Of tensors that were laid out otherwise for an op that keeps them, and that are not counted as kept by it."""
-        readers = {op.name: op for op in self._in(ops)}
-        total = 0.0
-        for exchange in self.stage.sharding.exchanges:
-            reader = readers.get(exchange.before or "")
-            if reader is None or not _makes_a_copy(exchange.have, exchange.want):
-                continue
-            if reader.bytes_saved(samples) < exchange.bytes(samples):
-                total += self._own(exchange.tensor, exchange.want, samples)
-        return total
+        return self.memory.activations(samples, of, kept) + round(copied_bytes(parts, self._in(of), self.member))
 
     def read_from_before(self, samples: int, ops: Ops) -> float:
         """What some ops of the stage read of those before them: kept, where these are computed again."""
@@ -93,6 +83,19 @@ class KeptInParts:
 
     def _in(self, ops: Ops) -> tuple[Op, ...]:
         return self.stage.graph.ops[ops[0] : ops[1]]
+
+
+def copied_bytes(parts: Parts, ops: Iterable[Op], member: int) -> float:
+    """Of tensors that were laid out otherwise for one of some ops that keeps them, and that are not counted as kept by it."""
+    readers = {op.name: op for op in ops}
+    total = 0.0
+    for exchange in parts.sharding.exchanges:
+        reader = readers.get(exchange.before or "")
+        if reader is None or not _makes_a_copy(exchange.have, exchange.want):
+            continue
+        if reader.bytes_saved(parts.samples) < exchange.bytes(parts.samples):
+            total += parts.bytes_of(exchange.tensor) * parts.of_tensor(exchange.tensor, exchange.want)[member]
+    return total
 
 
 def _makes_a_copy(have: Layout, want: Layout) -> bool:

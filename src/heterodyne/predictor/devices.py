@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from heterodyne.cluster.catalog import Accelerator
+from heterodyne.cluster.fleet import Fleet
 from heterodyne.documents import Section, read_yaml, validate
 from heterodyne.errors import ClusterError
 from heterodyne.predictor.constants import Constants, constants
@@ -17,7 +19,7 @@ from heterodyne.predictor.roofline import Chip
 from heterodyne.predictor.setup import Precision
 from heterodyne.predictor.software import Software
 
-__all__ = ["chip_of", "generation_of", "network_of"]
+__all__ = ["chip_of", "generation_of", "network_of", "networks_of"]
 
 
 class _Generation(Section):
@@ -125,3 +127,23 @@ def network_of(
         between_latency_s=fitted.between_latency_us * 1e-6,
         reached=reached,
     )
+
+
+def networks_of(fleet: Fleet) -> dict[str, Network]:
+    """Of each kind. A kind whose pools differ is as in the first of them; its nodes are joined as in the pool whose nodes are joined
+    worst.
+    """
+    found: dict[str, Network] = {}
+    for pool in fleet.pools:
+        if pool.kind in found:
+            continue
+        wires = [wire for own in fleet.pools if own.kind == pool.kind and (wire := fleet.wire(own, own)) is not None]
+        made = network_of(
+            fleet.accelerator(pool.kind),
+            pool.devices_per_node,
+            inside_bytes_per_s=None if pool.inside is None else pool.inside.bandwidth_bytes_per_s,
+            between_bytes_per_s=min((wire.bandwidth_bytes_per_s for wire in wires), default=None),
+        )
+        waits = max((wire.latency_s for wire in wires), default=0.0)
+        found[pool.kind] = replace(made, between_latency_s=max(made.between_latency_s, waits))
+    return found

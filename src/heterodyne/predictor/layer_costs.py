@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import gcd
 
-from heterodyne.cluster.catalog import Accelerator
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.predictor.constants import Constants, constants
-from heterodyne.predictor.devices import chip_of, network_of
+from heterodyne.predictor.devices import chip_of, networks_of
 from heterodyne.predictor.footprint import layer_activation_bytes, loss_workspace_bytes
 from heterodyne.predictor.network import Network
 from heterodyne.predictor.passes import Passes
@@ -157,31 +156,17 @@ def _powers(most: int) -> tuple[int, ...]:
 def predicted_layers(
     model: Transformer, fleet: Fleet, *, precision: Precision = "bf16", software: Software | None = None
 ) -> PredictedLayers:
-    """For all kinds of a fleet. A kind whose pools differ is as in the first of them; its nodes are joined as in the pool whose nodes are
-    joined worst.
+    """For all kinds of a fleet. A kind whose pools differ is as in the first of them.
 
     Raises ClusterError for a kind whose datasheet lacks a number that is needed.
     """
     software = software or Software()
-    chips, networks = {}, {}
+    chips = {kind: chip_of(fleet.accelerator(kind), precision, software) for kind in fleet.kinds}
     reach: dict[str, int] = {}
     for pool in fleet.pools:
-        if pool.kind not in chips:
-            device = fleet.accelerator(pool.kind)
-            inside = None if pool.inside is None else pool.inside.bandwidth_bytes_per_s
-            chips[pool.kind] = chip_of(device, precision, software)
-            networks[pool.kind] = _network(fleet, pool.kind, device, pool.devices_per_node, inside)
         wire = fleet.wire(pool, pool)
         joined = pool.devices if wire is not None else pool.devices_per_node
         reach[pool.kind] = max(joined, reach.get(pool.kind, 0))
     return PredictedLayers(
-        model=model, precision=precision, chips=chips, networks=networks, reach=reach, software=software
+        model=model, precision=precision, chips=chips, networks=networks_of(fleet), reach=reach, software=software
     )
-
-
-def _network(fleet: Fleet, kind: str, device: Accelerator, devices_per_node: int, inside: float | None) -> Network:
-    wires = [wire for pool in fleet.pools if pool.kind == kind and (wire := fleet.wire(pool, pool)) is not None]
-    slowest = min((wire.bandwidth_bytes_per_s for wire in wires), default=None)
-    made = network_of(device, devices_per_node, inside_bytes_per_s=inside, between_bytes_per_s=slowest)
-    waits = max((wire.latency_s for wire in wires), default=0.0)
-    return replace(made, between_latency_s=max(made.between_latency_s, waits))
