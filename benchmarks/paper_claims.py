@@ -24,8 +24,8 @@ from heterodyne.predictor.software import Software
 from heterodyne.predictor.transformer import Transformer
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
-from heterodyne.search.fleet.predict import mix_of
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.weighed import mix_of
 
 if TYPE_CHECKING:
     from heterodyne.graph.ir import ModelGraph

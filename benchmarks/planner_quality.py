@@ -23,9 +23,9 @@ from heterodyne.cost.layers import Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.search.fleet.plan import Group, Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
-from heterodyne.search.fleet.predict import Weighed, mix_of
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.weighed import Weighed, mix_of
 
 MODELS = {"OPT-350M": "OPT-350", "GPT-Neo-2.7B": "GPT-Neo-2.7"}
 FLEETS = (

@@ -10,8 +10,8 @@ from heterodyne.report.fleet_tables import changed_rows, fleet_rows, frontier_ro
 from heterodyne.search.fleet.explain import family_in_words, step_in_words
 from heterodyne.search.fleet.families import outcomes
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
-from heterodyne.search.fleet.predict import Weighed
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.weighed import Weighed
 
 __all__ = ["show_change", "show_fleet_plan"]
 

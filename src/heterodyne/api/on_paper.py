@@ -30,9 +30,9 @@ from heterodyne.search.fleet.device_plan import device_plan
 from heterodyne.search.fleet.even import even_fleet_plan
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
-from heterodyne.search.fleet.predict import Weighed
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
+from heterodyne.search.fleet.weighed import Weighed
 
 __all__ = ["FLEET_PLAN_VERSION", "plan_on_paper"]
 

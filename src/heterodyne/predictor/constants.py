@@ -54,6 +54,8 @@ class Stated(Section):
     least_k: int = Field(gt=0)
     gap_us: float = Field(ge=0)
     ring_shown: float = Field(ge=0, le=1)
+    hidden: float = Field(ge=0, le=1)
+    returned: float = Field(ge=0, le=1)
     selective: float = Field(ge=0, le=1)
     context_gib: float = Field(ge=0)
     communicator_gib: float = Field(ge=0)

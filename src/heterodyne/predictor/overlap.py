@@ -1,18 +1,26 @@
-"""What of an exchange of gradients computing hides: frameworks reduce the gradients of a layer while those of earlier ones are computed.
+"""What of the exchanges at the end of a step computing hides: frameworks reduce the gradients of a layer while those of earlier ones are
+computed.
 
-So do PyTorch's DistributedDataParallel (Li et al., VLDB 2020), Megatron-LM and FSDP.
+So do PyTorch's DistributedDataParallel (Li et al., VLDB 2020), Megatron-LM and FSDP. All figures are seconds.
 """
 
 from __future__ import annotations
 
-__all__ = ["HIDDEN", "RETURNED", "exposed_s"]
+from heterodyne.predictor.constants import Stated
 
-HIDDEN = 0.9
-"""Of the reduction of gradients; the last bucket waits for the last layer."""
-RETURNED = 0.5
-"""Of updated parameters on their way back, the part that shows: the other one hides behind the next forward."""
+__all__ = ["exposed_s", "last_bucket_s", "returned_s"]
 
 
-def exposed_s(exchange_s: float, backward_s: float) -> float:
-    """Seconds of an exchange of gradients that nothing hides, where the last backward takes ``backward_s``."""
-    return exchange_s - min(HIDDEN * exchange_s, backward_s)
+def exposed_s(exchange_s: float, backward_s: float, stated: Stated) -> float:
+    """Of an exchange of gradients, what nothing hides, where the last backward takes ``backward_s``."""
+    return exchange_s - min(stated.hidden * exchange_s, backward_s)
+
+
+def last_bucket_s(exchange_s: float, stated: Stated) -> float:
+    """Of an exchange of gradients, what nothing hides however long the backward takes."""
+    return (1 - stated.hidden) * exchange_s
+
+
+def returned_s(exchange_s: float, stated: Stated) -> float:
+    """Of updated parameters on their way back, what shows."""
+    return stated.returned * exchange_s

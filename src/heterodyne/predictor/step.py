@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from heterodyne.plan.schedules import SCHEDULES
-from heterodyne.plan.schedules.clock import play
-from heterodyne.plan.schedules.times import StageTimes, chain
+from heterodyne.plan.schedules.makespans import Makespans
+from heterodyne.plan.schedules.times import StageTimes
 from heterodyne.predictor.constants import Constants, constants
 from heterodyne.predictor.network import Network
-from heterodyne.predictor.overlap import RETURNED, exposed_s
+from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.predictor.passes import Passes
 from heterodyne.predictor.roofline import Chip
 from heterodyne.predictor.setup import Setup
@@ -68,28 +68,18 @@ def _pipeline(passes: Passes) -> tuple[float, float]:
     for stage, count in enumerate(layers):
         f = count * forward + (head[0] if stage == last else send)
         b = count * backward + (head[1] if stage == last else 0.0) + (send if stage else 0.0) + passes.added_s / s.vpp
-        times.append(StageTimes(forward_s=f, input_s=b / 2, weight_s=b / 2))
+        times.append(StageTimes.halved(forward_s=f, backward_s=b))
     schedule = s.schedule if s.vpp == 1 else "Interleaved1F1B"
     if schedule not in SCHEDULES:
         raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
     lag = passes.send_s if s.software.overlap_sends else 0.0
     busiest = max(sum(t.total_s for t in times[place :: s.pp]) for place in range(s.pp))
-    return s.micro_batches * busiest, _played_s(tuple(times), s.pp, s.micro_batches, schedule, lag)
+    return s.micro_batches * busiest, _makespans(tuple(times), lag, schedule, s.vpp).seconds(s.micro_batches)
 
 
 @lru_cache(maxsize=4096)
-def _played_s(times: tuple[StageTimes, ...], places: int, micro_batches: int, schedule: str, lag_s: float) -> float:
-    """A long row of alike micro-batches is a straight line; its begin and end are played."""
-    most = 4 * len(times)
-    if micro_batches > most + places:
-        few = most - most % places
-        low, high = (_played_s(times, places, count, schedule, lag_s) for count in (few, few + places))
-        return low + (micro_batches - few) * (high - low) / places
-    if schedule == "Interleaved1F1B" and micro_batches % places:  # rounds are whole
-        full = micro_batches + places - micro_batches % places
-        return _played_s(times, places, full, schedule, lag_s) * micro_batches / full
-    orders = SCHEDULES[schedule].orders(places, len(times) // places, micro_batches)
-    return play(orders, times, reads=chain(len(times), lag_s)).makespan_s
+def _makespans(times: tuple[StageTimes, ...], lag_s: float, schedule: str, chunks: int) -> Makespans:
+    return Makespans(times, [lag_s] * (len(times) - 1), schedule, chunks)
 
 
 def _exposed_s(passes: Passes) -> float:
@@ -106,4 +96,5 @@ def _exposed_s(passes: Passes) -> float:
     if not software.overlap_gradients:
         return there + back
     last_backward = passes.model.layers / s.pp * passes.layer[1]
-    return exposed_s(there, last_backward) + RETURNED * back
+    stated = passes.known.stated
+    return exposed_s(there, last_backward, stated) + returned_s(back, stated)

@@ -10,7 +10,7 @@ from heterodyne.report.words import DASH, byte_size, change, digits, percent, se
 from heterodyne.search.fleet.explain import why_more
 from heterodyne.search.fleet.plan import FleetPlan, Stage, Template
 from heterodyne.search.fleet.planner import Planned
-from heterodyne.search.fleet.predict import Weighed
+from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.units import format_bandwidth
 
 __all__ = ["changed_rows", "fleet_rows", "frontier_rows", "in_short", "ranked_rows", "stage_rows"]

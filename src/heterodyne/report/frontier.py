@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from heterodyne.report.palette import LIGHT
-from heterodyne.search.fleet.predict import Weighed
+from heterodyne.search.fleet.weighed import Weighed
 
 __all__ = ["frontier_picture"]
 

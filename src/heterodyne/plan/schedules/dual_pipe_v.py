@@ -58,4 +58,4 @@ def _end(row: Row, down: int, up: int, behind: int) -> None:
     row.weights()
 
 
-DUAL_PIPE_V = Schedule(name="DualPipeV", placement="v", chunks=2, make=_orders)
+DUAL_PIPE_V = Schedule(name="DualPipeV", placement="v", chunks=2, make=_orders, halves=True)

@@ -13,25 +13,24 @@ from itertools import chain, zip_longest
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules.schedule import Orders, Schedule
 
-__all__ = ["INTERLEAVED_1F1B", "rounds"]
+__all__ = ["INTERLEAVED_1F1B", "round_order", "round_size"]
 
 
-def rounds(places: int, micro_batches: int) -> tuple[int, int]:
-    """How many rounds there are, and how many micro-batches each has (the last one perhaps fewer)."""
-    count = max(1, micro_batches // places)
-    return count, -(-micro_batches // count)
+def round_size(places: int, micro_batches: int) -> int:
+    """Micro-batches of a round (the last one has perhaps fewer)."""
+    return -(-micro_batches // max(1, micro_batches // places))
 
 
 def round_order(stages: Sequence[int], places: int, micro_batches: int) -> list[tuple[int, int]]:
     """(stage, micro-batch) in the order in which a place runs them; the last round filled up with micro-batches that are not there."""
-    count, size = rounds(places, micro_batches)
+    size = round_size(places, micro_batches)
     return [
-        (stage, first + index) for first in range(0, count * size, size) for stage in stages for index in range(size)
+        (stage, first + index) for first in range(0, micro_batches, size) for stage in stages for index in range(size)
     ]
 
 
 def _orders(places: int, chunks: int, micro_batches: int) -> Orders:
-    _, size = rounds(places, micro_batches)
+    size = round_size(places, micro_batches)
     return tuple(
         _place(place, places, chunks, (chunks - 1) * size + 2 * (places - 1 - place), micro_batches)
         for place in range(places)

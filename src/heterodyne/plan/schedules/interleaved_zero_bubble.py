@@ -7,7 +7,7 @@ owes the weight gradients of its last r micro-batches, and pays them at the end,
 from __future__ import annotations
 
 from heterodyne.plan.program import Action
-from heterodyne.plan.schedules.interleaved import round_order, rounds
+from heterodyne.plan.schedules.interleaved import round_order, round_size
 from heterodyne.plan.schedules.schedule import Orders, Schedule
 
 __all__ = ["INTERLEAVED_ZERO_BUBBLE"]
@@ -18,7 +18,7 @@ def _orders(places: int, chunks: int, micro_batches: int) -> Orders:
 
 
 def _place(place: int, places: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    _, size = rounds(places, micro_batches)
+    size = round_size(places, micro_batches)
     stages = range(place, places * chunks, places)
     forwards = round_order(stages, places, micro_batches)
     backwards = round_order(stages[::-1], places, micro_batches)
@@ -35,4 +35,6 @@ def _place(place: int, places: int, chunks: int, micro_batches: int) -> tuple[Ac
     return tuple(action for action in row if action.index is not None and action.index < micro_batches)
 
 
-INTERLEAVED_ZERO_BUBBLE = Schedule(name="InterleavedZeroBubble", placement="loop", chunks=None, make=_orders)
+INTERLEAVED_ZERO_BUBBLE = Schedule(
+    name="InterleavedZeroBubble", placement="loop", chunks=None, make=_orders, halves=True
+)

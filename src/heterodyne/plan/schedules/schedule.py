@@ -37,6 +37,7 @@ class Schedule:
         chunks: the stages that it wants on each place; None: any number.
         make: from places, chunks and micro-batches (all of them at least 1) to the orders. Read `orders` instead.
         all_at_once: every micro-batch runs forward before any runs backward, even where there is one stage only.
+        halves: the two halves of a backward, I and W, run apart.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Schedule:
     chunks: int | None
     make: Callable[[int, int, int], Orders]
     all_at_once: bool = False
+    halves: bool = False
 
     def orders(self, places: int, chunks: int, micro_batches: int) -> Orders:
         """What each place computes, in order. Raises PlanError if the schedule is not for so many stages a place.

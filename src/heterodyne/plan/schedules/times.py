@@ -20,6 +20,21 @@ class StageTimes:
     weight_s: float
     recompute_s: float = 0.0
 
+    @classmethod
+    def halved(cls, *, forward_s: float, backward_s: float, recompute_s: float = 0.0) -> StageTimes:
+        """Where it is not known what the halves of a backward take. ``backward_s``: with what is recomputed in it.
+
+        The gradients of the weights are taken to be half of the backward: a matrix product has two of its size there, dx = dy w' and
+        dw = x' dy. What else there is (attention, norms) has hardly weights, so they are rather less.
+        """
+        half = (backward_s - recompute_s) / 2
+        return cls(forward_s=forward_s, input_s=half, weight_s=half, recompute_s=recompute_s)
+
+    @property
+    def backward_s(self) -> float:
+        """The whole backward, with what is recomputed in it."""
+        return self.recompute_s + self.input_s + self.weight_s
+
     @property
     def total_s(self) -> float:
         """All work for one micro-batch."""

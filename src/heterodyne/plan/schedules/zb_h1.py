@@ -31,4 +31,4 @@ def _place(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
     return row.actions
 
 
-ZB_H1 = Schedule(name="ZBH1", placement="loop", chunks=1, make=_orders)
+ZB_H1 = Schedule(name="ZBH1", placement="loop", chunks=1, make=_orders, halves=True)

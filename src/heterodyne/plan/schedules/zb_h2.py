@@ -30,4 +30,4 @@ def _place(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
     return row.actions
 
 
-ZB_H2 = Schedule(name="ZBH2", placement="loop", chunks=1, make=_orders)
+ZB_H2 = Schedule(name="ZBH2", placement="loop", chunks=1, make=_orders, halves=True)

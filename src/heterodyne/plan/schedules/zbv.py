@@ -49,4 +49,4 @@ def _place(down: int, places: int, up: int, micro_batches: int) -> tuple[Action,
     return row.actions
 
 
-ZBV = Schedule(name="ZBVZeroBubble", placement="v", chunks=2, make=_orders)
+ZBV = Schedule(name="ZBVZeroBubble", placement="v", chunks=2, make=_orders, halves=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from heterodyne.search.fleet.predict import Mix, Weighed
 from heterodyne.search.fleet.tables import Floats
+from heterodyne.search.fleet.weighed import Mix, Weighed
 
 __all__ = ["Aim", "Score"]
 

@@ -8,15 +8,15 @@ wait no more than they must would be no faster than one that is known; the work 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations, product
 from math import inf
 
-from heterodyne.search.fleet.makespan import place_lines
+from heterodyne.plan.schedules.bounds import place_lines
+from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Template, suits
-from heterodyne.search.fleet.predict import mix_of
 from heterodyne.search.fleet.search import Search
-from heterodyne.search.fleet.shapes import Kind, kinds_of
+from heterodyne.search.fleet.weighed import mix_of
 
 __all__ = ["Exhaustive"]
 
@@ -152,9 +152,9 @@ class Exhaustive:
         """With messages as in the layout in which each takes less, under whichever schedule it waits least."""
         space, predictor = self.search.space, self.search.predictor
         split = any(s in SPLIT for s in space.schedules if template.chunks == 1 or s in INTERLEAVED)
-        rows = [predictor.makespans(template, "1F1B", layout).stages for layout in space.layouts]
-        least = [replace(own[0], send_s=min(s.send_s for s in own)) for own in zip(*rows, strict=True)]
-        return place_lines(least, template.places, split=split)
+        ways = [predictor.makespans(template, "1F1B", layout) for layout in space.layouts]
+        sends = [min(own) for own in zip(*(way.sends for way in ways), strict=True)]
+        return place_lines(ways[0].stages, sends, template.places, split=split)
 
 
 def _after(options: Ways, number: int, left: Sequence[Ways]) -> list[Ways]:

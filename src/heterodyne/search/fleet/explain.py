@@ -6,7 +6,7 @@ from heterodyne.search.explain import ratio_in_words
 from heterodyne.search.fleet.families import Outcome
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import Planned
-from heterodyne.search.fleet.predict import Weighed
+from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["family_in_words", "step_in_words", "why_more"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import INTERLEAVED
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
-from heterodyne.search.fleet.predict import Weighed
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.search.fleet.why_not import why_not
 
 __all__ = ["Family", "Outcome", "families_of", "outcomes"]

@@ -14,9 +14,10 @@ from itertools import combinations_with_replacement, pairwise
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.chunks import chunked
 from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Stage, Template
-from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.weighed import Mix, Weighed, mix_of
 
-__all__ = ["Shared", "Steps", "climb", "fitted"]
+__all__ = ["Shared", "Steps", "climb"]
 
 Shared = tuple[int, int]
 """Pipelines that share state, and its level."""
@@ -73,6 +74,23 @@ class Steps:
             resized = [self._fitted(replace(template, micro_batch=size), shared) for template, _ in mix]
             if all(map(self._known, resized)):
                 yield mix_of(zip(resized, (count for _, count in mix), strict=True))
+
+    def interleaved(self, mix: Mix, zero: int) -> Iterator[Mix]:
+        """With more stages on each place, wherever there are layers for that."""
+        shared = (sum(count for _, count in mix), zero)
+        for chunks in range(2, self.max_chunks + 1):
+            options = [
+                [own for own in chunked(template, chunks) if len(own.stages) <= self.max_stages] for template, _ in mix
+            ]
+            for which in range(max(map(len, options))):
+                made = [
+                    (own[min(which, len(own) - 1)] if own else template, count)
+                    for own, (template, count) in zip(options, mix, strict=True)
+                ]
+                yield mix_of(made)
+                again = [(self._fitted(t, shared) if t.chunks > 1 else t, count) for t, count in made]
+                if again != made:
+                    yield mix_of(again)
 
     def changed(self, template: Template, shared: Shared) -> Iterator[Template]:
         """A border moved, more or fewer stages on each place, the places the other way round, other widths, another size of micro-batch,
@@ -154,12 +172,21 @@ class Steps:
         return [template]
 
     def _fitted(self, template: Template, shared: Shared) -> Template:
-        """Recomputed where it does not fit otherwise."""
+        """Recomputed on the places where it does not fit otherwise, and on no other."""
         if not self.recompute or not self._known(template):
             return template
         plain: ScheduleName = "1F1B" if template.chunks == 1 else "Interleaved1F1B"
         own = self.schedule if (self.schedule in INTERLEAVED) == (template.chunks > 1) else plain
-        return fitted(self.predictor, template, own, shared)
+        replicas, zero = shared
+        bare = _again(template, dict.fromkeys(range(template.places), False))
+        needs = [
+            self.predictor.memory(
+                bare, place, micro_batches=self.predictor.global_batch, schedule=own, replicas=replicas, zero=zero
+            ).total
+            for place in range(bare.places)
+        ]
+        fleet = self.predictor.fleet
+        return _again(bare, {n: need > fleet.pool(bare.homes[n].pool).memory_bytes for n, need in enumerate(needs)})
 
     def _filled(self, mix: Mix) -> Iterator[Mix]:
         """One more of some column, or as many as there are devices for."""
@@ -210,18 +237,6 @@ def climb(
                 best, best_mix, found = weighed, mix, True
                 break
     return best, best_mix
-
-
-def fitted(predictor: Predictor, template: Template, schedule: ScheduleName, shared: Shared) -> Template:
-    """The template recomputed on the places where it does not fit otherwise, and on no other."""
-    plain = _again(template, dict.fromkeys(range(template.places), False))
-    many, (replicas, zero) = predictor.global_batch, shared
-    needs = [
-        predictor.memory(plain, place, micro_batches=many, schedule=schedule, replicas=replicas, zero=zero).total
-        for place in range(template.places)
-    ]
-    full = {n: need > predictor.fleet.pool(template.homes[n].pool).memory_bytes for n, need in enumerate(needs)}
-    return _again(plain, full)
 
 
 def _place(stage: Stage) -> tuple[str, Widths]:

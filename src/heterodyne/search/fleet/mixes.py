@@ -9,8 +9,9 @@ import numpy as np
 
 from heterodyne.search.fleet.counts import Ints, Limits, relaxed, whole
 from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
-from heterodyne.search.fleet.predict import Mix, Predictor, mix_of
+from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.weighed import Mix, mix_of
 
 __all__ = ["Mixes"]
 

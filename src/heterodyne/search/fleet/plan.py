@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from heterodyne.cost.layers import Widths
+from heterodyne.plan.schedules import SCHEDULES
 
 __all__ = [
     "INTERLEAVED", "SPLIT", "ZERO_LEVELS", "FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template", "suits",
@@ -18,7 +19,7 @@ ScheduleName = Literal["1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "Inte
 """Those of `plan.schedules` that a search over fleets chooses from."""
 INTERLEAVED: frozenset[ScheduleName] = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
 """They run several stages on a place; the others one."""
-SPLIT: frozenset[ScheduleName] = frozenset({"ZBH1", "ZBH2", "InterleavedZeroBubble"})
+SPLIT: frozenset[ScheduleName] = frozenset(name for name in get_args(ScheduleName) if SCHEDULES[name].halves)
 """They run the two halves of a backward apart."""
 Layout = Literal["stages", "pipelines"]
 ZERO_LEVELS = (0, 1, 2, 3)

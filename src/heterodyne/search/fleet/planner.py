@@ -17,10 +17,11 @@ from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.fleet.network import Network, Rings
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import Template
-from heterodyne.search.fleet.predict import Predictor, Weighed, mix_of
+from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
+from heterodyne.search.fleet.weighed import Weighed, mix_of
 from heterodyne.search.fleet.why_not import why_not
 
 __all__ = ["FleetPlanner", "Planned"]

@@ -9,66 +9,27 @@ more. Level 0 updates everything everywhere but gathers nothing, so of 0 and 1 e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.makespan import Makespans, StageSeconds, place_lines
+from heterodyne.plan.schedules.bounds import place_lines
+from heterodyne.plan.schedules.held_counts import alike, held_at_most
+from heterodyne.plan.schedules.makespans import Makespans
+from heterodyne.plan.schedules.times import StageTimes
 from heterodyne.search.fleet.network import Exchanges, Network
-from heterodyne.search.fleet.orders import alike, held_at_most
-from heterodyne.search.fleet.plan import ZERO_LEVELS, FleetPlan, Group, Layout, ScheduleName, Stage, Template
+from heterodyne.search.fleet.plan import ZERO_LEVELS, FleetPlan, Group, Layout, ScheduleName, Template
 from heterodyne.search.fleet.sharding import at_end_s, beside, of_places, usd
+from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
 from heterodyne.search.fleet.tables import Memory, Table, Tables
+from heterodyne.search.fleet.weighed import Mix, Predicted, Weighed
 
-__all__ = ["Mix", "Predicted", "Predictor", "Weighed", "mix_of"]
+__all__ = ["Predictor"]
 
-Mix = tuple[tuple[Template, int], ...]
-"""Templates and how many pipelines there are of each, in a fixed order (see `mix_of`)."""
 _SLACK = 1e-12
 _FEW_MIXES = 64
 _FEW_PLACES = 6  # of a pipeline, for which every number of micro-batches is tried
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Predicted:
-    """Of one step. Money and energy are None where a pool that is used has no price or no watts.
-
-    Args:
-        pipelines_s, sync_s, update_s: the longest pipeline, what shows of the exchange of gradients and parameters after it, the
-            optimizer; ``step_s`` is their sum.
-        usd_per_hour: of the devices; ``usd``: of the step, with the traffic.
-        peak_bytes: of the fullest device; ``peak_share``: the largest share of a device's memory.
-    """
-
-    step_s: float
-    pipelines_s: float
-    sync_s: float
-    update_s: float
-    samples_per_s: float
-    devices: int
-    usd_per_hour: float | None
-    usd: float | None
-    joules: float | None
-    peak_bytes: float
-    peak_share: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Weighed:
-    """A plan and what it takes."""
-
-    plan: FleetPlan
-    predicted: Predicted
-
-
-def mix_of(parts: Iterable[tuple[Template, int]]) -> Mix:
-    """Alike templates counted together, in an order that does not depend on how they came."""
-    count: dict[Template, int] = {}
-    for template, replicas in parts:
-        count[template] = count.get(template, 0) + replicas
-    return tuple(sorted(((t, n) for t, n in count.items() if n > 0), key=lambda entry: _key(entry[0])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +41,7 @@ class Predictor:
     network: Network
     global_batch: int
     _tables: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
+    _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
     _most: dict[tuple[Template, ScheduleName, int, int], int] = field(default_factory=dict, repr=False)
@@ -113,30 +75,28 @@ class Predictor:
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         key = (template, schedule, layout)
         if key not in self._makespans:
-            stages = self._seconds(template, self._sends(template, layout))
-            self._makespans[key] = Makespans(stages, schedule, template.chunks, self._played)
+            stages, sends = self._times(template), self._sends(template, layout)
+            self._makespans[key] = Makespans(stages, sends, schedule, template.chunks, self._played)
         return self._makespans[key]
 
-    def _seconds(self, template: Template, sends: Sequence[float]) -> list[StageSeconds]:
-        return [
-            StageSeconds(
-                forward_s=table.forward_s(stage.start, stage.stop),
-                backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
-                send_s=send_s,
-                again_s=table.forward_s(stage.start, stage.stop) if stage.recompute else 0.0,
+    def _times(self, template: Template) -> tuple[StageTimes, ...]:
+        if template not in self._timed:
+            own = list(zip(template.stages, self.stage_tables(template), strict=True))
+            self._timed[template] = tuple(
+                StageTimes.halved(
+                    forward_s=table.forward_s(stage.start, stage.stop),
+                    backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
+                    recompute_s=table.forward_s(stage.start, stage.stop) if stage.recompute else 0.0,
+                )
+                for stage, table in own
             )
-            for stage, table, send_s in zip(template.stages, self.stage_tables(template), sends, strict=True)
-        ]
+        return self._timed[template]
 
     def _sends(self, template: Template, layout: Layout) -> list[float]:
-        """Seconds of a message from each stage to the next one; 0 from the last."""
-        tables = self.stage_tables(template)[:-1]
+        """Seconds of a message from each stage to the next one."""
         return [
-            *(
-                self.network.send_s(template, number, table.output_bytes(template.stages[number].stop), layout)
-                for number, table in enumerate(tables)
-            ),
-            0.0,
+            self.network.send_s(template, number, table.output_bytes(template.stages[number].stop), layout)
+            for number, table in enumerate(self.stage_tables(template)[:-1])
         ]
 
     def played(self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: int) -> Mapping[Template, Makespans]:
@@ -149,7 +109,7 @@ class Predictor:
         for template, own in plain.items():
             stages = [beside(s, e, zero) for s, e in zip(own.stages, exchanges[template], strict=True)]
             same = stages == list(own.stages)
-            found[template] = own if same else Makespans(stages, schedule, template.chunks, self._played)
+            found[template] = own if same else Makespans(stages, own.sends, schedule, template.chunks, self._played)
         return found
 
     def exchanges(self, mix: Mix, layout: Layout) -> Exchanges:
@@ -314,10 +274,10 @@ class Predictor:
         def fits(number: int, count: int) -> bool:
             return mix[number][0].chunks == 1 or self.fits(mix[number][0], count, schedule, replicas, zero)
 
-        counts = self._counts(mix, played, most, below_s - sync_s - update_s, fits)
+        counts = micro_batches_each(mix, self.global_batch, played, most, below_s - sync_s - update_s, fits)
         if counts is None:
             return None, free
-        groups = self._groups(mix, counts)
+        groups = groups_of(mix, self.global_batch, counts)
         several = [g for g in groups if g.template.chunks > 1]
         if not all(self.fits(g.template, g.num_microbatches, schedule, replicas, zero) for g in several):
             return None, free
@@ -355,7 +315,7 @@ class Predictor:
         ``split``: under schedules that run the halves of a backward apart, too.
         """
         lines = [(self._lines(template, split), count * template.micro_batch) for template, count in mix]
-        return _time_until(lines, [self.global_batch] * len(lines), self.global_batch)
+        return time_until(lines, [self.global_batch] * len(lines), self.global_batch)
 
     def longest_s(self, template: Template) -> float:
         """What the slowest place works on one micro-batch."""
@@ -371,8 +331,8 @@ class Predictor:
 
     def _lines(self, template: Template, split: bool) -> list[tuple[float, float]]:
         if (template, split) not in self._bounds:
-            stages = self._seconds(template, [0.0] * len(template.stages))
-            self._bounds[template, split] = place_lines(stages, template.places, split=split)
+            free = [0.0] * (len(template.stages) - 1)
+            self._bounds[template, split] = place_lines(self._times(template), free, template.places, split=split)
         return self._bounds[template, split]
 
     def fits(self, template: Template, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int) -> bool:
@@ -393,62 +353,6 @@ class Predictor:
             for pool, devices in template.devices.items():
                 used[pool] = used.get(pool, 0) + count * devices
         return all(devices <= self.fleet.pool(pool).devices for pool, devices in used.items())
-
-    def _counts(
-        self,
-        mix: Mix,
-        played: Sequence[Makespans],
-        most: Sequence[int],
-        below_s: float,
-        fits: Callable[[int, int], bool],
-    ) -> list[int] | None:
-        """Micro-batches of a pipeline of each template: the shortest time in which all together do the batch; None if not below a time.
-
-        From the time that no plan can beat on: always the pipelines that would be done first get one more, or as many as it takes until
-        they fit again.
-        """
-        sizes = [count * template.micro_batch for template, count in mix]
-        if sum(size * own for size, own in zip(sizes, most, strict=True)) < self.global_batch:
-            return None
-        lines = [own.lines for own in played]
-        if any(around == inf for own in lines for around, _ in own):
-            return None
-        if len(mix) == 1:  # there is nothing to share out
-            alone = ceil(self.global_batch / sizes[0])
-            count = next((n for n in range(alone, most[0] + 1) if fits(0, n)), 0)
-            late = not count or played[0].bound_s(count) >= below_s or played[0].seconds(count) >= below_s
-            return None if late else [count]
-        low = _time_until(list(zip(lines, sizes, strict=True)), most, self.global_batch)
-        if low >= below_s:
-            return None
-        counts = [own.most_within(low, top) for own, top in zip(played, most, strict=True)]
-        done = sum(size * count for size, count in zip(sizes, counts, strict=True))
-        while done < self.global_batch:
-            more = [
-                next((n for n in range(count + 1, top + 1) if fits(number, n)), 0)
-                for number, (count, top) in enumerate(zip(counts, most, strict=True))
-            ]
-            next_s = [own.seconds(count) if count else inf for own, count in zip(played, more, strict=True)]
-            first = min(range(len(mix)), key=next_s.__getitem__)
-            if next_s[first] >= below_s or not more[first]:
-                return None
-            done += sizes[first] * (more[first] - counts[first])
-            counts[first] = more[first]
-        return counts if all(counts) else None
-
-    def _groups(self, mix: Mix, counts: Sequence[int]) -> tuple[Group, ...]:
-        """Where more samples have room than there are, as many pipelines get a micro-batch less."""
-        spare = sum(n * t.micro_batch * m for (t, n), m in zip(mix, counts, strict=True)) - self.global_batch
-        groups = []
-        for (template, replicas), count in sorted(
-            zip(mix, counts, strict=True), key=lambda entry: -entry[0][0].micro_batch
-        ):
-            less = min(replicas, spare // template.micro_batch) if count > 1 else 0
-            spare -= less * template.micro_batch
-            for part, own in ((replicas - less, count), (less, count - 1)):
-                if part:
-                    groups.append(Group(template=template, replicas=part, num_microbatches=own))
-        return tuple(groups)
 
     def _predicted(
         self, plan: FleetPlan, seconds: tuple[float, float, float], sync_usd: float, replicas: int
@@ -506,31 +410,3 @@ def _shared(mix: Mix) -> bool:
     return sum(count for _, count in mix) > 1 or any(
         s.widths.copies > 1 for template, _ in mix for s in template.stages
     )
-
-
-def _time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most: Sequence[int], samples: int) -> float:
-    """No later than when so many samples are done. ``lines``: of each kind of pipeline, with the samples of a micro-batch of all of
-    that kind (see `Makespans.lines`).
-    """
-    if len(lines) == 1:  # there is nothing to share out
-        (own, size), count = lines[0], -(-samples // lines[0][1])
-        return max((around + count * each for around, each in own)) * (1 - _SLACK)
-    low, high = 0.0, max(around + samples * each for own, _ in lines for around, each in own)
-    for _ in range(24):
-        middle = (low + high) / 2
-        done = 0
-        for (own, size), top in zip(lines, most, strict=True):
-            done += size * max(0, min(top, *(int((middle - a) / e) if e > 0 else top for a, e in own)))
-        if done < samples:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bool], ...], int]:
-    return template.micro_batch, tuple(map(_stage_key, template.stages)), template.chunks
-
-
-def _stage_key(stage: Stage) -> tuple[str, int, int, Widths, bool]:
-    return stage.pool, stage.start, stage.stop, stage.widths, stage.recompute

@@ -12,8 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.shapes import Kind, Shapes, Sharing, kinds_of, shapes
+from heterodyne.search.fleet.shapes import Shapes, Sharing, shapes
 from heterodyne.search.fleet.space import Space
 
 __all__ = ["MANY_DEVICES", "Levels", "Rows"]

@@ -12,7 +12,7 @@ Steps 1 to 3 find cuts and counts that are best for slowest stages; played time 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -22,18 +22,18 @@ import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.aim import Aim, Score
-from heterodyne.search.fleet.chunks import chunked
 from heterodyne.search.fleet.columns import Columns, together
 from heterodyne.search.fleet.counts import Limits, shortest_s
-from heterodyne.search.fleet.improve import Steps, climb, fitted
+from heterodyne.search.fleet.improve import Steps, climb
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Layout, ScheduleName, Template, suits
-from heterodyne.search.fleet.predict import Mix, Predictor, Weighed, mix_of
+from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rows import MANY_DEVICES, Rows
 from heterodyne.search.fleet.shapes import Shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.spread import spread_s
 from heterodyne.search.fleet.tables import Floats, Tables
+from heterodyne.search.fleet.weighed import Mix, Weighed, mix_of
 
 __all__ = ["Search"]
 
@@ -303,11 +303,12 @@ class Search:
             steady = steady[: _RESCHEDULED_OF_FEW if small else _RESCHEDULED]
             chosen += [within[number] for seconds, number in steady if seconds < best.predicted.step_s]
         chosen = list(dict.fromkeys(chosen))
-        interleaved = not INTERLEAVED.isdisjoint(later)
-        options = [o for mix in chosen for o in self._interleaved(mix)] if interleaved else chosen
-        if small and not interleaved:
+        steps = self._steps(columns, "1F1B", later, aim)
+        options = chosen
+        if not INTERLEAVED.isdisjoint(later):
+            options = [option for mix in chosen for option in steps.interleaved(mix, self._zero_of(mix))]
+        elif small:
             # A size that is best where pipelines wait need not be where they do not.
-            steps = self._steps(columns, "1F1B", later, aim)
             sizes = (o for mix in chosen for o in steps.resized(mix, self._zero_of(mix)))
             options = list(dict.fromkeys((*chosen, *(mix for mix in sizes if aim.within(mix)))))
         nearly = _NEARLY_OF_FEW if small else _NEARLY
@@ -361,29 +362,6 @@ class Search:
     def _zero_of(self, mix: Mix) -> int:
         """The level at which it is known to be best, or might be."""
         return self.weighed[mix].plan.zero if mix in self.weighed else self.rows.low
-
-    def _interleaved(self, mix: Mix) -> Iterator[Mix]:
-        """With more stages on each place, wherever there are layers for that."""
-        shared = (sum(count for _, count in mix), self._zero_of(mix))
-        for chunks in range(2, self.space.max_chunks + 1):
-            options = [
-                [t for t in chunked(template, chunks) if len(t.stages) <= self.space.max_stages] for template, _ in mix
-            ]
-            if not any(options):
-                return
-            for which in range(max(map(len, options))):
-                made = [
-                    (own[min(which, len(own) - 1)] if own else template, count)
-                    for own, (template, count) in zip(options, mix, strict=True)
-                ]
-                yield mix_of(made)
-                if self.space.recompute:
-                    again = [
-                        (fitted(self.predictor, t, "Interleaved1F1B", shared) if t.chunks > 1 else t, n)
-                        for t, n in made
-                    ]
-                    if again != made:
-                        yield mix_of(again)
 
     def _climbed(
         self,

@@ -14,10 +14,10 @@ What goes beside a micro-batch hides behind the computing of the neighbouring la
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
-from heterodyne.predictor.overlap import HIDDEN, RETURNED, exposed_s
-from heterodyne.search.fleet.makespan import StageSeconds
+from heterodyne.plan.schedules.times import StageTimes
+from heterodyne.predictor.constants import constants
+from heterodyne.predictor.overlap import exposed_s, last_bucket_s, returned_s
 from heterodyne.search.fleet.network import Exchange, Exchanges
 
 __all__ = ["at_end_s", "beside", "of_places", "usd"]
@@ -48,15 +48,18 @@ def of_places(exchanges: Sequence[Exchange], places: int) -> list[Exchange]:
     ]
 
 
-def beside(stage: StageSeconds, exchange: Exchange, zero: int) -> StageSeconds:
-    """The passes of a micro-batch with what is exchanged beside them."""
+def beside(stage: StageTimes, exchange: Exchange, zero: int) -> StageTimes:
+    """The passes of a micro-batch with what is exchanged beside them; ``stage`` itself where all of that hides."""
     if zero < 2:
         return stage
     gathered = exchange.gathered_layers_s if zero > 2 else 0.0
-    return replace(
-        stage,
+    backward_s = gathered + exchange.scattered_layers_s
+    if gathered <= stage.forward_s and backward_s <= stage.backward_s:
+        return stage
+    return StageTimes.halved(
         forward_s=max(stage.forward_s, gathered),
-        backward_s=max(stage.backward_s, gathered + exchange.scattered_layers_s),
+        backward_s=max(stage.backward_s, backward_s),
+        recompute_s=stage.recompute_s,
     )
 
 
@@ -71,9 +74,9 @@ def usd(exchanges: Exchanges, zero: int, micro_batches: int) -> float:
 
 
 def _at_end_s(own: Exchange, zero: int) -> float:
+    stated = constants().stated
     if zero == 0:
-        return exposed_s(own.reduced_s, own.backward_s)
+        return exposed_s(own.reduced_s, own.backward_s, stated)
     if zero == 1:
-        return exposed_s(own.scattered_s, own.backward_s) + RETURNED * own.updated_s
-    last_bucket = (1 - HIDDEN) * own.scattered_s
-    return last_bucket + (RETURNED * own.updated_s if zero == 2 else 0.0)
+        return exposed_s(own.scattered_s, own.backward_s, stated) + returned_s(own.updated_s, stated)
+    return last_bucket_s(own.scattered_s, stated) + (returned_s(own.updated_s, stated) if zero == 2 else 0.0)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.clock import play
-from heterodyne.plan.schedules.times import Read, StageTimes
+from heterodyne.plan.schedules.times import Read
 from heterodyne.search.fleet.plan import Group
-from heterodyne.search.fleet.predict import Predictor, Weighed, mix_of
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.weighed import Weighed, mix_of
 from heterodyne.timeline import Event, Timeline
 
 __all__ = ["fleet_timeline"]
@@ -44,14 +45,13 @@ def _played(predictor: Predictor, weighed: Weighed, group: Group, first: int) ->
     plan = weighed.plan
     mix = mix_of((own.template, own.replicas) for own in plan.groups)
     makespans = predictor.played(mix, plan.schedule, plan.layout, plan.zero)[group.template]
-    times = [StageTimes(forward_s=s.forward_s, input_s=s.input_s, weight_s=s.weight_s) for s in makespans.stages]
     reads = [
-        Read(source=number, reader=number + 1, forward_s=stage.send_s, backward_s=stage.send_s)
-        for number, stage in enumerate(makespans.stages[:-1])
+        Read(source=number, reader=number + 1, forward_s=send_s, backward_s=send_s)
+        for number, send_s in enumerate(makespans.sends)
     ]
     schedule = SCHEDULES[weighed.plan.schedule]
     orders = schedule.orders(makespans.places, makespans.chunks, group.num_microbatches)
-    told = play(orders, times, reads=reads)
+    told = play(orders, makespans.stages, reads=reads)
     for place, (row, starts, ends) in enumerate(zip(orders, told.starts, told.ends, strict=True)):
         for action, start, end in zip(row, starts, ends, strict=True):
             yield Event(

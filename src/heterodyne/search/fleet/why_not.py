@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
+from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.search import Search
-from heterodyne.search.fleet.shapes import Kind, kinds_of
 from heterodyne.search.fleet.tables import Memory
 from heterodyne.units import format_bytes
 

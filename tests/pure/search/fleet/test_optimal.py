@@ -8,9 +8,9 @@ import pytest
 
 from heterodyne.search.fleet.exhaustive import Exhaustive
 from heterodyne.search.fleet.plan import INTERLEAVED
-from heterodyne.search.fleet.predict import Weighed
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
+from heterodyne.search.fleet.weighed import Weighed
 from pure.search.fleet.small import drawn, search_of
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.counts import Limits, best_per_devices, relaxed, whole
-from heterodyne.search.fleet.shapes import Sharing, shapes, usable_widths
+from heterodyne.search.fleet.kinds import usable_widths
+from heterodyne.search.fleet.shapes import Sharing, shapes
 from heterodyne.search.fleet.space import Space
 from pure.search.fleet.small import drawn, search_of
 

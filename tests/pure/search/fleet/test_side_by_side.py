@@ -6,8 +6,8 @@ from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.predictor.from_config import transformer_of
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.search.fleet.planner import FleetPlanner
-from heterodyne.search.fleet.predict import mix_of
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.weighed import mix_of
 
 MODEL = transformer_of(
     {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16, "intermediate_size": 8192,

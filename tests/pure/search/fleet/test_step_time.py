@@ -17,8 +17,9 @@ from heterodyne.predictor.step import step_time
 from heterodyne.predictor.transformer import Transformer
 from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.plan import Stage, Template
-from heterodyne.search.fleet.predict import Predictor, Weighed
+from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.tables import Tables
+from heterodyne.search.fleet.weighed import Weighed
 
 KIND = "A100-SXM-80GB"
 # A small vocabulary: the lookup of the embedding, and gathering what the ends of a model hold, are in the tables of layers only.

@@ -13,12 +13,12 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.transformer import Transformer
 from heterodyne.search.fleet.exhaustive import Exhaustive
+from heterodyne.search.fleet.kinds import chosen_of, kinds_of, usable_widths
 from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
-from heterodyne.search.fleet.predict import Weighed, mix_of
-from heterodyne.search.fleet.shapes import chosen_of, kinds_of, usable_widths
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.weighed import Weighed, mix_of
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
 INSIDE = Wire(bandwidth_bytes_per_s=200e9, latency_s=0.0)
@@ -227,7 +227,9 @@ def test_only_what_runs_is_planned_to_run() -> None:
     search = search_of(fleet, costs, 64)  # type: ignore[arg-type]
     for experts in (0.0, 0.5):
         table = search_of(fleet, _Wide(costs=_costs(experts=experts)), 64).tables  # type: ignore[arg-type]
-        every, some = (kinds_of(fleet, table, 4, Space(runnable=runs, few_devices=fleet.devices)) for runs in (False, True))
+        every, some = (
+            kinds_of(fleet, table, 4, Space(runnable=runs, few_devices=fleet.devices)) for runs in (False, True)
+        )
         assert any(sum(width > 1 for width in kind.widths) > 1 for kind in every)
         assert all(sum(width > 1 for width in kind.widths) <= 1 for kind in some)
         assert all(kind.widths.copies == 1 for kind in some) == (experts > 0)

@@ -12,14 +12,16 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
+from heterodyne.search.fleet.kinds import kinds_of
 from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.plan import ZERO_LEVELS, Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
-from heterodyne.search.fleet.predict import Mix, Predictor
+from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.search import Search
-from heterodyne.search.fleet.shapes import Sharing, kinds_of
+from heterodyne.search.fleet.shapes import Sharing
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Table
+from heterodyne.search.fleet.weighed import Mix
 from pure.search.fleet.small import GIB, drawn, search_of
 
 PARAMETERS, GRADIENTS, STATES, KEPT, WORKSPACE = 100, 200, 600, 50, 7

@@ -1,0 +1,62 @@
+"""What is weighed against each other: pipelines beside each other, the plan that they make, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.plan import FleetPlan, Stage, Template
+
+__all__ = ["Mix", "Predicted", "Weighed", "mix_of"]
+
+Mix = tuple[tuple[Template, int], ...]
+"""Templates and how many pipelines there are of each, in a fixed order (see `mix_of`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """Of one step. Money and energy are None where a pool that is used has no price or no watts.
+
+    Args:
+        pipelines_s, sync_s, update_s: the longest pipeline, what shows of the exchange of gradients and parameters after it, the
+            optimizer; ``step_s`` is their sum.
+        usd_per_hour: of the devices; ``usd``: of the step, with the traffic.
+        peak_bytes: of the fullest device; ``peak_share``: the largest share of a device's memory.
+    """
+
+    step_s: float
+    pipelines_s: float
+    sync_s: float
+    update_s: float
+    samples_per_s: float
+    devices: int
+    usd_per_hour: float | None
+    usd: float | None
+    joules: float | None
+    peak_bytes: float
+    peak_share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weighed:
+    """A plan and what it takes."""
+
+    plan: FleetPlan
+    predicted: Predicted
+
+
+def mix_of(parts: Iterable[tuple[Template, int]]) -> Mix:
+    """Alike templates counted together, in an order that does not depend on how they came."""
+    count: dict[Template, int] = {}
+    for template, replicas in parts:
+        count[template] = count.get(template, 0) + replicas
+    return tuple(sorted(((t, n) for t, n in count.items() if n > 0), key=lambda entry: _key(entry[0])))
+
+
+def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bool], ...], int]:
+    return template.micro_batch, tuple(map(_stage_key, template.stages)), template.chunks
+
+
+def _stage_key(stage: Stage) -> tuple[str, int, int, Widths, bool]:
+    return stage.pool, stage.start, stage.stop, stage.widths, stage.recompute
