@@ -2,7 +2,8 @@
 
 Cuts that are best for the slowest stage need not be best for few micro-batches, and whole counts leave devices over. So a
 step moves a layer over a border, changes a size of micro-batch, the widths of a stage, what is recomputed or how many stages a place
-has, or takes pipelines away and puts others in their place. Whatever cannot win even if its pipelines never waited is not played.
+has, makes one pipeline of two that are alike or two of one, or takes pipelines away and puts others in their place. Whatever cannot
+win even if its pipelines never waited is not played.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ class Steps:
         if len(mix) > 1:
             # The replica of a layer with the shortest backward says what of its gradients hides.
             yield from self.resized(mix, zero)
+        for template, count in mix:
+            if count > 1:
+                for joined in self._sharing(template, 2, shared):
+                    yield mix_of([*_less(_less(mix, template), template), (joined, 1)])
+            for part in self._sharing(template, 0.5, shared):
+                yield mix_of([*_less(mix, template), (part, 2)])
         for template, _ in mix:
             fewer = _less(mix, template)
             if fewer:
@@ -163,6 +170,15 @@ class Steps:
                         for number, stage in enumerate(template.stages)
                     )
                     yield from self._known(self._fitted(replace(template, stages=stages), shared))
+
+    def _sharing(self, template: Template, times: float, shared: Shared) -> list[Template]:
+        """Two such pipelines as one that shares their micro-batches (``times`` 2), or half of one that does (0.5)."""
+        if any(number * times % 1 for number in (template.micro_batch, *(home.data for home in template.homes))):
+            return []
+        stages = tuple(replace(stage, data=int(stage.data * times)) for stage in template.stages)
+        made = replace(template, micro_batch=int(template.micro_batch * times), stages=stages)
+        offered = all(home.widths in self.widths(home.pool, made.micro_batch) for home in made.homes)
+        return self._known(self._fitted(made, shared)) if offered else []
 
     def _known(self, template: Template) -> list[Template]:
         try:
