@@ -19,8 +19,11 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	@$(BIN)/python examples/first_light.py
 
+# What starts no processes is run beside itself; what does has the machine for itself.
+ALONE := tests/multiprocess tests/runtime tests/measure tests/emulate tests/gpu
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 $(filter-out $(ALONE) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+	$(BIN)/python -m pytest $(ALONE)
 
 check: setup
 	$(BIN)/ruff check .

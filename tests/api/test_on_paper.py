@@ -195,6 +195,58 @@ def test_a_model_without_a_shape_is_captured(files: Path, capsys: pytest.Capture
     assert "The plan:" in capsys.readouterr().out
 
 
+WIDE = """\
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+class Wide(nn.Module):
+    def __init__(self, width=16384, layers=3):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, input_ids, labels):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+"""
+
+
+def test_blocks_of_a_captured_model_that_fit_no_device_lie_in_parts(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A block has 2.1e9 parameters: 34 GB with gradients and Adam's states, where a device has 32."""
+    (files / "model.py").write_text(WIDE)
+    (files / "job.yaml").write_text(
+        "model: {factory: 'model.py:Wide'}\ndata: {sequence_length: 64}\ntraining: {global_batch_size: 8}\n"
+    )
+    (files / "fleet.yaml").write_text(
+        "name: old\nnodes:\n  - {name: n, kind: V100-SXM2-32GB, count: 1, devices_per_node: 8}\n"
+    )
+    assert planned("--runnable", "plan.json") == 0
+    told = json.loads((files / "fleet_plan.json").read_text())
+    stages = [stage for group in told["plan"]["groups"] for stage in group["template"]["stages"]]
+    assert max(stage["width"] for stage in stages) > 1
+    assert told["predicted"]["peak_bytes"] < 32 * 2**30
+    assert "tensor" in capsys.readouterr().out
+    kinds = {
+        region["layout"]["kind"]
+        for pipeline in json.loads((files / "plan.json").read_text())["pipelines"]
+        for stage in pipeline["stages"]
+        for region in stage["regions"]
+    }
+    assert "split" in kinds
+
+
 def test_a_plan_that_is_to_run_shares_no_state_out(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned("--out", "paper.json") == planned("--runnable", "plan.json", "--families", "--out", "run.json") == 0
     paper, run_ = (json.loads((files / name).read_text())["plan"] for name in ("paper.json", "run.json"))
