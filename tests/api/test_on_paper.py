@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -193,6 +194,26 @@ def test_a_model_without_a_shape_is_captured(files: Path, capsys: pytest.Capture
     )
     assert planned() == 0
     assert "The plan:" in capsys.readouterr().out
+
+
+def test_who_interrupts_a_search_gets_the_best_so_far(tmp_path: Path) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    command = [sys.executable, "-m", "heterodyne", "plan", str(examples / "mixture_1800b.yaml")]
+    command += ["--cluster", str(examples / "fleets" / "six_kinds.yaml"), "--out", str(tmp_path / "plan.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if line.startswith("so far"):
+                process.send_signal(signal.SIGINT)
+                break
+        out, rest = process.communicate()
+    assert process.returncode == 0, said + rest
+    assert "stopping with the best plan so far" in rest
+    assert "there may be better plans" in rest
+    assert "The plan:" in out
+    assert json.loads((tmp_path / "plan.json").read_text())["kind"] == "fleet plan"
 
 
 WIDE = """\

@@ -12,6 +12,7 @@ from typing import Any
 
 from heterodyne.api.fleet_printing import show_change, show_fleet_plan
 from heterodyne.api.paper_costs import captured, costs_of_job, shape_of
+from heterodyne.api.watched import watched
 from heterodyne.api.wishes import Wishes
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.fleet_cluster import cluster_of
@@ -58,7 +59,7 @@ def plan_on_paper(
                 f"{kind} has no units for {job.training.precision} by its datasheet; its seconds are those of the nearest that it has"
             )
     space = _space(wishes)
-    planner, found = _planned(job, then, costs_of, wishes, space)
+    planner, found = _planned(job, then, costs_of, wishes, space, say)
     plan: Plan | None = None
     if wishes.runnable is not None:
         graph = captured(job, base)
@@ -69,7 +70,7 @@ def plan_on_paper(
             why = str(error).splitlines()[:2][-1].strip(" -")
             say(f"the fastest plan does not run here: {why}; planning again with one device a stage")
             space = replace(space, max_width=1, max_context=1, max_data=1)
-            planner, found = _planned(job, then, costs_of, wishes, space)
+            planner, found = _planned(job, then, costs_of, wishes, space, say)
             plan = _runnable(job, found, then, graph)
     seq = job.data.sequence_length if shape_of(job.model, base) is not None else None
     told = json.dumps(_told(planner.fleet, found), indent=1) + "\n"
@@ -85,8 +86,10 @@ def plan_on_paper(
             frontier=wishes.frontier,
             families=wishes.families,
         )
+    if found.stopped:
+        say("the search was stopped before it was done: there may be better plans")
     if then is not today and not wishes.as_json:
-        _, before = _planned(job, today, costs_of, wishes, space)
+        _, before = _planned(job, today, costs_of, wishes, space, say)
         what = [*(f"add {text}" for text in wishes.add), *(f"without {text}" for text in wishes.without), *wishes.links]
         show_change(before.best, found.best, ", ".join(what))
     out.write_text(told, encoding="utf-8")
@@ -122,7 +125,12 @@ def _known(fleet: Fleet) -> Fleet:
 
 
 def _planned(
-    job: Job, fleet: Fleet, costs_of: Callable[[Fleet], LayerCosts], wishes: Wishes, space: Space
+    job: Job,
+    fleet: Fleet,
+    costs_of: Callable[[Fleet], LayerCosts],
+    wishes: Wishes,
+    space: Space,
+    say: Callable[[str], None],
 ) -> tuple[FleetPlanner, Planned]:
     if wishes.objective.goal == "money" or wishes.objective.usd_per_hour is not None:
         fleet.require_prices()
@@ -130,7 +138,8 @@ def _planned(
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
     planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
-    return planner, planner.plan(wishes.objective, space=space, seconds=wishes.seconds, frontier=wishes.frontier)
+    with watched(wishes.seconds, say) as watch:
+        return planner, planner.plan(wishes.objective, space=space, watch=watch, frontier=wishes.frontier)
 
 
 def _space(wishes: Wishes) -> Space:

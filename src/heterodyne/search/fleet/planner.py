@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from time import monotonic
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCosts
@@ -21,6 +20,7 @@ from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
+from heterodyne.search.fleet.watch import Watch
 from heterodyne.search.fleet.weighed import Weighed, mix_of
 from heterodyne.search.fleet.why_not import why_not
 
@@ -42,7 +42,7 @@ class Planned:
         runners_up: the next best of other pipelines, best first.
         bound_s: of the step: no plan of the space is faster, whatever it costs.
         frontier: the plans that no other one beats in seconds, usd and devices at once, the fastest first.
-        stopped: the deadline came before the search was done.
+        stopped: it was over before the search was done.
     """
 
     objective: Objective
@@ -69,7 +69,7 @@ class FleetPlanner:
             self._tables.append(Tables(self.costs))
         return self._tables[0]
 
-    def search(self, space: Space, *, deadline_s: float | None = None, memory: float = 1.0) -> Search:
+    def search(self, space: Space, *, watch: Watch | None = None, memory: float = 1.0) -> Search:
         """``memory``: of each device the part that may be filled."""
         fleet = self.fleet
         if memory < 1:
@@ -81,17 +81,17 @@ class FleetPlanner:
             network=self.network or Rings(self.fleet),
             global_batch=self.global_batch,
         )
-        return Search(predictor=predictor, space=space, deadline_s=deadline_s)
+        return Search(predictor=predictor, space=space, watch=watch or Watch())
 
     def plan(
         self,
         objective: Objective | None = None,
         *,
         space: Space | None = None,
-        seconds: float | None = None,
+        watch: Watch | None = None,
         frontier: bool = False,
     ) -> Planned:
-        """The best plan. ``seconds``: when to stop with the best so far; without it the same input gives the same plan.
+        """The best plan. ``watch``: may stop the search with the best so far; unless it does, the same input gives the same plan.
 
         Raises InfeasibleError if nothing fits, with the reason; ClusterError if a price or watts that the objective asks for are missing.
         """
@@ -100,7 +100,7 @@ class FleetPlanner:
         if missing:
             what = "watts" if objective.goal == "energy" else "a price"
             raise ClusterError(f"{objective.goal} needs {what} of every pool; not stated for {', '.join(missing)}")
-        search = self.search(space, deadline_s=None if seconds is None else monotonic() + seconds)
+        search = self.search(space, watch=watch)
         rates = objective.rates(self.fleet)
         limit = inf if objective.usd_per_hour is None else objective.usd_per_hour
         if objective.goal == "memory":
@@ -120,7 +120,7 @@ class FleetPlanner:
             (w for w in known if objective.score(w) < inf), key=lambda w: (objective.score(w), w.predicted.devices)
         )
         if not ranked and search.stopped:
-            raise InfeasibleError(f"no plan was found within {seconds} s: give the search more time")
+            raise InfeasibleError("the search was stopped before it had found a plan: give it more time")
         if not ranked:
             raise InfeasibleError(why_not(search, objective))
         return Planned(
@@ -176,7 +176,7 @@ class FleetPlanner:
         low, high = 0.0, 1.0 if found[0] is None else found[0].predicted.peak_share
         for _ in range(_MEMORIES):
             middle = (low + high) / 2
-            smaller = self.search(space, deadline_s=search.deadline_s, memory=middle)
+            smaller = self.search(space, watch=search.watch, memory=middle)
             best = smaller.run(objective.score, by_time=False)
             search.stopped = search.stopped or smaller.stopped
             if best is None:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from time import monotonic
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from heterodyne.search.fleet.shapes import Shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.spread import spread_s
 from heterodyne.search.fleet.tables import Floats, Tables
+from heterodyne.search.fleet.watch import Watch
 from heterodyne.search.fleet.weighed import Mix, Weighed, mix_of
 
 __all__ = ["Search"]
@@ -57,14 +57,14 @@ class Search:
     """Searches one space for one model, fleet and global batch. Keeps all that it weighed.
 
     Args:
-        deadline_s: on `time.monotonic`'s clock; the best that is known by then is the result.
+        watch: where it says that the search is over, the best that is known by then is the result.
         bounded: whether it shall be known what no plan can beat.
         known: shapes that were grown before.
     """
 
     predictor: Predictor
     space: Space
-    deadline_s: float | None = None
+    watch: Watch = field(default_factory=Watch)
     weighed: dict[Mix, Weighed] = field(default_factory=dict)
     bounded: bool = True
     known: Rows | None = None
@@ -181,7 +181,7 @@ class Search:
         """A search of what one pool does under the first schedules, with the shapes that are known of it. ``work``: as in `Space`."""
         space = replace(self.space, pools=(pool,), work=work, schedules=self._first)
         known = self.rows.of_pool(pool, space)
-        return Search(predictor=self.predictor, space=space, deadline_s=self.deadline_s, bounded=False, known=known)
+        return Search(predictor=self.predictor, space=space, watch=self.watch, bounded=False, known=known)
 
     def weigh(
         self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
@@ -216,6 +216,7 @@ class Search:
         self._by_schedules[mix, own] = best
         if mix not in self.weighed or best.predicted.step_s < self.weighed[mix].predicted.step_s:
             self.weighed[mix] = best
+            self.watch.saw(best)
         return best
 
     def _no_faster(self, known: Weighed, schedule: ScheduleName, layout: Layout) -> bool:
@@ -415,6 +416,6 @@ class Search:
         )
 
     def _late(self) -> bool:
-        late = self.deadline_s is not None and monotonic() >= self.deadline_s
+        late = self.watch.over()
         self.stopped = self.stopped or late
         return late

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 
@@ -17,6 +18,7 @@ from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.shapes import Sharing, shapes
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.watch import Watch
 from heterodyne.units import format_seconds
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
@@ -110,9 +112,30 @@ def test_nothing_on_the_frontier_is_beaten_by_another() -> None:
 def test_a_deadline_in_the_past_is_said() -> None:
     planner = _planner(_pool("fast", 2))
     with pytest.raises(InfeasibleError, match="more time"):
-        planner.plan(seconds=-1.0)
-    planned = planner.plan(seconds=60.0)
+        planner.plan(watch=Watch(deadline_s=monotonic() - 1.0))
+    planned = planner.plan(watch=Watch(deadline_s=monotonic() + 600.0))
     assert not planned.stopped
+
+
+def test_a_search_that_is_asked_to_stop_gives_the_best_so_far_and_has_told_of_it() -> None:
+    def planner() -> FleetPlanner:
+        return _planner(_pool("fast", 4), _pool("slow", 4))
+
+    whole = planner().plan()
+    for looks in (40, 200, 1000):
+        left = iter(range(looks))
+        told: list[float] = []
+        watch = Watch(
+            asked=lambda left=left: next(left, None) is None,  # type: ignore[misc]
+            told=lambda weighed, told=told: told.append(weighed.predicted.step_s),  # type: ignore[misc]
+            every_s=0.0,
+        )
+        planned = planner().plan(watch=watch)
+        assert planned.best.predicted.step_s >= whole.best.predicted.step_s
+        assert planned.stopped or planned.best == whole.best
+        assert told == sorted(told, reverse=True)
+        assert told
+        assert planned.best.predicted.step_s <= told[-1]
 
 
 def test_a_smaller_space_is_never_faster() -> None:

@@ -1,0 +1,46 @@
+"""A search as it is seen from outside while it works: when it has to end with the best so far, and what that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from heterodyne.search.fleet.weighed import Weighed
+
+__all__ = ["Watch"]
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """Of one search, or of several that belong together.
+
+    Args:
+        deadline_s: on `time.monotonic`'s clock.
+        asked: whether somebody asks it to end.
+        told: is told of the fastest plan so far, not more often than every ``every_s`` seconds.
+    """
+
+    deadline_s: float | None = None
+    asked: Callable[[], bool] = lambda: False
+    told: Callable[[Weighed], None] | None = None
+    every_s: float = 5.0
+    _fastest: Weighed | None = None
+    _last: Weighed | None = None
+    _next_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next_s = monotonic() + self.every_s
+
+    def saw(self, weighed: Weighed) -> None:
+        """A plan that was weighed."""
+        if self._fastest is None or weighed.predicted.step_s < self._fastest.predicted.step_s:
+            self._fastest = weighed
+
+    def over(self) -> bool:
+        """Whether the search has to end."""
+        if self.told is not None and self._fastest is not self._last and monotonic() >= self._next_s:
+            assert self._fastest is not None
+            self.told(self._fastest)
+            self._last, self._next_s = self._fastest, monotonic() + self.every_s
+        return self.asked() or (self.deadline_s is not None and monotonic() >= self.deadline_s)
