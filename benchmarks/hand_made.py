@@ -24,12 +24,13 @@ from heterodyne.sim.run import Simulation, simulate
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from heterodyne.api.preparation import Settings
+    from heterodyne.api.preparation import Prepared, Settings
     from heterodyne.api.session import Session
     from heterodyne.cluster.profile import Profile
     from heterodyne.frontend import Captured
     from heterodyne.measure.whole_model import WholeModel
     from heterodyne.runtime.worker import Worker
+    from heterodyne.search.planned import Strategy
 
 __all__ = ["Line", "Rig", "cuts_at", "plan_of", "with_best_order"]
 
@@ -143,27 +144,23 @@ class Rig:
         cls, session: Session, model: nn.Module, batch: Mapping[str, Tensor], sizes: tuple[int, ...], budget_s: float
     ) -> Rig:
         """Capture and measure; ``sizes``: of micro-batches. Collective."""
-        from heterodyne.api.preparation import Settings, capture_everywhere, measure_everywhere
-        from heterodyne.frontend import loss_of
-        from heterodyne.job import OptimizerSection, ParallelismSection
-        from heterodyne.measure.whole_model import WholeModel
+        from heterodyne.api.preparation import measure_everywhere
 
-        settings = Settings(
-            global_batch_size=len(next(iter(batch.values()))),
-            precision="fp32",
-            clip=False,
-            optimizer=OptimizerSection(lr=1e-4),
-            parallelism=ParallelismSection(micro_batch_sizes=sizes, strategy="pipeline"),
-        )
-        captured = capture_everywhere(session, model, batch)
-        whole = WholeModel(
-            build=lambda device: copy.deepcopy(model).to(device),
-            inputs=captured.graph.inputs,
-            example=batch,
-            loss=loss_of,
-        )
+        captured, whole, settings = _captured(session, model, batch, sizes, "pipeline")
         profile = measure_everywhere(session, captured, whole, settings, fresh=True, budget_s=budget_s)
         return cls(session=session, captured=captured, whole=whole, profile=profile, settings=settings)
+
+    @classmethod
+    def automatic(
+        cls, session: Session, model: nn.Module, batch: Mapping[str, Tensor], sizes: tuple[int, ...]
+    ) -> tuple[Rig, Prepared]:
+        """Capture, measure, plan, try and rehearse as in any job. Collective."""
+        from heterodyne.api.preparation import prepare
+
+        captured, whole, settings = _captured(session, model, batch, sizes, "auto")
+        prepared = prepare(session, captured, whole, settings)
+        rig = cls(session=session, captured=captured, whole=whole, profile=prepared.profile, settings=settings)
+        return rig, prepared
 
     @cached_property
     def costs(self) -> CostModel:
@@ -208,3 +205,28 @@ class Rig:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def _captured(
+    session: Session, model: nn.Module, batch: Mapping[str, Tensor], sizes: tuple[int, ...], strategy: Strategy
+) -> tuple[Captured, WholeModel, Settings]:
+    from heterodyne.api.preparation import Settings, capture_everywhere
+    from heterodyne.frontend import loss_of
+    from heterodyne.job import OptimizerSection, ParallelismSection
+    from heterodyne.measure.whole_model import WholeModel
+
+    settings = Settings(
+        global_batch_size=len(next(iter(batch.values()))),
+        precision="fp32",
+        clip=False,
+        optimizer=OptimizerSection(lr=1e-4),
+        parallelism=ParallelismSection(micro_batch_sizes=sizes, strategy=strategy),
+    )
+    captured = capture_everywhere(session, model, batch)
+    whole = WholeModel(
+        build=lambda device: copy.deepcopy(model).to(device),
+        inputs=captured.graph.inputs,
+        example=batch,
+        loss=loss_of,
+    )
+    return captured, whole, settings
