@@ -69,6 +69,7 @@ def main() -> int:
             fastest=job["names"][fastest],
             over_fastest=seconds[CHOSEN] / seconds[fastest],
             first_by_prediction_over_fastest=first,
+            fastest_was_rehearsed=fastest in job["rehearsed"],
             others=len(seconds) - 1,
         )
     results.row("first by prediction: the fastest or within 3% of it, of all", share=foretold / cases)
@@ -131,10 +132,11 @@ def worker(options: argparse.Namespace, size: Size) -> None:
     with hd.open_session() as session:
         rig, prepared = Rig.automatic(session, model_of(size), batch, (1, 2, 4, 8))
         plans: dict[str, tuple[str, str, float]] = {}
-        first = CHOSEN
+        first, rehearsed = CHOSEN, list[str]()
         if prepared.planned is not None:
             chosen = prepared.planned.chosen
             plans[CHOSEN] = (chosen.name, prepared.plan.dump(), chosen.step_s or 0.0)
+            rehearsed += [CHOSEN] if chosen.rehearsed_s is not None else []
             others = {
                 identity(c.plan): c
                 for c in sorted(prepared.planned.candidates, key=lambda c: -c.weighed_s)
@@ -144,6 +146,8 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             for number, other in enumerate(best):
                 assert other.plan is not None
                 plans[f"other {number}"] = (other.name, other.plan.dump(), other.step_s or 0.0)
+                if other.rehearsed_s is not None:
+                    rehearsed.append(f"other {number}")
             if best and best[0].weighed_s < chosen.weighed_s:
                 first = "other 0"
         plans = session.communicator.broadcast_object(plans, 0)
@@ -156,6 +160,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             told = {
                 "seconds": found.seconds,
                 "first by prediction": first,
+                "rehearsed": rehearsed,
                 "names": {way: name for way, (name, _, _) in plans.items()},
                 "predicted": {way: predicted for way, (_, _, predicted) in plans.items()},
             }
