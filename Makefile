@@ -22,7 +22,7 @@ train: setup
 # What starts no processes is run beside itself; what does has the machine for itself.
 ALONE := tests/multiprocess tests/runtime tests/measure tests/emulate tests/gpu
 test: setup
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 $(filter-out $(ALONE) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal $(filter-out $(ALONE) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 	$(BIN)/python -m pytest $(ALONE)
 
 check: setup
