@@ -49,6 +49,7 @@ class Makespans:
     played: list[int] = field(default_factory=lambda: [0], repr=False)
     _rounds: list[tuple[list[float], list[float]]] = field(default_factory=list, repr=False)
     _step: list[float] = field(default_factory=list, repr=False)  # seconds between rounds, once they are alike
+    _steady: list[tuple[int, float]] = field(default_factory=list, repr=False)  # see `_zero_bubble`
     _known: dict[int, float] = field(default_factory=dict, repr=False)
     _periods: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict, repr=False)
 
@@ -131,8 +132,12 @@ class Makespans:
     def _zero_bubble(self, micro_batches: int) -> float:
         """ZB-H1 and ZB-H2 in rounds of I, F and a W that is owed; a round needs forwards of the round before it, or of the one before that.
 
-        Where a round has come to be the one before, later, those in which there still are forwards for all stages are passed over.
+        Where a round has come to be the one before, later, those in which there still are forwards for all stages are passed over. It
+        comes to be so for more micro-batches too, so of them each more takes as long.
         """
+        if self._steady and micro_batches > self._steady[0][0]:
+            few, later = self._steady[0]
+            return self.seconds(few) + (micro_batches - few) * later
         sends, count, early = self.sends, len(self.stages), self.schedule == "ZBH2"
         inputs, weights = self._input, self._weight
         ahead = [2 * (count - place) - 1 if early else count - 1 - place for place in range(count)]
@@ -176,6 +181,7 @@ class Makespans:
                 now = [*free, *(end for own in forwards for end in own[-2:])]
                 later = now[0] - before[0] if before else 0.0
                 if before and all(abs(a - b - later) <= _CLOSE * now[0] for a, b in zip(now, before, strict=True)):
+                    self._steady.append((micro_batches - left + 2, later))
                     free = [end + (left - 1) * later for end in free]
                     forwards = [[end + (left - 1) * later for end in own] for own in forwards]
                     skipped += left - 1
@@ -282,6 +288,9 @@ class Makespans:
             left = range(1, micro_batches)
         else:
             forward, backward = self._round(micro_batches - count)
+            few = len(self._rounds) - 1 + count
+            if micro_batches > few:  # what follows is that of the last known round, later
+                return self.seconds(few) + (micro_batches - few) * self._step[0]
             left = range(micro_batches - count + 1, micro_batches)
         for number in left:
             forward, backward = self._next(forward, backward, number, micro_batches)

@@ -29,7 +29,7 @@ __all__ = ["FleetPlanner", "Planned"]
 _BUDGETS = 8
 _RUNNERS_UP = 5
 _MEMORIES = 5
-_MANY = 1024
+_MANY = 512
 """Devices of a fleet, above which what its pools do alone is tried side by side."""
 
 

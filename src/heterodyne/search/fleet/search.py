@@ -60,6 +60,7 @@ class Search:
         watch: where it says that the search is over, the best that is known by then is the result.
         bounded: whether it shall be known what no plan can beat.
         known: shapes that were grown before.
+        coarse: pipelines are alike to begin with, and only then improved.
     """
 
     predictor: Predictor
@@ -68,6 +69,7 @@ class Search:
     weighed: dict[Mix, Weighed] = field(default_factory=dict)
     bounded: bool = True
     known: Rows | None = None
+    coarse: bool = False
     bound_s: float = inf
     stopped: bool = False
     _by_schedules: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
@@ -150,6 +152,8 @@ class Search:
             columns.update(dict.fromkeys(self._chosen.of(rows, limits, times[1])))
             own = list(columns)
             best = self._played(self._mixes.alike(own, limits), best, aim)
+            if self.coarse:
+                continue
             known_s = 1e3 * times[1] if best is None else best.predicted.step_s
             own = self._mixes.worth_most(own, limits, known_s)
             mixes = list(dict.fromkeys(self._mixes.unlike(own, limits, times[0], known_s)))
@@ -181,7 +185,7 @@ class Search:
         """A search of what one pool does under the first schedules, with the shapes that are known of it. ``work``: as in `Space`."""
         space = replace(self.space, pools=(pool,), work=work, schedules=self._first)
         known = self.rows.of_pool(pool, space)
-        return Search(predictor=self.predictor, space=space, watch=self.watch, bounded=False, known=known)
+        return Search(predictor=self.predictor, space=space, watch=self.watch, bounded=False, known=known, coarse=True)
 
     def weigh(
         self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
