@@ -33,9 +33,8 @@ def statuses(process: psutil.Process, number: int) -> set[str]:
 
 def test_a_paced_worker_is_stopped_at_times_and_let_go_at_the_end(spinner: psutil.Process) -> None:
     with duty_cycle() as cycle:
-        cycle.pace(spinner.pid, 0.3)
-        time.sleep(0.1)
-        assert psutil.STATUS_STOPPED in statuses(spinner, 50)
+        cycle.pace(spinner.pid, 0.05)  # a busy machine leaves it more than that
+        assert any(psutil.STATUS_STOPPED in statuses(spinner, 50) for _ in range(100))
     assert psutil.STATUS_STOPPED not in statuses(spinner, 20)
 
 

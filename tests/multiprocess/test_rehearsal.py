@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,18 @@ def trained(place: Place, name: str, *more: str, change: str = "") -> tuple[dict
 
 
 def test_a_rehearsed_run_is_that_of_its_plan_bit_by_bit(place: Place) -> None:
-    rehearsed, said = trained(place, "rehearsed")
+    for attempt in range(5):  # on a busy machine two ways may be measured too far apart to be worth a rehearsal
+        name = f"rehearsed-{attempt}"
+        rehearsed, said = trained(place, name)
+        if "rehearsing" in said:
+            break
+        shutil.rmtree(place.path / "home")  # the profile
     assert "rehearsing" in said
     assert "In rehearsal it took" in " ".join(said.split())
-    again, said = trained(place, "given", "--plan", str(Path("rehearsed") / "plan.json"))
+    again, said = trained(place, "given", "--plan", str(Path(name) / "plan.json"))
     assert "rehearsing" not in said
     assert again == rehearsed
-    candidates = json.loads((place.path / "rehearsed" / "candidates.json").read_text())
+    candidates = json.loads((place.path / name / "candidates.json").read_text())
     assert sum("in rehearsal" in candidate["why"] for candidate in candidates) > 1
 
 
