@@ -135,7 +135,8 @@ class FleetPlanner:
     def _side_by_side(self, objective: Objective, space: Space, search: Search) -> Weighed | None:
         """What each pool does best by itself, together: over many devices mixes are searched for coarsely, and may miss that.
 
-        By themselves under the schedules that are tried first, for pipelines that are best under unlike ones may have none in common.
+        By themselves with alike pipelines that are then improved, under the schedules that are tried first: pipelines that are best under
+        unlike ones may have none in common.
         """
         alone = []
         for pool in self.fleet.pools:
