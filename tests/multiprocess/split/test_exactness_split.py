@@ -36,6 +36,15 @@ def test_a_stage_in_parts_of_unequal_widths(pool: Pool, name: str, kind: str) ->
     require_exact(pool, name, spread(2, PipelineOf((2, 3), (stage,))))
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama", "mixtral"])
+def test_devices_of_a_stage_need_not_be_in_the_order_of_their_ranks(pool: Pool, name: str) -> None:
+    ops = len(captured(name).ops)
+    alone = StageOf(ops, (2, 0, 1), (1, 3, 2), kind="split")
+    require_exact(pool, name, spread(3, PipelineOf((4, 3), (alone,))))
+    behind = (StageOf(ops // 2, (1,), (1,)), StageOf(ops, (2, 0), (1, 3), kind="split"))
+    require_exact(pool, name, spread(3, PipelineOf((4, 3), behind)))
+
+
 @pytest.mark.parametrize("name", [*MODELS, "mixtral"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
 def test_halves_of_micro_batches_in_turns(pool: Pool, name: str, schedule: str) -> None:

@@ -31,15 +31,18 @@ class Group:
         channel: joins them; None: this device is alone, and every collective is the identity.
         position: of this one.
         size: how many there are.
+        places: of each member its place on the channel, which goes by ranks; None: the order of the devices is theirs.
 
     All calls are collective, in the same order on every member, and block until the result is there; those that begin with
     ``begin_`` return what blocks.
     """
 
-    def __init__(self, channel: Channel | None, position: int, size: int) -> None:
+    def __init__(self, channel: Channel | None, position: int, size: int, places: Sequence[int] | None = None) -> None:
         self._channel = channel
         self.position = position
         self.size = size
+        own = list(range(size) if places is None else places)
+        self._members = sorted(range(size), key=own.__getitem__)  # in the order of the channel
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Send ``parts[j]`` to member j; get from each member i what it has sent here, of shape ``shapes[i]``, of the same dtype."""
@@ -62,8 +65,15 @@ class Group:
         own = parts[self.position]
         if self._channel is None or self.size == 1:
             return lambda: [own]
-        arriving = self._channel.all_to_all([part.reshape(-1) for part in parts], [prod(shape) for shape in shapes])
-        return lambda: [flat.view(tuple(shape)) for flat, shape in zip(arriving(), shapes, strict=True)]
+        arriving = self._channel.all_to_all(
+            [parts[member].reshape(-1) for member in self._members], [prod(shapes[member]) for member in self._members]
+        )
+
+        def arrived() -> list[Tensor]:
+            flat = dict(zip(self._members, arriving(), strict=True))
+            return [flat[member].view(tuple(shape)) for member, shape in enumerate(shapes)]
+
+        return arrived
 
     def begin_all_gather(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Later:
         """Begin `all_gather`."""

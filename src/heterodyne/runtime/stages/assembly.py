@@ -276,7 +276,8 @@ def _team(plan: Plan, cluster: Cluster, communicator: Communicator) -> SplitTeam
             ranks = [cluster.rank(device) for device in devices]
             channel = communicator.channel(sorted(ranks))
             if communicator.rank in ranks:
-                found = SplitTeam(Group(channel, ranks.index(communicator.rank), len(ranks)))
+                places = [sorted(ranks).index(rank) for rank in ranks]
+                found = SplitTeam(Group(channel, ranks.index(communicator.rank), len(ranks), places))
     return found
 
 
