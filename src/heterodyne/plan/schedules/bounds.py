@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from heterodyne.plan.schedules.times import StageTimes
 
@@ -40,11 +41,19 @@ def place_lines(
             )
         before += stages[place].forward_s + onward[place]
         back += inputs[place] + onward[place]
-    return [line for line in found if not any(_above(other, line) for other in found)]
+    highest = _highest(found)
+    return [line for line in found if line in highest]
 
 
-def _above(other: tuple[float, float], line: tuple[float, float]) -> bool:
-    return other != line and other[0] >= line[0] and other[1] >= line[1]
+def _highest(lines: Sequence[tuple[float, float]]) -> set[tuple[float, float]]:
+    """Those that no other one is above everywhere: of all that begin no lower, each is the steepest."""
+    found: set[tuple[float, float]] = set()
+    steepest = -inf
+    for line in sorted(set(lines), reverse=True):
+        if line[1] > steepest:
+            steepest = line[1]
+            found.add(line)
+    return found
 
 
 def _lines(places: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:

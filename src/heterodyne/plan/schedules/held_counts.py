@@ -5,8 +5,10 @@ It is counted once for a shape, so that a search that weighs many pipelines does
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from functools import lru_cache
+
+import numpy as np
 
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.interleaved import round_size
@@ -67,13 +69,9 @@ def _counted(schedule: str, places: int, chunks: int, micro_batches: int) -> tup
     return tuple(found)
 
 
-def _largest(vectors: Iterable[Vector]) -> tuple[Vector, ...]:
-    kept: list[Vector] = []
-    for vector in sorted(vectors, key=sum, reverse=True):
-        if not any(_within(vector, other) for other in kept):
-            kept.append(vector)
-    return tuple(kept)
-
-
-def _within(vector: Sequence[int], other: Sequence[int]) -> bool:
-    return all(a <= b for a, b in zip(vector, other, strict=True))
+def _largest(vectors: Collection[Vector]) -> tuple[Vector, ...]:
+    """Those of unlike vectors that no other one exceeds in every number, the largest sum first."""
+    ordered = sorted(vectors, key=sum, reverse=True)
+    own = np.array(ordered)
+    within = (own[:, None, :] <= own[None, :, :]).all(axis=2)
+    return tuple(vector for vector, others in zip(ordered, within.sum(axis=1).tolist(), strict=True) if others == 1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain, zip_longest
 
 from heterodyne.plan.program import Action
-from heterodyne.plan.schedules.schedule import Orders, Schedule
+from heterodyne.plan.schedules.schedule import Orders, Schedule, action
 
 __all__ = ["INTERLEAVED_1F1B", "round_order", "round_size"]
 
@@ -39,11 +39,11 @@ def _orders(places: int, chunks: int, micro_batches: int) -> Orders:
 
 def _place(place: int, places: int, chunks: int, warm_up: int, micro_batches: int) -> tuple[Action, ...]:
     stages = range(place, places * chunks, places)
-    forwards = [Action(stage, "F", index) for stage, index in round_order(stages, places, micro_batches)]
-    backwards = [Action(stage, "B", index) for stage, index in round_order(stages[::-1], places, micro_batches)]
+    forwards = [("F", *own) for own in round_order(stages, places, micro_batches)]
+    backwards = [("B", *own) for own in round_order(stages[::-1], places, micro_batches)]
     in_turn = chain.from_iterable(zip_longest(forwards[warm_up:], backwards))
-    row = (*forwards[:warm_up], *(action for action in in_turn if action is not None))
-    return tuple(action for action in row if action.index is not None and action.index < micro_batches)
+    row = (*forwards[:warm_up], *(entry for entry in in_turn if entry is not None))
+    return tuple(action(stage, kind, index) for kind, stage, index in row if index < micro_batches)
 
 
 INTERLEAVED_1F1B = Schedule(name="Interleaved1F1B", placement="loop", chunks=None, make=_orders)

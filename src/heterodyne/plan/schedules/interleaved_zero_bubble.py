@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules.interleaved import round_order, round_size
-from heterodyne.plan.schedules.schedule import Orders, Schedule
+from heterodyne.plan.schedules.schedule import Orders, Schedule, action
 
 __all__ = ["INTERLEAVED_ZERO_BUBBLE"]
 
@@ -23,16 +23,15 @@ def _place(place: int, places: int, chunks: int, micro_batches: int) -> tuple[Ac
     forwards = round_order(stages, places, micro_batches)
     backwards = round_order(stages[::-1], places, micro_batches)
     warm_up = (chunks - 1) * size + places - 1 - place
-    row = [Action(stage, "F", index) for stage, index in forwards[:warm_up]]
-    for number, (stage, index) in enumerate(backwards):
+    row = [("F", *own) for own in forwards[:warm_up]]
+    for number, own in enumerate(backwards):
         if warm_up + number < len(forwards):
-            later, other = forwards[warm_up + number]
-            row.append(Action(later, "F", other))
-        row.append(Action(stage, "I", index))
+            row.append(("F", *forwards[warm_up + number]))
+        row.append(("I", *own))
         if number >= place:
-            row.append(Action(backwards[number - place][0], "W", backwards[number - place][1]))
-    row += [Action(stage, "W", index) for stage, index in backwards[max(0, len(backwards) - place) :]]
-    return tuple(action for action in row if action.index is not None and action.index < micro_batches)
+            row.append(("W", *backwards[number - place]))
+    row += [("W", *own) for own in backwards[max(0, len(backwards) - place) :]]
+    return tuple(action(stage, kind, index) for kind, stage, index in row if index < micro_batches)
 
 
 INTERLEAVED_ZERO_BUBBLE = Schedule(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.bounds import place_lines
@@ -60,6 +60,15 @@ class Makespans:
     @cached_property
     def _backward(self) -> list[float]:
         return [stage.backward_s for stage in self.stages]
+
+    @cached_property
+    def _backward_back(self) -> list[float]:
+        """Of all stages but the last one, from the last to the first."""
+        return self._backward[-2::-1]
+
+    @cached_property
+    def _sends_back(self) -> list[float]:
+        return list(self.sends)[::-1]
 
     @cached_property
     def _input(self) -> list[float]:
@@ -145,33 +154,37 @@ class Makespans:
         free = [0.0] * count
         forwards: list[list[float]] = [[] for _ in range(count)]
         skipped = 0
+        each = list(zip(range(count), ahead, self._forward, [0.0, *sends], strict=True))
+        back = list(zip(range(count), inputs, [*sends, 0.0], strict=True))[::-1]
 
-        def forward(place: int, index: int) -> None:
-            """Of a micro-batch, if it is there."""
-            if index < micro_batches:
-                start = free[place]
-                if place:
-                    start = max(start, forwards[place - 1][index - skipped] + sends[place - 1])
-                free[place] = start + self._forward[place]
-                forwards[place].append(free[place])
+        def forward(number: int) -> None:
+            """Those of a round, as far as there are such micro-batches; the rounds before 0 are the warm-up."""
+            for place, first, own, send in each:
+                index = first + number
+                if 0 <= index < micro_batches:
+                    start = free[place]
+                    if place:
+                        came = forwards[place - 1][index - skipped] + send
+                        if came > start:
+                            start = came
+                    free[place] = start = start + own
+                    forwards[place].append(start)
 
-        for place in range(count):
-            for index in range(ahead[place]):
-                forward(place, index)
+        for number in range(-ahead[0], 0):
+            forward(number)
         before: list[float] = []
         number = 0
         while number < micro_batches:
             if not early:
-                for place in range(count):
-                    forward(place, ahead[place] + number)
-            came = 0.0
-            for place in range(count - 1, -1, -1):
-                came = max(free[place], came + sends[place]) if place < count - 1 else free[place]
-                came += inputs[place]
-                free[place] = came
+                forward(number)
+            came = -inf
+            for place, own, send in back:
+                came += send
+                start = free[place]
+                free[place] = came = (start if start > came else came) + own
+            if early:
+                forward(number)
             for place in range(count):
-                if early:
-                    forward(place, ahead[place] + number)
                 if number >= owed[place]:
                     free[place] += weights[place]
             self.played[0] += count
@@ -307,7 +320,7 @@ class Makespans:
             later = after[1][0] - backward[0]
             slack = _CLOSE * after[1][0]
             if all(
-                abs(new - old - later) <= slack
+                -slack <= new - old - later <= slack
                 for now, then in zip(after, rounds[-1], strict=True)
                 for new, old in zip(now, then, strict=True)
             ):
@@ -331,36 +344,32 @@ class Makespans:
                 now = max(now, ends[index] + came) + own
                 ends[index] = now
             forward.append(now)
-        return forward, self._backwards(forward, forward)
+        return forward, self._backwards(forward)
 
     def _next(
         self, forward: Sequence[float], backward: Sequence[float], number: int, micro_batches: int | None
     ) -> tuple[list[float], list[float]]:
-        """The round after one. ``micro_batches``: how many forwards there are; None: they never run out."""
-        count = len(self.stages)
-        ends = []
-        free = []
-        for place, own in enumerate(self._forward):
-            held = count - place if micro_batches is None else min(count - place, micro_batches)
-            if micro_batches is not None and number + held > micro_batches:
-                ends.append(forward[place])
-                free.append(backward[place])
-                continue
-            now = backward[place]
-            if place:
-                now = max(now, forward[place - 1] + self.sends[place - 1])
-            now += own
-            ends.append(now)
-            free.append(now)
-        return ends, self._backwards(ends, free)
+        """The round after one. ``micro_batches``: how many forwards there are; None: they never run out.
 
-    def _backwards(self, forward: Sequence[float], free: Sequence[float]) -> list[float]:
+        A stage whose forwards have run out has backwards only. A search spends much of its time here.
+        """
+        done = 0 if micro_batches is None else max(0, len(self.stages) + number - micro_batches)
+        ends = list(forward[:done]) if done else [backward[0] + self._forward[0]]
+        first = max(1, done)
+        for own, then, before, send in zip(
+            self._forward[first:], backward[first:], forward[first - 1 :], self.sends[first - 1 :], strict=False
+        ):
+            came = before + send
+            ends.append((then if then > came else came) + own)
+        return ends, self._backwards([*backward[:done], *ends[done:]])
+
+    def _backwards(self, free: Sequence[float]) -> list[float]:
         """The backwards of a round, from the last stage to the first; ``free``: when each stage has ended what comes before."""
-        ends = [0.0] * len(self.stages)
-        came = 0.0
-        for place in range(len(ends) - 1, -1, -1):
-            start = max(free[place], forward[place])
-            if place < len(ends) - 1:
-                start = max(start, came + self.sends[place])
-            came = ends[place] = start + self._backward[place]
+        came = free[-1] + self._backward[-1]
+        ends = [came]
+        for then, send, own in zip(free[-2::-1], self._sends_back, self._backward_back, strict=True):
+            came += send
+            came = (then if then > came else came) + own
+            ends.append(came)
+        ends.reverse()
         return ends

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import Action
 
-__all__ = ["Orders", "Schedule", "stage_places"]
+__all__ = ["Orders", "Schedule", "action", "stage_places"]
 
 Orders: TypeAlias = tuple[tuple[Action, ...], ...]
 """For each place of a pipeline its F, B, I, W and R actions, in order."""
 
 Placement: TypeAlias = Literal["loop", "v"]
+
+action = lru_cache(maxsize=1 << 16)(Action)
+"""An action as `Action` makes it, made once: orders of many shapes have the same ones again and again."""
 
 
 def stage_places(placement: Placement, places: int, chunks: int) -> tuple[int, ...]:

@@ -64,11 +64,11 @@ class Columns:
                     chosen.update(dict.fromkeys(_first(best, value, each)))
         chosen.update(dict.fromkeys(self._alone(longest, total, sizes, devices, limits)))
         starts = np.cumsum([0, *map(len, rows)])
-        made: list[Template] = []
-        for row in chosen:
-            part = int(np.searchsorted(starts, row, side="right")) - 1
-            made += rows[part].templates(row - int(starts[part]))
-        return list(dict.fromkeys(made))
+        made: dict[int, list[Template]] = {}
+        for start, part in zip(starts.tolist(), rows, strict=False):
+            numbers = [row for row in chosen if start <= row < start + len(part)]
+            made.update(zip(numbers, part.templates(number - start for number in numbers), strict=True))
+        return list(dict.fromkeys(template for row in chosen for template in made[row]))
 
     def _alone(self, longest: Floats, total: Floats, sizes: Ints, devices: Ints, limits: Limits) -> list[int]:
         """The shapes that do the whole batch fastest in so many pipelines all alike."""

@@ -270,9 +270,12 @@ def _turned(template: Template) -> Template:
 
 def _again(template: Template, recompute: Mapping[int, bool]) -> Template:
     """With all stages of some places recomputed or not."""
+    wanted = [recompute.get(number % template.places, stage.recompute) for number, stage in enumerate(template.stages)]
+    if all(again == stage.recompute for again, stage in zip(wanted, template.stages, strict=True)):
+        return template
     stages = tuple(
-        replace(stage, recompute=recompute.get(number % template.places, stage.recompute))
-        for number, stage in enumerate(template.stages)
+        stage if again == stage.recompute else replace(stage, recompute=again)
+        for again, stage in zip(wanted, template.stages, strict=True)
     )
     return replace(template, stages=stages)
 

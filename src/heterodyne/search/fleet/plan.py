@@ -76,10 +76,11 @@ class Template:
     def _require_places(self) -> None:
         if self.chunks < 1 or len(self.stages) % self.chunks:
             raise ValueError(f"{len(self.stages)} stages cannot be {self.chunks} on each place")
+        places = self.places
         for number, stage in enumerate(self.stages):
-            home = self.homes[number % self.places]
+            home = self.stages[number % places]
             if (stage.pool, stage.widths, stage.recompute) != (home.pool, home.widths, home.recompute):
-                raise ValueError(f"stages {number % self.places} and {number} share a place, and are not alike")
+                raise ValueError(f"stages {number % places} and {number} share a place, and are not alike")
 
     def __hash__(self) -> int:
         return self._hash

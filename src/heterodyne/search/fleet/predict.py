@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
+from operator import mul
+from typing import NamedTuple
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.bounds import place_lines
@@ -29,7 +31,46 @@ __all__ = ["Predictor"]
 
 _SLACK = 1e-12
 _FEW_MIXES = 64
+_FEW_TEMPLATES = 1024
 _FEW_PLACES = 6  # of a pipeline, for which every number of micro-batches is tried
+
+
+class _Place(NamedTuple):
+    """Bytes of a place, the sum over its stages, but for what comes and goes inside a pass; ``each``: of a micro-batch on each of them."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    each: tuple[float, ...]
+    passing: float
+
+    @classmethod
+    def of(cls, stages: Sequence[Memory]) -> _Place:
+        return cls(
+            parameters=sum(stage.parameters for stage in stages),
+            gradients=sum(stage.gradients for stage in stages),
+            optimizer=sum(stage.optimizer for stage in stages),
+            each=tuple(stage.activations for stage in stages),
+            passing=max(stage.passing for stage in stages),
+        )
+
+    def memory(self, held: Sequence[Sequence[int]]) -> Memory:
+        """``held``: micro-batches of each stage at the same time, at every moment that may be the fullest one."""
+        return Memory(
+            parameters=self.parameters,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            activations=self._activations(held),
+            passing=self.passing,
+        )
+
+    def total(self, held: Sequence[Sequence[int]]) -> float:
+        return self.parameters + self.gradients + self.optimizer + self._activations(held) + self.passing
+
+    def _activations(self, held: Sequence[Sequence[int]]) -> float:
+        if len(self.each) == 1:
+            return held[0][0] * self.each[0]
+        return max(float(sum(map(mul, vector, self.each))) for vector in held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +87,7 @@ class Predictor:
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
     _most: dict[tuple[Template, ScheduleName, int, int], int] = field(default_factory=dict, repr=False)
     _fitting: dict[tuple[Template, ScheduleName, int, int, int], bool] = field(default_factory=dict, repr=False)
+    _held: dict[tuple[Template, int, int], tuple[_Place, ...]] = field(default_factory=dict, repr=False)
     _exchanged: dict[tuple[Mix, Layout], Exchanges] = field(default_factory=dict, repr=False)
     _played: list[int] = field(default_factory=lambda: [0], repr=False)
 
@@ -146,26 +188,22 @@ class Predictor:
 
         Activations are held as long as the orders say: 1F1B: place i of p holds min(m, p - i) micro-batches, GPipe all m.
         """
-        places = template.places
-        vectors = held_at_most(schedule, places, template.chunks, micro_batches)[place]
-        each = vectors[0][0] if template.chunks == 1 else 1
-        tables = self.stage_tables(template)
-        own = [
-            tables[number].memory(
-                stage.start, stage.stop, recompute=stage.recompute, held=each, replicas=replicas, zero=zero
-            )
-            for number, stage in enumerate(template.stages)
-            if number % places == place
-        ]
-        if template.chunks == 1:
-            return own[0]
-        return Memory(
-            parameters=sum(stage.parameters for stage in own),
-            gradients=sum(stage.gradients for stage in own),
-            optimizer=sum(stage.optimizer for stage in own),
-            activations=max(sum(n * stage.activations for n, stage in zip(v, own, strict=True)) for v in vectors),
-            passing=max(stage.passing for stage in own),
-        )
+        vectors = held_at_most(schedule, template.places, template.chunks, micro_batches)[place]
+        own = self._places(template, replicas, zero)[place]
+        return own.memory(vectors)
+
+    def _places(self, template: Template, replicas: int, zero: int) -> tuple[_Place, ...]:
+        key = (template, replicas, zero)
+        if key not in self._held:
+            if len(self._held) > _FEW_TEMPLATES:
+                self._held.clear()
+            stages = [
+                table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=zero)
+                for s, table in zip(template.stages, self.stage_tables(template), strict=True)
+            ]
+            places = template.places
+            self._held[key] = tuple(_Place.of(stages[place::places]) for place in range(places))
+        return self._held[key]
 
     def most_micro_batches(self, template: Template, schedule: ScheduleName, replicas: int, zero: int) -> int:
         """For which there is memory; 0 if there is none for one. Where places have several stages, fewer may need more (see `fits`)."""
@@ -340,10 +378,11 @@ class Predictor:
         few = alike(schedule, template.places, template.chunks, micro_batches)
         key = (template, schedule, few, replicas, zero)
         if key not in self._fitting:
+            held = held_at_most(schedule, template.places, template.chunks, few)
+            own = self._places(template, replicas, zero)
             self._fitting[key] = all(
-                self.memory(template, place, micro_batches=few, schedule=schedule, replicas=replicas, zero=zero).total
-                <= self.fleet.pool(home.pool).memory_bytes
-                for place, home in enumerate(template.homes)
+                place.total(vectors) <= self.fleet.pool(home.pool).memory_bytes
+                for home, place, vectors in zip(template.homes, own, held, strict=True)
             )
         return self._fitting[key]
 

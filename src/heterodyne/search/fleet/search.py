@@ -200,23 +200,20 @@ class Search:
         if (mix, own) in self._by_schedules:
             return self._by_schedules[mix, own]
         self._work += sum(4 + len(t.stages) + len(t.stages) ** 2 // 16 for t, _ in mix)
-        options: list[Weighed | None] = []
+        known: list[Weighed] = []
         for schedule in own:
             for layout in self.space.layouts if deep else self.space.layouts[:1]:
-                if not any(option is not None and self._no_faster(option, schedule, layout) for option in options):
-                    options.append(
-                        self.predictor.weigh(
-                            mix,
-                            schedule=schedule,
-                            layout=layout,
-                            zero=self.space.zero,
-                            below_s=below_s,
-                        )
-                    )
-        known = [option for option in options if option is not None]
+                if any(self._no_faster(option, schedule, layout) for option in known):
+                    continue
+                option = self.predictor.weigh(
+                    mix, schedule=schedule, layout=layout, zero=self.space.zero, below_s=below_s
+                )
+                if option is not None:
+                    known.append(option)
+                    below_s = option.predicted.step_s
         if not known:
             return None
-        best = min(known, key=lambda option: option.predicted.step_s)
+        best = known[-1]
         self._by_schedules[mix, own] = best
         if mix not in self.weighed or best.predicted.step_s < self.weighed[mix].predicted.step_s:
             self.weighed[mix] = best

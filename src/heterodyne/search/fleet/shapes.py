@@ -9,7 +9,7 @@ grows with kinds and stages and not with devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -28,6 +28,7 @@ __all__ = ["Shapes", "Sharing", "shapes"]
 
 _FEW = (2, 4, 16)
 _CELLS = 1 << 16  # of an array that is worked on at once
+_COSTS_KEPT = 128
 Ints = NDArray[np.int64]
 
 
@@ -114,25 +115,37 @@ class Shapes:
             _node=self._node[own],
         )
 
-    def templates(self, row: int) -> list[Template]:
-        """With the cut whose slowest stage is fastest, and with those that are best for few micro-batches.
+    def templates(self, rows: Iterable[int]) -> list[list[Template]]:
+        """Of each of some rows, with the cut whose slowest stage is fastest, and with those that are best for few micro-batches.
 
         Stage i cannot begin before the ones before it have had the first micro-batch, nor end after they have begun the last
         backward, so n micro-batches take at least H[i] = max(n cost[i], cost[i] + H[i + 1]), which the cut makes least.
         """
+        known: dict[tuple[int, int], Floats] = {}
+        found = []
+        for row in rows:
+            chain = self._chain(row)
+            costs = []
+            for place, kind in enumerate(chain):
+                key = (kind, min(len(chain) - place, self.held_at_most))
+                if key not in known:
+                    if len(known) >= _COSTS_KEPT:
+                        known.clear()
+                    known[key] = self.sharing.seconds(self.kinds[kind], key[1], self.recompute)
+                costs.append(known[key])
+            counts = [count for count in _FEW if count <= self.held_at_most and len(chain) > 1]
+            cuts = dict.fromkeys(_least(costs, count) for count in (None, *counts))
+            found.append([self._template([self.kinds[kind] for kind in chain], points) for points in cuts])
+        return found
+
+    def _chain(self, row: int) -> list[int]:
+        """The kinds of its stages."""
         chain = []
         node = int(self._node[row])
         while node >= 0:
-            chain.append(self.kinds[int(self._kind[node])])
+            chain.append(int(self._kind[node]))
             node = int(self._parent[node])
-        costs = [self._cost(kind, len(chain) - place) for place, kind in enumerate(chain)]
-        found = [self._template(chain, _least(costs, None))]
-        counts = [count for count in _FEW if count <= self.held_at_most and len(chain) > 1]
-        found += [self._template(chain, _least(costs, count)) for count in counts]
-        return list(dict.fromkeys(found))
-
-    def _cost(self, kind: Kind, back: int) -> Floats:
-        return self.sharing.seconds(kind, min(back, self.held_at_most), self.recompute)
+        return chain
 
     def _template(self, chain: Sequence[Kind], points: Sequence[int]) -> Template:
         stages = []
@@ -143,21 +156,23 @@ class Shapes:
         return Template(micro_batch=self.micro_batch, stages=tuple(stages))
 
 
-def _least(costs: Sequence[Floats], micro_batches: int | None) -> list[int]:
+def _least(costs: Sequence[Floats], micro_batches: int | None) -> tuple[int, ...]:
     """The first layer of each stage of the best cut for so many micro-batches (None: for very many), and the number of layers."""
     layers = costs[0].shape[0] - 1
+    every = np.arange(layers + 1)
     reached = np.full(layers + 1, np.inf)
     reached[layers] = 0.0
     stops: list[Ints] = []
     for cost in reversed(costs):
         after = reached[None, :]
         ways = np.maximum(cost, after) if micro_batches is None else np.maximum(micro_batches * cost, cost + after)
-        stops.append(np.argmin(ways, axis=1))
-        reached = ways.min(axis=1)
+        best = np.argmin(ways, axis=1)
+        stops.append(best)
+        reached = ways[every, best]
     points = [0]
     for stop in reversed(stops):
         points.append(int(stop[points[-1]]))
-    return points
+    return tuple(points)
 
 
 def shapes(

@@ -63,7 +63,7 @@ class Table:
     costs: Sequence[LayerCost]
     widths: Widths
     _at_levels: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False, compare=False)
-    _held: dict[object, tuple[Floats, Floats, float, float]] = field(default_factory=dict, repr=False, compare=False)
+    _held: dict[object, tuple[_Most, _Most]] = field(default_factory=dict, repr=False, compare=False)
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -158,18 +158,19 @@ class Table:
         among so many pipelines at some rates, whichever way is shorter. Shape [layers + 1, layers + 1].
         """
         zero = zero if replicas * self.widths.copies > 1 else 0
-        most, most_again, top, top_again = self._most_held(zero, replicas, memory_bytes)
-        if held > (max(top, top_again) if recompute else top):
+        kept, redone = self._most_held(zero, replicas, memory_bytes)
+        if held > (max(kept.largest, redone.largest) if recompute else kept.largest):
             return self._nothing
         plain, again = self._at_level(zero, exchange)
-        redone = np.where(held <= most_again, again, np.inf) if recompute else np.inf
-        found: Floats = np.where(held <= most, plain, redone)
-        return found
+        if held <= kept.least:
+            return plain
+        found = self._nothing
+        if recompute:
+            found = again if held <= redone.least else np.where(held <= redone.of, again, np.inf)
+        return found if held > kept.largest else np.where(held <= kept.of, plain, found)
 
-    def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[Floats, Floats, float, float]:
-        """Micro-batches for which there is memory in every stage, kept and recomputed, and in any at all; a search asks for many numbers
-        of them in turn.
-        """
+    def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[_Most, _Most]:
+        """Kept and recomputed; a search asks for many numbers of them in turn."""
         key = (zero, replicas, memory_bytes)
         if key not in self._held:
             kept, kept_again = self._kept_squares
@@ -177,8 +178,7 @@ class Table:
             if len(self._held) >= _LEVELS_KEPT:  # of a long model each takes as much as a search has room for
                 self._held.clear()
             most, most_again = _times(room, kept), _times(room - self._redone, kept_again)
-            stages = np.triu_indices(len(self.costs) + 1, 1)
-            self._held[key] = (most, most_again, float(most[stages].max()), float(most_again[stages].max()))
+            self._held[key] = (_most(most), _most(most_again))
         return self._held[key]
 
     @cached_property
@@ -321,6 +321,14 @@ class Tables:
         return self._known[key]
 
 
+class _Most(NamedTuple):
+    """Micro-batches for which there is memory in every stage, in each one and in any at all."""
+
+    of: Floats
+    least: float
+    largest: float
+
+
 class _State:
     """Bytes of state of a device, whole and in its share of one pipeline, summed over layers."""
 
@@ -386,6 +394,11 @@ def _times(room: Floats, each: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         found: Floats = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, -1.0)).astype(np.float32)
     return found
+
+
+def _most(of: Floats) -> _Most:
+    stages = of[np.triu_indices(len(of), 1)]
+    return _Most(of, float(stages.min()), float(stages.max()))
 
 
 def _reduced(cost: LayerCost) -> float:

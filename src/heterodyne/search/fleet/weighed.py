@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.plan import FleetPlan, Stage, Template
@@ -54,6 +55,7 @@ def mix_of(parts: Iterable[tuple[Template, int]]) -> Mix:
     return tuple(sorted(((t, n) for t, n in count.items() if n > 0), key=lambda entry: _key(entry[0])))
 
 
+@lru_cache(maxsize=1 << 14)
 def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bool], ...], int]:
     return template.micro_batch, tuple(map(_stage_key, template.stages)), template.chunks
 

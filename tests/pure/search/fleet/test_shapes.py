@@ -27,7 +27,7 @@ def test_the_cut_of_a_shape_has_the_fastest_slowest_stage_of_all_that_fit() -> N
             if rows is None:
                 continue
             for row in range(len(rows)):
-                template = rows.templates(row)[0]
+                template = rows.templates([row])[0][0]
                 kinds = [(stage.pool, stage.widths) for stage in template.stages]
                 layers = len(costs.layers)
                 best = float("inf")
