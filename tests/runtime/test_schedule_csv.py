@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
+from heterodyne.plan.export import EvenPlan, by_name, torchtitan_toml
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.check import order_faults
 from heterodyne.plan.schedules.csv_file import computing, load_csv, parse_csv, save_csv
@@ -63,6 +64,39 @@ def test_named_schedules_are_those_of_pytorch(name: str, chunks: int, places: in
         assert order_faults(orders, SCHEDULES[name].stage_places(places, chunks), micro_batches) == ()
     else:
         assert SCHEDULES[name].orders(places, chunks, micro_batches) == parse_csv(as_text(expected))
+
+
+@pytest.mark.parametrize("micro_batches", range(1, 14))
+@pytest.mark.parametrize("places", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("1F1B", 1),
+        ("GPipe", 1),
+        ("Interleaved1F1B", 2),
+        ("Interleaved1F1B", 3),
+        ("InterleavedZeroBubble", 2),
+        ("ZBVZeroBubble", 2),
+        ("DualPipeV", 2),
+    ],
+)
+def test_an_export_knows_which_numbers_of_micro_batches_they_take(
+    name: str, chunks: int, places: int, micro_batches: int
+) -> None:
+    even = EvenPlan(
+        pp=places, vpp=chunks, layers_per_stage=(1,) * (places * chunks), schedule=name,
+        micro_batch_size=1, global_batch_size=micro_batches,
+    )  # fmt: skip
+    made = theirs.get_schedule_class(name)
+    own: Any = stages(places, chunks)
+    try:
+        made(own[0] if issubclass(made, theirs.PipelineScheduleSingle) else own, micro_batches)
+    except ValueError:
+        assert not by_name(even)
+        assert "schedule_csv" in torchtitan_toml(even, schedule_csv="own.csv")
+    else:
+        assert by_name(even)
+        assert f'"{name}"' in torchtitan_toml(even)
 
 
 def test_zb_h1_is_their_zero_bubble_with_one_stage_a_rank() -> None:

@@ -23,7 +23,7 @@ from heterodyne.errors import ClusterError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.check import require_valid
-from heterodyne.plan.export import megatron_arguments, schedule_csv, torchtitan_toml
+from heterodyne.plan.export import by_name, megatron_arguments, schedule_csv, torchtitan_toml
 from heterodyne.plan.plan import Plan
 from heterodyne.predictor.footprint import usable_bytes
 from heterodyne.report.frontier import frontier_picture
@@ -52,8 +52,11 @@ def plan_on_paper(
     today = load_fleet(cluster_file)
     then = changed(today, add=wishes.add, without=wishes.without, links=wishes.links)
     costs_of = costs_of_job(job, base, profile=wishes.profile, framework=wishes.framework)
-    say(f"planning on paper for {then.devices:,} devices: from datasheets; nothing is measured")
-    if wishes.profile is None:
+    count = f"{then.devices:,} device{'s' * (then.devices != 1)}"
+    if wishes.profile is not None:
+        say(f"planning on paper for {count}: seconds are those of the profile")
+    else:
+        say(f"planning on paper for {count}: from datasheets; nothing is measured")
         for kind in _without_units(then, job.training.precision):
             say(
                 f"{kind} has no units for {job.training.precision} by its datasheet; its seconds are those of the nearest that it has"
@@ -95,9 +98,9 @@ def plan_on_paper(
     out.write_text(told, encoding="utf-8")
     say(f"wrote {out}")
     if wishes.export is not None:
-        path, text = _exported(job, planner, found, out, wishes.export)
-        path.write_text(text, encoding="utf-8")
-        say(f"wrote {path}")
+        for path, text in _exported(job, planner, found, out, wishes.export).items():
+            path.write_text(text, encoding="utf-8")
+            say(f"wrote {path}")
     if wishes.runnable is not None and plan is not None:
         plan.save(wishes.runnable)
         say(f"wrote {wishes.runnable}")
@@ -165,15 +168,22 @@ def _runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan
     return made
 
 
-def _exported(job: Job, planner: FleetPlanner, found: Planned, out: Path, framework: str) -> tuple[Path, str]:
+def _exported(job: Job, planner: FleetPlanner, found: Planned, out: Path, framework: str) -> dict[Path, str]:
+    """The files and what is in them: for torchtitan also the schedule, where PyTorch does not make it by itself."""
     predictor, plan = planner.search(Space()).predictor, found.best.plan
     experts = max(predictor.expert_width(g.template, n) for g in plan.groups for n in range(len(g.template.stages)))
     even = even_fleet_plan(plan, planner.fleet, precision=job.training.precision, expert_width=experts)
     if framework == "megatron":
-        return out.with_suffix(".megatron.txt"), shlex.join(megatron_arguments(even)) + "\n"
+        return {out.with_suffix(".megatron.txt"): shlex.join(megatron_arguments(even)) + "\n"}
+    csv = out.with_suffix(".schedule.csv")
+    if framework == "torchtitan" and by_name(even):
+        return {out.with_suffix(".torchtitan.toml"): torchtitan_toml(even)}
     if framework == "torchtitan":
-        return out.with_suffix(".torchtitan.toml"), torchtitan_toml(even)
-    return out.with_suffix(".schedule.csv"), schedule_csv(even)
+        return {
+            out.with_suffix(".torchtitan.toml"): torchtitan_toml(even, schedule_csv=str(csv)),
+            csv: schedule_csv(even),
+        }
+    return {csv: schedule_csv(even)}
 
 
 def _told(fleet: Fleet, found: Planned) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from heterodyne.graph.sharding import Sharding, cut
 from heterodyne.plan.sharded_stage import shard_stage
 from multiprocess.models import BRANCHED, EXPERTS, MIXING, captured
 from multiprocess.pool import Pool
-from multiprocess.test_exactness_pipelines import BAR, Spread, errors_of
+from multiprocess.test_exactness_pipelines import BAR, Spread, errors_of, reranked
 from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan
 
 MODELS = ("gpt", "weighted", "llama", "gpt2", "bert", *BRANCHED)
@@ -88,9 +88,8 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
         rank = 2
     world = 1 + max(r for pipeline in made for stage in pipeline.stages for r in stage.ranks)
     schedule = draw(st.sampled_from(("1F1B", "GPipe", "ZBH1")))
-    return Spread(
-        world=world, schedule=schedule, pipelines=tuple(made), bucket_bytes=draw(st.sampled_from((256, 4096)))
-    )
+    bucket_bytes = draw(st.sampled_from((256, 4096)))
+    return reranked(draw, Spread(world=world, schedule=schedule, pipelines=tuple(made), bucket_bytes=bucket_bytes))
 
 
 @pytest.mark.parametrize("name", [*MODELS, "mixtral"])

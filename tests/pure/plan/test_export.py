@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
+from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from heterodyne.errors import PlanError
 from heterodyne.plan.export import (
     EvenPlan,
     ModelShape,
+    by_name,
     megatron_arguments,
     megatron_layout,
     schedule_csv,
@@ -74,6 +76,7 @@ def test_arguments_of_megatron() -> None:
 
 @given(even_plans())
 def test_megatron_is_given_every_degree_and_all_layers(plan: EvenPlan) -> None:
+    assume(plan.vpp == 1 or plan.num_microbatches % plan.pp == 0)
     given_ = arguments(plan)
     sizes = [int(given_[f"--{name}-parallel-size"] or 0) for name in ("tensor-model", "pipeline-model", "context")]
     assert sizes == [plan.tp, plan.pp, plan.cp]
@@ -81,6 +84,24 @@ def test_megatron_is_given_every_degree_and_all_layers(plan: EvenPlan) -> None:
     assert ("--pipeline-model-parallel-layout" in given_) == (not plan.alike_stages)
     assert not {"--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"} <= given_.keys()
     assert layers_of(megatron_layout(plan)) == list(plan.layers_per_stage)
+
+
+@pytest.mark.parametrize("places", [2, 3, 4, 7])
+@pytest.mark.parametrize("micro_batches", range(1, 30))
+def test_megatron_interleaves_only_what_it_takes(places: int, micro_batches: int) -> None:
+    """Rounds of at least as many micro-batches as there are places, and no more than there are; so is what is left, or it is nothing."""
+    plan = EvenPlan(
+        pp=places, vpp=2, layers_per_stage=(1,) * (2 * places), schedule="Interleaved1F1B",
+        micro_batch_size=1, global_batch_size=micro_batches,
+    )  # fmt: skip
+    most_even = next(n for n in count(places) if -(-micro_batches // n) <= max(1, micro_batches // places))
+    if micro_batches < places or 0 < micro_batches % most_even < places:
+        with pytest.raises(PlanError, match=f"interleaves no {micro_batches} micro-batches on {places} places"):
+            megatron_arguments(plan)
+        return
+    size = int(arguments(plan).get("--microbatch-group-size-per-virtual-pipeline-stage") or places)
+    assert places <= size <= micro_batches
+    assert micro_batches % size == 0 or micro_batches % size >= places
 
 
 def test_a_stage_of_just_an_embedding_or_a_head() -> None:
@@ -131,7 +152,7 @@ def test_a_configuration_of_torchtitan() -> None:
 
 @given(even_plans())
 def test_torchtitan_covers_the_same_devices_layers_and_samples(plan: EvenPlan) -> None:
-    read = tomllib.loads(torchtitan_toml(plan))
+    read = tomllib.loads(torchtitan_toml(plan, schedule_csv=None if by_name(plan) else "own.csv"))
     parallelism, training = read["parallelism"], read["training"]
     names = (
         "data_parallel_replicate",

@@ -7,6 +7,7 @@ from typing import Final
 
 from heterodyne.errors import PlanError
 from heterodyne.plan.export.even_plan import EvenPlan
+from heterodyne.plan.schedules.interleaved import round_size
 
 __all__ = ["megatron_arguments", "megatron_layout"]
 
@@ -18,7 +19,8 @@ def megatron_arguments(plan: EvenPlan) -> tuple[str, ...]:
 
     Tensor parallelism comes with ``--sequence-parallel``, which changes no result and saves memory.
 
-    Raises PlanError for what Megatron-LM has no argument for: a schedule, or a number of recomputed layers that differs by stage.
+    Raises PlanError for what Megatron-LM has no argument for: a schedule, a number of micro-batches under it, or one of recomputed
+    layers that differs by stage.
     """
     return tuple(str(word) for argument in _arguments(plan) for word in argument)
 
@@ -69,6 +71,21 @@ def _pipeline(plan: EvenPlan) -> Iterator[tuple[object, ...]]:
         yield "--pipeline-model-parallel-layout", megatron_layout(plan)
     elif plan.vpp > 1:
         yield "--num-virtual-stages-per-pipeline-rank", plan.vpp
+    if plan.vpp > 1:
+        yield from _rounds(plan)
+
+
+def _rounds(plan: EvenPlan) -> Iterator[tuple[object, ...]]:
+    """Of micro-batches that go through a stage before the next one of the same place. Megatron-LM takes no fewer than places, in none."""
+    count, size = plan.num_microbatches, round_size(plan.pp, plan.num_microbatches)
+    if count < plan.pp or 0 < count % size < plan.pp:
+        fit = " or ".join(str(n) for n in (count // plan.pp * plan.pp, -(-count // plan.pp) * plan.pp) if n)
+        raise PlanError(
+            f"Megatron-LM interleaves no {count} micro-batches on {plan.pp} places, but for example {fit}: "
+            "change the global batch or the size of the micro-batches, or plan with 1F1B"
+        )
+    if size != plan.pp:
+        yield "--microbatch-group-size-per-virtual-pipeline-stage", size
 
 
 def _sharding(plan: EvenPlan) -> Iterator[tuple[object, ...]]:

@@ -13,11 +13,13 @@ from heterodyne.errors import PlanError
 from heterodyne.plan.export.even_plan import EvenPlan
 from heterodyne.plan.schedules import SCHEDULES
 
-__all__ = ["torchtitan_toml"]
+__all__ = ["by_name", "torchtitan_toml"]
 
 _Value: TypeAlias = "int | str | list[str] | list[list[str]]"
 
 _OF_PYTORCH: Final = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_ROUNDS: Final = ("Interleaved1F1B", "InterleavedZeroBubble")
+_FILLED: Final = ("1F1B", "DualPipeV")
 _PARAMETERS: Final = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32"}
 
 
@@ -44,6 +46,20 @@ def torchtitan_toml(
     head = [f"# {plan.devices} devices, layers per stage {plan.stage_layout}", *(f"# {note}" for note in notes)]
     parts = ["\n".join((f"[{name}]", *map(_line, values.items()))) for name, values in sections.items() if values]
     return "\n\n".join(("\n".join(head), *parts)) + "\n"
+
+
+def by_name(plan: EvenPlan) -> bool:
+    """Whether PyTorch makes the orders of the plan itself: it has the schedule, and takes so many micro-batches under it.
+
+    Its 1F1B and DualPipeV want one for each stage, its interleaved schedules rounds that are all full.
+    """
+    if plan.pp == 1:
+        return True
+    if plan.schedule in _FILLED:
+        return plan.num_microbatches >= plan.pp * plan.vpp
+    if plan.schedule in _ROUNDS:
+        return plan.num_microbatches % max(1, plan.num_microbatches // plan.pp) == 0
+    return plan.schedule in _OF_PYTORCH
 
 
 def _model(plan: EvenPlan, model: str | None, flavor: str | None) -> dict[str, _Value]:
@@ -94,8 +110,13 @@ def _pipeline(plan: EvenPlan, schedule_csv: str | None) -> dict[str, _Value]:
             "pipeline_parallel_schedule": "PipelineScheduleMulti",
             "pipeline_parallel_schedule_csv": schedule_csv,
         }
-    elif plan.schedule in _OF_PYTORCH:
+    elif by_name(plan):
         values["pipeline_parallel_schedule"] = plan.schedule
+    elif plan.schedule in _OF_PYTORCH:
+        raise PlanError(
+            f"PyTorch's {plan.schedule} does not take {plan.num_microbatches} micro-batches through {plan.pp * plan.vpp} stages "
+            f"on {plan.pp} places; write it as CSV and give its path as schedule_csv"
+        )
     else:
         known = "; write it as CSV and give its path as schedule_csv" if plan.schedule in SCHEDULES else ""
         raise PlanError(f"PyTorch has no schedule {plan.schedule}{known}; it has {', '.join(_OF_PYTORCH)}")

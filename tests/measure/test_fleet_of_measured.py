@@ -1,0 +1,61 @@
+"""One device is measured, and a fleet of such devices is planned from that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from heterodyne.cli.app import run
+
+JOB = """\
+model:
+  huggingface: {model_type: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 4,
+                intermediate_size: 64, vocab_size: 256, max_position_embeddings: 16}
+data: {sequence_length: 16}
+training: {global_batch_size: 8, precision: fp32}
+"""
+FLEET = """\
+name: boxes
+nodes:
+  - {name: box, count: COUNT, devices: [{kind: cpu, count: 1, memory: 4 GB}]}
+links:
+  - {between: all, bandwidth: 10 Gb/s, latency: 10 us}
+"""
+
+
+def step_s(nodes: int, profile: str) -> float:
+    Path("fleet.yaml").write_text(FLEET.replace("COUNT", str(nodes)))
+    assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--profile", profile, "--on-paper"]) == 0
+    return float(json.loads(Path("fleet_plan.json").read_text())["predicted"]["step_s"])
+
+
+def test_a_measured_device_stands_for_a_fleet_of_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB)
+    assert run(["measure", "job.yaml", "--fresh", "--out", "measured.json"]) == 0
+    alone = step_s(1, "measured.json")
+    assert "planning on paper for 1 device: seconds are those of the profile" in capsys.readouterr().err
+    content = json.loads(Path("measured.json").read_text())
+    (device,) = content["devices"].values()
+    whole = [run for runs in device["blocks"].values() for run in runs]
+    assert alone > max(run["forward_s"] + run["backward_s"] for run in whole if run["micro_batch_size"] == 1)
+
+    assert step_s(4, "measured.json") < alone
+    device["calibration"] *= 2
+    Path("slower.json").write_text(json.dumps(content))
+    assert step_s(1, "slower.json") == pytest.approx(2 * alone, rel=0.1)
+
+
+def test_a_fleet_needs_all_its_kinds_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB)
+    Path("fleet.yaml").write_text(FLEET.replace("COUNT", "2").replace("kind: cpu", "kind: T4"))
+    Path("none.json").write_text('{"version": 4, "key": "none", "devices": {}, "links": [], "kinds": {}}')
+    assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--profile", "none.json"]) == 2
+    assert "the profile has no T4" in capsys.readouterr().err
