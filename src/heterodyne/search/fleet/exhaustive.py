@@ -40,9 +40,10 @@ class Exhaustive:
     def shortest_s(self) -> float:
         """The step of the fastest plan, or ``known_s``."""
         by_devices: dict[Devices, Ways] = {}
+        most = min(self.search.fleet.devices, self.search.space.max_pipelines or self.search.fleet.devices)
         for template in self.templates():
             could = self._could(template)
-            if could:  # else it would have nothing to do in a faster plan
+            if could and self._most(template, most) > 0:  # else it would have nothing to do in a faster plan
                 by_devices.setdefault(self._devices(template), []).append((template, could))
         room = tuple(pool.devices for pool in self.search.fleet.pools)
         parts = [[by_devices[d] for d in part] for part in _partitions(sorted(by_devices), room)]
@@ -52,9 +53,8 @@ class Exhaustive:
         return self.known_s
 
     def templates(self) -> Iterator[Template]:
-        """Every pipeline for which there are devices and memory."""
+        """Every pipeline for which there are devices, and memory or not."""
         search = self.search
-        most = min(search.fleet.devices, search.space.max_pipelines or search.fleet.devices)
         interleaved = not INTERLEAVED.isdisjoint(search.space.schedules)
         for size in search.sizes:
             kinds = kinds_of(search.fleet, search.tables, size, search.space, every=self.every_kind)
@@ -62,16 +62,20 @@ class Exhaustive:
                 layers = min(len(row[0].table.costs), search.space.max_stages)
                 most_chunks = min(search.space.max_chunks, layers // len(row)) if interleaved and len(row) > 1 else 1
                 for chunks in range(1, most_chunks + 1):
-                    for template in self._cuts(row, size, chunks):
-                        if self._most(template, most) > 0 and not self._in_vain(template):
-                            yield template
+                    yield from self._cuts(row, size, chunks)
 
     def _cuts(self, row: Sequence[Kind], size: int, chunks: int) -> Iterator[Template]:
         layers = len(row[0].table.costs)
-        again = (False, True) if self.search.space.recompute else (False,)
+        needed: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[bool, ...]] = {}
         for cut in combinations(range(1, layers), chunks * len(row) - 1):
-            spans = list(pairwise((0, *cut, layers)))
-            for flags in product(again, repeat=len(row)):
+            spans = tuple(pairwise((0, *cut, layers)))
+            ways = []
+            for place, kind in enumerate(row):
+                key = place, spans[place :: len(row)]
+                if key not in needed:
+                    needed[key] = self._again(kind, key[1])
+                ways.append(needed[key])
+            for flags in product(*ways):
                 stages = tuple(
                     kind.stage(a, b, recompute=flag)
                     for kind, (a, b), flag in zip([*row] * chunks, spans, [*flags] * chunks, strict=True)
@@ -90,27 +94,21 @@ class Exhaustive:
                     if sum(runs) <= min(layers, self.search.space.max_stages):
                         yield [kind for kind, run in zip(chosen, runs, strict=True) for _ in range(run)]
 
-    def _in_vain(self, template: Template) -> bool:
-        """Whether a place is recomputed that fits as it is at every level, for any number of micro-batches."""
-        predictor = self.search.predictor
-        for place, home in enumerate(template.homes):
-            if home.recompute:
-                own = list(zip(predictor.stage_tables(template), template.stages, strict=True))[
-                    place :: template.places
-                ]
-                need = max(
-                    sum(
-                        table.memory(
-                            stage.start, stage.stop, recompute=False, held=predictor.global_batch, replicas=n, zero=zero
-                        ).total
-                        for table, stage in own
-                    )
-                    for zero in self.search.space.zero
-                    for n in (1, 2)
-                )
-                if need <= self.search.fleet.pool(home.pool).memory_bytes:
-                    return True
-        return False
+    def _again(self, kind: Kind, spans: Sequence[tuple[int, int]]) -> tuple[bool, ...]:
+        """Whether a place may be recomputed; not where it fits as it is at every level, for any number of micro-batches."""
+        if not self.search.space.recompute:
+            return (False,)
+        need = max(
+            sum(
+                kind.table.memory(
+                    start, stop, recompute=False, held=self.search.predictor.global_batch, replicas=n, zero=zero
+                ).total
+                for start, stop in spans
+            )
+            for zero in self.search.space.zero
+            for n in (1, 2)
+        )
+        return (False,) if need <= kind.memory_bytes else (False, True)
 
     def _most(self, template: Template, replicas: int) -> int:
         """Where any number of pipelines up to so many share state at any level."""
