@@ -31,7 +31,7 @@ __all__ = ["Predictor"]
 
 _SLACK = 1e-12
 _FEW_MIXES = 64
-_FEW_TEMPLATES = 1024
+_FEW_KEPT = 1024  # of results that are small
 _FEW_PLACES = 6  # of a pipeline, for which every number of micro-batches is tried
 
 
@@ -88,6 +88,7 @@ class Predictor:
     _most: dict[tuple[Template, ScheduleName, int, int], int] = field(default_factory=dict, repr=False)
     _fitting: dict[tuple[Template, ScheduleName, int, int, int], bool] = field(default_factory=dict, repr=False)
     _held: dict[tuple[Template, int, int], tuple[_Place, ...]] = field(default_factory=dict, repr=False)
+    _after: dict[tuple[Mix, Layout, int], tuple[float, float]] = field(default_factory=dict, repr=False)
     _exchanged: dict[tuple[Mix, Layout], Exchanges] = field(default_factory=dict, repr=False)
     _played: list[int] = field(default_factory=lambda: [0], repr=False)
 
@@ -165,7 +166,15 @@ class Predictor:
         return self._exchanged[key]
 
     def after_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
-        """What a step takes after its pipelines: what shows of gradients and parameters, and the update."""
+        """What a step takes after its pipelines: what shows of gradients and parameters, and the update. The same under every schedule."""
+        key = (mix, layout, zero)
+        if key not in self._after:
+            if len(self._after) > _FEW_KEPT:
+                self._after.clear()
+            self._after[key] = self._after_s(mix, layout, zero)
+        return self._after[key]
+
+    def _after_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
         exchanges = self.exchanges(mix, layout).of
         replicas = sum(count for _, count in mix)
         sync_s = max(at_end_s(of_places(own, template.places), zero) for template, own in exchanges.items())
@@ -195,7 +204,7 @@ class Predictor:
     def _places(self, template: Template, replicas: int, zero: int) -> tuple[_Place, ...]:
         key = (template, replicas, zero)
         if key not in self._held:
-            if len(self._held) > _FEW_TEMPLATES:
+            if len(self._held) > _FEW_KEPT:
                 self._held.clear()
             stages = [
                 table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=zero)
