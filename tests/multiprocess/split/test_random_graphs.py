@@ -105,8 +105,10 @@ def errors_of(world: World, written: Program, ways: list[Lie]) -> list[float]:
             batch = written.batch(sum(way.sizes))
             loss, gradients = worker.gradients(batch, STEP)
             gradients = copied(gradients)
-            held = {name for name in worker.ownership.owners if worker.ownership.holds(world.rank, name)}
-            boxes = {name: worker.ownership.box(world.rank, name) for name in held}
+            holds = {name for name in worker.ownership.owners if worker.ownership.holds(world.rank, name)}
+            boxes = {name: worker.ownership.box(world.rank, name) for name in holds}
+            # Of a part in which nothing is, there is no gradient.
+            held = {name for name, box in boxes.items() if all(cut.first < cut.stop for cut in box)}
             placement = worker.placement
             worker.close()
             expected_loss, expected = one_device_gradients(
@@ -120,7 +122,11 @@ def errors_of(world: World, written: Program, ways: list[Lie]) -> list[float]:
                 seed=SEED,
                 step=STEP,
             )
-            mine = {name: with_box(expected.get(name), boxes[name], part) for name, part in gradients.items()}
+            mine = {
+                name: with_box(expected.get(name), boxes[name], part)
+                for name, part in gradients.items()
+                if name in held
+            }
             of_mine = {name: gradient for name, gradient in expected.items() if name in held}
             found.append(compare(loss, mine, expected_loss, of_mine).largest)
     return found
