@@ -43,7 +43,7 @@ class Exhaustive:
         most = min(self.search.fleet.devices, self.search.space.max_pipelines or self.search.fleet.devices)
         for template in self.templates():
             could = self._could(template)
-            if could and self._most(template, most) > 0:  # else it would have nothing to do in a faster plan
+            if could and self._fits(template, most):  # else it would have nothing to do in a faster plan
                 by_devices.setdefault(self._devices(template), []).append((template, could))
         room = tuple(pool.devices for pool in self.search.fleet.pools)
         parts = [[by_devices[d] for d in part] for part in _partitions(sorted(by_devices), room)]
@@ -110,14 +110,14 @@ class Exhaustive:
         )
         return (False,) if need <= kind.memory_bytes else (False, True)
 
-    def _most(self, template: Template, replicas: int) -> int:
-        """Where any number of pipelines up to so many share state at any level."""
+    def _fits(self, template: Template, replicas: int) -> bool:
+        """Whether there is memory for a micro-batch, where any number of pipelines up to so many share state at any level."""
         # Beside pipelines with several stages on each place, one with a single stage runs under their schedules.
-        return max(
-            self.search.predictor.most_micro_batches(template, schedule, shared, zero)
+        return any(
+            self.search.predictor.fits(template, 1, schedule, shared, zero)
             for schedule in self.search.space.schedules
             if template.chunks == 1 or suits(schedule, [template])
-            for zero in self.search.space.zero
+            for zero in reversed(self.search.space.zero)
             for shared in {1, replicas}
         )
 
