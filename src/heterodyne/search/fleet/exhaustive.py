@@ -53,7 +53,7 @@ class Exhaustive:
         return self.known_s
 
     def templates(self) -> Iterator[Template]:
-        """Every pipeline for which there are devices, and memory or not."""
+        """Every pipeline for which there are devices, whether it fits or not."""
         search = self.search
         interleaved = not INTERLEAVED.isdisjoint(search.space.schedules)
         for size in search.sizes:
@@ -114,7 +114,7 @@ class Exhaustive:
         """Whether there is memory for a micro-batch, where any number of pipelines up to so many share state at any level."""
         # Beside pipelines with several stages on each place, one with a single stage runs under their schedules.
         return any(
-            self.search.predictor.fits(template, 1, schedule, shared, zero)
+            self.search.predictor.room.fits(template, 1, schedule, shared, zero)
             for schedule in self.search.space.schedules
             if template.chunks == 1 or suits(schedule, [template])
             for zero in reversed(self.search.space.zero)

@@ -195,14 +195,13 @@ class Steps:
         own = self.schedule if (self.schedule in INTERLEAVED) == (template.chunks > 1) else plain
         replicas, zero = shared
         bare = _again(template, dict.fromkeys(range(template.places), False))
-        needs = [
-            self.predictor.memory(
-                bare, place, micro_batches=self.predictor.global_batch, schedule=own, replicas=replicas, zero=zero
-            ).total
-            for place in range(bare.places)
-        ]
+        needs = self.predictor.room.memory(
+            bare, micro_batches=self.predictor.global_batch, schedule=own, replicas=replicas, zero=zero
+        )
         fleet = self.predictor.fleet
-        return _again(bare, {n: need > fleet.pool(bare.homes[n].pool).memory_bytes for n, need in enumerate(needs)})
+        return _again(
+            bare, {n: need.total > fleet.pool(bare.homes[n].pool).memory_bytes for n, need in enumerate(needs)}
+        )
 
     def _filled(self, mix: Mix) -> Iterator[Mix]:
         """One more of some column, or as many as there are devices for."""

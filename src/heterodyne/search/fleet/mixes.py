@@ -151,7 +151,7 @@ class Mixes:
         for zero in self.space.zero:
             if zero == 0 and 1 in self.space.zero:
                 continue  # which needs no more memory
-            most = max(most, self.predictor.most_micro_batches(template, self.schedule, limits.least, zero))
+            most = max(most, self.predictor.room.most_micro_batches(template, self.schedule, limits.least, zero))
             if most * template.micro_batch >= self.predictor.global_batch:
                 break
         return most

@@ -11,66 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, inf
-from operator import mul
-from typing import NamedTuple
+from functools import cached_property
+from math import inf
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.bounds import place_lines
-from heterodyne.plan.schedules.held_counts import alike, held_at_most
 from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.plan.schedules.times import StageTimes
+from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.network import Exchanges, Network
 from heterodyne.search.fleet.plan import ZERO_LEVELS, FleetPlan, Group, Layout, ScheduleName, Template
+from heterodyne.search.fleet.room import Room
 from heterodyne.search.fleet.sharding import at_end_s, beside, of_places, usd
 from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
-from heterodyne.search.fleet.tables import Memory, Table, Tables
+from heterodyne.search.fleet.tables import Table, Tables
 from heterodyne.search.fleet.weighed import Mix, Predicted, Weighed
 
 __all__ = ["Predictor"]
 
 _SLACK = 1e-12
-_FEW_MIXES = 64
-_FEW_KEPT = 1024  # of results that are small
-_FEW_PLACES = 6  # of a pipeline, for which every number of micro-batches is tried
-
-
-class _Place(NamedTuple):
-    """Bytes of a place, the sum over its stages, but for what comes and goes inside a pass; ``each``: of a micro-batch on each of them."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    each: tuple[float, ...]
-    passing: float
-
-    @classmethod
-    def of(cls, stages: Sequence[Memory]) -> _Place:
-        return cls(
-            parameters=sum(stage.parameters for stage in stages),
-            gradients=sum(stage.gradients for stage in stages),
-            optimizer=sum(stage.optimizer for stage in stages),
-            each=tuple(stage.activations for stage in stages),
-            passing=max(stage.passing for stage in stages),
-        )
-
-    def memory(self, held: Sequence[Sequence[int]]) -> Memory:
-        """``held``: micro-batches of each stage at the same time, at every moment that may be the fullest one."""
-        return Memory(
-            parameters=self.parameters,
-            gradients=self.gradients,
-            optimizer=self.optimizer,
-            activations=self._activations(held),
-            passing=self.passing,
-        )
-
-    def total(self, held: Sequence[Sequence[int]]) -> float:
-        return self.parameters + self.gradients + self.optimizer + self._activations(held) + self.passing
-
-    def _activations(self, held: Sequence[Sequence[int]]) -> float:
-        if len(self.each) == 1:
-            return held[0][0] * self.each[0]
-        return max(float(sum(map(mul, vector, self.each))) for vector in held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +44,19 @@ class Predictor:
     _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
-    _most: dict[tuple[Template, ScheduleName, int, int], int] = field(default_factory=dict, repr=False)
-    _fitting: dict[tuple[Template, ScheduleName, int, int, int], bool] = field(default_factory=dict, repr=False)
-    _held: dict[tuple[Template, int, int], tuple[_Place, ...]] = field(default_factory=dict, repr=False)
-    _after: dict[tuple[Mix, Layout, int], tuple[float, float]] = field(default_factory=dict, repr=False)
-    _exchanged: dict[tuple[Mix, Layout], Exchanges] = field(default_factory=dict, repr=False)
+    _after: Kept[tuple[Mix, Layout, int], tuple[float, float]] = field(default_factory=lambda: Kept(1024), repr=False)
+    _exchanged: Kept[tuple[Mix, Layout], Exchanges] = field(default_factory=lambda: Kept(64), repr=False)
     _played: list[int] = field(default_factory=lambda: [0], repr=False)
 
     @property
     def actions_played(self) -> int:
         """Under the schedules that are played by their orders, so far."""
         return self._played[0]
+
+    @cached_property
+    def room(self) -> Room:
+        """In the memory of the devices."""
+        return Room(fleet=self.fleet, global_batch=self.global_batch, tables=self.stage_tables)
 
     def stage_tables(self, template: Template) -> tuple[Table, ...]:
         """Raises KeyError if the costs of a stage are not known."""
@@ -157,22 +118,16 @@ class Predictor:
 
     def exchanges(self, mix: Mix, layout: Layout) -> Exchanges:
         """Between the replicas of all layers."""
-        key = (mix, layout)
-        if key not in self._exchanged:
-            if len(self._exchanged) > _FEW_MIXES:
-                self._exchanged.clear()
+
+        def made() -> Exchanges:
             tables = {template: self.stage_tables(template) for template, _ in mix}
-            self._exchanged[key] = self.network.exchanges(mix, tables, layout)
-        return self._exchanged[key]
+            return self.network.exchanges(mix, tables, layout)
+
+        return self._exchanged.get((mix, layout), made)
 
     def after_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
         """What a step takes after its pipelines: what shows of gradients and parameters, and the update. The same under every schedule."""
-        key = (mix, layout, zero)
-        if key not in self._after:
-            if len(self._after) > _FEW_KEPT:
-                self._after.clear()
-            self._after[key] = self._after_s(mix, layout, zero)
-        return self._after[key]
+        return self._after.get((mix, layout, zero), lambda: self._after_s(mix, layout, zero))
 
     def _after_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
         exchanges = self.exchanges(mix, layout).of
@@ -189,64 +144,6 @@ class Predictor:
             )
         )
         return sync_s, update_s
-
-    def memory(
-        self, template: Template, place: int, *, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int
-    ) -> Memory:
-        """Of a place, where so many pipelines share state: the sum over its stages, but for what comes and goes inside a pass.
-
-        Activations are held as long as the orders say: 1F1B: place i of p holds min(m, p - i) micro-batches, GPipe all m.
-        """
-        vectors = held_at_most(schedule, template.places, template.chunks, micro_batches)[place]
-        own = self._places(template, replicas, zero)[place]
-        return own.memory(vectors)
-
-    def _places(self, template: Template, replicas: int, zero: int) -> tuple[_Place, ...]:
-        key = (template, replicas, zero)
-        if key not in self._held:
-            if len(self._held) > _FEW_KEPT:
-                self._held.clear()
-            stages = [
-                table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=zero)
-                for s, table in zip(template.stages, self.stage_tables(template), strict=True)
-            ]
-            places = template.places
-            self._held[key] = tuple(_Place.of(stages[place::places]) for place in range(places))
-        return self._held[key]
-
-    def most_micro_batches(self, template: Template, schedule: ScheduleName, replicas: int, zero: int) -> int:
-        """For which there is memory; 0 if there is none for one. Where places have several stages, fewer may need more (see `fits`)."""
-        key = (template, schedule, replicas, zero)
-        if key not in self._most and template.chunks > 1:
-            # Rounds are larger by a part of the micro-batches that do not fill them, so of a few that follow each other one needs least.
-            whole, places = self._whole(template), template.places
-            few = min(whole, 4 * places)
-            if places <= _FEW_PLACES:
-                options = [*range(whole, max(few, whole - places), -1), *range(few, 0, -1)]
-            else:
-                options = [whole, whole // places * places, *range(few // places * places, 0, -places), 1]
-            # No number needs less than one does.
-            some = self.fits(template, 1, schedule, replicas, zero)
-            fitting = (n for n in options if n and self.fits(template, n, schedule, replicas, zero))
-            self._most[key] = next(fitting, 0) if some else 0
-        if key not in self._most:
-            whole = self._whole(template)
-            known, over = 0, whole + 1
-            # Most pipelines have room for all micro-batches, or for none.
-            for tried in (whole, 1):
-                if known < tried < over:
-                    if self.fits(template, tried, schedule, replicas, zero):
-                        known = tried
-                    else:
-                        over = tried
-            while over - known > 1:
-                tried = (known + over) // 2
-                if self.fits(template, tried, schedule, replicas, zero):
-                    known = tried
-                else:
-                    over = tried
-            self._most[key] = known
-        return self._most[key]
 
     def weigh(
         self,
@@ -294,7 +191,7 @@ class Predictor:
         replicas = sum(count for _, count in mix)
         found = []
         for template, _ in mix:
-            most = self.most_micro_batches(template, schedule, replicas, zero)
+            most = self.room.most_micro_batches(template, schedule, replicas, zero)
             if most < 1:
                 return []
             found.append(most)
@@ -311,7 +208,7 @@ class Predictor:
     ) -> tuple[Weighed | None, bool]:
         """And whether memory limits no pipeline: then no level that needs less memory can be faster."""
         replicas = sum(count for _, count in mix)
-        free = all(own == self._whole(template) for own, (template, _) in zip(most, mix, strict=True))
+        free = all(own == self.room.whole(template) for own, (template, _) in zip(most, mix, strict=True))
         sync_s, update_s = self.after_s(mix, layout, zero)
         if sync_s == inf:
             return None, True
@@ -319,14 +216,14 @@ class Predictor:
         played = [by_template[template] for template, _ in mix]
 
         def fits(number: int, count: int) -> bool:
-            return mix[number][0].chunks == 1 or self.fits(mix[number][0], count, schedule, replicas, zero)
+            return mix[number][0].chunks == 1 or self.room.fits(mix[number][0], count, schedule, replicas, zero)
 
         counts = micro_batches_each(mix, self.global_batch, played, most, below_s - sync_s - update_s, fits)
         if counts is None:
             return None, free
         groups = groups_of(mix, self.global_batch, counts)
         several = [g for g in groups if g.template.chunks > 1]
-        if not all(self.fits(g.template, g.num_microbatches, schedule, replicas, zero) for g in several):
+        if not all(self.room.fits(g.template, g.num_microbatches, schedule, replicas, zero) for g in several):
             return None, free
         pipelines_s = max(by_template[g.template].seconds(g.num_microbatches) for g in groups)
         step_s = self._step_s(mix, groups, schedule, layout, zero)
@@ -351,10 +248,6 @@ class Predictor:
         pipelines_s = max(played[g.template].seconds(g.num_microbatches) for g in groups)
         own = pipelines_s + sum(self.after_s(mix, layout, zero))
         return own if zero < 2 else max(own, self._step_s(mix, groups, schedule, layout, zero - 1))
-
-    def _whole(self, template: Template) -> int:
-        """Micro-batches of a pipeline that does all."""
-        return ceil(self.global_batch / template.micro_batch)
 
     def bound_s(self, mix: Mix, *, split: bool = True) -> float:
         """Never more than the step of any `weigh` of these pipelines: messages take no time here, and there is nothing to exchange.
@@ -382,19 +275,6 @@ class Predictor:
             self._bounds[template, split] = place_lines(self._times(template), free, template.places, split=split)
         return self._bounds[template, split]
 
-    def fits(self, template: Template, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int) -> bool:
-        """Whether there is memory for so many."""
-        few = alike(schedule, template.places, template.chunks, micro_batches)
-        key = (template, schedule, few, replicas, zero)
-        if key not in self._fitting:
-            held = held_at_most(schedule, template.places, template.chunks, few)
-            own = self._places(template, replicas, zero)
-            self._fitting[key] = all(
-                place.total(vectors) <= self.fleet.pool(home.pool).memory_bytes
-                for home, place, vectors in zip(template.homes, own, held, strict=True)
-            )
-        return self._fitting[key]
-
     def _enough_devices(self, mix: Mix) -> bool:
         used: dict[str, int] = {}
         for template, count in mix:
@@ -412,19 +292,19 @@ class Predictor:
         hourly = sum((p or 0.0) * n for p, (_, n) in zip(prices, used, strict=True)) if None not in prices else None
         power = sum((w or 0.0) * n for w, (_, n) in zip(watts, used, strict=True)) if None not in watts else None
         peaks = [
-            (
-                self.memory(
+            (need.total, self.fleet.pool(home.pool).memory_bytes)
+            for g in plan.groups
+            for need, home in zip(
+                self.room.memory(
                     g.template,
-                    n,
                     micro_batches=g.num_microbatches,
                     schedule=plan.schedule,
                     replicas=replicas,
                     zero=plan.zero,
-                ).total,
-                self.fleet.pool(home.pool).memory_bytes,
+                ),
+                g.template.homes,
+                strict=True,
             )
-            for g in plan.groups
-            for n, home in enumerate(g.template.homes)
         ]
         return Predicted(
             step_s=step_s,

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.kinds import Kind, chosen_of, kinds_of
 from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.plan import Template
@@ -28,7 +29,7 @@ __all__ = ["Shapes", "Sharing", "shapes"]
 
 _FEW = (2, 4, 16)
 _CELLS = 1 << 16  # of an array that is worked on at once
-_COSTS_KEPT = 128
+_COSTS_KEPT = 128  # arrays of layers by layers, while rows are made one after the other
 Ints = NDArray[np.int64]
 
 
@@ -121,18 +122,15 @@ class Shapes:
         Stage i cannot begin before the ones before it have had the first micro-batch, nor end after they have begun the last
         backward, so n micro-batches take at least H[i] = max(n cost[i], cost[i] + H[i + 1]), which the cut makes least.
         """
-        known: dict[tuple[int, int], Floats] = {}
+        known: Kept[tuple[int, int], Floats] = Kept(_COSTS_KEPT)
         found = []
         for row in rows:
             chain = self._chain(row)
-            costs = []
-            for place, kind in enumerate(chain):
-                key = (kind, min(len(chain) - place, self.held_at_most))
-                if key not in known:
-                    if len(known) >= _COSTS_KEPT:
-                        known.clear()
-                    known[key] = self.sharing.seconds(self.kinds[kind], key[1], self.recompute)
-                costs.append(known[key])
+            held = [min(len(chain) - place, self.held_at_most) for place in range(len(chain))]
+            costs = [
+                known.get((kind, count), partial(self.sharing.seconds, self.kinds[kind], count, self.recompute))
+                for kind, count in zip(chain, held, strict=True)
+            ]
             counts = [count for count in _FEW if count <= self.held_at_most and len(chain) > 1]
             cuts = dict.fromkeys(_least(costs, count) for count in (None, *counts))
             found.append([self._template([self.kinds[kind] for kind in chain], points) for points in cuts])

@@ -20,19 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
+from heterodyne.search.fleet.kept import Kept
 
 __all__ = ["Carried", "Exchanged", "Memory", "Rates", "Table", "Tables"]
 
 Exchanged = Literal["gradients", "updated", "parameters"]
 """What replicas exchange: gradients, the parameters that an optimizer has changed, all parameters."""
 Floats = NDArray[np.float64]
-_LEVELS_KEPT = 3
 Rates = tuple[float, float]
 """Seconds for a byte that a device sends inside its node, and for one that a node sends."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes of the fullest device of a stage. ``passing``: comes and goes inside a pass."""
 
     parameters: float
@@ -62,8 +61,9 @@ class Table:
 
     costs: Sequence[LayerCost]
     widths: Widths
-    _at_levels: dict[object, tuple[Floats, Floats]] = field(default_factory=dict, repr=False, compare=False)
-    _held: dict[object, tuple[_Most, _Most]] = field(default_factory=dict, repr=False, compare=False)
+    # Of a long model each takes as much as a search has room for.
+    _at_levels: Kept[object, tuple[Floats, Floats]] = field(default_factory=lambda: Kept(3), repr=False, compare=False)
+    _held: Kept[object, tuple[_Most, _Most]] = field(default_factory=lambda: Kept(3), repr=False, compare=False)
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -171,15 +171,13 @@ class Table:
 
     def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[_Most, _Most]:
         """Kept and recomputed; a search asks for many numbers of them in turn."""
-        key = (zero, replicas, memory_bytes)
-        if key not in self._held:
+
+        def made() -> tuple[_Most, _Most]:
             kept, kept_again = self._kept_squares
             room = memory_bytes - self._fixed_bytes(zero, replicas)
-            if len(self._held) >= _LEVELS_KEPT:  # of a long model each takes as much as a search has room for
-                self._held.clear()
-            most, most_again = _times(room, kept), _times(room - self._redone, kept_again)
-            self._held[key] = (_most(most), _most(most_again))
-        return self._held[key]
+            return _most(_times(room, kept)), _most(_times(room - self._redone, kept_again))
+
+        return self._held.get((zero, replicas, memory_bytes), made)
 
     @cached_property
     def _nothing(self) -> Floats:
@@ -188,17 +186,14 @@ class Table:
 
     def _at_level(self, zero: int, exchange: tuple[int, Rates]) -> tuple[Floats, Floats]:
         """For every start and stop: seconds without and with recompute."""
-        key = (zero, exchange)
-        if key not in self._at_levels:
+
+        def made() -> tuple[Floats, Floats]:
             gather, scatter = self._exchanged_s(zero, *exchange)
             forward, backward = self._passes
             ahead = np.maximum(forward, gather)
-            plain = ahead + np.maximum(backward, scatter)
-            again = ahead + np.maximum(backward + forward, scatter)
-            if len(self._at_levels) >= _LEVELS_KEPT:
-                self._at_levels.clear()
-            self._at_levels[key] = (plain, again)
-        return self._at_levels[key]
+            return ahead + np.maximum(backward, scatter), ahead + np.maximum(backward + forward, scatter)
+
+        return self._at_levels.get((zero, exchange), made)
 
     def _fixed_bytes(self, zero: int, replicas: int) -> Floats:
         fixed = self._working

@@ -48,8 +48,8 @@ def test_memory_of_a_place_is_the_sum_over_its_stages(schedule: ScheduleName) ->
             for place in range(2):
                 own = each[place::2]
                 fixed = sum(m.parameters + m.gradients + m.optimizer for m in own) + max(m.passing for m in own)
-                told = predictor.memory(template, place, micro_batches=count, schedule=schedule, replicas=2, zero=1)
-                assert told.total == pytest.approx(fixed + held[place], abs=8 * count)
+                told = predictor.room.memory(template, micro_batches=count, schedule=schedule, replicas=2, zero=1)
+                assert told[place].total == pytest.approx(fixed + held[place], abs=8 * count)
 
 
 def test_the_most_micro_batches_fit_and_the_next_do_not() -> None:
@@ -63,14 +63,17 @@ def test_the_most_micro_batches_fit_and_the_next_do_not() -> None:
         chunks = 2 if schedule in INTERLEAVED else 1
         template = _template([fleet.pools[0].name, fleet.pools[-1].name], chunks, layers, chance)
         predictor = search_of(fleet, costs, samples).predictor
-        most = predictor.most_micro_batches(template, schedule, 1, 0)
+        most = predictor.room.most_micro_batches(template, schedule, 1, 0)
         fits = [
             count
             for count in range(1, samples + 1)
             if all(
-                predictor.memory(template, place, micro_batches=count, schedule=schedule, replicas=1, zero=0).total
-                <= fleet.pool(home.pool).memory_bytes
-                for place, home in enumerate(template.homes)
+                need.total <= fleet.pool(home.pool).memory_bytes
+                for need, home in zip(
+                    predictor.room.memory(template, micro_batches=count, schedule=schedule, replicas=1, zero=0),
+                    template.homes,
+                    strict=True,
+                )
             )
         ]
         assert most == max(fits, default=0)

@@ -1,0 +1,127 @@
+"""What pipelines need of the memory of their devices, and for how many micro-batches there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from operator import mul
+from typing import NamedTuple
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.plan.schedules.held_counts import alike, held_at_most
+from heterodyne.search.fleet.kept import Kept
+from heterodyne.search.fleet.plan import ScheduleName, Template
+from heterodyne.search.fleet.tables import Memory, Table
+
+__all__ = ["Room"]
+
+_KEPT = 1024
+_FEW_PLACES = 6  # of a pipeline, for which every number of micro-batches is tried
+
+
+class _Place(NamedTuple):
+    """Bytes of a place: of what it always holds, and of a micro-batch ``each`` of its stages."""
+
+    always: Memory
+    each: tuple[float, ...]
+
+    @classmethod
+    def of(cls, stages: Sequence[Memory]) -> _Place:
+        """The sum over its stages, but for what comes and goes inside a pass. ``stages``: each with one micro-batch."""
+        always = Memory(
+            parameters=sum(stage.parameters for stage in stages),
+            gradients=sum(stage.gradients for stage in stages),
+            optimizer=sum(stage.optimizer for stage in stages),
+            activations=0.0,
+            passing=max(stage.passing for stage in stages),
+        )
+        return cls(always, tuple(stage.activations for stage in stages))
+
+    def holding(self, held: Sequence[Sequence[int]]) -> Memory:
+        """``held``: micro-batches of each stage at the same time, at every moment that may be the fullest one."""
+        return self.always._replace(activations=max(float(sum(map(mul, vector, self.each))) for vector in held))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """On one fleet, for one global batch. ``tables``: of the stages of a template."""
+
+    fleet: Fleet
+    global_batch: int
+    tables: Callable[[Template], Sequence[Table]]
+    _places: Kept[tuple[Template, int, int], tuple[_Place, ...]] = field(
+        default_factory=lambda: Kept(_KEPT), repr=False
+    )
+    _fits: dict[tuple[Template, ScheduleName, int, int, int], bool] = field(default_factory=dict, repr=False)
+    _most: dict[tuple[Template, ScheduleName, int, int], int] = field(default_factory=dict, repr=False)
+
+    def whole(self, template: Template) -> int:
+        """Micro-batches of a pipeline that does all."""
+        return ceil(self.global_batch / template.micro_batch)
+
+    def memory(
+        self, template: Template, *, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int
+    ) -> list[Memory]:
+        """Of each place, where so many pipelines share state: the sum over its stages, but for what comes and goes inside a pass.
+
+        Activations are held as long as the orders say: 1F1B: place i of p holds min(m, p - i) micro-batches, GPipe all m.
+        """
+        held = held_at_most(schedule, template.places, template.chunks, micro_batches)
+        key = (template, replicas, zero)
+        places = self._places.get(key, lambda: self._of_one(template, replicas, zero))
+        return [place.holding(vectors) for place, vectors in zip(places, held, strict=True)]
+
+    def fits(self, template: Template, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int) -> bool:
+        """Whether there is memory for so many."""
+        few = alike(schedule, template.places, template.chunks, micro_batches)
+        key = (template, schedule, few, replicas, zero)
+        if key not in self._fits:
+            needs = self.memory(template, micro_batches=few, schedule=schedule, replicas=replicas, zero=zero)
+            self._fits[key] = all(
+                need.total <= self.fleet.pool(home.pool).memory_bytes
+                for need, home in zip(needs, template.homes, strict=True)
+            )
+        return self._fits[key]
+
+    def most_micro_batches(self, template: Template, schedule: ScheduleName, replicas: int, zero: int) -> int:
+        """For which there is memory; 0 if there is none for one. Where places have several stages, fewer may need more (see `fits`)."""
+        key = (template, schedule, replicas, zero)
+        if key not in self._most:
+            most = self._of_several if template.chunks > 1 else self._of_single
+            self._most[key] = most(template, lambda count: self.fits(template, count, schedule, replicas, zero))
+        return self._most[key]
+
+    def _of_one(self, template: Template, replicas: int, zero: int) -> tuple[_Place, ...]:
+        stages = [
+            table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=zero)
+            for s, table in zip(template.stages, self.tables(template), strict=True)
+        ]
+        return tuple(_Place.of(stages[place :: template.places]) for place in range(template.places))
+
+    def _of_several(self, template: Template, fits: Callable[[int], bool]) -> int:
+        """Stages on each place: rounds are larger by a part of the micro-batches that do not fill them, so of a few that follow each other
+        one needs least; no number needs less than one does.
+        """
+        if not fits(1):
+            return 0
+        whole, places = self.whole(template), template.places
+        few = min(whole, 4 * places)
+        options: list[int]
+        if places <= _FEW_PLACES:
+            options = [*range(whole, max(few, whole - places), -1), *range(few, 0, -1)]
+        else:
+            options = [whole, whole // places * places, *range(few // places * places, 0, -places), 1]
+        return next(count for count in options if count and fits(count))
+
+    def _of_single(self, template: Template, fits: Callable[[int], bool]) -> int:
+        """One stage on each place, so that more need more."""
+        known, over = 0, self.whole(template) + 1
+        tried = over - 1  # most pipelines have room for all micro-batches, or for none
+        while over - known > 1:
+            if fits(tried):
+                known = tried
+            else:
+                over = tried
+            tried = (known + over) // 2 if known else 1
+        return known
