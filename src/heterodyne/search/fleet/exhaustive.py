@@ -8,7 +8,7 @@ wait no more than they must would be no faster than one that is known; the work 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise, permutations, product
 from math import inf
 
@@ -36,6 +36,7 @@ class Exhaustive:
     search: Search
     known_s: float = inf
     every_kind: bool = False
+    _lines: dict[Template, list[tuple[float, float]]] = field(default_factory=dict, repr=False)
 
     def shortest_s(self) -> float:
         """The step of the fastest plan, or ``known_s``."""
@@ -127,10 +128,7 @@ class Exhaustive:
     def _try(self, chosen: list[Template], could: int, left: Sequence[Ways]) -> None:
         """``could``: samples that what is chosen could do before the best that is known."""
         if not left:
-            mix = mix_of((template, 1) for template in chosen)
-            weighed = self.search.weigh(mix, self.known_s)
-            if weighed is not None:
-                self.known_s = min(self.known_s, weighed.predicted.step_s)
+            self._weigh(chosen)
             return
         rest = sum(max(own for _, own in ways) for ways in left[1:])
         options = left[0]
@@ -139,20 +137,34 @@ class Exhaustive:
                 # Of pipelines over as many devices the order does not matter.
                 self._try([*chosen, template], could + own, _after(options, number, left))
 
-    def _could(self, template: Template) -> int:
-        """Samples before the best plan that is known, at most."""
+    def _weigh(self, chosen: Sequence[Template]) -> None:
+        search, mix = self.search, mix_of((template, 1) for template in chosen)
+        if len(chosen) > 1:
+            after_s = search.predictor.least_after_s(mix, search.space.layouts, search.space.zero)
+            if sum(self._could(template, after_s) for template in chosen) < search.predictor.global_batch:
+                return
+        weighed = search.weigh(mix, self.known_s)
+        if weighed is not None:
+            self.known_s = min(self.known_s, weighed.predicted.step_s)
+
+    def _could(self, template: Template, after_s: float = 0.0) -> int:
+        """Samples before the best plan that is known, at most. ``after_s``: seconds of that in which pipelines are done."""
         if self.known_s == inf:
             return self.search.predictor.global_batch
-        rounds = min(int((self.known_s * _SOONER - a) / e) for a, e in self._lines_of(template))
-        return template.micro_batch * max(0, rounds)
+        seconds = self.known_s * _SOONER - after_s
+        rounds = min(int((seconds - a) / e) if seconds > a else 0 for a, e in self._lines_of(template))
+        return template.micro_batch * rounds
 
     def _lines_of(self, template: Template) -> list[tuple[float, float]]:
         """With messages as in the layout in which each takes less, under whichever schedule it waits least."""
+        if template in self._lines:
+            return self._lines[template]
         space, predictor = self.search.space, self.search.predictor
         split = any(s in SPLIT for s in space.schedules if template.chunks == 1 or s in INTERLEAVED)
         ways = [predictor.makespans(template, "1F1B", layout) for layout in space.layouts]
         sends = [min(own) for own in zip(*(way.sends for way in ways), strict=True)]
-        return place_lines(ways[0].stages, sends, template.places, split=split)
+        self._lines[template] = place_lines(ways[0].stages, sends, template.places, split=split)
+        return self._lines[template]
 
 
 def _after(options: Ways, number: int, left: Sequence[Ways]) -> list[Ways]:

@@ -257,12 +257,24 @@ class Predictor:
         lines = [(self._lines(template, split), count * template.micro_batch) for template, count in mix]
         return time_until(lines, [self.global_batch] * len(lines), self.global_batch)
 
+    def least_after_s(self, mix: Mix, layouts: Sequence[Layout], zero: Sequence[int]) -> float:
+        """Never more than what any `weigh` of these pipelines takes after them, of some layouts and levels; infinite if they cannot be.
+
+        From level 2 on there is all that there is at level 1 (see `_step_s`).
+        """
+        if not self._enough_devices(mix):
+            return inf
+        levels = sorted({min(level, 1) for level in zero}) if _shared(mix) else [0]
+        return min(sum(self.after_s(mix, layout, level)) for layout in layouts for level in levels)
+
     def longest_s(self, template: Template) -> float:
         """What the slowest place works on one micro-batch."""
         return max(_SLACK, *(each for _, each in self._lines(template, True)))
 
     def could_take(self, mix: Mix, seconds: float, *, split: bool = True) -> bool:
         """Whether `bound_s` is within so many seconds."""
+        if seconds <= 0:
+            return False
         done = 0.0
         for template, count in mix:
             rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in self._lines(template, split) if e > 0)

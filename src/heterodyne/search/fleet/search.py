@@ -12,15 +12,17 @@ Steps 1 to 3 find cuts and counts that are best for slowest stages; played time 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from math import inf
 
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.aim import Aim, Score
+from heterodyne.search.fleet.ascending import ascending
 from heterodyne.search.fleet.columns import Columns, together
 from heterodyne.search.fleet.counts import Limits, shortest_s
 from heterodyne.search.fleet.improve import Steps, climb
@@ -29,6 +31,7 @@ from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Layout, ScheduleNam
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rows import MANY_DEVICES, Rows
 from heterodyne.search.fleet.shapes import Shapes
+from heterodyne.search.fleet.shares import time_until
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.spread import spread_s
 from heterodyne.search.fleet.tables import Floats, Tables
@@ -47,6 +50,7 @@ _LATER_STARTS = 3  # mixes that are improved under them
 _LATER_STARTS_OF_FEW = 24
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
 _NEARLY_OF_FEW = 1.3
+_SHOWN = 14  # micro-batches for each place, by which orders come to repeat themselves (see `Makespans`)
 _ACTIONS = 25  # of the orders of a schedule that are as much work as a stage under 1F1B
 _Start = tuple[Mix, Weighed, ScheduleName, tuple[ScheduleName, ...]]
 """What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
@@ -301,12 +305,12 @@ class Search:
         chosen = sorted((m for m in within if m in self.weighed), key=lambda mix: aim.score(self.weighed[mix]))
         chosen = chosen[:_RESCHEDULED]
         if aim.by_time:
-            steady = sorted((self._steady_s(mix), number) for number, mix in enumerate(within))
-            steady = steady[: _RESCHEDULED_OF_FEW if small else _RESCHEDULED]
-            chosen += [within[number] for seconds, number in steady if seconds < best.predicted.step_s]
+            count = _RESCHEDULED_OF_FEW if small else _RESCHEDULED
+            steady = ascending(within, self._steady_s, self._after_s, best.predicted.step_s)
+            chosen += islice(steady, count)
         chosen = list(dict.fromkeys(chosen))
         steps = self._steps(columns, "1F1B", later, aim)
-        options = chosen
+        options: Iterable[Mix] = chosen
         if not INTERLEAVED.isdisjoint(later):
             options = [option for mix in chosen for option in steps.interleaved(mix, self._zero_of(mix))]
         elif small:
@@ -316,7 +320,7 @@ class Search:
         nearly = _NEARLY_OF_FEW if small else _NEARLY
         if aim.by_time:
             options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s * nearly)]
-            options.sort(key=self._least_s)
+            options = ascending(options, self.predictor.bound_s, self._after_s, best.predicted.step_s * nearly)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
         work = self.space.work if small else self.space.work // 20
         limit = self._spent + work
@@ -324,6 +328,8 @@ class Search:
         for mix in options:
             if self._late() or self._spent > limit:
                 break
+            if self._orders(mix) // _ACTIONS > work:
+                continue
             weighed = self.weigh(mix, aim.below_s(best, nearly), later)
             if weighed is not None:
                 found[mix] = weighed
@@ -351,15 +357,22 @@ class Search:
         self._proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))
 
     def _steady_s(self, mix: Mix) -> float:
-        """Of the step, if the slowest place of each pipeline always worked."""
-        rate = sum(n * t.micro_batch / self.predictor.longest_s(t) for t, n in mix)
-        known = self.weighed.get(mix)
-        return self.predictor.global_batch / rate + (0.0 if known is None else known.predicted.sync_s)
+        """Of the pipelines, if the slowest place of each always worked."""
+        batch = self.predictor.global_batch
+        lines = [([(0.0, self.predictor.longest_s(t))], n * t.micro_batch) for t, n in mix]
+        return time_until(lines, [batch] * len(lines), batch)
 
-    def _least_s(self, mix: Mix) -> float:
-        """Of the step of these pipelines under any schedule, with what the gradients are known to take."""
-        known = self.weighed.get(mix)
-        return self.predictor.bound_s(mix) + (0.0 if known is None else known.predicted.sync_s)
+    def _orders(self, mix: Mix) -> int:
+        """Actions at least, of orders that have to be played."""
+        seconds = self.predictor.bound_s(mix)
+        return sum(
+            3 * len(t.stages) * min(int(seconds / self.predictor.longest_s(t)), _SHOWN * t.places)
+            for t, _ in mix
+            if t.chunks > 1
+        )
+
+    def _after_s(self, mix: Mix) -> float:
+        return self.predictor.least_after_s(mix, self.space.layouts, self.space.zero)
 
     def _zero_of(self, mix: Mix) -> int:
         """The level at which it is known to be best, or might be."""
@@ -383,7 +396,13 @@ class Search:
             def could_beat(tried: Mix, least: float, split: bool = split) -> bool:
                 if not aim.within(tried):
                     return False
-                return not aim.by_time or self.predictor.could_take(tried, least, split=split)
+                if not aim.by_time:
+                    return True
+                could = self.predictor.could_take
+                if not could(tried, least, split=split):
+                    return False
+                # Over many devices to work out what is exchanged takes longer than to play pipelines.
+                return not self.rows.few or could(tried, least - self._after_s(tried), split=split)
 
             def proceed(limit: int = limit) -> bool:
                 return self._spent < limit and not self._late()
