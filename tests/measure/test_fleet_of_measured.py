@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from heterodyne.cli.app import run
+from heterodyne.cluster.profile import PROFILE_VERSION
 
 JOB = """\
 model:
@@ -56,6 +57,7 @@ def test_a_fleet_needs_all_its_kinds_measured(
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(JOB)
     Path("fleet.yaml").write_text(FLEET.replace("COUNT", "2").replace("kind: cpu", "kind: T4"))
-    Path("none.json").write_text('{"version": 4, "key": "none", "devices": {}, "links": [], "kinds": {}}')
+    empty = {"version": PROFILE_VERSION, "key": "none", "devices": {}, "links": [], "kinds": {}}
+    Path("none.json").write_text(json.dumps(empty))
     assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--profile", "none.json"]) == 2
     assert "the profile has no T4" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from heterodyne.plan.export import EvenPlan, by_name, torchtitan_toml
+from heterodyne.plan.export import EvenPlan, pytorch_takes, torchtitan_toml
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.check import order_faults
 from heterodyne.plan.schedules.csv_file import computing, load_csv, parse_csv, save_csv
@@ -92,10 +92,10 @@ def test_an_export_knows_which_numbers_of_micro_batches_they_take(
     try:
         made(own[0] if issubclass(made, theirs.PipelineScheduleSingle) else own, micro_batches)
     except ValueError:
-        assert not by_name(even)
+        assert not pytorch_takes(even)
         assert "schedule_csv" in torchtitan_toml(even, schedule_csv="own.csv")
     else:
-        assert by_name(even)
+        assert pytorch_takes(even)
         assert f'"{name}"' in torchtitan_toml(even)
 
 

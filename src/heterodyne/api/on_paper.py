@@ -23,7 +23,7 @@ from heterodyne.errors import ClusterError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.check import require_valid
-from heterodyne.plan.export import by_name, megatron_arguments, schedule_csv, torchtitan_toml
+from heterodyne.plan.export import megatron_arguments, pytorch_takes, schedule_csv, torchtitan_toml
 from heterodyne.plan.plan import Plan
 from heterodyne.predictor.footprint import usable_bytes
 from heterodyne.report.frontier import frontier_picture
@@ -176,7 +176,7 @@ def _exported(job: Job, planner: FleetPlanner, found: Planned, out: Path, framew
     if framework == "megatron":
         return {out.with_suffix(".megatron.txt"): shlex.join(megatron_arguments(even)) + "\n"}
     csv = out.with_suffix(".schedule.csv")
-    if framework == "torchtitan" and by_name(even):
+    if framework == "torchtitan" and pytorch_takes(even):
         return {out.with_suffix(".torchtitan.toml"): torchtitan_toml(even)}
     if framework == "torchtitan":
         return {

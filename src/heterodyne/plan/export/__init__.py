@@ -3,17 +3,18 @@
 from heterodyne.plan.export.even_plan import EvenPlan, ModelShape, Precision
 from heterodyne.plan.export.from_plan import even_plan
 from heterodyne.plan.export.megatron import megatron_arguments, megatron_layout
+from heterodyne.plan.export.pytorch import pytorch_takes
 from heterodyne.plan.export.schedule import schedule_csv
-from heterodyne.plan.export.torchtitan import by_name, torchtitan_toml
+from heterodyne.plan.export.torchtitan import torchtitan_toml
 
 __all__ = [
     "EvenPlan",
     "ModelShape",
     "Precision",
-    "by_name",
     "even_plan",
     "megatron_arguments",
     "megatron_layout",
+    "pytorch_takes",
     "schedule_csv",
     "torchtitan_toml",
 ]

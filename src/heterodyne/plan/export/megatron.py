@@ -76,12 +76,14 @@ def _pipeline(plan: EvenPlan) -> Iterator[tuple[object, ...]]:
 
 
 def _rounds(plan: EvenPlan) -> Iterator[tuple[object, ...]]:
-    """Of micro-batches that go through a stage before the next one of the same place. Megatron-LM takes no fewer than places, in none."""
+    """So many micro-batches go through a stage before the next stage of the same place. Megatron-LM takes no round, full or not, of fewer
+    micro-batches than there are places.
+    """
     count, size = plan.num_microbatches, round_size(plan.pp, plan.num_microbatches)
     if count < plan.pp or 0 < count % size < plan.pp:
         fit = " or ".join(str(n) for n in (count // plan.pp * plan.pp, -(-count // plan.pp) * plan.pp) if n)
         raise PlanError(
-            f"Megatron-LM interleaves no {count} micro-batches on {plan.pp} places, but for example {fit}: "
+            f"Megatron-LM cannot interleave {count} micro-batches on {plan.pp} places; {fit} would do: "
             "change the global batch or the size of the micro-batches, or plan with 1F1B"
         )
     if size != plan.pp:

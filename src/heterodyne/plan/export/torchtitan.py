@@ -11,15 +11,13 @@ from typing import Final, TypeAlias
 
 from heterodyne.errors import PlanError
 from heterodyne.plan.export.even_plan import EvenPlan
+from heterodyne.plan.export.pytorch import PYTORCH_SCHEDULES, pytorch_takes
 from heterodyne.plan.schedules import SCHEDULES
 
-__all__ = ["by_name", "torchtitan_toml"]
+__all__ = ["torchtitan_toml"]
 
 _Value: TypeAlias = "int | str | list[str] | list[list[str]]"
 
-_OF_PYTORCH: Final = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-_ROUNDS: Final = ("Interleaved1F1B", "InterleavedZeroBubble")
-_FILLED: Final = ("1F1B", "DualPipeV")
 _PARAMETERS: Final = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32"}
 
 
@@ -30,7 +28,7 @@ def torchtitan_toml(
 
     Args:
         model, flavor: as torchtitan calls them, ``llama3`` and ``8B``; left out if None.
-        schedule_csv: the path of the schedule as CSV, for one that PyTorch has no name for.
+        schedule_csv: the path of the schedule as CSV, for orders that PyTorch does not make itself (see `pytorch_takes`).
 
     Raises PlanError for what torchtitan cannot run.
     """
@@ -46,20 +44,6 @@ def torchtitan_toml(
     head = [f"# {plan.devices} devices, layers per stage {plan.stage_layout}", *(f"# {note}" for note in notes)]
     parts = ["\n".join((f"[{name}]", *map(_line, values.items()))) for name, values in sections.items() if values]
     return "\n\n".join(("\n".join(head), *parts)) + "\n"
-
-
-def by_name(plan: EvenPlan) -> bool:
-    """Whether PyTorch makes the orders of the plan itself: it has the schedule, and takes so many micro-batches under it.
-
-    Its 1F1B and DualPipeV want one for each stage, its interleaved schedules rounds that are all full.
-    """
-    if plan.pp == 1:
-        return True
-    if plan.schedule in _FILLED:
-        return plan.num_microbatches >= plan.pp * plan.vpp
-    if plan.schedule in _ROUNDS:
-        return plan.num_microbatches % max(1, plan.num_microbatches // plan.pp) == 0
-    return plan.schedule in _OF_PYTORCH
 
 
 def _model(plan: EvenPlan, model: str | None, flavor: str | None) -> dict[str, _Value]:
@@ -110,16 +94,16 @@ def _pipeline(plan: EvenPlan, schedule_csv: str | None) -> dict[str, _Value]:
             "pipeline_parallel_schedule": "PipelineScheduleMulti",
             "pipeline_parallel_schedule_csv": schedule_csv,
         }
-    elif by_name(plan):
+    elif pytorch_takes(plan):
         values["pipeline_parallel_schedule"] = plan.schedule
-    elif plan.schedule in _OF_PYTORCH:
+    elif plan.schedule in PYTORCH_SCHEDULES:
         raise PlanError(
             f"PyTorch's {plan.schedule} does not take {plan.num_microbatches} micro-batches through {plan.pp * plan.vpp} stages "
             f"on {plan.pp} places; write it as CSV and give its path as schedule_csv"
         )
     else:
         known = "; write it as CSV and give its path as schedule_csv" if plan.schedule in SCHEDULES else ""
-        raise PlanError(f"PyTorch has no schedule {plan.schedule}{known}; it has {', '.join(_OF_PYTORCH)}")
+        raise PlanError(f"PyTorch has no schedule {plan.schedule}{known}; it has {', '.join(PYTORCH_SCHEDULES)}")
     values["module_fqns_per_model_part"] = _modules(plan)
     return values
 

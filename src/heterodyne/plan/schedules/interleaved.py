@@ -13,12 +13,16 @@ from itertools import chain, zip_longest
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules.schedule import Orders, Schedule, action
 
-__all__ = ["INTERLEAVED_1F1B", "round_order", "round_size"]
+__all__ = ["INTERLEAVED_1F1B", "round_count", "round_order", "round_size"]
+
+
+def round_count(places: int, micro_batches: int) -> int:
+    return max(1, micro_batches // places)
 
 
 def round_size(places: int, micro_batches: int) -> int:
     """Micro-batches of a round (the last one has perhaps fewer)."""
-    return -(-micro_batches // max(1, micro_batches // places))
+    return -(-micro_batches // round_count(places, micro_batches))
 
 
 def round_order(stages: Sequence[int], places: int, micro_batches: int) -> list[tuple[int, int]]:

@@ -63,7 +63,7 @@ class Table:
     widths: Widths
     # Of a long model each takes as much as a search has room for.
     _at_levels: Kept[object, tuple[Floats, Floats]] = field(default_factory=lambda: Kept(3), repr=False, compare=False)
-    _held: Kept[object, tuple[_Most, _Most]] = field(default_factory=lambda: Kept(3), repr=False, compare=False)
+    _held: Kept[object, tuple[Floats, Floats]] = field(default_factory=lambda: Kept(3), repr=False, compare=False)
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -159,30 +159,19 @@ class Table:
         """
         zero = zero if replicas * self.widths.copies > 1 else 0
         kept, redone = self._most_held(zero, replicas, memory_bytes)
-        if held > (max(kept.largest, redone.largest) if recompute else kept.largest):
-            return self._nothing
         plain, again = self._at_level(zero, exchange)
-        if held <= kept.least:
-            return plain
-        found = self._nothing
-        if recompute:
-            found = again if held <= redone.least else np.where(held <= redone.of, again, np.inf)
-        return found if held > kept.largest else np.where(held <= kept.of, plain, found)
+        found: Floats = np.where(held <= redone, again, np.inf) if recompute else np.full_like(plain, np.inf)
+        return np.where(held <= kept, plain, found)
 
-    def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[_Most, _Most]:
-        """Kept and recomputed; a search asks for many numbers of them in turn."""
+    def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[Floats, Floats]:
+        """Micro-batches for which each stage has room, kept and recomputed; a search asks for many numbers of them in turn."""
 
-        def made() -> tuple[_Most, _Most]:
+        def made() -> tuple[Floats, Floats]:
             kept, kept_again = self._kept_squares
             room = memory_bytes - self._fixed_bytes(zero, replicas)
-            return _most(_times(room, kept)), _most(_times(room - self._redone, kept_again))
+            return _times(room, kept), _times(room - self._redone, kept_again)
 
         return self._held.get((zero, replicas, memory_bytes), made)
-
-    @cached_property
-    def _nothing(self) -> Floats:
-        count = len(self.costs) + 1
-        return np.full((count, count), np.inf)
 
     def _at_level(self, zero: int, exchange: tuple[int, Rates]) -> tuple[Floats, Floats]:
         """For every start and stop: seconds without and with recompute."""
@@ -316,14 +305,6 @@ class Tables:
         return self._known[key]
 
 
-class _Most(NamedTuple):
-    """Micro-batches for which there is memory in every stage, in each one and in any at all."""
-
-    of: Floats
-    least: float
-    largest: float
-
-
 class _State:
     """Bytes of state of a device, whole and in its share of one pipeline, summed over layers."""
 
@@ -389,11 +370,6 @@ def _times(room: Floats, each: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         found: Floats = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, -1.0)).astype(np.float32)
     return found
-
-
-def _most(of: Floats) -> _Most:
-    stages = of[np.triu_indices(len(of), 1)]
-    return _Most(of, float(stages.min()), float(stages.max()))
 
 
 def _reduced(cost: LayerCost) -> float:
