@@ -13,6 +13,7 @@ import re
 from heterodyne.errors import UnitError
 
 __all__ = [
+    "counted",
     "format_bandwidth",
     "format_bytes",
     "format_count",
@@ -89,6 +90,11 @@ def format_flops(flops: float) -> str:
 def format_count(count: float) -> str:
     """``10.7 M``."""
     return _decimal(count, "").strip()
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 device``, ``25,000 devices``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def format_seconds(seconds: float) -> str:

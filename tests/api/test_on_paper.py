@@ -137,10 +137,33 @@ def test_even_plans_are_written_for_other_frameworks(files: Path, framework: str
     assert told in (files / written).read_text()
 
 
-def test_a_plan_that_is_not_even_is_not_written_for_others(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned("--links", "inter=800Gb/s", "--export", "megatron") == 2
+def test_what_is_exported_is_the_best_that_the_others_take(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over both kinds the step would be shorter, which is said; what is planned and written is over one."""
+    assert planned("--links", "inter=800Gb/s", "--export", "megatron") == 0
+    assert re.search(r"not exported: a plan with a step of .* other frameworks know one kind", capsys.readouterr().err)
+    told = json.loads((files / "fleet_plan.json").read_text())
+    assert len({s["pool"] for group in told["plan"]["groups"] for s in group["template"]["stages"]}) == 1
+    assert "--global-batch-size 64" in (files / "fleet_plan.megatron.txt").read_text()
+
+
+def test_where_no_plan_is_taken_by_others_it_is_said_why(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = FLEET.replace("count: 4}]", "count: 1, memory: 6 GB}]").replace("count: 2, devices", "count: 1, devices")
+    (files / "fleet.yaml").write_text(both)
+    assert planned("--export", "megatron") == 2
     assert "other frameworks know one kind of device" in capsys.readouterr().err
     assert (files / "fleet_plan.json").exists()
+    assert not (files / "fleet_plan.megatron.txt").exists()
+
+
+def test_a_number_of_micro_batches_that_others_do_not_take_is_planned_otherwise(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    four = ("--cluster", "tiny.yaml", "--set", "training.global_batch_size=13", "--export", "megatron")
+    (files / "tiny.yaml").write_text(TINY.replace("count: 2", "count: 4").replace("4 GB", "16 GB"))
+    (files / "job.yaml").write_text(JOB.replace("hidden_layers: 8", "hidden_layers: 24"))
+    assert run(["plan", "job.yaml", *four]) == 0
+    assert "Megatron-LM cannot interleave 13 micro-batches on 4 places; 12 or 16 would do" in capsys.readouterr().err
+    assert "--pipeline-model-parallel-size 4" in (files / "fleet_plan.megatron.txt").read_text()
 
 
 def test_a_fleet_that_is_not_there_yet_is_compared_with_the_one_that_is(

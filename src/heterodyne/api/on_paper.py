@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from heterodyne.api.exports import Exports
 from heterodyne.api.fleet_printing import show_change, show_fleet_plan
 from heterodyne.api.paper_costs import captured, costs_of_job, shape_of
 from heterodyne.api.watched import watched
@@ -23,17 +23,16 @@ from heterodyne.errors import ClusterError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.check import require_valid
-from heterodyne.plan.export import megatron_arguments, pytorch_takes, schedule_csv, torchtitan_toml
 from heterodyne.plan.plan import Plan
 from heterodyne.predictor.footprint import usable_bytes
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.search.fleet.device_plan import device_plan
-from heterodyne.search.fleet.even import even_fleet_plan
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
 from heterodyne.search.fleet.weighed import Weighed
+from heterodyne.units import counted, format_seconds
 
 __all__ = ["FLEET_PLAN_VERSION", "plan_on_paper"]
 
@@ -52,7 +51,7 @@ def plan_on_paper(
     today = load_fleet(cluster_file)
     then = changed(today, add=wishes.add, without=wishes.without, links=wishes.links)
     costs_of = costs_of_job(job, base, profile=wishes.profile, framework=wishes.framework)
-    count = f"{then.devices:,} device{'s' * (then.devices != 1)}"
+    count = counted(then.devices, "device")
     if wishes.profile is not None:
         say(f"planning on paper for {count}: seconds are those of the profile")
     else:
@@ -62,7 +61,7 @@ def plan_on_paper(
                 f"{kind} has no units for {job.training.precision} by its datasheet; its seconds are those of the nearest that it has"
             )
     space = _space(wishes)
-    planner, found = _planned(job, then, costs_of, wishes, space, say)
+    planner, found = _planned(job, then, costs_of, wishes, space, say, out)
     plan: Plan | None = None
     if wishes.runnable is not None:
         graph = captured(job, base)
@@ -73,7 +72,7 @@ def plan_on_paper(
             why = str(error).splitlines()[:2][-1].strip(" -")
             say(f"the fastest plan does not run here: {why}; planning again with one device a stage")
             space = replace(space, max_width=1, max_context=1, max_data=1)
-            planner, found = _planned(job, then, costs_of, wishes, space, say)
+            planner, found = _planned(job, then, costs_of, wishes, space, say, out)
             plan = _runnable(job, found, then, graph)
     seq = job.data.sequence_length if shape_of(job.model, base) is not None else None
     told = json.dumps(_told(planner.fleet, found), indent=1) + "\n"
@@ -92,13 +91,19 @@ def plan_on_paper(
     if found.stopped:
         say("the search was stopped before it was done: there may be better plans")
     if then is not today and not wishes.as_json:
-        _, before = _planned(job, today, costs_of, wishes, space, say)
+        _, before = _planned(job, today, costs_of, wishes, space, say, out)
         what = [*(f"add {text}" for text in wishes.add), *(f"without {text}" for text in wishes.without), *wishes.links]
         show_change(before.best, found.best, ", ".join(what))
     out.write_text(told, encoding="utf-8")
     say(f"wrote {out}")
     if wishes.export is not None:
-        for path, text in _exported(job, planner, found, out, wishes.export).items():
+        exports = _exports(job, planner, wishes.export, out)
+        if found.refused is not None:
+            theirs, ours = (format_seconds(own.predicted.step_s) for own in (found.refused, found.best))
+            say(
+                f"not exported: a plan with a step of {theirs} instead of {ours}: {exports.refused(found.refused.plan)}"
+            )
+        for path, text in exports.files(found.best.plan).items():
             path.write_text(text, encoding="utf-8")
             say(f"wrote {path}")
     if wishes.runnable is not None and plan is not None:
@@ -134,6 +139,7 @@ def _planned(
     wishes: Wishes,
     space: Space,
     say: Callable[[str], None],
+    out: Path,
 ) -> tuple[FleetPlanner, Planned]:
     if wishes.objective.goal == "money" or wishes.objective.usd_per_hour is not None:
         fleet.require_prices()
@@ -141,8 +147,9 @@ def _planned(
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
     planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
+    plan = planner.plan if wishes.export is None else _exports(job, planner, wishes.export, out).plan
     with watched(wishes.seconds, say) as watch:
-        return planner, planner.plan(wishes.objective, space=space, watch=watch, frontier=wishes.frontier)
+        return planner, plan(wishes.objective, space=space, watch=watch, frontier=wishes.frontier)
 
 
 def _space(wishes: Wishes) -> Space:
@@ -168,22 +175,8 @@ def _runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan
     return made
 
 
-def _exported(job: Job, planner: FleetPlanner, found: Planned, out: Path, framework: str) -> dict[Path, str]:
-    """The files and what is in them: for torchtitan also the schedule, where PyTorch does not make it by itself."""
-    predictor, plan = planner.search(Space()).predictor, found.best.plan
-    experts = max(predictor.expert_width(g.template, n) for g in plan.groups for n in range(len(g.template.stages)))
-    even = even_fleet_plan(plan, planner.fleet, precision=job.training.precision, expert_width=experts)
-    if framework == "megatron":
-        return {out.with_suffix(".megatron.txt"): shlex.join(megatron_arguments(even)) + "\n"}
-    csv = out.with_suffix(".schedule.csv")
-    if framework == "torchtitan" and pytorch_takes(even):
-        return {out.with_suffix(".torchtitan.toml"): torchtitan_toml(even)}
-    if framework == "torchtitan":
-        return {
-            out.with_suffix(".torchtitan.toml"): torchtitan_toml(even, schedule_csv=str(csv)),
-            csv: schedule_csv(even),
-        }
-    return {csv: schedule_csv(even)}
+def _exports(job: Job, planner: FleetPlanner, framework: str, out: Path) -> Exports:
+    return Exports(framework=framework, planner=planner, precision=job.training.precision, out=out)
 
 
 def _told(fleet: Fleet, found: Planned) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from heterodyne.search.fleet.explain import why_more
 from heterodyne.search.fleet.plan import FleetPlan, Stage, Template
 from heterodyne.search.fleet.planner import Planned
 from heterodyne.search.fleet.weighed import Weighed
-from heterodyne.units import format_bandwidth
+from heterodyne.units import counted, format_bandwidth
 
 __all__ = ["changed_rows", "fleet_rows", "frontier_rows", "in_short", "ranked_rows", "stage_rows"]
 
@@ -24,7 +24,7 @@ _IN_SHORT = 2
 def fleet_rows(fleet: Fleet) -> Rows:
     """A row a pool."""
     return Rows(
-        title=f"Fleet {fleet.name}: {fleet.devices:,} devices of {len(fleet.kinds)} kinds",
+        title=f"Fleet {fleet.name}: {counted(fleet.devices, 'device')} of {counted(len(fleet.kinds), 'kind')}",
         columns=columns(
             "pool", "kind", ">nodes", ">devices", ">memory", ">inside a node", ">between nodes", ">usd/h each"
         ),
@@ -73,7 +73,7 @@ def stage_rows(fleet: Fleet, plan: FleetPlan, expert_width: Callable[[Template, 
         if used.get(pool.name, 0) < pool.devices
     ]
     return Rows(
-        title=f"The plan: {plan.pipelines:,} pipeline{'s' * (plan.pipelines > 1)}, schedule {plan.schedule}"
+        title=f"The plan: {counted(plan.pipelines, 'pipeline')}, schedule {plan.schedule}"
         + (f", {_SHARED[plan.zero]} sharded over replicas (ZeRO-{plan.zero})" if plan.zero else ""),
         columns=columns(
             ">pipelines", ">micro-batches", ">stage", "pool", "kind", ">devices each", ">layers", "recompute"

@@ -8,6 +8,7 @@ from typing import Final
 from heterodyne.errors import PlanError
 from heterodyne.plan.export.even_plan import EvenPlan
 from heterodyne.plan.schedules.interleaved import round_size
+from heterodyne.units import counted
 
 __all__ = ["megatron_arguments", "megatron_layout"]
 
@@ -64,7 +65,7 @@ def _pipeline(plan: EvenPlan) -> Iterator[tuple[object, ...]]:
     wanted = "1F1B" if plan.vpp == 1 else "Interleaved1F1B"
     if plan.pp > 1 and plan.schedule != wanted:
         raise PlanError(
-            f"Megatron-LM runs {wanted} with {plan.vpp} stage{'s' * (plan.vpp > 1)} on each place, not {plan.schedule}; "
+            f"Megatron-LM runs {wanted} with {counted(plan.vpp, 'stage')} on each place, not {plan.schedule}; "
             f"plan with schedule {wanted}, or take the schedule to PyTorch as CSV"
         )
     if not plan.alike_stages:

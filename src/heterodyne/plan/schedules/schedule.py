@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import Action
+from heterodyne.units import counted
 
 __all__ = ["Orders", "Schedule", "action", "stage_places"]
 
@@ -64,7 +65,7 @@ class Schedule:
         if self.chunks is not None and chunks != self.chunks:
             shape = "in V order, " if self.placement == "v" else ""
             raise PlanError(
-                f"{self.name} needs {self.chunks} stage{'s' * (self.chunks > 1)} on each place, {shape}not {chunks}: "
+                f"{self.name} needs {counted(self.chunks, 'stage')} on each place, {shape}not {chunks}: "
                 f"cut the model into {self.chunks * places} stages for {places} places, or choose another schedule"
             )
         if micro_batches == 0:

@@ -15,10 +15,10 @@ __all__ = ["family_in_words", "step_in_words", "why_more"]
 def step_in_words(planned: Planned) -> str:
     """Where the step of the best plan goes, and how far from the bound it may be."""
     own = planned.best.predicted
+    gradients = f"gradients {format_seconds(own.sync_s)}, " if own.sync_s else ""
     said = (
-        f"Of a step of {format_seconds(own.step_s)}, pipelines take {format_seconds(own.pipelines_s)}, gradients "
-        f"{format_seconds(own.sync_s)}, the update {format_seconds(own.update_s)}. The fullest device holds "
-        f"{format_bytes(own.peak_bytes)}."
+        f"Of a step of {format_seconds(own.step_s)}, pipelines take {format_seconds(own.pipelines_s)}, {gradients}"
+        f"the update {format_seconds(own.update_s)}. The fullest device holds {format_bytes(own.peak_bytes)}."
     )
     if 0 < planned.bound_s <= own.step_s:
         said += f" No plan of those that were looked at can take less than {format_seconds(planned.bound_s)}."

@@ -6,7 +6,7 @@ best of all that were weighed is improved for what is asked. Less memory is sear
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -15,7 +15,7 @@ from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.fleet.network import Network, Rings
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.plan import FleetPlan, Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
@@ -43,6 +43,7 @@ class Planned:
         bound_s: of the step: no plan of the space is faster, whatever it costs.
         frontier: the plans that no other one beats in seconds, usd and devices at once, the fastest first.
         stopped: it was over before the search was done.
+        refused: a better plan, which was not accepted (see `FleetPlanner.plan`).
     """
 
     objective: Objective
@@ -51,6 +52,7 @@ class Planned:
     bound_s: float
     frontier: tuple[Weighed, ...]
     stopped: bool
+    refused: Weighed | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,11 @@ class FleetPlanner:
         space: Space | None = None,
         watch: Watch | None = None,
         frontier: bool = False,
+        accepts: Callable[[FleetPlan], bool] | None = None,
     ) -> Planned:
         """The best plan. ``watch``: may stop the search with the best so far; unless it does, the same input gives the same plan.
+
+        Of the plans that were weighed, those count that are accepted; all of them if none is.
 
         Raises InfeasibleError if nothing fits, with the reason; ClusterError if a price or watts that the objective asks for are missing.
         """
@@ -123,13 +128,15 @@ class FleetPlanner:
             raise InfeasibleError("the search was stopped before it had found a plan: give it more time")
         if not ranked:
             raise InfeasibleError(why_not(search, objective))
+        accepted = ranked if accepts is None else [w for w in ranked if accepts(w.plan)] or ranked
         return Planned(
             objective=objective,
-            best=ranked[0],
-            runners_up=_unlike(ranked)[1 : _RUNNERS_UP + 1],
+            best=accepted[0],
+            runners_up=_unlike(accepted)[1 : _RUNNERS_UP + 1],
             bound_s=search.bound_s,
             frontier=_frontier(known),
             stopped=search.stopped,
+            refused=None if accepted[0] is ranked[0] else ranked[0],
         )
 
     def _side_by_side(self, objective: Objective, space: Space, search: Search) -> Weighed | None:

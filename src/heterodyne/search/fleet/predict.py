@@ -234,7 +234,8 @@ class Predictor:
             layout=layout,
             zero=zero,
         )
-        seconds = (pipelines_s, step_s - pipelines_s - update_s, update_s)
+        shown_s = sync_s if zero < 2 else max(sync_s, step_s - pipelines_s - update_s)
+        seconds = (pipelines_s, shown_s, update_s)
         sent_usd = usd(self.exchanges(mix, layout), zero, max(counts)) if self.fleet.usd_per_byte else 0.0
         free = free or all(count < own for count, own in zip(counts, most, strict=True))
         return Weighed(plan=plan, predicted=self._predicted(plan, seconds, sent_usd, replicas)), free
