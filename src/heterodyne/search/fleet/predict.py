@@ -24,6 +24,7 @@ from heterodyne.search.fleet.plan import ZERO_LEVELS, FleetPlan, Group, Layout, 
 from heterodyne.search.fleet.room import Room
 from heterodyne.search.fleet.sharding import at_end_s, beside, of_places, usd
 from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
+from heterodyne.search.fleet.stage_tables import StageTables
 from heterodyne.search.fleet.tables import Table, Tables
 from heterodyne.search.fleet.weighed import Mix, Predicted, Weighed
 
@@ -40,7 +41,6 @@ class Predictor:
     tables: Tables
     network: Network
     global_batch: int
-    _tables: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
     _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
@@ -56,19 +56,15 @@ class Predictor:
     @cached_property
     def room(self) -> Room:
         """In the memory of the devices."""
-        return Room(fleet=self.fleet, global_batch=self.global_batch, tables=self.stage_tables)
+        return Room(fleet=self.fleet, global_batch=self.global_batch, tables=self._stage_tables)
+
+    @cached_property
+    def _stage_tables(self) -> StageTables:
+        return StageTables(fleet=self.fleet, tables=self.tables)
 
     def stage_tables(self, template: Template) -> tuple[Table, ...]:
         """Raises KeyError if the costs of a stage are not known."""
-        if template not in self._tables:
-            found = []
-            for stage in template.stages:
-                table = self.tables.table(self.fleet.pool(stage.pool).kind, stage.widths, template.micro_batch)
-                if table is None:
-                    raise KeyError(f"{stage.pool}: {stage.widths}, micro-batch {template.micro_batch}")
-                found.append(table)
-            self._tables[template] = tuple(found)
-        return self._tables[template]
+        return self._stage_tables.of(template)
 
     def expert_width(self, template: Template, number: int) -> int:
         """Devices of a stage over which one set of its experts lies; 0 where it has none."""

@@ -12,7 +12,8 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.held_counts import alike, held_at_most
 from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.plan import ScheduleName, Template
-from heterodyne.search.fleet.tables import Memory, Table
+from heterodyne.search.fleet.stage_tables import StageTables
+from heterodyne.search.fleet.tables import Memory
 
 __all__ = ["Room"]
 
@@ -45,11 +46,11 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """On one fleet, for one global batch. ``tables``: of the stages of a template."""
+    """On one fleet, for one global batch."""
 
     fleet: Fleet
     global_batch: int
-    tables: Callable[[Template], Sequence[Table]]
+    tables: StageTables
     _places: Kept[tuple[Template, int, int], tuple[_Place, ...]] = field(
         default_factory=lambda: Kept(_KEPT), repr=False
     )
@@ -95,7 +96,7 @@ class Room:
     def _of_one(self, template: Template, replicas: int, zero: int) -> tuple[_Place, ...]:
         stages = [
             table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=zero)
-            for s, table in zip(template.stages, self.tables(template), strict=True)
+            for s, table in zip(template.stages, self.tables.of(template), strict=True)
         ]
         return tuple(_Place.of(stages[place :: template.places]) for place in range(template.places))
 

@@ -1,0 +1,32 @@
+"""The table of costs of each stage of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.tables import Table, Tables
+
+__all__ = ["StageTables"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTables:
+    """Of the templates over one fleet."""
+
+    fleet: Fleet
+    tables: Tables
+    _known: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
+
+    def of(self, template: Template) -> tuple[Table, ...]:
+        """Raises KeyError if the costs of a stage are not known."""
+        if template not in self._known:
+            found = []
+            for stage in template.stages:
+                table = self.tables.table(self.fleet.pool(stage.pool).kind, stage.widths, template.micro_batch)
+                if table is None:
+                    raise KeyError(f"{stage.pool}: {stage.widths}, micro-batch {template.micro_batch}")
+                found.append(table)
+            self._known[template] = tuple(found)
+        return self._known[template]
