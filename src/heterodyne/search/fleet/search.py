@@ -4,8 +4,8 @@
 2. The relaxed knapsack over them says what no plan can beat; where that is no better than a plan that is known, nothing more is done.
 3. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
 4. The best of these mixes are played under 1F1B and GPipe, and improved step by step (`improve`).
-5. Those that would be faster if their pipelines never waited are tried under the schedules that halve backwards, and with several
-   stages on each place (`chunks`); the best of these are improved likewise.
+5. Those that would be faster if their pipelines never waited but for their gradients are tried under the schedules that halve backwards,
+   and with several stages on each place (`chunks`); the best of these are improved likewise.
 
 Steps 1 to 3 find cuts and counts that are best for slowest stages; played time is what plans are compared by, always.
 """
