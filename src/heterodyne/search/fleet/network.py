@@ -12,6 +12,7 @@ devices than these can be spread over: they are in the rings like those of other
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
@@ -21,7 +22,7 @@ from typing import NamedTuple, Protocol, get_args
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.plan import Layout, Stage, Template
-from heterodyne.search.fleet.tables import Exchanged, Rates, Table
+from heterodyne.search.fleet.tables import Carried, Exchanged, Rates, Table
 
 __all__ = ["Exchange", "Exchanges", "Network", "Rings"]
 
@@ -113,9 +114,10 @@ class Rings:
         return wire.latency_s + size_bytes / (wire.bandwidth_bytes_per_s * part)
 
     def exchanges(self, placed: Placed, table_of: Mapping[Template, Sequence[Table]], layout: Layout) -> Exchanges:
-        shares = [
-            [self._share(template, stage, count, layout) for stage in template.stages] for template, count in placed
-        ]
+        shares = []
+        for template, count in placed:
+            places = Counter(home.pool for home in template.homes)
+            shares.append([self._share(stage, places[stage.pool], count, layout) for stage in template.stages])
         rings = _Laid(self, placed, [table_of[template] for template, _ in placed], shares)
         of = {template: stages for (template, _), stages in zip(placed, rings.exchanges(), strict=True)}
         if not self.fleet.usd_per_byte:
@@ -165,9 +167,9 @@ class Rings:
         """Over which the devices of one stage lie."""
         return max(1, stage.devices // self.fleet.pool(stage.pool).devices_per_node)
 
-    def _share(self, template: Template, stage: Stage, count: int, layout: Layout) -> _Share:
+    def _share(self, stage: Stage, stages: int, count: int, layout: Layout) -> _Share:
+        """``stages``: places of the pipeline in this pool."""
         places = max(1, self.fleet.pool(stage.pool).devices_per_node // stage.devices)
-        stages = sum(home.pool == stage.pool for home in template.homes)
         if layout == "stages":
             replicas = min(count, places)
             return _Share(replicas=replicas, stages=min(stages, max(1, places // replicas)))
@@ -210,6 +212,7 @@ class _Laid:
             | {stage.stop for t, _ in placed for stage in t.stages}
         )
         self._part = {start: number for number, start in enumerate(self._cuts)}
+        self._each: dict[tuple[int, str, Exchanged], list[float]] = {}  # see `_each_s`
         self._pools: list[dict[str, tuple[int, int]]] = [{} for _ in self._cuts[1:]]
         for (template, count), own in zip(placed, shares, strict=True):
             for stage, share in zip(template.stages, own, strict=True):
@@ -295,8 +298,9 @@ class _Laid:
         waits: list[tuple[float, float]] = []
         for stage, table, share in zip(template.stages, tables, shares, strict=True):
             rings = self._rings[self._part[stage.start] : self._part[stage.stop]]
-            between.append([self._between_s(stage, table, what, rings) for what in _WHAT])
-            found.append([self._inside_s(stage, table, what, share) for what in _WHAT])
+            sent = [table.carried(what, stage.start, stage.stop, self._replicas) for what in _WHAT]
+            between.append(self._between_s(stage, table, sent, rings))
+            found.append(self._inside_s(stage, sent, share))
             alone = self._replicas * stage.widths.copies < 2
             waits.append((0.0, 0.0) if alone else (max(r.round_s for r in rings), max(r.tree_s for r in rings)))
         for first, last in _on_a_node(template, shares):
@@ -309,32 +313,38 @@ class _Laid:
             for stage, table, own, wait in zip(template.stages, tables, found, waits, strict=True)
         ]
 
-    def _between_s(self, stage: Stage, table: Table, what: Exchanged, rings: Sequence[_Ring]) -> float:
-        """What a node sends for a stage."""
+    def _between_s(self, stage: Stage, table: Table, sent: Sequence[Carried], rings: Sequence[_Ring]) -> list[float]:
+        """What a node sends of each for a stage."""
         rates = {ring.s_per_byte if ring.nodes > 1 else 0.0 for ring in rings}
         if len(rates) == 1:
-            return _seconds(rates.pop(), self._of_a_node(stage, table, what, stage.start, stage.stop))
-        total = 0.0
-        for part, ring in zip(self._parts(stage), rings, strict=True):
-            if ring.nodes > 1:
-                size = self._of_a_node(stage, table, what, self._cuts[part], self._cuts[part + 1])
-                total += _seconds(ring.s_per_byte, size)
-        return total
+            (rate,), part = rates, self._experts(stage, table)
+            return [_seconds(rate, own.dense + part * own.experts) for own in sent]
+        parts = self._parts(stage)
+        return [sum(self._each_s(stage, table, what)[parts.start : parts.stop]) for what in _WHAT]
 
-    def _of_a_node(self, stage: Stage, table: Table, what: Exchanged, start: int, stop: int) -> float:
-        """Bytes. A set of experts may lie over several nodes, each of which sends those that it has."""
-        sent = table.carried(what, start, stop, self._replicas)
-        if not table.expert_width:
-            return sent.dense
-        own = stage.devices / self._network.nodes_of(stage)
-        return sent.dense + min(1.0, own / table.expert_width) * sent.experts
+    def _each_s(self, stage: Stage, table: Table, what: Exchanged) -> list[float]:
+        """What a node sends for the layers between any two borders."""
+        key = (id(table), stage.pool, what)
+        if key not in self._each:
+            dense, experts = table.carried_between(what, self._cuts, self._replicas)
+            sizes: list[float] = (dense + self._experts(stage, table) * experts).tolist()
+            self._each[key] = [
+                _seconds(ring.s_per_byte, size) if ring.nodes > 1 else 0.0
+                for ring, size in zip(self._rings, sizes, strict=True)
+            ]
+        return self._each[key]
 
-    def _inside_s(self, stage: Stage, table: Table, what: Exchanged, share: _Share) -> float:
+    def _experts(self, stage: Stage, table: Table) -> float:
+        """The part of a set of them that a node sends: it may lie over several, each of which sends those that it has."""
+        width = table.expert_width
+        return min(1.0, stage.devices / self._network.nodes_of(stage) / width) if width else 0.0
+
+    def _inside_s(self, stage: Stage, sent: Sequence[Carried], share: _Share) -> list[float]:
         if share.replicas * stage.widths.copies < 2:
-            return 0.0
+            return [0.0] * len(sent)
         wire = self._network.inside(self._network.fleet.pool(stage.pool))
         rate = inf if wire is None else 1 / wire.bandwidth_bytes_per_s
-        return _seconds(rate, table.carried(what, stage.start, stage.stop, self._replicas).device)
+        return [_seconds(rate, own.device) for own in sent]
 
     def _paced(self, own: Sequence[Sequence[_Ways]]) -> list[list[_Ways]]:
         """All replicas of a layer are done with it at the same time, so the slowest decides, and the shortest backward hides."""

@@ -41,7 +41,17 @@ class _Place(NamedTuple):
 
     def holding(self, held: Sequence[Sequence[int]]) -> Memory:
         """``held``: micro-batches of each stage at the same time, at every moment that may be the fullest one."""
-        return self.always._replace(activations=max(float(sum(map(mul, vector, self.each))) for vector in held))
+        return self.always._replace(activations=self._activations(held))
+
+    def total(self, held: Sequence[Sequence[int]]) -> float:
+        """Of `holding`. A search asks for little else."""
+        parameters, gradients, optimizer, _, passing = self.always
+        return parameters + gradients + optimizer + self._activations(held) + passing
+
+    def _activations(self, held: Sequence[Sequence[int]]) -> float:
+        if len(self.each) == 1:
+            return held[0][0] * self.each[0]
+        return max(float(sum(map(mul, vector, self.each))) for vector in held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +79,7 @@ class Room:
         Activations are held as long as the orders say: 1F1B: place i of p holds min(m, p - i) micro-batches, GPipe all m.
         """
         held = held_at_most(schedule, template.places, template.chunks, micro_batches)
-        key = (template, replicas, zero)
-        places = self._places.get(key, lambda: self._of_one(template, replicas, zero))
+        places = self._of_one(template, replicas, zero)
         return [place.holding(vectors) for place, vectors in zip(places, held, strict=True)]
 
     def fits(self, template: Template, micro_batches: int, schedule: ScheduleName, replicas: int, zero: int) -> bool:
@@ -78,10 +87,11 @@ class Room:
         few = alike(schedule, template.places, template.chunks, micro_batches)
         key = (template, schedule, few, replicas, zero)
         if key not in self._fits:
-            needs = self.memory(template, micro_batches=few, schedule=schedule, replicas=replicas, zero=zero)
+            held = held_at_most(schedule, template.places, template.chunks, few)
+            places = self._of_one(template, replicas, zero)
             self._fits[key] = all(
-                need.total <= self.fleet.pool(home.pool).memory_bytes
-                for need, home in zip(needs, template.homes, strict=True)
+                place.total(vectors) <= self.fleet.pool(home.pool).memory_bytes
+                for place, vectors, home in zip(places, held, template.homes, strict=True)
             )
         return self._fits[key]
 
@@ -94,11 +104,14 @@ class Room:
         return self._most[key]
 
     def _of_one(self, template: Template, replicas: int, zero: int) -> tuple[_Place, ...]:
-        stages = [
-            table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=zero)
-            for s, table in zip(template.stages, self.tables.of(template), strict=True)
-        ]
-        return tuple(_Place.of(stages[place :: template.places]) for place in range(template.places))
+        def made() -> tuple[_Place, ...]:
+            stages = [
+                table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=zero)
+                for s, table in zip(template.stages, self.tables.of(template), strict=True)
+            ]
+            return tuple(_Place.of(stages[place :: template.places]) for place in range(template.places))
+
+        return self._places.get((template, replicas, zero), made)
 
     def _of_several(self, template: Template, fits: Callable[[int], bool]) -> int:
         """Stages on each place: rounds are larger by a part of the micro-batches that do not fill them, so of a few that follow each other

@@ -90,15 +90,23 @@ class Table:
         (n - 1) / n of the bytes, n the devices that hold the same: none where it is one.
         """
         own = self._whole[what]
-        device, dense, experts = (
-            sums[stop] - sums[start] - (kept[stop] - kept[start]) / replicas
-            for sums, kept in (
-                (own.device, own.device_kept),
-                (own.dense, own.dense_kept),
-                (own.experts, own.experts_kept),
-            )
+        kept = own.device_kept, own.dense_kept, own.experts_kept
+        return Carried(
+            device=own.device[stop] - own.device[start] - (kept[0][stop] - kept[0][start]) / replicas,
+            dense=own.dense[stop] - own.dense[start] - (kept[1][stop] - kept[1][start]) / replicas,
+            experts=own.experts[stop] - own.experts[start] - (kept[2][stop] - kept[2][start]) / replicas,
         )
-        return Carried(device, dense, experts)
+
+    def carried_between(
+        self, what: Exchanged, cuts: Sequence[int], replicas: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What `carried` says of dense layers and of experts, between each cut and the next one."""
+        own, at = self._whole[what], np.asarray(cuts)
+        dense, experts = (
+            np.diff(sums[at]) - np.diff(kept[at]) / replicas
+            for sums, kept in zip(own.of_a_copy, own.of_a_copy_kept, strict=True)
+        )
+        return dense, experts
 
     @cached_property
     def expert_width(self) -> int:
@@ -161,7 +169,8 @@ class Table:
         kept, redone = self._most_held(zero, replicas, memory_bytes)
         plain, again = self._at_level(zero, exchange)
         found: Floats = np.where(held <= redone, again, np.inf) if recompute else np.full_like(plain, np.inf)
-        return np.where(held <= kept, plain, found)
+        np.copyto(found, plain, where=held <= kept)
+        return found
 
     def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[Floats, Floats]:
         """Micro-batches for which each stage has room, kept and recomputed; a search asks for many numbers of them in turn."""
@@ -340,6 +349,8 @@ class _Sent:
         self.dense_kept = _sums([widths.tensor * a / widths.copies for a in plain])
         self.experts = _sums(sets)
         self.experts_kept = _sums([own / cost.expert_copies for own, cost in zip(sets, costs, strict=True)])
+        self.of_a_copy = (np.array(self.dense), np.array(self.experts))
+        self.of_a_copy_kept = (np.array(self.dense_kept), np.array(self.experts_kept))
 
     def least_s(self, replicas: int, rates: Rates) -> Floats:
         """Of one way round, for every start and stop: inside a node or between nodes, whichever is sooner.
