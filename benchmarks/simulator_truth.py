@@ -11,8 +11,6 @@ what earlier plans have left in it is taken off.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import sys
@@ -31,6 +29,7 @@ from uneven_pipeline import relative_rates
 
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Plan
+from heterodyne.processes.heap import give_back_memory
 
 if TYPE_CHECKING:
     import torch
@@ -200,10 +199,10 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             | {"measured_s": [], "pace": [], "measured_bytes": [0] * session.world_size, "left_mib": 0}
             for (kind, name, _), s in zip(drafts, simulated, strict=True)
         ]
-        _give_back_memory()
+        give_back_memory()
         before = _resident_bytes()
         for row, (_, name, plan) in [*zip(found, drafts, strict=True)] * size.rounds:
-            _give_back_memory()
+            give_back_memory()
             left = max(0, _resident_bytes() - before)  # caches of the process, no need of this plan
             pace_before = pace()
             made = rig.worker(plan, model())
@@ -233,13 +232,6 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             for row, (_, _, plan) in zip(found, drafts, strict=True):
                 row["simulated_at_pace_s"] = [at_pace(rig, plan, paces) for paces in row["pace"]]
             options.out.write_text(json.dumps({"plans": found}))
-
-
-def _give_back_memory() -> None:
-    """What an earlier plan has used is not what this one needs."""
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident_bytes() -> int:

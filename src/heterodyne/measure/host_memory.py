@@ -57,7 +57,7 @@ def worker_memory(own: HostMemory, siblings: Sequence[HostMemory]) -> int:
 
 
 def host_context_bytes() -> int:
-    """What this process occupies now: interpreter, libraries, and what capturing and measuring left behind."""
+    """What this process occupies now: interpreter, libraries, and what capturing and measuring keep."""
     return int(psutil.Process().memory_info().rss)
 
 

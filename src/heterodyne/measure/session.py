@@ -26,6 +26,7 @@ from heterodyne.measure.optimizer_step import measure_optimizer
 from heterodyne.measure.peers import Channel, Peers
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.workbench import Workbench
+from heterodyne.processes.heap import give_back_memory
 
 __all__ = ["Request", "measure"]
 
@@ -214,7 +215,7 @@ class _Session:
         )
         links, overlap = self._links()
         self.close()
-        # At the end, for what measuring leaves behind in the heap stays with the process.
+        give_back_memory()
         context = host_context_bytes() if self._request.device.type == "cpu" else 0
         mine = DeviceProfile(blocks=blocks, optimizer_s_per_byte=optimizer, overlap=overlap, context_bytes=context)
         devices = dict(zip(self._ids, self._peers.all_gather_object(mine), strict=True))

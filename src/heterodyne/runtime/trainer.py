@@ -20,6 +20,7 @@ from torch import nn
 
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
+from heterodyne.processes.heap import give_back_memory
 from heterodyne.processes.signals import StopRequest, stop_requests
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from heterodyne.runtime.checkpoint.export import export_model
@@ -163,6 +164,7 @@ class Trainer:
     def train(self) -> Outcome:
         """Do the steps that are left. Raises CheckpointError, DataError or WorkerError; what was written before stays readable."""
         started = time.perf_counter()
+        give_back_memory()
         forget_peak_memory(self._worker.device)
         sinks = self._open_sinks()
         try:
