@@ -100,9 +100,8 @@ def plan_on_paper(
         exports = _exports(job, planner, wishes.export, out)
         if found.refused is not None:
             theirs, ours = (format_seconds(own.predicted.step_s) for own in (found.refused, found.best))
-            say(
-                f"not exported: a plan with a step of {theirs} instead of {ours}: {exports.refused(found.refused.plan)}"
-            )
+            why = exports.refused(found.refused.plan)
+            say(f"a plan with a step of {theirs} instead of {ours} cannot be exported: {why}")
         for path, text in exports.files(found.best.plan).items():
             path.write_text(text, encoding="utf-8")
             say(f"wrote {path}")

@@ -134,6 +134,11 @@ class Makespans:
         )
         return max(0, min(at_most, bound))
 
+    def fewest_actions(self, micro_batches: int) -> int:
+        """Of the orders that `seconds` plays, where it has to play orders: until they may have come to repeat themselves."""
+        kinds = 3 if SCHEDULES[self.schedule].halves else 2
+        return kinds * len(self.stages) * min(micro_batches, self._least(micro_batches, self._size(micro_batches)))
+
     def _gpipe(self, micro_batches: int) -> float:
         once = sum(self._forward) + sum(self._backward) + 2 * sum(self.sends)
         return once + (micro_batches - 1) * (max(self._forward) + max(self._backward))

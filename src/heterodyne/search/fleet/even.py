@@ -33,9 +33,7 @@ def even_fleet_plan(
     """
     kinds = {fleet.pool(stage.pool).kind for group in plan.groups for stage in group.template.stages}
     if len(kinds) > 1:
-        raise PlanError(
-            f"other frameworks know one kind of device, and the plan has {', '.join(sorted(kinds))}; plan for one with --without"
-        )
+        raise PlanError(f"other frameworks know one kind of device, and the plan has {', '.join(sorted(kinds))}")
     widths = {stage.widths for group in plan.groups for stage in group.template.stages}
     if len(widths) > 1:
         told = ", ".join(own.in_words or "1" for own in sorted(widths))

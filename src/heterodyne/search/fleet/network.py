@@ -212,7 +212,6 @@ class _Laid:
             | {stage.stop for t, _ in placed for stage in t.stages}
         )
         self._part = {start: number for number, start in enumerate(self._cuts)}
-        self._each: dict[tuple[int, str, Exchanged], list[float]] = {}  # see `_each_s`
         self._pools: list[dict[str, tuple[int, int]]] = [{} for _ in self._cuts[1:]]
         for (template, count), own in zip(placed, shares, strict=True):
             for stage, share in zip(template.stages, own, strict=True):
@@ -315,24 +314,17 @@ class _Laid:
 
     def _between_s(self, stage: Stage, table: Table, sent: Sequence[Carried], rings: Sequence[_Ring]) -> list[float]:
         """What a node sends of each for a stage."""
-        rates = {ring.s_per_byte if ring.nodes > 1 else 0.0 for ring in rings}
-        if len(rates) == 1:
-            (rate,), part = rates, self._experts(stage, table)
-            return [_seconds(rate, own.dense + part * own.experts) for own in sent]
-        parts = self._parts(stage)
-        return [sum(self._each_s(stage, table, what)[parts.start : parts.stop]) for what in _WHAT]
-
-    def _each_s(self, stage: Stage, table: Table, what: Exchanged) -> list[float]:
-        """What a node sends for the layers between any two borders."""
-        key = (id(table), stage.pool, what)
-        if key not in self._each:
-            dense, experts = table.carried_between(what, self._cuts, self._replicas)
-            sizes: list[float] = (dense + self._experts(stage, table) * experts).tolist()
-            self._each[key] = [
-                _seconds(ring.s_per_byte, size) if ring.nodes > 1 else 0.0
-                for ring, size in zip(self._rings, sizes, strict=True)
-            ]
-        return self._each[key]
+        rates = [ring.s_per_byte if ring.nodes > 1 else 0.0 for ring in rings]
+        experts = self._experts(stage, table)
+        if len(set(rates)) == 1:
+            return [_seconds(rates[0], own.dense + experts * own.experts) for own in sent]
+        total = [0.0] * len(_WHAT)
+        for part, rate in zip(self._parts(stage), rates, strict=True):
+            if rate > 0:
+                for number, what in enumerate(_WHAT):
+                    own = table.carried(what, self._cuts[part], self._cuts[part + 1], self._replicas)
+                    total[number] += _seconds(rate, own.dense + experts * own.experts)
+        return total
 
     def _experts(self, stage: Stage, table: Table) -> float:
         """The part of a set of them that a node sends: it may lie over several, each of which sends those that it has."""

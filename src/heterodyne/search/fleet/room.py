@@ -22,9 +22,10 @@ _FEW_PLACES = 6  # of a pipeline, for which every number of micro-batches is tri
 
 
 class _Place(NamedTuple):
-    """Bytes of a place: of what it always holds, and of a micro-batch ``each`` of its stages."""
+    """Bytes of a place: of what it always holds, part by part and together, and of a micro-batch ``each`` of its stages."""
 
     always: Memory
+    always_bytes: float
     each: tuple[float, ...]
 
     @classmethod
@@ -37,7 +38,7 @@ class _Place(NamedTuple):
             activations=0.0,
             passing=max(stage.passing for stage in stages),
         )
-        return cls(always, tuple(stage.activations for stage in stages))
+        return cls(always, always.total, tuple(stage.activations for stage in stages))
 
     def holding(self, held: Sequence[Sequence[int]]) -> Memory:
         """``held``: micro-batches of each stage at the same time, at every moment that may be the fullest one."""
@@ -45,8 +46,7 @@ class _Place(NamedTuple):
 
     def total(self, held: Sequence[Sequence[int]]) -> float:
         """Of `holding`. A search asks for little else."""
-        parameters, gradients, optimizer, _, passing = self.always
-        return parameters + gradients + optimizer + self._activations(held) + passing
+        return self.always_bytes + self._activations(held)
 
     def _activations(self, held: Sequence[Sequence[int]]) -> float:
         if len(self.each) == 1:

@@ -50,7 +50,6 @@ _LATER_STARTS = 3  # mixes that are improved under them
 _LATER_STARTS_OF_FEW = 24
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
 _NEARLY_OF_FEW = 1.3
-_SHOWN = 14  # micro-batches for each place, by which orders come to repeat themselves (see `Makespans`)
 _ACTIONS = 25  # of the orders of a schedule that are as much work as a stage under 1F1B
 _Start = tuple[Mix, Weighed, ScheduleName, tuple[ScheduleName, ...]]
 """What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
@@ -306,7 +305,7 @@ class Search:
         chosen = chosen[:_RESCHEDULED]
         if aim.by_time:
             count = _RESCHEDULED_OF_FEW if small else _RESCHEDULED
-            steady = ascending(within, self._steady_s, self._after_s, best.predicted.step_s)
+            steady = ascending(within, self._steady_s, self._least_after_s, best.predicted.step_s)
             chosen += islice(steady, count)
         chosen = list(dict.fromkeys(chosen))
         steps = self._steps(columns, "1F1B", later, aim)
@@ -320,7 +319,7 @@ class Search:
         nearly = _NEARLY_OF_FEW if small else _NEARLY
         if aim.by_time:
             options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s * nearly)]
-            options = ascending(options, self.predictor.bound_s, self._after_s, best.predicted.step_s * nearly)
+            options = ascending(options, self.predictor.bound_s, self._least_after_s, best.predicted.step_s * nearly)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
         work = self.space.work if small else self.space.work // 20
         limit = self._spent + work
@@ -328,7 +327,7 @@ class Search:
         for mix in options:
             if self._late() or self._spent > limit:
                 break
-            if self._orders(mix) // _ACTIONS > work:
+            if self._fewest_actions(mix, later[0]) > work * _ACTIONS:
                 continue
             weighed = self.weigh(mix, aim.below_s(best, nearly), later)
             if weighed is not None:
@@ -362,16 +361,16 @@ class Search:
         lines = [([(0.0, self.predictor.longest_s(t))], n * t.micro_batch) for t, n in mix]
         return time_until(lines, [batch] * len(lines), batch)
 
-    def _orders(self, mix: Mix) -> int:
-        """Actions at least, of orders that have to be played."""
-        seconds = self.predictor.bound_s(mix)
+    def _fewest_actions(self, mix: Mix, schedule: ScheduleName) -> int:
+        """That are played for pipelines with several stages on each place, however the batch is shared out."""
+        seconds, layout = self.predictor.bound_s(mix), self.space.layouts[0]
         return sum(
-            3 * len(t.stages) * min(int(seconds / self.predictor.longest_s(t)), _SHOWN * t.places)
+            self.predictor.makespans(t, schedule, layout).fewest_actions(int(seconds / self.predictor.longest_s(t)))
             for t, _ in mix
             if t.chunks > 1
         )
 
-    def _after_s(self, mix: Mix) -> float:
+    def _least_after_s(self, mix: Mix) -> float:
         return self.predictor.least_after_s(mix, self.space.layouts, self.space.zero)
 
     def _zero_of(self, mix: Mix) -> int:
@@ -402,7 +401,7 @@ class Search:
                 if not could(tried, least, split=split):
                     return False
                 # Over many devices to work out what is exchanged takes longer than to play pipelines.
-                return not self.rows.few or could(tried, least - self._after_s(tried), split=split)
+                return not self.rows.few or could(tried, least - self._least_after_s(tried), split=split)
 
             def proceed(limit: int = limit) -> bool:
                 return self._spent < limit and not self._late()

@@ -97,17 +97,6 @@ class Table:
             experts=own.experts[stop] - own.experts[start] - (kept[2][stop] - kept[2][start]) / replicas,
         )
 
-    def carried_between(
-        self, what: Exchanged, cuts: Sequence[int], replicas: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What `carried` says of dense layers and of experts, between each cut and the next one."""
-        own, at = self._whole[what], np.asarray(cuts)
-        dense, experts = (
-            np.diff(sums[at]) - np.diff(kept[at]) / replicas
-            for sums, kept in zip(own.of_a_copy, own.of_a_copy_kept, strict=True)
-        )
-        return dense, experts
-
     @cached_property
     def expert_width(self) -> int:
         """Devices of the stage over which one set of the experts lies; 0 where there are none."""
@@ -349,8 +338,6 @@ class _Sent:
         self.dense_kept = _sums([widths.tensor * a / widths.copies for a in plain])
         self.experts = _sums(sets)
         self.experts_kept = _sums([own / cost.expert_copies for own, cost in zip(sets, costs, strict=True)])
-        self.of_a_copy = (np.array(self.dense), np.array(self.experts))
-        self.of_a_copy_kept = (np.array(self.dense_kept), np.array(self.experts_kept))
 
     def least_s(self, replicas: int, rates: Rates) -> Floats:
         """Of one way round, for every start and stop: inside a node or between nodes, whichever is sooner.
