@@ -136,6 +136,8 @@ class Makespans:
 
     def fewest_actions(self, micro_batches: int) -> int:
         """Of the orders that `seconds` plays, where it has to play orders: until they may have come to repeat themselves."""
+        if micro_batches < 1:
+            return 0
         kinds = 3 if SCHEDULES[self.schedule].halves else 2
         return kinds * len(self.stages) * min(micro_batches, self._least(micro_batches, self._size(micro_batches)))
 
