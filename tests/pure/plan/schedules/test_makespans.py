@@ -134,6 +134,16 @@ def test_the_bound_never_exceeds_the_played_time() -> None:
                 assert made.bound_s(count) <= made.seconds(count) * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("schedule", INTERLEAVED)
+def test_no_fewer_actions_are_played_than_is_said(schedule: str) -> None:
+    chance = random.Random(8)
+    for count in (0, 1, 3, 8, 50, 400, 401):
+        places, chunks = chance.randint(2, 4), chance.randint(2, 3)
+        made = Makespans(*_pipeline(chance, places * chunks), schedule, chunks)
+        made.seconds(count)
+        assert made.fewest_actions(count) <= made.played[0]
+
+
 def test_the_most_within_a_time_is_the_inverse() -> None:
     chance = random.Random(3)
     for _ in range(100):
