@@ -147,7 +147,8 @@ def _told(tight: _Tight, search: Search) -> str:
     width = f" ({tight.kind.widths.in_words})" if tight.kind.devices > 1 else ""
     return (
         f"needs {format_bytes(memory.total)} on {tight.kind.name}{width} in stage {tight.stage} of {tight.stages}, where "
-        f"a plan may fill {format_bytes(tight.kind.memory_bytes)} of a device: {needs} at micro-batch {tight.micro_batch}; {_remedy(tight, search)}"
+        f"a plan may fill {format_bytes(tight.kind.memory_bytes)} of a device: {needs} at micro-batch "
+        f"{tight.micro_batch}; {_remedy(tight, search)}"
     )
 
 
