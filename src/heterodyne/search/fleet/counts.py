@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from heterodyne.search.fleet.quiet import quiet
-from heterodyne.search.fleet.tables import Floats
+from heterodyne.search.fleet.tables import Floats, Ints
 
 __all__ = ["Limits", "Relaxed", "best_per_devices", "relaxed", "shortest_s", "whole"]
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

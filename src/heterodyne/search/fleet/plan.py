@@ -94,10 +94,6 @@ class Template:
         """The first stage of each place, which tells the devices of all of them."""
         return self.stages if self.chunks == 1 else self.stages[: self.places]
 
-    def by_place(self, values: Sequence[float]) -> list[float]:
-        """Sums over the stages of each place, of one value a stage."""
-        return [sum(values[place :: self.places]) for place in range(self.places)]
-
     @property
     def devices(self) -> Mapping[str, int]:
         """By pool; a place counts once."""

@@ -13,10 +13,11 @@ from math import inf
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import ClusterError, InfeasibleError
-from heterodyne.search.fleet.network import Network, Rings
+from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import FleetPlan, Template
 from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables

@@ -24,6 +24,7 @@ from heterodyne.search.fleet.plan import ZERO_LEVELS, FleetPlan, Group, Layout, 
 from heterodyne.search.fleet.room import Room
 from heterodyne.search.fleet.sharding import at_end_s, beside, of_places, usd
 from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
+from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.stage_tables import StageTables
 from heterodyne.search.fleet.tables import Table, Tables
 from heterodyne.search.fleet.weighed import Mix, Predicted, Weighed
@@ -66,6 +67,10 @@ class Predictor:
         """Raises KeyError if the costs of a stage are not known."""
         return self._stage_tables.of(template)
 
+    def stage_sums(self, template: Template) -> StageSums:
+        """Raises KeyError if the costs of a stage are not known."""
+        return self._stage_tables.sums(template)
+
     def expert_width(self, template: Template, number: int) -> int:
         """Devices of a stage over which one set of its experts lies; 0 where it has none."""
         stage, table = template.stages[number], self.stage_tables(template)[number]
@@ -107,7 +112,7 @@ class Predictor:
         exchanges = self.exchanges(mix, layout).of
         found = {}
         for template, own in plain.items():
-            stages = [beside(s, e, zero) for s, e in zip(own.stages, exchanges[template], strict=True)]
+            stages = beside(own.stages, exchanges[template], zero)
             same = stages == list(own.stages)
             found[template] = own if same else Makespans(stages, own.sends, schedule, template.chunks, self._played)
         return found
@@ -116,8 +121,7 @@ class Predictor:
         """Between the replicas of all layers."""
 
         def made() -> Exchanges:
-            tables = {template: self.stage_tables(template) for template, _ in mix}
-            return self.network.exchanges(mix, tables, layout)
+            return self.network.exchanges(mix, {template: self.stage_sums(template) for template, _ in mix}, layout)
 
         return self._exchanged.get((mix, layout), made)
 
@@ -129,16 +133,7 @@ class Predictor:
         exchanges = self.exchanges(mix, layout).of
         replicas = sum(count for _, count in mix)
         sync_s = max(at_end_s(of_places(own, template.places), zero) for template, own in exchanges.items())
-        update_s = max(
-            of_place
-            for template, _ in mix
-            for of_place in template.by_place(
-                [
-                    table.update_s(stage.start, stage.stop, replicas=replicas, zero=zero)
-                    for stage, table in zip(template.stages, self.stage_tables(template), strict=True)
-                ]
-            )
-        )
+        update_s = max(float(self.stage_sums(template).update_s(replicas, zero).max()) for template, _ in mix)
         return sync_s, update_s
 
     def weigh(

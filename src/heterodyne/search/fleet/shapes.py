@@ -23,14 +23,13 @@ from heterodyne.search.fleet.kinds import Kind, chosen_of, kinds_of
 from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.tables import Floats, Tables
+from heterodyne.search.fleet.tables import Floats, Ints, Tables
 
 __all__ = ["Shapes", "Sharing", "shapes"]
 
 _FEW = (2, 4, 16)
 _CELLS = 1 << 16  # of an array that is worked on at once
 _COSTS_KEPT = 128  # arrays of layers by layers, while rows are made one after the other
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,51 +13,59 @@ What goes beside a micro-batch hides behind the computing of the neighbouring la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from heterodyne.plan.schedules.times import StageTimes
 from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, last_bucket_s, returned_s
 from heterodyne.search.fleet.network import Exchange, Exchanges
+from heterodyne.search.fleet.tables import Floats
 
 __all__ = ["at_end_s", "beside", "of_places", "usd"]
 
 
-def at_end_s(exchanges: Iterable[Exchange], zero: int) -> float:
+def at_end_s(exchange: Exchange, zero: int) -> float:
     """What shows after the pipelines, of the stage where most does.
 
     A stage that is done before others of its pipeline could hide more; a layer's replicas wait for the one that hides least.
     """
-    return max(_at_end_s(own, zero) for own in exchanges)
+    return float(_at_end_s(exchange, zero).max())
 
 
-def of_places(exchanges: Sequence[Exchange], places: int) -> list[Exchange]:
+def of_places(exchange: Exchange, places: int) -> Exchange:
     """Where a place has several stages, what it exchanges for all of them, behind the shortest of their backwards."""
-    if len(exchanges) == places:
-        return list(exchanges)
-    return [
-        Exchange(
-            reduced_s=sum(own.reduced_s for own in mine),
-            scattered_s=sum(own.scattered_s for own in mine),
-            updated_s=sum(own.updated_s for own in mine),
-            scattered_layers_s=sum(own.scattered_layers_s for own in mine),
-            gathered_layers_s=sum(own.gathered_layers_s for own in mine),
-            backward_s=min(own.backward_s for own in mine),
-        )
-        for mine in (exchanges[place::places] for place in range(places))
-    ]
+    if len(exchange.reduced_s) == places:
+        return exchange
+
+    def together(seconds: Floats) -> Floats:
+        found: Floats = seconds.reshape(-1, places).sum(axis=0)
+        return found
+
+    return Exchange(
+        reduced_s=together(exchange.reduced_s),
+        scattered_s=together(exchange.scattered_s),
+        updated_s=together(exchange.updated_s),
+        scattered_layers_s=together(exchange.scattered_layers_s),
+        gathered_layers_s=together(exchange.gathered_layers_s),
+        backward_s=exchange.backward_s.reshape(-1, places).min(axis=0),
+    )
 
 
-def beside(stage: StageTimes, exchange: Exchange, zero: int) -> StageTimes:
-    """The passes of a micro-batch with what is exchanged beside them; ``stage`` itself where all of that hides."""
+def beside(stages: Sequence[StageTimes], exchange: Exchange, zero: int) -> list[StageTimes]:
+    """The passes of a micro-batch of each stage with what is exchanged beside them; the stage itself where all of that hides."""
     if zero < 2:
-        return stage
-    gathered = exchange.gathered_layers_s if zero > 2 else 0.0
-    backward_s = gathered + exchange.scattered_layers_s
-    if gathered <= stage.forward_s and backward_s <= stage.backward_s:
+        return list(stages)
+    scattered = exchange.scattered_layers_s.tolist()
+    gathered = exchange.gathered_layers_s.tolist() if zero > 2 else [0.0] * len(scattered)
+    return [_beside(*own) for own in zip(stages, gathered, scattered, strict=True)]
+
+
+def _beside(stage: StageTimes, gathered_s: float, scattered_s: float) -> StageTimes:
+    backward_s = gathered_s + scattered_s
+    if gathered_s <= stage.forward_s and backward_s <= stage.backward_s:
         return stage
     return StageTimes.halved(
-        forward_s=max(stage.forward_s, gathered),
+        forward_s=max(stage.forward_s, gathered_s),
         backward_s=max(stage.backward_s, backward_s),
         recompute_s=stage.recompute_s,
     )
@@ -73,7 +81,8 @@ def usd(exchanges: Exchanges, zero: int, micro_batches: int) -> float:
     return scattered + 2 * micro_batches * exchanges.parameters_usd
 
 
-def _at_end_s(own: Exchange, zero: int) -> float:
+def _at_end_s(own: Exchange, zero: int) -> Floats:
+    """Of each."""
     stated = constants().stated
     if zero == 0:
         return exposed_s(own.reduced_s, own.backward_s, stated)

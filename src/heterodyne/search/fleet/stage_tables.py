@@ -1,14 +1,18 @@
-"""The table of costs of each stage of a pipeline."""
+"""The table of costs of each stage of a pipeline, and what comes of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.tables import Table, Tables
 
 __all__ = ["StageTables"]
+
+_SUMS_KEPT = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +22,7 @@ class StageTables:
     fleet: Fleet
     tables: Tables
     _known: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
+    _sums: Kept[Template, StageSums] = field(default_factory=lambda: Kept(_SUMS_KEPT), repr=False)
 
     def of(self, template: Template) -> tuple[Table, ...]:
         """Raises KeyError if the costs of a stage are not known."""
@@ -30,3 +35,7 @@ class StageTables:
                 found.append(table)
             self._known[template] = tuple(found)
         return self._known[template]
+
+    def sums(self, template: Template) -> StageSums:
+        """Raises KeyError if the costs of a stage are not known."""
+        return self._sums.get(template, lambda: StageSums(template, self.of(template)))

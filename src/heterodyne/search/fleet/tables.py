@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
 from heterodyne.search.fleet.kept import Kept
 
-__all__ = ["Carried", "Exchanged", "Memory", "Rates", "Table", "Tables"]
+__all__ = ["EXCHANGED", "Exchanged", "Memory", "Rates", "Sent", "Table", "Tables"]
 
 Exchanged = Literal["gradients", "updated", "parameters"]
 """What replicas exchange: gradients, the parameters that an optimizer has changed, all parameters."""
+EXCHANGED: tuple[Exchanged, ...] = get_args(Exchanged)
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Rates = tuple[float, float]
 """Seconds for a byte that a device sends inside its node, and for one that a node sends."""
 
@@ -45,14 +47,22 @@ class Memory(NamedTuple):
         return self.parameters + self.gradients + self.optimizer + self.activations + self.passing
 
 
-class Carried(NamedTuple):
-    """Bytes that a ring through all replicas takes once round: of each device of a stage, and of one copy of all its layers, which
-    leaves a node that holds it: experts apart, for one set of them may lie over several nodes.
+class Sent(NamedTuple):
+    """Bytes that replicas exchange of stages, and what of that a ring of one pipeline need not pass on, since it is kept where it is.
+
+    Each of shape [3, 3, stages]: of each device of a stage, of one copy of all its layers, which leaves a node that holds it, and of one
+    set of its experts, which may lie over several nodes and are not in the copy; of each of these all that is `EXCHANGED`.
     """
 
-    device: float
-    dense: float
-    experts: float
+    whole: Floats
+    kept: Floats
+
+    def carried(self, replicas: int) -> Floats:
+        """By a ring through all replicas once round: one reduce-scatter or all-gather; an all-reduce is two (Patarasuk and Yuan, 2009).
+
+        (n - 1) / n of the bytes, n the devices that hold the same: none where it is one.
+        """
+        return self.whole - self.kept / replicas
 
 
 @dataclass(frozen=True)
@@ -73,29 +83,20 @@ class Table:
         again = self.forward_s(start, stop) if recompute else 0.0
         return self._backward[stop] - self._backward[start] + again
 
-    def update_s(self, start: int, stop: int, *, replicas: int = 1, zero: int = 0) -> float:
-        """Of what a device updates: all of its parameters, or from level 1 on its share."""
-        if zero < 1:
-            return self._update[stop] - self._update[start]
-        return (self._update_shared[stop] - self._update_shared[start]) / replicas
+    def updates_s(self, starts: Ints, stops: Ints) -> Floats:
+        """Of what a device of each stage updates, were all pipelines one: all of its parameters, and its share. Shape [2, stages]."""
+        found: Floats = self._update[:, stops] - self._update[:, starts]
+        return found
 
     def reduced_bytes(self, start: int, stop: int) -> float:
         """Gradients of whole layers: of one copy of what is no expert's, and of one set of the experts."""
         own = self._whole["gradients"]
-        return sum(sums[stop] - sums[start] for sums in (own.dense, own.experts))
+        return sum(float(sums[stop] - sums[start]) for sums in (own.dense, own.experts))
 
-    def carried(self, what: Exchanged, start: int, stop: int, replicas: int) -> Carried:
-        """Of one reduce-scatter or all-gather over the replicas of some layers; an all-reduce is two (Patarasuk and Yuan, 2009).
-
-        (n - 1) / n of the bytes, n the devices that hold the same: none where it is one.
-        """
-        own = self._whole[what]
-        kept = own.device_kept, own.dense_kept, own.experts_kept
-        return Carried(
-            device=own.device[stop] - own.device[start] - (kept[0][stop] - kept[0][start]) / replicas,
-            dense=own.dense[stop] - own.dense[start] - (kept[1][stop] - kept[1][start]) / replicas,
-            experts=own.experts[stop] - own.experts[start] - (kept[2][stop] - kept[2][start]) / replicas,
-        )
+    def sent(self, starts: Ints, stops: Ints) -> Sent:
+        """Of stages from some layers to others."""
+        whole, kept = self._sent[..., stops] - self._sent[..., starts]
+        return Sent(whole, kept)
 
     @cached_property
     def expert_width(self) -> int:
@@ -209,12 +210,9 @@ class Table:
         return _sums([cost.backward_s for cost in self.costs])
 
     @cached_property
-    def _update(self) -> list[float]:
-        return _sums([cost.update_s for cost in self.costs])
-
-    @cached_property
-    def _update_shared(self) -> list[float]:
-        return _sums([part * cost.update_s for cost, part in zip(self.costs, self._parts, strict=True)])
+    def _update(self) -> Floats:
+        whole = [cost.update_s for cost in self.costs]
+        return np.array([_sums(whole), _sums([part * own for part, own in zip(self._parts, whole, strict=True)])])
 
     @cached_property
     def _parts(self) -> list[float]:
@@ -238,13 +236,26 @@ class Table:
         return _State([cost.optimizer_bytes for cost in self.costs], self._parts)
 
     @cached_property
-    def _whole(self) -> dict[Exchanged, _Sent]:
-        return {
-            "gradients": _Sent([_reduced(cost) for cost in self.costs], self.costs, self.widths),
+    def _whole(self) -> dict[Exchanged, _Exchanged]:
+        sizes: dict[Exchanged, list[float]] = {
+            "gradients": [_reduced(cost) for cost in self.costs],
             # What is frozen is not updated.
-            "updated": _Sent([min(c.parameter_bytes, c.gradient_bytes) for c in self.costs], self.costs, self.widths),
-            "parameters": _Sent([cost.parameter_bytes for cost in self.costs], self.costs, self.widths),
+            "updated": [min(cost.parameter_bytes, cost.gradient_bytes) for cost in self.costs],
+            "parameters": [cost.parameter_bytes for cost in self.costs],
         }
+        return {what: _Exchanged(own, self.costs, self.widths) for what, own in sizes.items()}
+
+    @cached_property
+    def _sent(self) -> Floats:
+        """See `Sent`, for every number of first layers."""
+        every = [self._whole[what] for what in EXCHANGED]
+        whole = [[own.device for own in every], [own.dense for own in every], [own.experts for own in every]]
+        kept = [
+            [own.device_kept for own in every],
+            [own.dense_kept for own in every],
+            [own.experts_kept for own in every],
+        ]
+        return np.array([whole, kept])
 
     @cached_property
     def _kept(self) -> list[float]:
@@ -319,7 +330,7 @@ class _State:
         return _between(self.shared)
 
 
-class _Sent:
+class _Exchanged:
     """Bytes that are exchanged, summed over layers.
 
     Of a ``device``, of one copy of all that is no expert's (``dense``), of one set of the ``experts``; each with what of that a ring of

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
-from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables

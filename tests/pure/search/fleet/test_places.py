@@ -9,8 +9,8 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.report.fleet_tables import in_short, stage_rows
 from heterodyne.search.fleet.chunks import chunked
-from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
+from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.sharding import of_places
 from pure.search.fleet.small import Drawn, search_of
 
@@ -36,8 +36,8 @@ def test_gradients_take_as_long_wherever_the_layers_of_a_place_are(layout: str) 
     rings = Rings(FLEET)
     seconds = []
     for template in (PLAIN, CHUNKED):
-        exchanges = rings.exchanges([(template, 2)], {template: predictor.stage_tables(template)}, layout)  # type: ignore[arg-type]
-        seconds.append(max(own.reduced_s for own in of_places(exchanges.of[template], template.places)))
+        exchanges = rings.exchanges([(template, 2)], {template: predictor.stage_sums(template)}, layout)  # type: ignore[arg-type]
+        seconds.append(of_places(exchanges.of[template], template.places).reduced_s.max())
     another_ring_s = 2 * (NEAR if layout == "stages" else FAR).latency_s  # one for each stage
     assert seconds[1] == pytest.approx(seconds[0] + another_ring_s, rel=1e-9)
     assert seconds[0] > 0

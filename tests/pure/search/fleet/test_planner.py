@@ -12,10 +12,10 @@ from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.fleet.explain import family_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import outcomes
-from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
+from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.shapes import Sharing, shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.watch import Watch
@@ -201,10 +201,10 @@ def test_gradients_go_round_a_ring_that_enters_every_node_once() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
     search = search_of(fleet, _costs(), 64)
     template = Template(micro_batch=1, stages=(Stage(pool="fast", width=1, start=0, stop=10),))
-    tables = {template: search.predictor.stage_tables(template)}
-    size = tables[template][0].reduced_bytes(0, 10)
+    sums = {template: search.predictor.stage_sums(template)}
+    size = sums[template].tables[0].reduced_bytes(0, 10)
     for pipelines, bandwidth in ((1, 1.0), (2, 200e9), (8, 10e9)):
-        (own,) = Rings(fleet).exchanges([(template, pipelines)], tables, "stages").of[template]
+        own = Rings(fleet).exchanges([(template, pipelines)], sums, "stages").of[template]
         once_s = (pipelines - 1) / pipelines * size / bandwidth
         assert own.scattered_s == own.scattered_layers_s == pytest.approx(once_s)
         assert own.reduced_s == pytest.approx(2 * once_s)

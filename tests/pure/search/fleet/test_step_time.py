@@ -15,9 +15,9 @@ from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.software import Software
 from heterodyne.predictor.step import step_time
 from heterodyne.predictor.transformer import Transformer
-from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.tables import Tables
 from heterodyne.search.fleet.weighed import Weighed
 

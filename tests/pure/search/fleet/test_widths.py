@@ -14,10 +14,11 @@ from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.transformer import Transformer
 from heterodyne.search.fleet.exhaustive import Exhaustive
 from heterodyne.search.fleet.kinds import chosen_of, kinds_of, usable_widths
-from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
+from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.weighed import Weighed, mix_of
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
@@ -114,9 +115,9 @@ def _synced(template: Template, count: int, fleet: Fleet, costs: Drawn) -> tuple
     """Seconds, and the bytes of one copy of what is no expert's and of one set of experts."""
     search = search_of(fleet, costs, 64)
     (table,) = search.predictor.stage_tables(template)
-    exchanges = Rings(fleet).exchanges([(template, count)], {template: (table,)}, "stages")
+    exchanges = Rings(fleet).exchanges([(template, count)], {template: StageSums(template, [table])}, "stages")
     experts = sum(cost.expert_bytes * table.widths.devices / cost.expert_copies for cost in table.costs)
-    return exchanges.of[template][0].reduced_s, table.reduced_bytes(0, 10) - experts, experts
+    return float(exchanges.of[template].reduced_s[0]), table.reduced_bytes(0, 10) - experts, experts
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 2), (1, 2, 1)])

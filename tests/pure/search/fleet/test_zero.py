@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.search.fleet.kinds import kinds_of
-from heterodyne.search.fleet.network import Rings
 from heterodyne.search.fleet.plan import ZERO_LEVELS, Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.shapes import Sharing
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.tables import Table
+from heterodyne.search.fleet.tables import EXCHANGED, Table
 from heterodyne.search.fleet.weighed import Mix
 from pure.search.fleet.small import GIB, drawn, search_of
 
@@ -85,11 +86,11 @@ def test_the_squares_of_seconds_are_memory_and_passes_stage_by_stage() -> None:
         for start, stop in product(range(layers), range(1, layers + 1)):
             if start >= stop:
                 continue
-            parameters, gradients = (table.carried(what, start, stop, replicas) for what in ("parameters", "gradients"))
+            carried = _carried(table, start, stop, replicas)
             # Of experts a node sends at least what one of its devices has.
             gather, scatter = (
-                min(rates[0] * sent.device, rates[1] * max(sent.dense, sent.device)) if zero >= level else 0.0
-                for sent, level in ((parameters, 3), (gradients, 2))
+                min(rates[0] * device, rates[1] * max(dense, device)) if zero >= level else 0.0
+                for (device, dense, _), level in ((carried["parameters"], 3), (carried["gradients"], 2))
             )
             best = float("inf")
             for again in (False, True):
@@ -107,14 +108,20 @@ def test_a_ring_carries_what_its_devices_do_not_keep() -> None:
         table = Table([layer()] * 3, widths)
         for replicas in (1, 2, 8):
             n = replicas * widths.copies
-            own = table.carried("gradients", 0, 3, replicas)
-            assert own.device == pytest.approx(3 * GRADIENTS * (n - 1) / n)
-            assert own.dense == pytest.approx(3 * GRADIENTS * widths.tensor * (n - 1) / n)
-            assert own.experts == 0
-    routed = Table([layer(1.0)] * 3, Widths(2, 1, 4)).carried("gradients", 0, 3, 2)
-    assert routed.device == pytest.approx(3 * GRADIENTS / 2)
-    assert routed.experts == pytest.approx(8 * 3 * GRADIENTS / 2)
-    assert routed.dense == pytest.approx(0)
+            device, dense, experts = _carried(table, 0, 3, replicas)["gradients"]
+            assert device == pytest.approx(3 * GRADIENTS * (n - 1) / n)
+            assert dense == pytest.approx(3 * GRADIENTS * widths.tensor * (n - 1) / n)
+            assert experts == 0
+    device, dense, experts = _carried(Table([layer(1.0)] * 3, Widths(2, 1, 4)), 0, 3, 2)["gradients"]
+    assert device == pytest.approx(3 * GRADIENTS / 2)
+    assert experts == pytest.approx(8 * 3 * GRADIENTS / 2)
+    assert dense == pytest.approx(0)
+
+
+def _carried(table: Table, start: int, stop: int, replicas: int) -> dict[str, list[float]]:
+    """Of a device, of one copy of what is no expert's, and of one set of the experts."""
+    sent = table.sent(np.array([start]), np.array([stop])).carried(replicas)
+    return {what: sent[:, number, 0].tolist() for number, what in enumerate(EXCHANGED)}
 
 
 def _mixes(search: Search, chance: random.Random) -> Iterator[Mix]:

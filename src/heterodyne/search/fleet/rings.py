@@ -1,0 +1,97 @@
+"""A network of rings over the wires of a fleet.
+
+A message takes alpha + beta B (Hockney, 1994). The n devices that hold the same layer are a ring, laid out so that every byte enters a
+node once: once round it takes (n - 1) / n bytes for each byte of the layer on every link (Patarasuk and Yuan, 2009), as in
+`predictor.network`. Once round scatters sums of gradients or gathers parameters, twice round does both (all-reduce), along a tree where
+that waits less. All links of a ring go at the pace of the slowest. What a node sends for all layers that it holds goes over its one link.
+
+A stage too has copies of its parameters, where its devices share the sequence or the micro-batch, and of its experts, where it has more
+devices than these can be spread over: they are in the rings like those of other pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+from heterodyne.cluster.fleet import Fleet, Pool
+from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.laid import Laid, Ring
+from heterodyne.search.fleet.network import Exchanges, Placed
+from heterodyne.search.fleet.plan import Layout, Stage, Template
+from heterodyne.search.fleet.stage_sums import StageSums
+from heterodyne.search.fleet.tables import Rates
+from heterodyne.search.fleet.wires import Wires
+
+__all__ = ["Rings"]
+
+
+@dataclass(frozen=True)
+class Rings:
+    """The network of a fleet."""
+
+    fleet: Fleet
+
+    @cached_property
+    def _wires(self) -> Wires:
+        return Wires(self.fleet)
+
+    @cached_property
+    def _known(self) -> dict[object, Ring]:
+        return {}
+
+    def joined(self, a: str, b: str) -> bool:
+        return self._wires.between(a, b) is not None or (a == b and self.fleet.pool(a).nodes == 1)
+
+    def send_s(self, template: Template, stage: int, size_bytes: float, layout: Layout) -> float:
+        """Over the wire inside a node, or over the part of a node's link that the pipelines on it leave to each other."""
+        source, target = template.stages[stage], template.stages[stage + 1]
+        pool = self.fleet.pool(source.pool)
+        if source.pool == target.pool and self._same_node(template, stage, pool, layout):
+            inside = self._wires.inside(pool)
+            # Parts of the sequence and of the micro-batch go side by side, as many as the stage with fewer of them has.
+            own = size_bytes / min(source.widths.copies, target.widths.copies)
+            return inf if inside is None else inside.latency_s + own / inside.bandwidth_bytes_per_s
+        wire = self._wires.between(source.pool, target.pool)
+        if wire is None:
+            return inf
+        part = min(self._part(template, source, layout), self._part(template, target, layout))
+        return wire.latency_s + size_bytes / (wire.bandwidth_bytes_per_s * part)
+
+    def exchanges(self, placed: Placed, sums_of: Mapping[Template, StageSums], layout: Layout) -> Exchanges:
+        laid = Laid(self._wires, [(sums_of[template], count) for template, count in placed], layout, self._known)
+        of = {template: own for (template, _), own in zip(placed, laid.exchanges(), strict=True)}
+        if not self.fleet.usd_per_byte:
+            return Exchanges(of=of)
+        gradients, updated, parameters = laid.usd()
+        return Exchanges(of=of, gradients_usd=gradients, updated_usd=updated, parameters_usd=parameters)
+
+    def least_s_per_byte(self, pool: str, widths: Widths, replicas: int) -> Rates:
+        own = self.fleet.pool(pool)
+        inside = self._wires.inside(own)
+        wires = [wire for other in self.fleet.pools if (wire := self._wires.between(pool, other.name)) is not None]
+        together = replicas * widths.devices <= own.devices_per_node
+        return (
+            1 / inside.bandwidth_bytes_per_s if together and inside is not None else inf,
+            1 / max(wire.bandwidth_bytes_per_s for wire in wires) if wires else inf,
+        )
+
+    def _same_node(self, template: Template, stage: int, pool: Pool, layout: Layout) -> bool:
+        if pool.nodes == 1:
+            return True
+        if layout == "stages":
+            return False
+        own = template.devices[pool.name]
+        before = sum(home.devices for home in template.homes[: stage % template.places + 1] if home.pool == pool.name)
+        if own <= pool.devices_per_node:
+            return pool.devices_per_node % own == 0
+        return own % pool.devices_per_node == 0 and before % pool.devices_per_node != 0
+
+    def _part(self, template: Template, stage: Stage, layout: Layout) -> float:
+        """Of a node's link."""
+        pool = self.fleet.pool(stage.pool)
+        own = stage.devices if layout == "stages" else template.devices[stage.pool]
+        # A stage that is wider than a node sends from all of its nodes.
+        return max(min(1.0, own / pool.devices_per_node), stage.devices / pool.devices_per_node)
