@@ -9,7 +9,7 @@ grows with kinds and stages and not with devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import ceil
@@ -48,7 +48,7 @@ class Sharing:
     least: int | None = None
     network: Network | None = None
 
-    def seconds(self, kind: Kind, held: int, recompute: bool) -> Floats:
+    def seconds(self, kind: Kind, held: int, recompute: bool, until: int | None = None) -> Floats:
         """See `Table.seconds`."""
         least = (2 if kind.widths.copies == 1 else 1) if self.least is None else self.least
         rates = (0.0, 0.0)
@@ -62,6 +62,7 @@ class Sharing:
                 replicas=self.replicas,
                 zero=zero,
                 exchange=(least, rates),
+                until=until,
             )
             for zero in self.zero
         ]
@@ -206,6 +207,12 @@ class _Frontier:
     reached: Floats
     total: Floats
 
+    @property
+    def several(self) -> Ints:
+        """Pools of each row."""
+        found: Ints = ((self.pools[:, None] >> np.arange(self.devices.shape[1])) & 1).sum(axis=1)
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Grown:
@@ -224,6 +231,14 @@ class _Grown:
     @cached_property
     def _need(self) -> Ints:
         return np.array([kind.devices for kind in self.kinds])
+
+    @cached_property
+    def _pools_of(self) -> Ints:
+        return np.array(self.pools_of)
+
+    @cached_property
+    def _alone(self) -> NDArray[np.bool_]:
+        return np.array([kind.table.may_stand_alone for kind in self.kinds])
 
     def shapes(self, micro_batch: int) -> Shapes | None:
         layers = len(self.kinds[0].table.costs)
@@ -246,16 +261,10 @@ class _Grown:
         rows: list[tuple[Ints, Floats, Floats, Ints]] = []
         count = 0
         for depth in range(1, min(layers, self.space.max_stages) + 1):
-            held = min(depth, self.held_at_most)
-            several = np.array([int(pools).bit_count() for pools in frontier.pools])
-            if depth > 1 and np.all((several == 1) & (frontier.run > self.mixed_run)):
-                grown = iter([self._lengthened(frontier, held, room)])
-            else:
-                grown = (self._extend(frontier, several, number, held, room) for number in range(len(self.kinds)))
-            longer = [rows for rows in grown if rows is not None]
-            if not longer:
+            longer = self._one_more(frontier, min(depth, self.held_at_most), layers + 1 - depth, room)
+            if longer is None:
                 break
-            frontier = _joined(longer)
+            frontier = longer
             parents.append(frontier.node.copy())
             own_kinds.append(frontier.kind)
             frontier.node = np.arange(count, count + len(frontier.kind))
@@ -281,109 +290,85 @@ class _Grown:
             _kind=np.concatenate(own_kinds),
         )
 
-    def _lengthened(self, rows: _Frontier, held: int, room: Ints) -> _Frontier | None:
-        """What `_extend` makes of rows of one kind each that no other pool joins any more, all at once."""
-        pool, need = self._pool[rows.kind], self._need[rows.kind]
-        at = np.arange(len(rows.kind))
-        chosen = np.flatnonzero(rows.alone & (rows.devices[at, pool] + need <= room[pool]))
-        if not len(chosen):
+    def _one_more(self, rows: _Frontier, held: int, until: int, room: Ints) -> _Frontier | None:
+        """A stage of each kind before each row that may have one, as far as they fit. ``until``: the layers up to which it may be."""
+        own, numbers = self._allowed(rows, room)
+        costs: dict[int, Floats] = {}
+        for number in np.unique(numbers).tolist():
+            cost = self.sharing.seconds(self.kinds[number], held, self.space.recompute, until)
+            if np.isfinite(cost).any():
+                costs[number] = cost
+        if len(costs) < len(self.kinds):
+            fit = np.isin(numbers, list(costs))
+            own, numbers = own[fit], numbers[fit]
+        if not len(own):
             return None
-        numbers = rows.kind[chosen]
-        cost = np.stack([self.sharing.seconds(self.kinds[n], held, self.space.recompute) for n in numbers])
-        return self._one_more(
-            rows, chosen, numbers, cost, run=rows.run[chosen] + 1, most=rows.most[chosen], alone=rows.alone[chosen]
-        )
-
-    def _extend(self, rows: _Frontier, several: Ints, number: int, held: int, room: Ints) -> _Frontier | None:
-        """By a stage of a kind before each row that may have one. ``several``: pools of each row."""
-        kind, pools, mixed_run = self.kinds[number], self.pools_of[number], self.mixed_run
-        alone = kind.table.may_stand_alone
-        same = rows.kind == number
-        other = (rows.pools >> kind.pool) & 1 == 0
-        first = several == 0
-        # A row of one pool may be long; a row of several has at most so many stages on each.
-        short = ((several < 2) & alone) | (rows.run < mixed_run)
-        most = np.minimum(rows.most, pools)
-        allowed = (same & short) | (other & (several < most) & (first | (rows.run <= mixed_run)))
-        allowed &= rows.devices[:, kind.pool] + kind.devices <= room[kind.pool]
-        chosen = np.flatnonzero(allowed)
-        if not len(chosen):
-            return None
-        cost = self.sharing.seconds(kind, held, self.space.recompute)
-        if not np.isfinite(cost).any():
-            return None
-        return self._one_more(
-            rows,
-            chosen,
-            np.full(len(chosen), number),
-            cost[None, :, :],
-            run=np.where(same[chosen], rows.run[chosen] + 1, 1),
-            most=most[chosen],
-            alone=rows.alone[chosen] | alone,
-        )
-
-    def _one_more(
-        self,
-        rows: _Frontier,
-        chosen: Ints,
-        numbers: Ints,
-        cost: Floats,
-        *,
-        run: Ints,
-        most: Ints,
-        alone: NDArray[np.bool_],
-    ) -> _Frontier | None:
-        """Some rows with one more stage before each, of the kinds ``numbers``; those that do not fit are left out.
-
-        ``cost``: shape [chosen or 1, layers + 1, layers + 1].
-        """
-        reached, total = _grown(cost, rows.reached[chosen], rows.total[chosen])
+        reached, total = _grown(costs, numbers, rows.reached[own], rows.total[own])
         alive = np.flatnonzero(np.isfinite(reached).any(axis=1))
         if not len(alive):
             return None
-        own, kind = chosen[alive], numbers[alive]
-        pool = self._pool[kind]
+        own, numbers = own[alive], numbers[alive]
+        pool = self._pool[numbers]
         devices = rows.devices[own]
-        devices[np.arange(len(own)), pool] += self._need[kind]
+        devices[np.arange(len(own)), pool] += self._need[numbers]
         return _Frontier(
             node=rows.node[own],
-            kind=kind,
+            kind=numbers,
             pools=rows.pools[own] | (1 << pool),
-            run=run[alive],
-            most=most[alive],
-            alone=alone[alive],
+            run=np.where(rows.kind[own] == numbers, rows.run[own] + 1, 1),
+            most=np.minimum(rows.most[own], self._pools_of[numbers]),
+            alone=rows.alone[own] | self._alone[numbers],
             devices=devices,
             reached=reached[alive],
             total=total[alive],
         )
 
+    def _allowed(self, rows: _Frontier, room: Ints) -> tuple[Ints, Ints]:
+        """Which rows may be joined by a stage of which kinds: numbers of both, kind by kind."""
+        kind, pool, several = np.arange(len(self.kinds))[:, None], self._pool[:, None], rows.several
+        same = rows.kind == kind
+        other = (rows.pools >> pool) & 1 == 0
+        # A row of one pool may be long; a row of several has at most so many stages on each.
+        short = ((several < 2) & self._alone[:, None]) | (rows.run < self.mixed_run)
+        most = np.minimum(rows.most, self._pools_of[:, None])
+        allowed = (same & short) | (other & (several < most) & ((several == 0) | (rows.run <= self.mixed_run)))
+        allowed &= rows.devices.T[self._pool] + self._need[:, None] <= room[pool]
+        numbers, own = np.nonzero(allowed)
+        return own, numbers
 
-def _grown(cost: Floats, reached: Floats, total: Floats) -> tuple[Floats, Floats]:
-    """One more stage before each row. Shapes: [rows or 1, layers + 1, layers + 1], twice [rows, layers + 1]."""
-    longest = np.empty_like(reached)
-    whole = np.empty_like(total)
-    start = np.arange(cost.shape[1])[None, :]
-    step = max(1, _CELLS // cost.shape[1] ** 2)
-    for low in range(0, len(reached), step):
-        own = slice(low, low + step)
-        costs = cost if len(cost) == 1 else cost[own]
-        worse = np.maximum(costs, reached[own, None, :])
+
+def _grown(costs: Mapping[int, Floats], numbers: Ints, reached: Floats, total: Floats) -> tuple[Floats, Floats]:
+    """One more stage before each row, of the kinds ``numbers``, which ascend.
+
+    Shapes: of each cost [layers + 1, layers + 1], of some first layers; twice [rows, layers + 1].
+    """
+    longest, whole = np.full_like(reached, np.inf), np.full_like(total, np.inf)
+    first = len(next(iter(costs.values())))
+    start = np.arange(first)[None, :]
+    for low, high in _at_once(numbers, max(1, _CELLS // first**2)):
+        own = slice(low, high)
+        one = numbers[low] == numbers[high - 1]
+        kinds = numbers[low : low + 1] if one else numbers[own]
+        cost = costs[int(kinds[0])][None] if one else np.stack([costs[number] for number in kinds.tolist()])
+        worse = np.maximum(cost, reached[own, None, :first])
         stop = worse.argmin(axis=2)
-        row = np.arange(len(stop))[:, None]
-        longest[own] = worse[row, start, stop]
-        whole[own] = costs[row if len(costs) > 1 else 0, start, stop] + total[own][row, stop]
+        row = np.arange(high - low)[:, None]
+        longest[own, :first] = worse[row, start, stop]
+        whole[own, :first] = cost[0 if one else row, start, stop] + total[own][row, stop]
     return longest, whole
 
 
-def _joined(parts: Sequence[_Frontier]) -> _Frontier:
-    return _Frontier(
-        node=np.concatenate([p.node for p in parts]),
-        kind=np.concatenate([p.kind for p in parts]),
-        pools=np.concatenate([p.pools for p in parts]),
-        run=np.concatenate([p.run for p in parts]),
-        most=np.concatenate([p.most for p in parts]),
-        alone=np.concatenate([p.alone for p in parts]),
-        devices=np.concatenate([p.devices for p in parts]),
-        reached=np.concatenate([p.reached for p in parts]),
-        total=np.concatenate([p.total for p in parts]),
-    )
+def _at_once(numbers: Ints, most: int) -> Iterator[tuple[int, int]]:
+    """Rows [low, high), at most so many: of one kind, or where that would be few, of several."""
+    ends = [*np.flatnonzero(np.diff(numbers)) + 1, len(numbers)]
+    low = high = 0
+    for end in map(int, ends):
+        if high > low and (end - low > most or end - high > most // 4):
+            yield low, high
+            low = high
+        while end - low > most:
+            yield low, low + most
+            low += most
+        high = end
+    if high > low:
+        yield low, high

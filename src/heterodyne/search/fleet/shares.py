@@ -12,6 +12,7 @@ from heterodyne.search.fleet.weighed import Mix
 __all__ = ["groups_of", "micro_batches_each", "time_until"]
 
 _SLACK = 1e-12
+_STEPS = 3  # after which the rest is a few micro-batches
 
 
 def micro_batches_each(
@@ -73,20 +74,48 @@ def groups_of(mix: Mix, samples: int, counts: Sequence[int]) -> tuple[Group, ...
 
 
 def time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most: Sequence[int], samples: int) -> float:
-    """No later than when so many samples are done. ``lines``: of each kind of pipeline, with the samples of a micro-batch of all of
-    that kind (see `Makespans.lines`).
+    """When so many samples are done, and no later. ``lines``: of each kind of pipeline, with the samples of a micro-batch of all of
+    that kind (see `Makespans.lines`); ``most``: micro-batches of each, which must be able to do it.
     """
     if len(lines) == 1:  # there is nothing to share out
         (own, size), count = lines[0], -(-samples // lines[0][1])
         return max((around + count * each for around, each in own)) * (1 - _SLACK)
-    low, high = 0.0, max(around + samples * each for own, _ in lines for around, each in own)
-    for _ in range(24):
-        middle = (low + high) / 2
-        done = 0
+    seconds = _fractions_until(lines, most, samples)
+    counts = [
+        max(0, min(top, *(int((seconds - a) / e * (1 + _SLACK)) if e > 0 else top for a, e in own)))
+        for (own, _), top in zip(lines, most, strict=True)
+    ]
+    done = sum(size * count for (_, size), count in zip(lines, counts, strict=True))
+    ahead = [
+        max(a + (count + 1) * e for a, e in own) if count < top else inf
+        for (own, _), count, top in zip(lines, counts, most, strict=True)
+    ]
+    while done < samples:
+        first = min(range(len(lines)), key=ahead.__getitem__)
+        own, size = lines[first]
+        seconds, done, counts[first] = ahead[first], done + size, counts[first] + 1
+        ahead[first] = max(a + (counts[first] + 1) * e for a, e in own) if counts[first] < most[first] else inf
+    return seconds * (1 - _SLACK)
+
+
+def _fractions_until(
+    lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most: Sequence[int], samples: int
+) -> float:
+    """No later than `time_until`: about when the batch is done with fractions of micro-batches.
+
+    What a pipeline has done is the least of some lines, so from its first micro-batch on it only ever slows down: Newton's steps come
+    from below.
+    """
+    seconds = 0.0
+    for _ in range(_STEPS):
+        done = rate = 0.0
         for (own, size), top in zip(lines, most, strict=True):
-            done += size * max(0, min(top, *(int((middle - a) / e) if e > 0 else top for a, e in own)))
-        if done < samples:
-            low = middle
-        else:
-            high = middle
-    return low
+            rounds, each = min((((seconds - a) / e, e) for a, e in own if e > 0), default=(inf, 1.0))
+            if rounds < 0:
+                rounds, each = 0.0, min(e for _, e in own if e > 0)
+            done += size * min(rounds, top)
+            rate += size / each if rounds < top else 0.0
+        if done >= samples or not rate:
+            break
+        seconds += (samples - done) / rate
+    return seconds * (1 - _SLACK)
