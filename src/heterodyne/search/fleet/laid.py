@@ -20,7 +20,7 @@ from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.tables import EXCHANGED, Floats, Ints
 from heterodyne.search.fleet.wires import Wires
 
-__all__ = ["Laid", "Ring"]
+__all__ = ["Laid", "Line", "Ring"]
 
 _Members = tuple[str, int, int]
 """Of a ring: a pool, the nodes and the devices in it."""
@@ -53,15 +53,11 @@ class _Ways(NamedTuple):
     backward_s: Floats
 
 
-class _Line:
-    """One kind of pipeline among those that stand beside each other.
+class Line:
+    """So many of one kind of pipeline in a layout, whatever stands beside them."""
 
-    Args:
-        cuts: borders of the stages of all pipelines; layers between two are a part.
-    """
-
-    def __init__(self, wires: Wires, sums: StageSums, count: int, layout: Layout, cuts: Ints) -> None:
-        self.sums, self._wires = sums, wires
+    def __init__(self, wires: Wires, sums: StageSums, count: int, layout: Layout) -> None:
+        self.sums, self.count = sums, count
         own = [sums.template.stages[first] for first in sums.own]
         places = Counter(home.pool for home in sums.template.homes)
         shares = [_share(wires, stage, places[stage.pool], count, layout) for stage in own]
@@ -69,56 +65,71 @@ class _Line:
             (stage.pool, ceil(count / share.replicas) * wires.nodes_of(stage), count * stage.widths.copies)
             for stage, share in zip(own, shares, strict=True)
         ]
-        self.copies = [stage.widths.copies for stage in own]
-        self._inside = [
-            _inside_rate(wires, stage) if share.replicas * stage.widths.copies > 1 else 0.0
-            for stage, share in zip(own, shares, strict=True)
+        """Of a ring through each of `StageSums.own`."""
+        figures = [
+            (
+                _inside_rate(wires, stage) if share.replicas * stage.widths.copies > 1 else 0.0,
+                _experts(wires, stage, sums.tables[first].expert_width),
+                stage.widths.copies,
+                share.stages,
+            )
+            for first, stage, share in zip(sums.own, own, shares, strict=True)
         ]
-        self._experts = [
-            _experts(wires, stage, sums.tables[first].expert_width) for stage, first in zip(own, sums.own, strict=True)
-        ]
-        self._on_node = [share.stages for share in shares]
-        self._cuts = cuts
-        self.first = np.searchsorted(cuts, sums.starts)
+        self._inside, self.experts, self._copies, on_node = np.array(figures).T[:, sums.alike]
+        on_node = np.minimum(on_node, sums.in_row)
+        self._further = [np.flatnonzero(on_node > further) for further in range(1, int(on_node.max()))]
+        """Stages that have so many others behind them on the same node."""
+
+    def ways(self, between: Floats, waits: Floats, replicas: int) -> _Ways:
+        """Alone, as if other replicas of its layers were no slower.
+
+        Args:
+            between: what a node sends of each stage. Shape [3, stages].
+            waits: once round and along a tree. Shape [2, stages].
+        """
+        device, _, _ = self.sums.sent.carried(replicas)
+        load = between
+        if self._further:
+            load = between.copy()
+            for further, at in enumerate(self._further, 1):
+                load[:, at] += between[:, at + further]
+        found = np.maximum(_seconds(self._inside, device), load)
+        for further, at in enumerate(self._further, 1):
+            found[:, at + further] = np.maximum(found[:, at + further], load[:, at])
+        if replicas == 1:
+            waits = np.where(self._copies > 1, waits, 0.0)
+        return _Ways(np.concatenate([found, waits]), self.sums.backward_s)
+
+    def carried(self, replicas: int) -> Floats:
+        """What a node sends of each stage once round, in bytes. Shape [3, stages]."""
+        _, dense, experts = self.sums.sent.carried(replicas)
+        found: Floats = dense + self.experts * experts
+        return found
+
+
+class _Parts:
+    """The layers between any two borders of stages of all pipelines, and where they are in one kind of pipeline."""
+
+    def __init__(self, line: Line, cuts: Ints) -> None:
+        self.line, self.cuts = line, cuts
+        self.first = np.searchsorted(cuts, line.sums.starts)
         """Of each stage, its first part."""
-        self.stage = np.repeat(np.arange(len(sums.starts)), np.diff([*self.first, len(cuts) - 1]))
+        self.stage = np.repeat(np.arange(len(self.first)), np.diff(self.first, append=len(cuts) - 1))
         """Of each part."""
 
-    def of_stages(self, values: Sequence[float]) -> Floats:
-        """One of each kind of stage becomes one of each stage."""
-        return np.array(values)[self.sums.alike]
-
-    def ways(self, rings: Floats, replicas: int) -> _Ways:
-        """Alone, as if other replicas of its layers were no slower. ``rings``: of each part, shape [3, parts] (see `Ring`)."""
-        sums = self.sums
-        device, dense, experts = sums.sent.carried(replicas)
-        between = self._between_s(rings[0], dense + self.of_stages(self._experts) * experts, replicas)
-        found = _seconds(self.of_stages(self._inside), device)
-        stages = len(sums.starts)
-        on_node = np.minimum(self.of_stages(self._on_node), sums.in_row)
-        load = between.copy()
-        for further in range(1, int(on_node.max())):
-            at = np.flatnonzero(on_node > further)
-            load[:, at] += between[:, at + further]
-        for further in range(int(on_node.max())):
-            at = np.flatnonzero(on_node > further)
-            found[:, at + further] = np.maximum(found[:, at + further], load[:, at])
-        waits = np.maximum.reduceat(rings[1:], self.first, axis=1) if len(self.stage) > stages else rings[1:]
-        alone = self.of_stages([replicas * copies < 2 for copies in self.copies])
-        return _Ways(np.concatenate([found, np.where(alone, 0.0, waits)]), sums.backward_s)
-
-    def _between_s(self, rates: Floats, sent: Floats, replicas: int) -> Floats:
-        """What a node sends of each for a stage. ``rates``: of each part; ``sent``: of each stage."""
-        if len(self.stage) == len(self.sums.starts):
-            return _seconds(rates, sent)
+    def between_s(self, rates: Floats, replicas: int) -> Floats:
+        """What a node sends of each for a stage. ``rates``: of each part."""
         slowest, fastest = (own.reduceat(rates, self.first) for own in (np.maximum, np.minimum))
-        found = _seconds(slowest, sent)
+        found = _seconds(slowest, self.line.carried(replicas))
         for number in np.flatnonzero(slowest != fastest).tolist():
             parts = np.flatnonzero(self.stage == number)
-            table = self.sums.tables[number]
-            _, dense, experts = table.sent(self._cuts[parts], self._cuts[parts + 1]).carried(replicas)
-            own = dense + self._experts[self.sums.alike[number]] * experts
-            found[:, number] = _seconds(rates[parts], own).sum(axis=1)
+            sent = self.line.sums.tables[number].sent(self.cuts[parts], self.cuts[parts + 1])
+            _, dense, experts = sent.carried(replicas)
+            found[:, number] = _seconds(rates[parts], dense + self.line.experts[number] * experts).sum(axis=1)
+        return found
+
+    def waits(self, rings: Floats) -> Floats:
+        found: Floats = np.maximum.reduceat(rings, self.first, axis=1)
         return found
 
     def paced(self, longest: Floats, backward: Floats) -> _Ways:
@@ -128,62 +139,61 @@ class _Line:
             np.minimum.reduceat(backward, self.first),
         )
 
-    def sent(self, part: int, replicas: int) -> Floats:
-        """Of all that is `EXCHANGED`, of some layers once round: by all copies."""
-        table = self.sums.tables[int(self.stage[part])]
-        _, dense, experts = table.sent(self._cuts[part : part + 1], self._cuts[part + 1 : part + 2]).carried(replicas)
-        found: Floats = (dense + experts)[:, 0]
-        return found
-
 
 class Laid:
-    """The rings of pipelines that stand beside each other. ``known``: rings through the same members, kept from one mix to the next."""
+    """Pipelines that stand beside each other. ``known``: rings through the same members, kept from one mix to the next."""
 
-    def __init__(
-        self, wires: Wires, placed: Sequence[tuple[StageSums, int]], layout: Layout, known: dict[object, Ring]
-    ) -> None:
-        self._wires = wires
-        self._replicas = sum(count for _, count in placed)
-        first, *others = (np.append(sums.starts, sums.stops[-1:]) for sums, _ in placed)
-        cuts = np.unique(np.concatenate([first, *others])) if others else first
-        self._lines = [_Line(wires, sums, count, layout, cuts) for sums, count in placed]
-        kinds = [np.array(line.sums.alike)[line.stage].tolist() for line in self._lines]
-        self._members = [tuple(numbers) for numbers in zip(*kinds, strict=True)]
+    def __init__(self, wires: Wires, lines: Sequence[Line], known: dict[object, Ring]) -> None:
+        self._wires, self._lines = wires, lines
+        self._replicas = sum(line.count for line in lines)
+        first, *others = (line.sums.borders for line in lines)
+        self._cuts = np.unique(np.concatenate([first, *others])) if others else first
+        self._parts = [_Parts(line, self._cuts) for line in lines] if others else []
+        kinds = [parts.line.sums.alike[parts.stage] for parts in self._parts] or [lines[0].sums.alike]
+        self._members: list[tuple[int, ...]] = list(zip(*(own.tolist() for own in kinds), strict=True))
+        """Of each part, which of `StageSums.own` have it."""
         rings: dict[tuple[int, ...], Ring] = {}
-        for numbers in self._members:
-            if numbers not in rings:
-                key = tuple(self._pools(numbers).items())
-                if key not in known:
-                    known[key] = _ring(wires, self._pools(numbers))
-                rings[numbers] = known[key]
+        for numbers in dict.fromkeys(self._members):
+            pools = self._pools(numbers)
+            key = tuple(pools.items())
+            if key not in known:
+                known[key] = _ring(wires, pools)
+            rings[numbers] = known[key]
         self._rings = np.array([rings[numbers] for numbers in self._members]).T
 
     def exchanges(self) -> list[Exchange]:
         """Of each kind of pipeline."""
-        own = [line.ways(self._rings, self._replicas) for line in self._lines]
-        if len(own) > 1:
+        rates, waits = self._rings[0], self._rings[1:]
+        replicas = self._replicas
+        if not self._parts:
+            (line,) = self._lines
+            own = [line.ways(_seconds(rates, line.carried(replicas)), waits, replicas)]
+        else:
+            own = [
+                parts.line.ways(parts.between_s(rates, replicas), parts.waits(waits), replicas) for parts in self._parts
+            ]
             # All replicas of a layer are done with it at the same time, so the slowest decides, and the shortest backward hides.
-            longest = np.maximum.reduce(
-                [ways.exchange_s[:, line.stage] for line, ways in zip(self._lines, own, strict=True)]
-            )
-            backward = np.minimum.reduce(
-                [ways.backward_s[line.stage] for line, ways in zip(self._lines, own, strict=True)]
-            )
-            own = [line.paced(longest, backward) for line in self._lines]
+            spread = list(zip(own, self._parts, strict=True))
+            longest = np.maximum.reduce([ways.exchange_s[:, parts.stage] for ways, parts in spread])
+            backward = np.minimum.reduce([ways.backward_s[parts.stage] for ways, parts in spread])
+            own = [parts.paced(longest, backward) for parts in self._parts]
         return [
             _exchange(ways, line.sums.stops - line.sums.starts) for line, ways in zip(self._lines, own, strict=True)
         ]
 
     def usd(self) -> tuple[float, float, float]:
         """Of gradients, updated and all parameters once round: a ring through several pools goes from each to the next one and back."""
-        fleet = self._wires.fleet
+        fleet, first = self._wires.fleet, self._lines[0].sums
+        stages = np.searchsorted(first.starts, self._cuts[:-1], side="right") - 1
         found = np.zeros(len(EXCHANGED))
-        for part, numbers in enumerate(self._members):
+        for part, (stage, numbers) in enumerate(zip(stages.tolist(), self._members, strict=True)):
             row = sorted(map(fleet.pool, self._pools(numbers)), key=lambda pool: pool.place)
             if len(row) > 1:
                 around = zip(row, [*row[1:], row[0]], strict=True)
                 price = sum(fleet.traffic_usd_per_byte(a, b) for a, b in around)
-                found += price * self._lines[0].sent(part, self._replicas)
+                sent = first.tables[stage].sent(self._cuts[part : part + 1], self._cuts[part + 1 : part + 2])
+                _, dense, experts = sent.carried(self._replicas)
+                found += price * (dense + experts)[:, 0]
         gradients, updated, parameters = found.tolist()
         return gradients, updated, parameters
 

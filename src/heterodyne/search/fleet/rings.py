@@ -18,7 +18,8 @@ from math import inf
 
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.laid import Laid, Ring
+from heterodyne.search.fleet.kept import Kept
+from heterodyne.search.fleet.laid import Laid, Line, Ring
 from heterodyne.search.fleet.network import Exchanges, Placed
 from heterodyne.search.fleet.plan import Layout, Stage, Template
 from heterodyne.search.fleet.stage_sums import StageSums
@@ -26,6 +27,8 @@ from heterodyne.search.fleet.tables import Rates
 from heterodyne.search.fleet.wires import Wires
 
 __all__ = ["Rings"]
+
+_LINES_KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Rings:
     @cached_property
     def _known(self) -> dict[object, Ring]:
         return {}
+
+    @cached_property
+    def _lines(self) -> Kept[tuple[StageSums, int, Layout], Line]:
+        return Kept(_LINES_KEPT)
 
     def joined(self, a: str, b: str) -> bool:
         return self._wires.between(a, b) is not None or (a == b and self.fleet.pool(a).nodes == 1)
@@ -61,7 +68,8 @@ class Rings:
         return wire.latency_s + size_bytes / (wire.bandwidth_bytes_per_s * part)
 
     def exchanges(self, placed: Placed, sums_of: Mapping[Template, StageSums], layout: Layout) -> Exchanges:
-        laid = Laid(self._wires, [(sums_of[template], count) for template, count in placed], layout, self._known)
+        lines = [self._line(sums_of[template], count, layout) for template, count in placed]
+        laid = Laid(self._wires, lines, self._known)
         of = {template: own for (template, _), own in zip(placed, laid.exchanges(), strict=True)}
         if not self.fleet.usd_per_byte:
             return Exchanges(of=of)
@@ -77,6 +85,9 @@ class Rings:
             1 / inside.bandwidth_bytes_per_s if together and inside is not None else inf,
             1 / max(wire.bandwidth_bytes_per_s for wire in wires) if wires else inf,
         )
+
+    def _line(self, sums: StageSums, count: int, layout: Layout) -> Line:
+        return self._lines.get((sums, count, layout), lambda: Line(self._wires, sums, count, layout))
 
     def _same_node(self, template: Template, stage: int, pool: Pool, layout: Layout) -> bool:
         if pool.nodes == 1:

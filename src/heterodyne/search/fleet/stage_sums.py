@@ -17,9 +17,9 @@ class StageSums:
     """Of one template. ``tables``: one a stage.
 
     Attributes:
-        starts, stops: layers. Shape [stages].
+        starts, stops: layers. Shape [stages]. ``borders``: of all stages; Shape [stages + 1].
         own: of alike stages the first one, by number, once for all of them.
-        alike: for each stage, its number in ``own``.
+        alike: for each stage, its number in ``own``. Shape [stages].
         in_row: stages from each one to the end of those on places that follow each other in one pool. Shape [stages].
     """
 
@@ -28,15 +28,17 @@ class StageSums:
         stages = template.stages
         self.starts: Ints = np.array([stage.start for stage in stages], dtype=np.int64)
         self.stops: Ints = np.array([stage.stop for stage in stages], dtype=np.int64)
+        self.borders: Ints = np.append(self.starts, self.stops[-1:])
         known: dict[object, int] = {}
         self.own: list[int] = []
-        self.alike: list[int] = []
+        alike: list[int] = []
         for number, (stage, table) in enumerate(zip(stages, tables, strict=True)):
             key = stage.pool, id(table)
             if key not in known:
                 known[key] = len(known)
                 self.own.append(number)
-            self.alike.append(known[key])
+            alike.append(known[key])
+        self.alike: Ints = np.array(alike)
         in_row = [1] * len(stages)
         for number in range(len(stages) - 2, -1, -1):
             if stages[number].pool == stages[number + 1].pool and (number + 1) % template.places:
@@ -77,5 +79,4 @@ class StageSums:
     @property
     def _spans(self) -> list[tuple[Table, Ints]]:
         """Tables, each with its stages."""
-        alike = np.array(self.alike)
-        return [(self.tables[first], np.flatnonzero(alike == number)) for number, first in enumerate(self.own)]
+        return [(self.tables[first], np.flatnonzero(self.alike == number)) for number, first in enumerate(self.own)]
