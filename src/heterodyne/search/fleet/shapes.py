@@ -28,6 +28,7 @@ from heterodyne.search.fleet.tables import Floats, Ints, Tables
 __all__ = ["Shapes", "Sharing", "shapes"]
 
 _FEW = (2, 4, 16)
+_ALL = slice(None)
 _CELLS = 1 << 16  # of an array that is worked on at once
 _COSTS_KEPT = 128  # arrays of layers by layers, while rows are made one after the other
 
@@ -48,7 +49,7 @@ class Sharing:
     least: int | None = None
     network: Network | None = None
 
-    def seconds(self, kind: Kind, held: int, recompute: bool, until: int | None = None) -> Floats:
+    def seconds(self, kind: Kind, held: int, recompute: bool, starts: slice = _ALL, stops: slice = _ALL) -> Floats:
         """See `Table.seconds`."""
         least = (2 if kind.widths.copies == 1 else 1) if self.least is None else self.least
         rates = (0.0, 0.0)
@@ -62,7 +63,8 @@ class Sharing:
                 replicas=self.replicas,
                 zero=zero,
                 exchange=(least, rates),
-                until=until,
+                starts=starts,
+                stops=stops,
             )
             for zero in self.zero
         ]
@@ -122,19 +124,30 @@ class Shapes:
         Stage i cannot begin before the ones before it have had the first micro-batch, nor end after they have begun the last
         backward, so n micro-batches take at least H[i] = max(n cost[i], cost[i] + H[i + 1]), which the cut makes least.
         """
-        known: Kept[tuple[int, int], Floats] = Kept(_COSTS_KEPT)
+        known: Kept[tuple[int, int, int], Floats] = Kept(_COSTS_KEPT)
         found = []
         for row in rows:
             chain = self._chain(row)
-            held = [min(len(chain) - place, self.held_at_most) for place in range(len(chain))]
+            # Every stage has a layer at least, so the first one of a stage is one of so many.
+            first = len(self.kinds[0].table.costs) - len(chain) + 1
             costs = [
-                known.get((kind, count), partial(self.sharing.seconds, self.kinds[kind], count, self.recompute))
-                for kind, count in zip(chain, held, strict=True)
+                known.get((kind, place, len(chain)), partial(self._cost, kind, place, len(chain), first))
+                for place, kind in enumerate(chain)
             ]
             counts = [count for count in _FEW if count <= self.held_at_most and len(chain) > 1]
             cuts = dict.fromkeys(_least(costs, count) for count in (None, *counts))
             found.append([self._template([self.kinds[kind] for kind in chain], points) for points in cuts])
         return found
+
+    def _cost(self, kind: int, place: int, places: int, first: int) -> Floats:
+        """Seconds of a stage from each of the layers that it may begin with to each that it may end before."""
+        return self.sharing.seconds(
+            self.kinds[kind],
+            min(places - place, self.held_at_most),
+            self.recompute,
+            slice(place, place + first),
+            slice(place + 1, place + 1 + first),
+        )
 
     def _chain(self, row: int) -> list[int]:
         """The kinds of its stages."""
@@ -155,11 +168,14 @@ class Shapes:
 
 
 def _least(costs: Sequence[Floats], micro_batches: int | None) -> tuple[int, ...]:
-    """The first layer of each stage of the best cut for so many micro-batches (None: for very many), and the number of layers."""
-    layers = costs[0].shape[0] - 1
-    every = np.arange(layers + 1)
-    reached = np.full(layers + 1, np.inf)
-    reached[layers] = 0.0
+    """The first layer of each stage of the best cut for so many micro-batches (None: for very many), and the number of layers.
+
+    ``costs``: of each stage from the first layers that it may have to the ones of the next stage.
+    """
+    first = len(costs[0])
+    every = np.arange(first)
+    reached = np.full(first, np.inf)
+    reached[-1] = 0.0
     stops: list[Ints] = []
     for cost in reversed(costs):
         after = reached[None, :]
@@ -167,9 +183,10 @@ def _least(costs: Sequence[Floats], micro_batches: int | None) -> tuple[int, ...
         best = np.argmin(ways, axis=1)
         stops.append(best)
         reached = ways[every, best]
-    points = [0]
-    for stop in reversed(stops):
-        points.append(int(stop[points[-1]]))
+    points, own = [0], 0
+    for place, stop in enumerate(reversed(stops), 1):
+        own = int(stop[own])
+        points.append(place + own)
     return tuple(points)
 
 
@@ -295,7 +312,7 @@ class _Grown:
         own, numbers = self._allowed(rows, room)
         costs: dict[int, Floats] = {}
         for number in np.unique(numbers).tolist():
-            cost = self.sharing.seconds(self.kinds[number], held, self.space.recompute, until)
+            cost = self.sharing.seconds(self.kinds[number], held, self.space.recompute, slice(until), slice(until + 1))
             if np.isfinite(cost).any():
                 costs[number] = cost
         if len(costs) < len(self.kinds):
@@ -340,7 +357,7 @@ class _Grown:
 def _grown(costs: Mapping[int, Floats], numbers: Ints, reached: Floats, total: Floats) -> tuple[Floats, Floats]:
     """One more stage before each row, of the kinds ``numbers``, which ascend.
 
-    Shapes: of each cost [layers + 1, layers + 1], of some first layers; twice [rows, layers + 1].
+    Shapes: of each cost [first, first + 1], of so many first layers; twice [rows, layers + 1].
     """
     longest, whole = np.full_like(reached, np.inf), np.full_like(total, np.inf)
     first = len(next(iter(costs.values())))
@@ -350,7 +367,7 @@ def _grown(costs: Mapping[int, Floats], numbers: Ints, reached: Floats, total: F
         one = numbers[low] == numbers[high - 1]
         kinds = numbers[low : low + 1] if one else numbers[own]
         cost = costs[int(kinds[0])][None] if one else np.stack([costs[number] for number in kinds.tolist()])
-        worse = np.maximum(cost, reached[own, None, :first])
+        worse = np.maximum(cost, reached[own, None, : first + 1])
         stop = worse.argmin(axis=2)
         row = np.arange(high - low)[:, None]
         longest[own, :first] = worse[row, start, stop]

@@ -149,18 +149,17 @@ class Table:
         replicas: int = 1,
         zero: int = 0,
         exchange: tuple[int, Rates] = (1, (0.0, 0.0)),
-        until: int | None = None,
+        starts: slice = slice(None),
+        stops: slice = slice(None),
     ) -> Floats:
         """For every start and stop the forward and backward of a micro-batch; infinite where it does not fit.
 
         Recomputed where it does not fit otherwise and ``recompute`` allows it. A pass takes no less than the ``exchange`` beside it
-        among so many pipelines at some rates, whichever way is shorter. ``until``: of how many first layers; None: all. Shape
-        [until + 1, until + 1].
+        among so many pipelines at some rates, whichever way is shorter. ``starts``, ``stops``: which of them; all are [layers + 1].
         """
         zero = zero if replicas * self.widths.copies > 1 else 0
-        first = slice(None if until is None else until + 1)
-        kept, redone = (own[first, first] for own in self._most_held(zero, replicas, memory_bytes))
-        plain, again = (own[first, first] for own in self._at_level(zero, exchange))
+        kept, redone = (own[starts, stops] for own in self._most_held(zero, replicas, memory_bytes))
+        plain, again = (own[starts, stops] for own in self._at_level(zero, exchange))
         found: Floats = np.where(held <= redone, again, np.inf) if recompute else np.full_like(plain, np.inf)
         np.copyto(found, plain, where=held <= kept)
         return found
