@@ -5,7 +5,7 @@ What a shape is worth is what it does in a time, less what its devices would do 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,12 +63,11 @@ class Columns:
                     best = own[best_per_devices(capacity[own], devices[own])]
                     chosen.update(dict.fromkeys(_first(best, value, each)))
         chosen.update(dict.fromkeys(self._alone(longest, total, sizes, devices, limits)))
-        starts = np.cumsum([0, *map(len, rows)])
-        made: dict[int, list[Template]] = {}
-        for start, part in zip(starts.tolist(), rows, strict=False):
-            numbers = [row for row in chosen if start <= row < start + len(part)]
-            made.update(zip(numbers, part.templates(number - start for number in numbers), strict=True))
-        return list(dict.fromkeys(template for row in chosen for template in made[row]))
+        return _templates(rows, chosen)
+
+    def alike(self, rows: Sequence[Shapes], limits: Limits) -> list[Template]:
+        """The shapes that are best where all pipelines are alike."""
+        return _templates(rows, dict.fromkeys(self._alone(*together(rows), limits)))
 
     def _alone(self, longest: Floats, total: Floats, sizes: Ints, devices: Ints, limits: Limits) -> list[int]:
         """The shapes that do the whole batch fastest in so many pipelines all alike."""
@@ -101,6 +100,16 @@ class Columns:
         stages = np.maximum(1, devices.sum(axis=1))
         found: Floats = np.where(devices > 0, slow[None, :], 0.0).max(axis=1) / stages
         return found
+
+
+def _templates(rows: Sequence[Shapes], chosen: Collection[int]) -> list[Template]:
+    """Of some rows, counted through all sizes of micro-batches."""
+    starts = np.cumsum([0, *map(len, rows)])
+    made: dict[int, list[Template]] = {}
+    for start, part in zip(starts.tolist(), rows, strict=False):
+        numbers = [row for row in chosen if start <= row < start + len(part)]
+        made.update(zip(numbers, part.templates(number - start for number in numbers), strict=True))
+    return list(dict.fromkeys(template for row in chosen for template in made[row]))
 
 
 def _first(rows: Ints, value: Floats, count: int) -> list[int]:

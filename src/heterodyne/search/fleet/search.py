@@ -152,7 +152,8 @@ class Search:
             about_s = min(about_s, times[1])
             if best is not None and aim.by_time and times[0] >= best.predicted.step_s:
                 continue  # no plan with these shapes is faster
-            columns.update(dict.fromkeys(self._chosen.of(rows, limits, times[1])))
+            chosen = self._chosen.alike(rows, limits) if self.coarse else self._chosen.of(rows, limits, times[1])
+            columns.update(dict.fromkeys(chosen))
             own = list(columns)
             best = self._played(self._mixes.alike(own, limits), best, aim)
             if self.coarse:
