@@ -254,12 +254,18 @@ class Search:
         best: Weighed | None,
         aim: Aim,
     ) -> Weighed | None:
-        """The best of them, and of what is known already. Where it is not time that counts, bounds only say what comes first."""
+        """The best of them, and of what is known already. Where it is not time that counts, bounds only say what comes first.
+
+        Of equals those with larger micro-batches: they have fewer of them to wait for.
+        """
         split = not SPLIT.isdisjoint(self._first)
-        ranked = sorted(((self.predictor.bound_s(mix, split=split), n) for n, mix in enumerate(mixes)))
-        self._proposed.update((mixes[number], None) for _, number in ranked[:_PLAYED])
+        ranked = sorted(
+            (self.predictor.bound_s(mix, split=split), -sum(t.micro_batch * count for t, count in mix), number)
+            for number, mix in enumerate(mixes)
+        )
+        self._proposed.update((mixes[number], None) for _, _, number in ranked[:_PLAYED])
         limit = self._spent + _PLAYED_STAGES
-        for bound_s, number in ranked[:_PLAYED]:
+        for bound_s, _, number in ranked[:_PLAYED]:
             if (
                 self._late()
                 or self._spent > limit
