@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from heterodyne.search.fleet.tables import Floats
+from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.weighed import Mix, Weighed
 
 __all__ = ["Aim", "Score"]

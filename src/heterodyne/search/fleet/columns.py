@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.shapes import Shapes
-from heterodyne.search.fleet.tables import Floats, Ints
 
 __all__ = ["Columns", "together"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
+from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.quiet import quiet
-from heterodyne.search.fleet.tables import Floats, Ints
 
 __all__ = ["Limits", "Relaxed", "best_per_devices", "relaxed", "shortest_s", "whole"]
 

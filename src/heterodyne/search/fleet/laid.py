@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.network import Exchange
 from heterodyne.search.fleet.plan import Layout, Stage
+from heterodyne.search.fleet.sent import EXCHANGED, Sent
 from heterodyne.search.fleet.stage_sums import StageSums
-from heterodyne.search.fleet.tables import EXCHANGED, Floats, Ints
 from heterodyne.search.fleet.wires import Wires
 
 __all__ = ["Laid", "Line", "Ring"]
@@ -62,7 +63,7 @@ class Line:
         places = Counter(home.pool for home in sums.template.homes)
         shares = [_share(wires, stage, places[stage.pool], count, layout) for stage in own]
         self.members: list[_Members] = [
-            (stage.pool, ceil(count / share.replicas) * wires.nodes_of(stage), count * stage.widths.copies)
+            (stage.pool, ceil(count / share.replicas) * _nodes_of(wires, stage), count * stage.widths.copies)
             for stage, share in zip(own, shares, strict=True)
         ]
         """Of a ring through each of `StageSums.own`."""
@@ -102,9 +103,7 @@ class Line:
 
     def carried(self, replicas: int) -> Floats:
         """What a node sends of each stage once round, in bytes. Shape [3, stages]."""
-        _, dense, experts = self.sums.sent.carried(replicas)
-        found: Floats = dense + self.experts * experts
-        return found
+        return _leaving(self.sums.sent, self.experts, replicas)
 
 
 class _Parts:
@@ -124,8 +123,8 @@ class _Parts:
         for number in np.flatnonzero(slowest != fastest).tolist():
             parts = np.flatnonzero(self.stage == number)
             sent = self.line.sums.tables[number].sent(self.cuts[parts], self.cuts[parts + 1])
-            _, dense, experts = sent.carried(replicas)
-            found[:, number] = _seconds(rates[parts], dense + self.line.experts[number] * experts).sum(axis=1)
+            leaving = _leaving(sent, self.line.experts[number], replicas)
+            found[:, number] = _seconds(rates[parts], leaving).sum(axis=1)
         return found
 
     def waits(self, rings: Floats) -> Floats:
@@ -192,8 +191,7 @@ class Laid:
                 around = zip(row, [*row[1:], row[0]], strict=True)
                 price = sum(fleet.traffic_usd_per_byte(a, b) for a, b in around)
                 sent = first.tables[stage].sent(self._cuts[part : part + 1], self._cuts[part + 1 : part + 2])
-                _, dense, experts = sent.carried(self._replicas)
-                found += price * (dense + experts)[:, 0]
+                found += price * _leaving(sent, 1.0, self._replicas)[:, 0]
         gradients, updated, parameters = found.tolist()
         return gradients, updated, parameters
 
@@ -252,15 +250,27 @@ def _share(wires: Wires, stage: Stage, stages: int, count: int, layout: Layout) 
     return _Share(replicas=min(count, max(1, places // stages)), stages=stages)
 
 
+def _leaving(sent: Sent, experts: Floats | float, replicas: int) -> Floats:
+    """Bytes once round, of the copy and a part of each set of experts. Shape [3, stages]."""
+    _, dense, sets = sent.carried(replicas)
+    found: Floats = dense + experts * sets
+    return found
+
+
 def _inside_rate(wires: Wires, stage: Stage) -> float:
     """Seconds of a byte of a device."""
     wire = wires.inside(wires.fleet.pool(stage.pool))
     return inf if wire is None else 1 / wire.bandwidth_bytes_per_s
 
 
+def _nodes_of(wires: Wires, stage: Stage) -> int:
+    """Over which the devices of one stage lie."""
+    return max(1, stage.devices // wires.fleet.pool(stage.pool).devices_per_node)
+
+
 def _experts(wires: Wires, stage: Stage, width: int) -> float:
     """The part of a set of them that a node sends: it may lie over several, each of which sends those that it has."""
-    return min(1.0, stage.devices / wires.nodes_of(stage) / width) if width else 0.0
+    return min(1.0, stage.devices / _nodes_of(wires, stage) / width) if width else 0.0
 
 
 def _exchange(ways: _Ways, layers: Ints) -> Exchange:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.plan import Layout, Template
+from heterodyne.search.fleet.sent import Rates
 from heterodyne.search.fleet.stage_sums import StageSums
-from heterodyne.search.fleet.tables import Floats, Rates
 
 __all__ = ["Exchange", "Exchanges", "Network", "Placed"]
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.search.fleet.tables import Floats
+from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.weighed import Weighed
 
 __all__ = ["Goal", "Objective"]

@@ -22,8 +22,8 @@ from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.laid import Laid, Line, Ring
 from heterodyne.search.fleet.network import Exchanges, Placed
 from heterodyne.search.fleet.plan import Layout, Stage, Template
+from heterodyne.search.fleet.sent import Rates
 from heterodyne.search.fleet.stage_sums import StageSums
-from heterodyne.search.fleet.tables import Rates
 from heterodyne.search.fleet.wires import Wires
 
 __all__ = ["Rings"]

@@ -22,6 +22,7 @@ import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.aim import Aim, Score
+from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.ascending import ascending
 from heterodyne.search.fleet.columns import Columns, together
 from heterodyne.search.fleet.counts import Limits, shortest_s
@@ -34,7 +35,7 @@ from heterodyne.search.fleet.shapes import Shapes
 from heterodyne.search.fleet.shares import time_until
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.spread import spread_s
-from heterodyne.search.fleet.tables import Floats, Tables
+from heterodyne.search.fleet.tables import Tables
 from heterodyne.search.fleet.watch import Watch
 from heterodyne.search.fleet.weighed import Mix, Weighed, mix_of
 

@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.kinds import Kind, chosen_of, kinds_of
 from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.tables import Floats, Ints, Tables
+from heterodyne.search.fleet.tables import Tables
 
 __all__ = ["Shapes", "Sharing", "shapes"]
 

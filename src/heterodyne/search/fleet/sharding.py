@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from heterodyne.plan.schedules.times import StageTimes
 from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, last_bucket_s, returned_s
+from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.network import Exchange, Exchanges
-from heterodyne.search.fleet.tables import Floats
 
 __all__ = ["at_end_s", "beside", "of_places", "usd"]
 

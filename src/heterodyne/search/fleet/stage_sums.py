@@ -7,8 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
+from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.plan import Template
-from heterodyne.search.fleet.tables import Floats, Ints, Sent, Table
+from heterodyne.search.fleet.sent import Sent
+from heterodyne.search.fleet.tables import Table
 
 __all__ = ["StageSums"]
 
@@ -17,7 +19,7 @@ class StageSums:
     """Of one template. ``tables``: one a stage.
 
     Attributes:
-        starts, stops: layers. Shape [stages]. ``borders``: of all stages; Shape [stages + 1].
+        starts, stops: layers. Shape [stages]. ``borders``: of all stages. Shape [stages + 1].
         own: of alike stages the first one, by number, once for all of them.
         alike: for each stage, its number in ``own``. Shape [stages].
         in_row: stages from each one to the end of those on places that follow each other in one pool. Shape [stages].

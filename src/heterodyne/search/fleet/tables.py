@@ -12,25 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
-from math import inf
-from typing import Literal, NamedTuple, get_args
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
+from heterodyne.search.fleet.arrays import Floats, Ints, between, largest, sums
 from heterodyne.search.fleet.kept import Kept
+from heterodyne.search.fleet.sent import EXCHANGED, Exchanged, LayerBytes, Rates, Sent, expert_part, reduced_bytes
 
-__all__ = ["EXCHANGED", "Exchanged", "Memory", "Rates", "Sent", "Table", "Tables"]
-
-Exchanged = Literal["gradients", "updated", "parameters"]
-"""What replicas exchange: gradients, the parameters that an optimizer has changed, all parameters."""
-EXCHANGED: tuple[Exchanged, ...] = get_args(Exchanged)
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Rates = tuple[float, float]
-"""Seconds for a byte that a device sends inside its node, and for one that a node sends."""
+__all__ = ["Memory", "Table", "Tables"]
 
 
 class Memory(NamedTuple):
@@ -45,24 +37,6 @@ class Memory(NamedTuple):
     @property
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.passing
-
-
-class Sent(NamedTuple):
-    """Bytes that replicas exchange of stages, and what of that a ring of one pipeline need not pass on, since it is kept where it is.
-
-    Each of shape [3, 3, stages]: of each device of a stage, of one copy of all its layers, which leaves a node that holds it, and of one
-    set of its experts, which may lie over several nodes and are not in the copy; of each of these all that is `EXCHANGED`.
-    """
-
-    whole: Floats
-    kept: Floats
-
-    def carried(self, replicas: int) -> Floats:
-        """By a ring through all replicas once round: one reduce-scatter or all-gather; an all-reduce is two (Patarasuk and Yuan, 2009).
-
-        (n - 1) / n of the bytes, n the devices that hold the same: none where it is one.
-        """
-        return self.whole - self.kept / replicas
 
 
 @dataclass(frozen=True)
@@ -90,11 +64,11 @@ class Table:
 
     def reduced_bytes(self, start: int, stop: int) -> float:
         """Gradients of whole layers: of one copy of what is no expert's, and of one set of the experts."""
-        own = self._whole["gradients"]
-        return sum(float(sums[stop] - sums[start]) for sums in (own.dense, own.experts))
+        _, *own = self._whole["gradients"].sums.whole
+        return sum(float(rows[stop] - rows[start]) for rows in own)
 
     def sent(self, starts: Ints, stops: Ints) -> Sent:
-        """Of stages from some layers to others."""
+        """Of stages from some layers to others, each of all that is `EXCHANGED`. Shapes [3, 3, stages]."""
         whole, kept = self._sent[..., stops] - self._sent[..., starts]
         return Sent(whole, kept)
 
@@ -127,10 +101,8 @@ class Table:
         if zero > 1:
             passing += float(self._passing[zero][start, stop])
         parameters, gradients, optimizer = (
-            (sums.shared[stop] - sums.shared[start]) / replicas
-            if zero >= level
-            else sums.whole[stop] - sums.whole[start]
-            for sums, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1))
+            (own.shared[stop] - own.shared[start]) / replicas if zero >= level else own.whole[stop] - own.whole[start]
+            for own, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1))
         )
         return Memory(
             parameters=parameters,
@@ -189,8 +161,8 @@ class Table:
         fixed = self._working
         if zero > 1:
             fixed = fixed + self._passing[zero]
-        for sums, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1)):
-            fixed = fixed + (sums.shared_square / replicas if zero >= level else sums.square)
+        for own, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1)):
+            fixed = fixed + (own.shared_square / replicas if zero >= level else own.square)
         return fixed
 
     def _exchanged_s(self, zero: int, replicas: int, rates: Rates) -> tuple[Floats | float, Floats | float]:
@@ -205,16 +177,16 @@ class Table:
 
     @cached_property
     def _forward(self) -> list[float]:
-        return _sums([cost.forward_s for cost in self.costs])
+        return sums([cost.forward_s for cost in self.costs])
 
     @cached_property
     def _backward(self) -> list[float]:
-        return _sums([cost.backward_s for cost in self.costs])
+        return sums([cost.backward_s for cost in self.costs])
 
     @cached_property
     def _update(self) -> Floats:
         whole = [cost.update_s for cost in self.costs]
-        return np.array([_sums(whole), _sums([part * own for part, own in zip(self._parts, whole, strict=True)])])
+        return np.array([sums(whole), sums([part * own for part, own in zip(self._parts, whole, strict=True)])])
 
     @cached_property
     def _parts(self) -> list[float]:
@@ -222,7 +194,7 @@ class Table:
         copies = self.widths.copies
         return [
             (1 - expert) / copies + expert / cost.expert_copies
-            for cost, expert in zip(self.costs, map(_expert, self.costs), strict=True)
+            for cost, expert in zip(self.costs, map(expert_part, self.costs), strict=True)
         ]
 
     @cached_property
@@ -238,42 +210,35 @@ class Table:
         return _State([cost.optimizer_bytes for cost in self.costs], self._parts)
 
     @cached_property
-    def _whole(self) -> dict[Exchanged, _Exchanged]:
+    def _whole(self) -> dict[Exchanged, LayerBytes]:
         sizes: dict[Exchanged, list[float]] = {
-            "gradients": [_reduced(cost) for cost in self.costs],
+            "gradients": [reduced_bytes(cost) for cost in self.costs],
             # What is frozen is not updated.
             "updated": [min(cost.parameter_bytes, cost.gradient_bytes) for cost in self.costs],
             "parameters": [cost.parameter_bytes for cost in self.costs],
         }
-        return {what: _Exchanged(own, self.costs, self.widths) for what, own in sizes.items()}
+        return {what: LayerBytes(own, self.costs, self.widths) for what, own in sizes.items()}
 
     @cached_property
     def _sent(self) -> Floats:
-        """See `Sent`, for every number of first layers."""
-        every = [self._whole[what] for what in EXCHANGED]
-        whole = [[own.device for own in every], [own.dense for own in every], [own.experts for own in every]]
-        kept = [
-            [own.device_kept for own in every],
-            [own.dense_kept for own in every],
-            [own.experts_kept for own in every],
-        ]
-        return np.array([whole, kept])
+        """See `Sent`: whole and kept, of all that is `EXCHANGED`, of the first layers. Shape [2, 3, 3, layers + 1]."""
+        return np.array([self._whole[what].sums for what in EXCHANGED]).transpose(1, 2, 0, 3)
 
     @cached_property
     def _kept(self) -> list[float]:
-        return _sums([cost.kept_bytes for cost in self.costs])
+        return sums([cost.kept_bytes for cost in self.costs])
 
     @cached_property
     def _kept_again(self) -> list[float]:
-        return _sums([cost.kept_bytes_recomputed for cost in self.costs])
+        return sums([cost.kept_bytes_recomputed for cost in self.costs])
 
     @cached_property
     def _redone(self) -> Floats:
-        return _largest([max(0, cost.kept_bytes - cost.kept_bytes_recomputed) for cost in self.costs])
+        return largest([max(0, cost.kept_bytes - cost.kept_bytes_recomputed) for cost in self.costs])
 
     @cached_property
     def _working(self) -> Floats:
-        return _largest([cost.workspace_bytes for cost in self.costs])
+        return largest([cost.workspace_bytes for cost in self.costs])
 
     @cached_property
     def _passing(self) -> dict[int, Floats]:
@@ -283,19 +248,19 @@ class Table:
         for zero in (2, 3):
             own = [_gathered(cost, zero) for cost in self.costs]
             both = np.zeros((count, count))
-            both[:-1, 2:] = _largest(_pairs(own))[:, 1:] if len(own) > 1 else 0.0
-            found[zero] = np.maximum(both, _largest(own))
+            both[:-1, 2:] = largest(_pairs(own))[:, 1:] if len(own) > 1 else 0.0
+            found[zero] = np.maximum(both, largest(own))
         return found
 
     @cached_property
     def _passes(self) -> tuple[Floats, Floats]:
         count = len(self.costs) + 1
         stage = np.arange(count)[:, None] < np.arange(count)[None, :]
-        return np.where(stage, _between(self._forward), np.inf), _between(self._backward)
+        return np.where(stage, between(self._forward), np.inf), between(self._backward)
 
     @cached_property
     def _kept_squares(self) -> tuple[Floats, Floats]:
-        return _between(self._kept), _between(self._kept_again)
+        return between(self._kept), between(self._kept_again)
 
 
 @dataclass(frozen=True)
@@ -320,60 +285,16 @@ class _State:
     """Bytes of state of a device, whole and in its share of one pipeline, summed over layers."""
 
     def __init__(self, values: Sequence[float], parts: Sequence[float]) -> None:
-        self.whole = _sums(values)
-        self.shared = _sums([part * value for part, value in zip(parts, values, strict=True)])
+        self.whole = sums(values)
+        self.shared = sums([part * value for part, value in zip(parts, values, strict=True)])
 
     @cached_property
     def square(self) -> Floats:
-        return _between(self.whole)
+        return between(self.whole)
 
     @cached_property
     def shared_square(self) -> Floats:
-        return _between(self.shared)
-
-
-class _Exchanged:
-    """Bytes that are exchanged, summed over layers.
-
-    Of a ``device``, of one copy of all that is no expert's (``dense``), of one set of the ``experts``; each with what of that a ring of
-    one pipeline need not pass on, since it is kept where it is.
-    """
-
-    def __init__(self, values: Sequence[float], costs: Sequence[LayerCost], widths: Widths) -> None:
-        experts = [_expert(cost) for cost in costs]
-        routed = [value * expert for value, expert in zip(values, experts, strict=True)]
-        plain = [value - own for value, own in zip(values, routed, strict=True)]
-        sets = [own * widths.devices / cost.expert_copies for own, cost in zip(routed, costs, strict=True)]
-        kept = [own / cost.expert_copies for own, cost in zip(routed, costs, strict=True)]
-        self.device = _sums(values)
-        self.device_kept = _sums([a / widths.copies + b for a, b in zip(plain, kept, strict=True)])
-        self.dense = _sums([widths.tensor * a for a in plain])
-        self.dense_kept = _sums([widths.tensor * a / widths.copies for a in plain])
-        self.experts = _sums(sets)
-        self.experts_kept = _sums([own / cost.expert_copies for own, cost in zip(sets, costs, strict=True)])
-
-    def least_s(self, replicas: int, rates: Rates) -> Floats:
-        """Of one way round, for every start and stop: inside a node or between nodes, whichever is sooner.
-
-        Of experts a node sends at least what one of its devices has.
-        """
-        device, device_kept, dense, dense_kept = self._squares
-        inside, between = rates
-        ways = []
-        if inside < inf:
-            ways.append(inside * (device - device_kept / replicas))
-        if between < inf:
-            ways.append(between * np.maximum(dense - dense_kept / replicas, device - device_kept / replicas))
-        return np.minimum.reduce(ways) if ways else np.full_like(device, np.inf)
-
-    @cached_property
-    def _squares(self) -> tuple[Floats, Floats, Floats, Floats]:
-        return (
-            _between(self.device),
-            _between(self.device_kept),
-            _between(self.dense),
-            _between(self.dense_kept),
-        )
+        return between(self.shared)
 
 
 def _times(room: Floats, each: Floats) -> Floats:
@@ -381,16 +302,6 @@ def _times(room: Floats, each: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         found: Floats = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, -1.0)).astype(np.float32)
     return found
-
-
-def _reduced(cost: LayerCost) -> float:
-    return float(cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes)
-
-
-def _expert(cost: LayerCost) -> float:
-    """The part of a layer that belongs to experts."""
-    reduced = _reduced(cost)
-    return cost.expert_bytes / reduced if reduced else 0.0
 
 
 def _gathered(cost: LayerCost, zero: int) -> float:
@@ -401,22 +312,3 @@ def _gathered(cost: LayerCost, zero: int) -> float:
 def _pairs(values: Sequence[float]) -> list[float]:
     """Of neighbours together; of a single one, itself."""
     return [a + b for a, b in pairwise(values)] or list(values)
-
-
-def _sums(values: Sequence[float]) -> list[float]:
-    return list(accumulate(values, initial=0.0))
-
-
-def _between(sums: Sequence[float]) -> Floats:
-    row = np.asarray(sums)
-    difference: Floats = row[None, :] - row[:, None]
-    return difference
-
-
-def _largest(values: Sequence[float]) -> Floats:
-    """For every start and stop the largest value between them."""
-    count = len(values)
-    square = np.where(np.arange(count)[:, None] <= np.arange(count)[None, :], np.asarray(values, float)[None, :], 0.0)
-    found = np.zeros((count + 1, count + 1))
-    found[:count, 1:] = np.maximum.accumulate(square, axis=1)
-    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
-from heterodyne.search.fleet.plan import Stage
 
 __all__ = ["Wires"]
 
@@ -26,7 +25,3 @@ class Wires:
     def inside(self, pool: Pool) -> Wire | None:
         """Where it is not known what joins the devices of a node, what joins nodes is taken."""
         return pool.inside or self.between(pool.name, pool.name)
-
-    def nodes_of(self, stage: Stage) -> int:
-        """Over which the devices of one stage lie."""
-        return max(1, stage.devices // self.fleet.pool(stage.pool).devices_per_node)

@@ -19,9 +19,10 @@ from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.search import Search
+from heterodyne.search.fleet.sent import EXCHANGED
 from heterodyne.search.fleet.shapes import Sharing
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.tables import EXCHANGED, Table
+from heterodyne.search.fleet.tables import Table
 from heterodyne.search.fleet.weighed import Mix
 from pure.search.fleet.small import GIB, drawn, search_of
 
