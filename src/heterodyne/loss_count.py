@@ -1,30 +1,79 @@
-"""What each part of a batch counts in its loss: told once, for stages that run in halves and for the runtime."""
+"""How the losses of the parts of a batch make up the loss of the batch: the one interface of capture and runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from heterodyne.graph.ir import Loss
 
-__all__ = ["LossCount", "counts"]
-
-# What the loss counts in a part of the batch, with the buffers of the model by name (it may weigh classes by one of them).
-LossCount: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], float]
+__all__ = ["CountedBy", "LossCount"]
 
 
-def counts(
-    loss: Loss,
-    parts: Sequence[Mapping[str, Tensor]],
-    sizes: Sequence[int],
-    count: LossCount,
-    buffers: Mapping[str, Tensor],
-) -> list[float]:
-    """What each part counts: its samples, or ``count(part, buffers)`` where that depends on the data; 1 for a summed loss."""
-    if loss.reduction == "sum":
-        return [1.0] * len(sizes)
-    if loss.count == "samples":
-        return [float(size) for size in sizes]
-    return [float(count(part, buffers)) for part in parts]
+class LossCount(Protocol):
+    """What a loss is divided by. Statistics of parts of a batch add up to those of the batch; ``[1 + n]``, samples first."""
+
+    @property
+    def counts_data(self) -> bool:
+        """Whether the samples must be read to know the statistics; else their number is all there is to know."""
+
+    @property
+    def size(self) -> int:
+        """How many statistics there are, with the number of samples."""
+
+    def statistics(self, part: Mapping[str, Tensor], samples: int, buffers: Mapping[str, Tensor]) -> Tensor:
+        """Of a part of a batch, in float64 on the host, with the buffers of the model by name (they may weight classes)."""
+
+    def weight(self, part: Tensor, whole: Tensor) -> float:
+        """By what the loss of a part is multiplied to be its part of the loss of the whole; 0 if its denominator is 0."""
+
+    def divisors(self, whole: Tensor) -> Mapping[str, Tensor]:
+        """What the last stage is given beside the batch, where the terms of the loss have denominators of their own."""
+
+    def total(self, whole: Tensor) -> float:
+        """What people are told that the loss counts in a batch: its denominator, else the samples."""
+
+    def is_defined(self, whole: Tensor) -> bool:
+        """Whether no denominator of the loss is 0."""
+
+
+@dataclass(frozen=True)
+class CountedBy:
+    """A loss that is a sum (weight 1), a mean over the samples, or divided by what ``count`` counts in a part of the batch.
+
+    ``count(part, buffers)``: adds up over the parts of a batch; only called if ``loss`` counts tokens.
+    """
+
+    count: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], float]
+    loss: Loss
+
+    @property
+    def counts_data(self) -> bool:
+        return self.loss.reduction == "mean" and self.loss.count == "tokens"
+
+    @property
+    def size(self) -> int:
+        return 2 if self.counts_data else 1
+
+    def statistics(self, part: Mapping[str, Tensor], samples: int, buffers: Mapping[str, Tensor]) -> Tensor:
+        counted = [float(self.count(part, buffers))] if self.counts_data else []
+        return torch.tensor([float(samples), *counted], dtype=torch.float64)
+
+    def weight(self, part: Tensor, whole: Tensor) -> float:
+        if self.loss.reduction == "sum":
+            return 1.0
+        return self.total(part) / self.total(whole) if self.total(part) else 0.0
+
+    def divisors(self, whole: Tensor) -> Mapping[str, Tensor]:
+        del whole
+        return {}
+
+    def total(self, whole: Tensor) -> float:
+        return float(whole[-1])
+
+    def is_defined(self, whole: Tensor) -> bool:
+        return self.loss.reduction == "sum" or self.total(whole) != 0

@@ -8,10 +8,16 @@ from torch import Tensor
 
 from heterodyne.errors import CaptureError
 
-__all__ = ["LOSS", "loss_of"]
+__all__ = ["DIVISOR", "LOSS", "SAMPLES", "loss_of"]
 
 LOSS = "loss"
 """Under which name a model, or a stage of one, hands out its loss."""
+
+SAMPLES = "loss.samples"
+"""The name under which the last stage is given the number of samples of the global batch, where its loss needs it."""
+
+DIVISOR = "loss.divisor."
+"""The same for what the terms of the loss are divided by: this and their number."""
 
 
 def loss_of(output: object) -> Tensor:

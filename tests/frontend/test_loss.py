@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heterodyne.errors import CaptureError, DataError
+from heterodyne.errors import CaptureError
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph import Loss
 
 SAMPLES = Loss(reduction="mean", count="samples")
 TOKENS = Loss(reduction="mean", count="tokens")
+TERMS = Loss(reduction="terms", count="tokens")
 SUM = Loss(reduction="sum")
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
@@ -109,45 +110,101 @@ KNOWN: dict[str, tuple[LossFunction, Loss]] = {
     "softmax and running sums within a sample": (lambda n, z, y, m: (z.softmax(-1) + z.cumsum(1)).mean(), SAMPLES),
     "stacked terms": (lambda n, z, y, m: torch.stack([(z**2).mean(), z.abs().mean()]).mean(), SAMPLES),
     "in double precision": (lambda n, z, y, m: (z.double() ** 2).mean().float(), SAMPLES),
+    "two counts": (
+        lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1)) + (z[..., 0] * m).sum() / m.sum(),
+        TERMS,
+    ),
+    "a count and the samples": (lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1)) + (z**2).mean(), TERMS),
+    "a count, a penalty and the samples": (
+        lambda n, z, y, m: 0.3 * (F.cross_entropy(flat(z), y.view(-1)) + n.scale**2) + (z**2).mean() - n.scale,
+        TERMS,
+    ),
+    "a count and a sum": (lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1)) + (z**2).sum(), TERMS),
+    "a sum and a penalty": (lambda n, z, y, m: (z**2).sum() + n.scale**2, Loss(reduction="terms")),
+    "terms stacked": (
+        lambda n, z, y, m: torch.stack([F.cross_entropy(flat(z), y.view(-1)), (z**2).mean(), n.scale]).mean(),
+        TERMS,
+    ),
+    "a guarded count and a penalty": (
+        lambda n, z, y, m: (z[..., 0] ** 2 * m).sum() / m.sum().clamp(min=1) + n.scale**2,
+        TERMS,
+    ),
+    "a denominator for each class": (
+        lambda n, z, y, m: ((z**2 * m[..., None]).sum((0, 1)) / m.sum(0)[:5]).mean(),
+        TERMS,
+    ),
+    "a numerator where nothing counts": (
+        lambda n, z, y, m: F.binary_cross_entropy_with_logits(z[..., 0], m, reduction="sum") / m.sum().clamp(min=1),
+        TOKENS,
+    ),
+    "a mean divided by a count": (lambda n, z, y, m: (z**2).mean() / m.sum().clamp(min=1), TOKENS),
+    "a mean over a batch-wide count": (lambda n, z, y, m: (z[..., 0] * m / m.sum()).mean(), TOKENS),
+    "a root of a count": (lambda n, z, y, m: (z[..., 0] * m).sum() / m.sum().sqrt(), TOKENS),
+    "a guard that is more than one": (lambda n, z, y, m: (z[..., 0] * m).sum() / m.sum().clamp(min=8), TOKENS),
+    "a count that is bounded": (lambda n, z, y, m: (z[..., 0] * m).sum() / m.sum().clamp(min=1, max=20), TOKENS),
+    "a count and much more": (lambda n, z, y, m: (z[..., 0] * m).sum() / (m.sum() + 1e-3), TOKENS),
+    "a count made of sizes": (
+        lambda n, z, y, m: z.pow(2).sum() / torch.ones(z.shape[:2]).gather(1, y.clamp(min=0)).sum(),
+        TOKENS,
+    ),
+    "the mean of a mask": (lambda n, z, y, m: (z[..., 0] * m).sum() / m.mean(), TOKENS),
+    "two counts in one": (lambda n, z, y, m: (z[..., 0] * m).sum() / (m.sum() + (y != -100).sum()), TOKENS),
+    "a count times the samples": (lambda n, z, y, m: (z[..., 0] * m).sum() / (m.sum() * z.shape[0]), TOKENS),
+    "a sum times the number of samples": (lambda n, z, y, m: (z**2).sum() * z.shape[0], SAMPLES),
 }
 
 
+PARTS = (slice(0, 1), slice(1, 2), slice(2, 5))
+
+
+def without_labels_in_first(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first sample counts nothing in any loss that counts labels or a mask."""
+    batch["y"][0], batch["mask"][0] = -100, 0
+    return batch
+
+
+def loss_of_part(captured: Captured, net: Net, part: dict[str, Tensor], whole: Tensor) -> Tensor:
+    """What a part of the batch adds to the loss, as the runtime computes it."""
+    count = captured.loss_count
+    weight = count.weight(count.statistics_of(part), whole)
+    if captured.graph.loss.reduction != "terms":
+        loss: Tensor = net(**part)
+        return loss * weight if weight else torch.zeros(())
+    graph = captured.stage(0, len(captured.graph.ops), starts=[0]).bind(net, torch.device("cpu"))
+    return graph({**part, **count.divisors(whole)}, {}, len(part["x"]))["loss"] * weight
+
+
 @pytest.mark.parametrize("name", KNOWN)
-def test_parts_weighted_by_the_count_add_up_to_the_whole(name: str) -> None:
+def test_parts_add_up_to_the_whole(name: str) -> None:
     loss, expected = KNOWN[name]
     net, captured = capture_net(loss)
     assert captured.graph.loss == expected
-    batch = batch_of(5)
-    net(**batch).backward()
-    whole = {n: p.grad for n, p in net.named_parameters()}
-    net.zero_grad()
-    for part in (slice(0, 1), slice(1, 5)):
-        piece = {key: value[part] for key, value in batch.items()}
-        weight = 1.0 if expected.reduction == "sum" else captured.loss_count(piece) / captured.loss_count(batch)
-        (net(**piece) * weight).backward()
-    for n, p in net.named_parameters():
-        torch.testing.assert_close(p.grad, whole[n], rtol=1e-4, atol=1e-6)
-    counts = [captured.loss_count({k: v[part] for k, v in batch.items()}) for part in (slice(0, 2), slice(2, 5))]
-    assert sum(counts) == pytest.approx(captured.loss_count(batch)), "a count adds up over the parts"
+    count = captured.loss_count
+    for batch in (batch_of(5), without_labels_in_first(batch_of(5))):
+        net.zero_grad()
+        value = net(**batch)
+        value.backward()
+        gradients = {n: p.grad for n, p in net.named_parameters()}
+        net.zero_grad()
+        whole = count.statistics_of(batch)
+        pieces = [{key: tensor[part] for key, tensor in batch.items()} for part in PARTS]
+        torch.testing.assert_close(sum(count.statistics_of(piece) for piece in pieces), whole)
+        losses = [loss_of_part(captured, net, piece, whole) for piece in pieces]
+        torch.testing.assert_close(sum(losses), value.float(), rtol=1e-5, atol=1e-6)
+        for part in losses:
+            if part.requires_grad:
+                part.backward()
+        for n, p in net.named_parameters():
+            torch.testing.assert_close(p.grad, gradients[n], rtol=1e-4, atol=1e-6)
 
 
 UNKNOWN: dict[str, tuple[LossFunction, str]] = {
-    "two counts": (
-        lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1)) + (z[..., 0] * m).sum() / m.sum(),
-        "different denominators",
-    ),
-    "a count and the samples": (
-        lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1)) + (z**2).mean(),
-        "different denominators",
-    ),
-    "a mean divided by a count": (lambda n, z, y, m: (z**2).mean() / m.sum(), "after it was averaged"),
     "a count that the model makes": (
         lambda n, z, y, m: (z**2).sum() / (z[..., 0] > 0).sum(),
         "depends on the weights",
     ),
     "a root of a mean": (lambda n, z, y, m: (z**2).mean().sqrt(), "cannot be told how the loss is averaged: aten.sqrt"),
     "a greatest loss": (lambda n, z, y, m: (z**2).mean((1, 2)).max(), "cannot be told"),
-    "a quotient of sums": (lambda n, z, y, m: z.sum() / m.sum().sqrt(), "cannot be told"),
     "a mean inside": (lambda n, z, y, m: (z - z.mean(0)).pow(2).mean(), "samples of a batch depend on each other"),
     "a mean inside that has no gradient": (
         lambda n, z, y, m: (z - z.detach().mean(0)).pow(2).mean(),
@@ -175,20 +232,6 @@ UNKNOWN: dict[str, tuple[LossFunction, str]] = {
         lambda n, z, y, m: (z[: z.shape[0] // 2] - z[z.shape[0] // 2 :][: z.shape[0] // 2]).pow(2).mean(),
         "the batch is cut into parts",
     ),
-    "a guard that is more than one": (
-        lambda n, z, y, m: (z[..., 0] * m).sum() / m.sum().clamp(min=8),
-        "cannot be told how the loss is averaged: aten.clamp",
-    ),
-    "a count that is bounded": (
-        lambda n, z, y, m: (z[..., 0] * m).sum() / m.sum().clamp(min=1, max=20),
-        "cannot be told how the loss is averaged: aten.clamp",
-    ),
-    "a count and much more": (
-        lambda n, z, y, m: (z[..., 0] * m).sum() / (m.sum() + 1e-3),
-        "plus a term that does not depend on them",
-    ),
-    "a mean over a batch-wide count": (lambda n, z, y, m: (z[..., 0] / m.sum()).mean(), "over the whole batch"),
-    "a sum and a penalty": (lambda n, z, y, m: (z**2).sum() + n.scale**2, "does not depend on them"),
     "only the weights": (lambda n, z, y, m: n.linear.weight.pow(2).sum(), "does not depend on the"),
 }
 
@@ -202,20 +245,12 @@ def test_what_no_weights_can_serve_is_refused(name: str) -> None:
         assert "test_loss.py:" in str(caught.value), "the line of the model is shown"
 
 
-@pytest.mark.parametrize(
-    ("name", "weight"), [("sum over a guarded mask", 0.9), ("sum over a mask and a bit", 1e-4), ("sum over a mask", 0)]
-)
-def test_a_count_that_its_guard_would_change_is_refused(name: str, weight: float) -> None:
-    _, captured = capture_net(KNOWN[name][0])
-    batch = batch_of(2)
-    batch["mask"].zero_()
-    assert captured.loss_count(batch) == 0
-    batch["mask"][0, 0] = weight
-    if weight:
-        with pytest.raises(DataError, match="guards its division"):
-            captured.loss_count(batch)
-    batch["mask"][0, 0] = 1.0
-    assert captured.loss_count(batch) == 1
+def test_nothing_to_divide_by_is_not_defined_unless_it_is_guarded() -> None:
+    for name, defined in (("sum over a mask", False), ("sum over a guarded mask", True), ("two counts", False)):
+        count = capture_net(KNOWN[name][0])[1].loss_count
+        batch = batch_of(2)
+        batch["mask"].zero_()
+        assert count.is_defined(count.statistics_of(batch)) is defined
 
 
 def test_class_weights_of_a_model_without_values_are_asked_for() -> None:
@@ -223,13 +258,15 @@ def test_class_weights_of_a_model_without_values_are_asked_for() -> None:
         net = Net(KNOWN["class weights"][0])
     captured = trace(net, batch_of(3))
     with pytest.raises(CaptureError, match="'weights', which has no values yet"):
-        captured.loss_count(batch_of(3))
+        captured.loss_count.statistics_of(batch_of(3))
     real, expected = capture_net(KNOWN["class weights"][0])
-    assert captured.loss_count(batch_of(3), dict(real.named_buffers())) == expected.loss_count(batch_of(3))
+    found = captured.loss_count.statistics_of(batch_of(3), dict(real.named_buffers()))
+    assert torch.equal(found, expected.loss_count.statistics_of(batch_of(3)))
 
 
 def test_a_batch_is_checked_before_it_is_counted() -> None:
     _, captured = capture_net(KNOWN["cross entropy"][0])
     with pytest.raises(CaptureError, match="the batch has no y"):
-        captured.loss_count({"x": torch.zeros(1)})
-    assert captured.loss_count(tuple(batch_of(4).values())) == captured.loss_count(batch_of(4))
+        captured.loss_count.statistics_of({"x": torch.zeros(1)})
+    count = captured.loss_count
+    assert torch.equal(count.statistics_of(tuple(batch_of(4).values())), count.statistics_of(batch_of(4)))

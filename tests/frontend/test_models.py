@@ -216,18 +216,21 @@ def test_the_count_of_labels_that_are_not_ignored(case: str, captured: Captured)
     _, batch = build(case)
     shifted = batch["labels"][..., 1:] if case in ("llama", "gpt2", "mixtral") else batch["labels"]
     assert captured.graph.loss.count == "tokens"
-    assert captured.loss_count(batch) == (shifted != -100).sum().item()
+    count = captured.loss_count
+    assert count.total(count.statistics_of(batch)) == (shifted != -100).sum().item()
 
 
 def test_unequal_parts_add_up_to_the_whole(case: str, captured: Captured) -> None:
     if captured.graph.batch_statistics:
         pytest.skip("BatchNorm mixes the samples")
     model, batch = build(case)
-    whole = captured.loss_count(batch)
+    whole = captured.loss_count.statistics_of(batch)
     _, expected = gradients(model, batch)
     model.zero_grad()
     for part in (slice(0, 1), slice(1, 3)):
         piece = {name: value[part] for name, value in batch.items()}
-        (loss_of(model(**piece)) * (captured.loss_count(piece) / whole)).backward()
+        (
+            loss_of(model(**piece)) * captured.loss_count.weight(captured.loss_count.statistics_of(piece), whole)
+        ).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)

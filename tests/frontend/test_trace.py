@@ -71,7 +71,7 @@ def test_inputs_say_which_of_them_follow_the_batch() -> None:
     batch = (torch.zeros(4, 4), torch.zeros(1, 4), torch.zeros(()))
     graph = capture(Shifted(), batch)
     assert [(i.name, i.batch_dim) for i in graph.inputs] == [("x", 0), ("shift", None), ("scale", None)]
-    assert trace(Shifted(), batch).loss_count((torch.zeros(9, 4), *batch[1:])) == 9
+    assert trace(Shifted(), batch).loss_count.statistics_of((torch.zeros(9, 4), *batch[1:]))[0] == 9
 
 
 def test_a_batch_of_one_and_one_like_a_width_stay_dynamic() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import heterodyne as hd
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.loss_count import CountedBy
 from multiprocess.split import moe_model
 
 NAMES = ("gpt", "sum", "weighted", "llama", "gpt2", "bert", "resnet", "mixed")
@@ -37,8 +38,12 @@ class Case:
     graph: ModelGraph
     batch: dict[str, Tensor]
 
-    def count(self, part: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> float:
+    @property
+    def count(self) -> CountedBy:
         """What the loss divides by, counted by hand."""
+        return CountedBy(self._counted, self.graph.loss)
+
+    def _counted(self, part: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> float:
         labels = part["labels"]
         if self.graph.name == "weighted":
             return float(buffers["weights"][labels].double().sum())

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from heterodyne.frontend.arguments import mutates
-from heterodyne.frontend.counting import on_device
 from heterodyne.frontend.describe import differentiable, producer_of
 from heterodyne.frontend.export import Region, Traced, region_of, tensors_of
 from heterodyne.frontend.index_bounds import index_bounds
+from heterodyne.frontend.node_copies import on_device
 from heterodyne.frontend.python_calls import to_python
 from heterodyne.frontend.regions import Regions, Switches
 from heterodyne.frontend.replay import Observed

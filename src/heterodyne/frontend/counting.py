@@ -1,95 +1,218 @@
-"""The denominator of the loss for any batch, from the part of the graph that leads to it."""
+"""What the loss of any batch is divided by, computed from the part of the graph that leads to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from heterodyne.errors import CaptureError, DataError
+from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import leading_to
+from heterodyne.frontend.denominator import Denominator, Statistic
 from heterodyne.frontend.example import Batch, Example
 from heterodyne.frontend.export import Traced
-from heterodyne.frontend.loss import Count
+from heterodyne.frontend.loss import LossReading
+from heterodyne.frontend.node_copies import evaluated, on_device
+from heterodyne.frontend.sizes import size_of
+from heterodyne.model_output import DIVISOR, SAMPLES
 
 __all__ = ["LossCounter"]
 
+_HOST = torch.device("cpu")
+
 
 class LossCounter:
-    """Counts what the mean of the loss divides by; the samples, if it is the samples or if the loss is a sum."""
+    """Counts what a loss is divided by; see `heterodyne.loss_count.LossCount`.
 
-    def __init__(self, traced: Traced, example: Example, count: Count | None, buffers: Mapping[str, Tensor]) -> None:
-        self._traced = traced
+    Made before `split_loss` rewrites the graph: what it needs of that is copied.
+    """
+
+    def __init__(self, traced: Traced, example: Example, reading: LossReading, buffers: Mapping[str, Tensor]) -> None:
         self._example = example
-        self._count = count
+        self._split = reading.split
+        self._power = reading.reduction.samples
+        self._denominators = reading.denominators
         self._buffers = dict(buffers)
-        self._nodes = leading_to([n for n in (count.node, count.weight) if n is not None]) if count else []
-        self._graphs: dict[torch.device, fx.GraphModule] = {}
+        self._constants = dict(traced.constants)
+        self._statistics: tuple[Statistic, ...] = tuple(
+            {s.node: s for d in self._denominators for s in d.statistics}.values()
+        )
+        self._of_batch = _StatisticsGraph(traced, self._statistics)
+        self._values = [_ValueGraph(traced, d, self._statistics) for d in self._denominators]
 
-    def __call__(self, batch: Batch, buffers: Mapping[str, Tensor] | None = None) -> float:
-        """The value for a batch. ``buffers`` are those of a model that was on the meta device when it was captured."""
-        if self._count is None:
-            return float(self._example.size_of(batch))
-        inputs = dict(zip(self._example.names, self._example.values(batch), strict=True))
+    @property
+    def counts_data(self) -> bool:
+        """Whether the samples must be read to know the statistics; else their number is all there is to know."""
+        return bool(self._statistics)
+
+    @property
+    def size(self) -> int:
+        """How many statistics there are, with the number of samples."""
+        return 1 + sum(_entries(statistic) for statistic in self._statistics)
+
+    def statistics(self, part: Batch, samples: int, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
+        """What adds up over the parts of a batch: ``[1 + n]`` in float64 on the host, the number of samples first.
+
+        Args:
+            part: tensors on any one device, by the names or in the order of the example.
+            buffers: of the model, for a loss that divides by class weights in a model that was captured on the meta device.
+        """
+        head = torch.tensor([float(samples)], dtype=torch.float64)
+        if not self._statistics:
+            return head
+        inputs = dict(zip(self._example.names, self._example.values(part), strict=True))
+        known = {**self._constants, **self._buffers, **(buffers or {})}
+        return torch.cat([head, self._of_batch(inputs, known, samples)])
+
+    def statistics_of(self, batch: Batch, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The same for all that is in a batch."""
+        return self.statistics(batch, self._example.size_of(batch), buffers)
+
+    def weight(self, part: Tensor, whole: Tensor) -> float:
+        """By what the loss of a part is multiplied to be its part of the loss of the whole, given the statistics of both.
+
+        It is 0 for a part whose denominator is 0: such a part has no mean.
+        """
+        if self._split:
+            return 1.0
+        own, total = self._value(part), self._value(whole)
+        return own / total if own and total else 0.0
+
+    def divisors(self, whole: Tensor) -> dict[str, Tensor]:
+        """What the graph of a split loss is given beside the batch; nothing for any other."""
+        if not self._split:
+            return {}
+        values = [graph(whole) for graph in self._values]
+        return {
+            SAMPLES: whole[0].float(),
+            **{
+                f"{DIVISOR}{number}": value.reshape(d.shape).to(torch.float64 if d.double else torch.float32)
+                for number, (d, value) in enumerate(zip(self._denominators, values, strict=True))
+            },
+        }
+
+    def total(self, whole: Tensor) -> float:
+        """What people are told that the loss counts: its one denominator, else the samples."""
+        one = not self._split and len(self._denominators) == 1
+        return float(self._values[0](whole)) if one else float(whole[0])
+
+    def is_defined(self, whole: Tensor) -> bool:
+        """Whether no denominator is 0: else one device would divide by it."""
+        return all(bool((value != 0).all()) for value in (graph(whole) for graph in self._values))
+
+    def _value(self, statistics: Tensor) -> float:
+        value = float(statistics[0]) ** self._power if self._power else 1.0
+        return math.prod((float(graph(statistics)) for graph in self._values), start=value)
+
+
+class _StatisticsGraph:
+    """From inputs to the statistics, in a row. It is written out anew for each device."""
+
+    def __init__(self, traced: Traced, statistics: Sequence[Statistic]) -> None:
+        targets = [n for s in statistics for n in (s.node, s.weight) if n is not None]
+        self._root = traced.root
+        self._graphs: dict[torch.device, fx.GraphModule] = {}
+        self._graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in leading_to(targets):
+            copies[node] = self._graph.node_copy(node, lambda n: copies[n])
+        self._roles = [traced.roles[node] for node in copies if node.op == "placeholder"]
+        self._samples = self._graph.placeholder("samples_of_part")
+        self._graph.output(tuple(self._number(s, copies) for s in statistics))
+
+    def __call__(self, inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], samples: int) -> Tensor:
         device = next(iter(inputs.values())).device
         if device not in self._graphs:
-            self._graphs[device] = self._graph_on(device)
-        known = {**self._traced.constants, **self._buffers, **(buffers or {})}
-        values = [self._value(node, inputs, known, device) for node in self._nodes if node.op == "placeholder"]
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(self._graph, {}))
+            for node in graph.nodes:
+                on_device(node, device)
+            self._graphs[device] = fx.GraphModule(self._root, graph)
+        values = [inputs[r.name] if r.kind == "input" else _known(known, r.name, device) for r in self._roles]
         with torch.no_grad():
-            count = float(self._graphs[device](*values))
-        if 0 < count < self._count.least:
-            raise DataError(
-                f"a part of the batch counts {count:g}, and the loss guards its division so that it divides by another number below "
-                f"{self._count.least:g}: the parts would not add up to the whole. Let the weights of a sample add up to more, or leave the "
-                "guard out (a part that counts nothing is left out anyway)"
-            )
-        return count
+            found = self._graphs[device](*values, samples)
+        return torch.cat([value.double().flatten().to(_HOST) for value in found])
 
-    def _value(
-        self, node: fx.Node, inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], device: torch.device
-    ) -> Tensor:
-        role = self._traced.roles[node]
-        if role.kind == "input":
-            return inputs[role.name]
-        value = known.get(role.name)
-        if value is None or value.device.type == "meta":
-            raise CaptureError(
-                f"the loss divides by something that is computed from {role.name!r}, which has no values yet: the model was captured on "
-                "the meta device. Pass the buffers of the materialised model."
-            )
-        return value.detach().to(device)
+    def _number(self, statistic: Statistic, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        graph, entries = self._graph, copies[statistic.node]
+        if statistic.mean:
+            return graph.call_function(torch.mul, (entries, self._samples))
+        if not statistic.labels:
+            return entries
+        kept = graph.call_function(torch.ne, (entries, statistic.ignore))
+        if statistic.weight is None:
+            return graph.call_function(torch.sum, (kept,))
+        labels = graph.call_function(torch.where, (kept, entries, 0))
+        weights = graph.call_function(torch.take, (copies[statistic.weight], labels))
+        return graph.call_function(torch.sum, (graph.call_function(torch.mul, (weights, kept)),))
 
-    def _graph_on(self, device: torch.device) -> fx.GraphModule:
-        assert self._count is not None
+
+class _ValueGraph:
+    """From the statistics of a batch to a denominator, on the host."""
+
+    def __init__(self, traced: Traced, denominator: Denominator, statistics: Sequence[Statistic]) -> None:
+        self._ranges: list[tuple[Statistic, slice]] = []
+        reached = 1
+        for statistic in statistics:
+            count = _entries(statistic)
+            if statistic in denominator.statistics:
+                self._ranges.append((statistic, slice(reached, reached + count)))
+            reached += count
+        self._run = None if denominator.value is None else self._graph(traced, denominator.value)
+
+    def __call__(self, statistics: Tensor) -> Tensor:
+        if self._run is None:
+            return statistics[self._ranges[0][1]].reshape(())
+        samples = float(statistics[0])
+        values = []
+        for statistic, where in self._ranges:
+            known = statistic.node.meta["val"]
+            value = statistics[where].reshape(known.shape)
+            values.append((value / samples if statistic.mean and samples else value).to(known.dtype))
+        with torch.no_grad():
+            found: Tensor = self._run(int(samples), *values)
+        return found.double()
+
+    def _graph(self, traced: Traced, value: fx.Node) -> fx.GraphModule:
         graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in self._nodes:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-            on_device(copies[node], device)
-        graph.output(_total(graph, self._count, copies))
-        return fx.GraphModule(self._traced.root, graph)
+        samples = graph.placeholder("samples_of_batch")
+        copies: dict[fx.Node, Any] = {
+            s.node: graph.placeholder(f"statistic_{number}") for number, (s, _) in enumerate(self._ranges)
+        }
+        root = torch.nn.Module()
+
+        def copied(node: fx.Node) -> Any:
+            if node in copies:
+                return copies[node]
+            size = node.meta.get("val")
+            if isinstance(size, int | torch.SymInt):
+                copies[node] = evaluated(graph, size_of(size), samples)
+            elif node.op == "placeholder":
+                name = f"constant_{len(copies)}"
+                root.register_buffer(name, _known(traced.constants, traced.roles[node].name, _HOST))
+                copies[node] = graph.get_attr(name)
+            else:
+                made = graph.node_copy(node, copied)
+                on_device(made, _HOST)
+                copies[node] = made
+            return copies[node]
+
+        graph.output(copied(value))
+        return fx.GraphModule(root, graph)
 
 
-def on_device(node: fx.Node, device: torch.device) -> None:
-    """Let an op that names a device make its tensors on another."""
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
-
-    node.args = tuple(moved(value) for value in node.args)
-    node.kwargs = {name: moved(value) for name, value in node.kwargs.items()}
+def _entries(statistic: Statistic) -> int:
+    return 1 if statistic.labels else math.prod(map(int, statistic.node.meta["val"].shape))
 
 
-def _total(graph: fx.Graph, count: Count, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    entries = copies[count.node]
-    if count.ignore is None:
-        return graph.call_function(torch.sum, (entries,))
-    kept = graph.call_function(torch.ne, (entries, count.ignore))
-    if count.weight is None:
-        return graph.call_function(torch.sum, (kept,))
-    labels = graph.call_function(torch.where, (kept, entries, 0))
-    weights = graph.call_function(torch.take, (copies[count.weight], labels))
-    return graph.call_function(torch.sum, (graph.call_function(torch.mul, (weights, kept)),))
+def _known(known: Mapping[str, Tensor], name: str, device: torch.device) -> Tensor:
+    value = known.get(name)
+    if value is None or value.device.type == "meta":
+        raise CaptureError(
+            f"the loss divides by something that is computed from {name!r}, which has no values yet: the model was captured on "
+            "the meta device. Pass the buffers of the materialised model."
+        )
+    return value.detach().to(device)

@@ -1,18 +1,19 @@
-"""How the loss is averaged, told from the graph.
+"""How the loss is averaged, read from the graph.
 
-Parts of a batch on different devices give the gradient of the whole only if each part's loss is weighted by its share of
-what the loss divides by. So the walk goes back from the loss, through everything that is linear in the sum over the samples,
-until it meets the reduction, and notes the denominator: a number of samples, a count in the data, or nothing (a sum).
+Parts of a batch on different devices give the gradient of the whole batch only if numerators are added and divided by the
+denominators of the whole batch. The walk goes back from the loss, through everything that is linear in sums over the samples, until
+it meets the reductions, and notes what each of them divides by: nothing (a sum), the number of samples, or a count in the data.
 
-A loss of two terms with different denominators has no such weights, nor has one with a batch-wide statistic inside.
+    one denominator for all terms    a part's loss is weighted by its denominator over that of the batch; the model runs as it is
+    several, or terms without one    the graph is rewritten (`split_loss`): each term is divided by its denominator of the whole batch
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -20,83 +21,143 @@ from torch import fx
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.coupling import coupled, refuse_coupling
+from heterodyne.frontend.denominator import Denominator, Statistic
 from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.sizes import degree, proportional, size_of, spec_of
 from heterodyne.graph import Loss
 
-__all__ = ["Count", "Reduction", "read_loss"]
+__all__ = ["Division", "LossReading", "Reduction", "read_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Count:
-    """What a mean divides by: the sum of ``node``; with ``ignore``, the number of its entries that are not that;
-    with ``weight``, the sum of these class weights over them. ``least``: below it (but for 0) a guard against zero changes it."""
+class Division:
+    """Where the graph divides by a denominator: a mean loss of labels, or the denominator among the arguments of ``node``."""
 
     node: fx.Node
-    ignore: int | None = None
-    weight: fx.Node | None = None
-    least: float = 0.0
+    denominator: Denominator
+    argument: fx.Node | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """``sum`` over the samples, ``mean`` over them, ``count`` in the data, or ``constant``: it does not depend on them."""
+    """What a value is: a sum over the samples, divided by powers of their number and by denominators.
 
-    kind: str
-    count: Count | None = None
-    counts: tuple[Any, ...] = ()  # the structure of the count, to tell whether two are equal
+    Args:
+        kind: ``constant`` does not depend on the samples; ``added``: it is a sum of terms that are divided by the denominators of the
+            whole batch (after `split_loss`), so the values of parts of the batch add up.
+        samples: the power of the number of samples that it is divided by.
+        divisions: by what else.
+        shifts: ``(op, operand)`` where a term was added that does not depend on the samples; None: a number.
+    """
+
+    kind: Literal["constant", "quotient", "added"]
+    samples: int = 0
+    divisions: tuple[Division, ...] = ()
+    shifts: tuple[tuple[fx.Node, fx.Node | None], ...] = ()
+
+    @property
+    def denominators(self) -> tuple[Denominator, ...]:
+        return tuple(division.denominator for division in self.divisions)
+
+    @property
+    def counts(self) -> tuple[Any, ...]:
+        """Equal for values with the same denominators."""
+        return (self.samples, *sorted(d.key for d in self.denominators))
+
+    @property
+    def is_sum(self) -> bool:
+        return self.kind == "added" or self.counts == (0,)
+
+    @property
+    def weights_add_up(self) -> bool:
+        """Whether the weights of all parts of a batch add up to 1, as a term that every part adds needs it."""
+        return (self.samples, len(self.divisions)) == (1, 0) or (
+            self.samples == 0 and len(self.counts) == 2 and all(d.additive for d in self.denominators)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossReading:
+    """The averaging of a loss, and what `split_loss` has to rewrite where its terms have denominators of their own.
+
+    Args:
+        divisions: to be done with the denominators of the whole batch.
+        shares: ``(op, operand)``: operands to be multiplied by the part's share of the samples.
+    """
+
+    reduction: Reduction
+    divisions: tuple[Division, ...] = ()
+    shares: tuple[tuple[fx.Node, fx.Node], ...] = ()
+
+    @property
+    def split(self) -> bool:
+        return self.reduction.kind == "added"
+
+    @property
+    def denominators(self) -> tuple[Denominator, ...]:
+        """Each once, in the order of the graph."""
+        divisions = self.divisions if self.split else self.reduction.divisions
+        return tuple({d.denominator.key: d.denominator for d in divisions}.values())
 
     @property
     def loss(self) -> Loss:
-        if self.kind == "sum":
-            return Loss(reduction="sum")
-        return Loss(reduction="mean", count="tokens" if self.kind == "count" else "samples")
+        count: Literal["samples", "tokens"] = "tokens" if self.denominators else "samples"
+        if self.split:
+            return Loss(reduction="terms", count=count)
+        return Loss(reduction="sum") if self.reduction.is_sum else Loss(reduction="mean", count=count)
 
 
 _CONSTANT = Reduction(kind="constant")
-_SUM = Reduction(kind="sum")
-_SAMPLES = Reduction(kind="mean")
+_SUM = Reduction(kind="quotient")
+_SAMPLES = Reduction(kind="quotient", samples=1)
+_ADDED = Reduction(kind="added")
 
-_SAME = frozenset({
+_LINEAR = frozenset({
     "alias", "clone", "contiguous", "expand", "flatten", "mul", "neg", "reshape", "squeeze", "to", "unsqueeze",
     "view", "_to_copy", "type_as", "detach", "lift_fresh_copy", "permute", "transpose", "t", "movedim", "select",
     "slice", "cat", "stack", "unbind", "getitem", "diagonal", "narrow", "split", "chunk", "view_as", "expand_as",
 })  # fmt: skip
-_NEGLIGIBLE = 1e-5  # a relative error that exactness may have
+_CASTS = frozenset({"to", "_to_copy", "alias", "clone", "view", "reshape", "squeeze", "unsqueeze", "type_as"})
 _LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
 
 
-def read_loss(traced: Traced) -> Reduction:
+def read_loss(traced: Traced) -> LossReading:
     """The averaging of the traced loss. Raises CaptureError with the line of the op that defies it."""
     walk = _Walk(traced)
     found = walk.reduction(traced.loss)
     if found.kind == "constant":
         raise CaptureError("the loss does not depend on the batch; there is nothing to train on")
     refuse_coupling(traced, walk.from_batch, walk.passed)
-    return found
+    return LossReading(reduction=found, divisions=tuple(walk.divisions), shares=tuple(walk.shares))
 
 
 class _Walk:
-    """The walk back from the loss. What it passed through is known to be linear in the sum over the samples."""
+    """The walk back from the loss. What it passed through is known to be linear in sums over the samples."""
 
     def __init__(self, traced: Traced) -> None:
         self._traced = traced
         self.passed: set[fx.Node] = set()
-        self.from_batch = _descendants(traced, "input", follows_batch=True)
-        self._from_parameters = _descendants(traced, "parameter", follows_batch=False)
-        self._structures: dict[fx.Node, Any] = {}
+        self.divisions: list[Division] = []
+        self.shares: list[tuple[fx.Node, fx.Node]] = []
+        self.from_batch = _from_batch(traced)
+        self._from_parameters = _descendants(traced, {n for n, r in traced.roles.items() if r.kind == "parameter"})
+        self._structures: dict[Any, int] = {}
+        self._numbers: dict[fx.Node, int] = {}
+        self._known: dict[fx.Node, Reduction] = {}
 
     def reduction(self, node: fx.Node) -> Reduction:
         """How a node whose shape does not follow the batch depends on the samples."""
         if node not in self.from_batch:
             return _CONSTANT
-        self.passed.add(node)
-        rule: Callable[[fx.Node], Reduction | None] | None = getattr(self, f"_{operator_name(node)}", None)
-        found = rule(node) if rule is not None else self._general(node)
-        if found is None:
-            raise self._unknown(node)
-        return found
+        if node not in self._known:
+            self.passed.add(node)
+            rule: Callable[[fx.Node], Reduction | None] | None = getattr(self, f"_{operator_name(node)}", None)
+            found = rule(node) if rule is not None else self._general(node)
+            if found is None:
+                raise self._unknown(node)
+            self._known[node] = found
+        return self._known[node]
 
     def _general(self, node: fx.Node) -> Reduction | None:
         name = operator_name(node)
@@ -104,49 +165,80 @@ class _Walk:
             return self._labelled(node)
         if argument(node, "reduction") in (1, 2):
             return self._reduced(node, mean=argument(node, "reduction") == 1)
-        if name in _SAME or node.target is operator.getitem:
+        if name in _LINEAR or node.target is operator.getitem:
             return self._combined(node, [n for n in node.all_input_nodes if tensors_of(n)])
         return None
+
+    # ---- what adds terms ------------------------------------------------------------------------------------------
 
     def _combined(self, node: fx.Node, operands: list[fx.Node]) -> Reduction | None:
         """Operands that are added, put beside each other, or (all but one of them constant) multiplied."""
         if any(self._follows(n) for n in operands):
             return None
-        found = [self.reduction(n) for n in operands]
-        varying = [r for r in found if r.kind != "constant"]
-        if operator_name(node) in ("mul", "mul_") and len(varying) > 1:
-            return None
-        for other in varying[1:]:
-            if (other.kind, other.counts) != (varying[0].kind, varying[0].counts):
-                raise CaptureError(
-                    f"{self._place(node)}the loss adds terms with different denominators ({_say(varying[0])} and {_say(other)}), so no "
-                    "weights make the parts of a batch add up to the whole. Divide both by the same count."
-                )
-        return varying[0]
+        found = {n: self.reduction(n) for n in operands}
+        varying = [r for r in found.values() if r.kind != "constant"]
+        if operator_name(node) in ("mul", "mul_"):
+            return varying[0] if len(varying) == 1 else None
+        shifts = dict.fromkeys([s for r in varying for s in r.shifts])
+        shifts.update({(node, n): None for n, r in found.items() if r.kind == "constant"})
+        same = len({(r.kind, r.counts) for r in varying}) == 1
+        if same and (not shifts or (varying[0].weights_add_up and varying[0].kind != "added")):
+            return replace(varying[0], divisions=_common(varying), shifts=tuple(shifts))
+        return self._split(node, found)
+
+    def _split(self, node: fx.Node, operands: dict[fx.Node, Reduction]) -> Reduction:
+        """Make each operand its part of the value for the whole batch, so that the values of parts of the batch add up."""
+        for operand, found in operands.items():
+            if found.kind == "added":
+                continue
+            if found.samples not in (0, 1):
+                raise self._unknown(operand)
+            self._divide(found.divisions)
+            if found.kind == "constant" or found.samples == 1:
+                self.shares.append((node, operand))
+                continue
+            for at, term in found.shifts:
+                if term is None:
+                    raise self._number(at)
+                self.shares.append((at, term))
+        return _ADDED
+
+    def _divide(self, divisions: tuple[Division, ...]) -> None:
+        self.divisions += [division for division in divisions if division not in self.divisions]
 
     def _mul(self, node: fx.Node) -> Reduction | None:
         found = self._combined(node, [n for n in node.all_input_nodes if tensors_of(n)])
-        for factor in (n.meta.get("val") for n in node.all_input_nodes if not tensors_of(n)):
-            if isinstance(factor, torch.SymInt):  # the number of samples, or a multiple of it
-                found = _SUM if found == _SAMPLES and proportional(size_of(factor)) else None
+        for size in (n.meta.get("val") for n in node.all_input_nodes if not tensors_of(n)):
+            if isinstance(size, torch.SymFloat):
+                return None
+            if isinstance(size, torch.SymInt):
+                found = self._times_samples(found, size, -1)
         return found
 
     _mul_ = _mul
 
-    # ---- what adds terms ------------------------------------------------------------------------------------------
+    def _times_samples(self, found: Reduction | None, size: torch.SymInt, power: int) -> Reduction | None:
+        """Divided by the number of samples (or a multiple of it) to some power."""
+        if found is None or found.kind != "quotient" or found.shifts or not proportional(size_of(size)):
+            return None
+        return replace(found, samples=found.samples + power)
 
     def _add(self, node: fx.Node) -> Reduction | None:
         operands = [n for n in node.all_input_nodes if tensors_of(n)]
         found = self._combined(node, operands)
-        constants = [n for n in operands if n not in self.from_batch]
-        if found is not None and found.kind == "sum" and (constants or _has_number(node)):
-            raise CaptureError(
-                f"{self._place(node)}the loss is a sum over the samples plus a term that does not depend on them; parts of a batch would "
-                "each add that term. Divide the sum by the number of samples."
-            )
-        return found
+        if found is None or not _has_number(node):
+            return found
+        if found.kind == "added" or not found.weights_add_up:
+            raise self._number(node)
+        return replace(found, shifts=(*found.shifts, (node, None)))
 
-    _sub = _add_ = _sub_ = _add
+    def _number(self, node: fx.Node) -> CaptureError:
+        return CaptureError(
+            f"{self._place(node)}the loss adds a number to a sum over the samples; each part of the batch would add it. Leave the "
+            "number out, since it has no gradient."
+        )
+
+    _rsub = _sub = _add_ = _sub_ = _add
 
     # ---- what divides ---------------------------------------------------------------------------------------------
 
@@ -163,28 +255,63 @@ class _Walk:
             return top
         size = denominator.meta.get("val")
         if isinstance(size, torch.SymInt):
-            return _SAMPLES if top.kind == "sum" and proportional(size_of(size)) else None
-        if isinstance(size, int) or denominator not in self.from_batch:
+            return self._times_samples(top, size, 1)
+        if isinstance(size, int) or (tensors_of(denominator) and denominator not in self.from_batch):
             return top
-        if top.kind != "sum":
-            raise CaptureError(
-                f"{self._place(node)}the loss is divided by something that depends on the batch after it was averaged. Divide a sum once."
-            )
-        count = self._count_of(denominator)
-        if self._follows(count.node) or self.reduction(count.node).kind != "sum":
+        if not tensors_of(denominator) or self._follows(denominator) or top.kind != "quotient" or top.shifts:
             return None
-        return self._counted(node, count)
+        found = self._denominator(node, denominator)
+        division = Division(node=node, denominator=found, argument=denominator)
+        if found.shape.count(1) == len(found.shape):
+            return replace(top, divisions=(*top.divisions, division))
+        if top.samples not in (0, 1):
+            return None
+        self._divide((*top.divisions, division))
+        self.shares += [(node, argument) for argument in node.all_input_nodes[:1] if top.samples == 1]
+        return _ADDED
 
-    def _count_of(self, node: fx.Node) -> Count:
-        """The count itself, without the guard against zero around it (a part of a batch may well have none)."""
-        least = 0.0
-        while (guarded := _guards_below(node)) is not None:
-            inner = [n for n in node.all_input_nodes if n in self.from_batch]
-            if len(inner) != 1 or self._follows(inner[0]):
-                break
-            (node,) = inner
-            least = max(least, guarded)
-        return Count(node=node, least=least)
+    def _denominator(self, node: fx.Node, value: fx.Node) -> Denominator:
+        """What divides, as a function of sums over the samples; each part of the batch knows its own, and they add up."""
+        statistics: dict[fx.Node, Statistic] = {}
+        self._refuse_parameters(node, value)
+        self._collect(value, statistics)
+        inner = value
+        while inner not in statistics and operator_name(inner) in _CASTS:
+            (inner, *_) = [n for n in inner.all_input_nodes if tensors_of(n)]
+        itself = inner in statistics and not statistics[inner].mean
+        return Denominator(
+            value=None if itself and not value.meta["val"].dim() else value,
+            statistics=tuple(statistics.values()),
+            key=self._structure(value),
+            shape=tuple(value.meta["val"].shape),
+            double=value.meta["val"].dtype is torch.float64,
+        )
+
+    def _collect(self, node: fx.Node, statistics: dict[fx.Node, Statistic]) -> None:
+        """The sums over the samples that a value is computed from."""
+        if node not in self.from_batch or node in statistics or not tensors_of(node):
+            return
+        if self._follows(node) or node.op != "call_function":
+            raise self._unknown(node)
+        found = self._sum_of_samples(node)
+        if found is not None:
+            statistics[node] = Statistic(node=node, mean=found.samples == 1)
+            return
+        self.passed.add(node)
+        for operand in node.all_input_nodes:
+            self._collect(operand, statistics)
+
+    def _sum_of_samples(self, node: fx.Node) -> Reduction | None:
+        """What a node is if it is a sum or a mean over the samples; None, without a trace, if it is anything else."""
+        before = set(self.passed), list(self.divisions), list(self.shares), dict(self._known)
+        try:
+            found = self.reduction(node)
+        except CaptureError:
+            found = _ADDED
+        if found.kind == "quotient" and found.samples in (0, 1) and not found.divisions and not found.shifts:
+            return found
+        self.passed, self.divisions, self.shares, self._known = before
+        return None
 
     # ---- what reduces ---------------------------------------------------------------------------------------------
 
@@ -203,21 +330,13 @@ class _Walk:
             raise coupled(source)
         if mean and not proportional(spec_of(source.meta["val"]).numel):
             return None
-        kind = _SAMPLES if mean else _SUM
-        for denominator in self._batch_wide(source):
-            if mean or kind is not _SUM:
-                raise CaptureError(
-                    f"{self._place(denominator)}inside the loss's average stands something that is computed over the whole batch. "
-                    "Divide the sum by it, not the mean."
-                )
-            found = self._divided(node, kind, denominator)
-            if found is None:
-                return None
-            kind = found
+        kind: Reduction | None = _SAMPLES if mean else _SUM
+        for at, denominator in self._batch_wide(source):
+            kind = kind and self._divided(at, kind, denominator)
         return kind
 
-    def _batch_wide(self, node: fx.Node) -> list[fx.Node]:
-        """What an element-wise quotient is divided by, if it is one number for the whole batch."""
+    def _batch_wide(self, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """Where an element-wise quotient is divided by one number for the whole batch, and by which."""
         if operator_name(node) not in ("mul", "div", "neg", "to", "view", "reshape", "_to_copy", "mul_", "div_"):
             return []
         numbers = [n for n in node.all_input_nodes if tensors_of(n) and n in self.from_batch and not self._follows(n)]
@@ -225,7 +344,7 @@ class _Walk:
             raise self._unknown(node)
         self.passed.add(node)
         inner = [n for n in node.all_input_nodes if self._follows(n)]
-        return numbers + [found for n in inner for found in self._batch_wide(n)]
+        return [(node, number) for number in numbers] + [found for n in inner for found in self._batch_wide(n)]
 
     def _labelled(self, node: fx.Node) -> Reduction | None:
         """cross_entropy and nll: the mean is over the labels that are not ignored, weighted by class."""
@@ -237,19 +356,24 @@ class _Walk:
             return None
         if target.meta["val"].is_floating_point():
             return _SAMPLES
-        weight = argument(node, "weight")
-        count = Count(node=target, ignore=argument(node, "ignore_index"), weight=weight)
-        return self._counted(node, count)
+        ignore, weight = argument(node, "ignore_index"), argument(node, "weight")
+        statistic = Statistic(node=target, labels=True, ignore=ignore, weight=weight)
+        for source in (target, weight):
+            if source is not None:
+                self._refuse_parameters(node, source)
+        what = ("labels", self._structure(target), ignore, weight and self._structure(weight))
+        key = self._structures.setdefault(what, len(self._structures))
+        return replace(
+            _SUM,
+            divisions=(Division(node=node, denominator=Denominator(value=None, statistics=(statistic,), key=key)),),
+        )
 
-    def _counted(self, node: fx.Node, count: Count) -> Reduction:
-        for source in (count.node, count.weight):
-            if source is not None and source in self._from_parameters:
-                raise CaptureError(
-                    f"{self._place(node)}what the loss divides by depends on the weights of the model, so it is not known before the "
-                    "forward. Let it depend on the batch alone."
-                )
-        parts = (self._structure(count.node), count.ignore, count.weight and self._structure(count.weight))
-        return Reduction(kind="count", count=count, counts=parts)
+    def _refuse_parameters(self, node: fx.Node, denominator: fx.Node) -> None:
+        if denominator in self._from_parameters:
+            raise CaptureError(
+                f"{self._place(node)}what the loss divides by depends on the weights of the model, so it is not known before the "
+                "forward. Let it depend on the batch alone."
+            )
 
     # ---- what nodes are ---------------------------------------------------------------------------------------------
 
@@ -257,26 +381,24 @@ class _Walk:
         """Whether a node's shape grows with the batch."""
         return any(degree(t) > 0 for t in tensors_of(node))
 
-    def _structure(self, node: fx.Node) -> Any:
-        """The same for nodes that compute the same from the same inputs."""
-        if node not in self._structures:
+    def _structure(self, node: fx.Node) -> int:
+        """The same number for nodes that compute the same from the same inputs."""
+        if node not in self._numbers:
             role = self._traced.roles.get(node)
-            self._structures[node] = (
-                role
-                if role
-                else (str(node.target), self._stand(node.args), self._stand(tuple(sorted(node.kwargs.items()))))
-            )
-        return self._structures[node]
+            what = role or (str(node.target), self._stand(node.args), self._stand(tuple(sorted(node.kwargs.items()))))
+            self._numbers[node] = self._structures.setdefault(what, len(self._structures))
+        return self._numbers[node]
 
     def _stand(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return self._structure(value)
+            return ("node", self._structure(value))
         return tuple(self._stand(v) for v in value) if isinstance(value, tuple | list) else str(value)
 
     def _unknown(self, node: fx.Node) -> CaptureError:
         return CaptureError(
             f"{self._place(node)}it cannot be told how the loss is averaged: {node.target} is neither a sum nor a mean over the samples. "
-            "Let the loss be a .mean(), a .sum(), a sum divided by a count of the batch, or a loss of torch.nn.functional."
+            "Let the loss be a .mean(), a .sum(), a sum divided by a count of the batch, a loss of torch.nn.functional, or several of "
+            "these added. Where losses of samples are wanted first, write reduction='none' and then .mean()."
         )
 
     def _place(self, node: fx.Node) -> str:
@@ -284,13 +406,22 @@ class _Walk:
         return f"{line}\n" if line else ""
 
 
-def _descendants(traced: Traced, kind: str, *, follows_batch: bool) -> set[fx.Node]:
-    """All nodes whose value depends on a placeholder of a kind (on those that follow the batch alone)."""
-    found = {
-        node
-        for node, role in traced.roles.items()
-        if role.kind == kind and (not follows_batch or any(degree(t) > 0 for t in tensors_of(node)))
-    }
+def _from_batch(traced: Traced) -> set[fx.Node]:
+    """All nodes whose values depend on the samples, or whose shape does: ``ones(batch, 5)`` sums up to more in a larger batch."""
+    inputs = {node for node, role in traced.roles.items() if role.kind == "input"}
+    return _descendants(
+        traced,
+        {
+            node
+            for node in traced.graph.nodes
+            if (node in inputs or node.op == "call_function") and any(degree(t) > 0 for t in tensors_of(node))
+        },
+    )
+
+
+def _descendants(traced: Traced, nodes: set[fx.Node]) -> set[fx.Node]:
+    """These nodes, and all whose values depend on theirs."""
+    found = set(nodes)
     for node in traced.graph.nodes:
         # The size of a tensor is known without its values.
         if node not in found and tensors_of(node) and any(source in found for source in node.all_input_nodes):
@@ -299,23 +430,9 @@ def _descendants(traced: Traced, kind: str, *, follows_batch: bool) -> set[fx.No
     return found
 
 
+def _common(found: list[Reduction]) -> tuple[Division, ...]:
+    return tuple(dict.fromkeys(division for reduction in found for division in reduction.divisions))
+
+
 def _has_number(node: fx.Node) -> bool:
     return any(isinstance(value, int | float) and value != 0 for value in node.args[:2])
-
-
-def _guards_below(node: fx.Node) -> float | None:
-    """Below which value a guard against division by zero changes what it guards; None for what is none."""
-    name = operator_name(node)
-    if name in ("to", "_to_copy"):
-        return 0.0
-    if name in ("maximum", "max"):
-        return 1.0  # what it is compared with is a tensor: taken for the 1 that it is meant to be
-    if name in ("clamp", "clamp_min"):
-        least = argument(node, "min")
-        return float(least) if isinstance(least, int | float) and least <= 1 and argument(node, "max") is None else None
-    little = node.args[1] if name == "add" else None
-    return little / _NEGLIGIBLE if isinstance(little, float) and 0 < little <= _NEGLIGIBLE else None
-
-
-def _say(found: Reduction) -> str:
-    return {"sum": "a sum", "mean": "a mean over the samples", "count": "a mean over counted entries"}[found.kind]

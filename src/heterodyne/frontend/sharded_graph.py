@@ -18,8 +18,9 @@ from heterodyne.errors import PlanError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import ref_of
 from heterodyne.frontend.export import Region, is_op, region_of, tensors_of
+from heterodyne.frontend.node_copies import evaluated
 from heterodyne.frontend.sizes import spec_of
-from heterodyne.frontend.stage_graph import Writer, evaluated
+from heterodyne.frontend.stage_graph import Writer
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Ref, Size
 from heterodyne.graph.sharding import Layout, Sharding, Strategy

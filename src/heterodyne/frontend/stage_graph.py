@@ -6,7 +6,6 @@ is given. It returns what the stage sends, and the loss if it makes it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,15 +13,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from heterodyne.frontend.arguments import mutates
-from heterodyne.frontend.counting import on_device
 from heterodyne.frontend.export import Region, region_of, tensors_of
+from heterodyne.frontend.node_copies import evaluated, on_device
 from heterodyne.frontend.python_calls import follow_training, to_python
 from heterodyne.frontend.regions import Switches
 from heterodyne.frontend.sizes import size_of
 from heterodyne.frontend.stage_values import Pieces
-from heterodyne.graph import Size
 
-__all__ = ["Writer", "evaluated", "stage_graph"]
+__all__ = ["Writer", "stage_graph"]
 
 
 def stage_graph(
@@ -129,21 +127,6 @@ class Writer:
         if not dtype.is_floating_point or node is self._pieces.traced.loss:
             return copy
         return self._graph.call_function(Tensor.to, (copy, dtype))
-
-
-def evaluated(graph: fx.Graph, size: Size, samples: fx.Node) -> Any:
-    """A polynomial of the samples, by Horner's rule."""
-    result: Any = 0
-    for coefficient in reversed(size.coefficients):
-        if isinstance(result, fx.Node):
-            result = graph.call_function(operator.mul, (result, samples))
-        elif result:
-            result = samples if result == 1 else graph.call_function(operator.mul, (samples, result))
-        if coefficient:
-            result = (
-                graph.call_function(operator.add, (result, coefficient)) if isinstance(result, fx.Node) else coefficient
-            )
-    return result
 
 
 def _if_training(training: bool, change: Any, changed: Tensor, *arguments: Any, **options: Any) -> Tensor:

@@ -19,7 +19,7 @@ from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend.bound_stage import BoundStage, InTurns
 from heterodyne.frontend.counting import LossCounter
 from heterodyne.frontend.describe import producer_of
-from heterodyne.frontend.export import Traced, tensors_of
+from heterodyne.frontend.export import Role, Traced, tensors_of
 from heterodyne.frontend.overlapped_graph import overlapped_graph
 from heterodyne.frontend.sharded_graph import Members, sharded_graph
 from heterodyne.frontend.sizes import spec_of
@@ -29,8 +29,7 @@ from heterodyne.graph import Value
 from heterodyne.graph.sharding import Sharding
 from heterodyne.graph.sharding.layout import conversion
 from heterodyne.graph.sharding.numbered import Numbered
-from heterodyne.loss_count import counts
-from heterodyne.model_output import LOSS
+from heterodyne.model_output import DIVISOR, LOSS, SAMPLES
 
 __all__ = ["StageProgram", "Team", "stage_program"]
 
@@ -84,8 +83,8 @@ class StageProgram:
         traced = self._pieces.traced
         roles = traced.roles
         received = [n for n in self._sources if n not in roles]
-        inputs = [n for n in self._sources if n in roles and roles[n].kind == "input"]
-        kept = [n for n in self._sources if n in roles and roles[n].kind != "input"]
+        inputs = [n for n in self._sources if n in roles and _comes_with_batch(roles[n])]
+        kept = [n for n in self._sources if n in roles and n not in inputs]
         named = {node.name: node for node in self._nodes}
         results = [*(named[value.name] for value in self.sends), *([traced.loss] if self.is_last else [])]
         given = (*inputs, *received, *kept)
@@ -123,9 +122,9 @@ class StageProgram:
 
         def weigh(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) -> list[float]:
             assert count is not None
-            own = counts(graph.loss, parts, sizes, count, buffers)
-            whole = 1.0 if graph.loss.reduction == "sum" else sum(own)
-            return [each / whole if each else 0.0 for each in own]
+            own = [count.statistics(part, size, buffers) for part, size in zip(parts, sizes, strict=True)]
+            whole = torch.stack(own).sum(0)
+            return [count.weight(each, whole) for each in own]
 
         return InTurns(
             run=overlapped_graph(run, divided=inputs, exchanged=meets.__getitem__),
@@ -176,6 +175,10 @@ def stage_program(
         _sharding=sharding,
         _count=count,
     )
+
+
+def _comes_with_batch(role: Role) -> bool:
+    return role.kind == "input" or role.name == SAMPLES or role.name.startswith(DIVISOR)
 
 
 def _closure(pieces: Pieces, start: int, stop: int) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:

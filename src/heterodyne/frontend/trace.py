@@ -20,6 +20,7 @@ from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.replay import Observed, observe
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import spec_of
+from heterodyne.frontend.split_loss import split_loss
 from heterodyne.frontend.stage_program import StageProgram, stage_program
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Block, Input, ModelGraph, Parameter
@@ -38,16 +39,10 @@ class Captured:
     _counter: LossCounter = field(repr=False)
     _buffers: Mapping[str, Tensor] = field(repr=False)
 
-    def loss_count(self, batch: Batch, buffers: Mapping[str, Tensor] | None = None) -> float:
-        """What the loss of a batch is divided by; the number of samples, if the loss is a sum.
-
-        The gradient of a global batch is the sum over its parts of ``loss_count(part) / loss_count(whole)`` times theirs.
-
-        Args:
-            batch: tensors on any one device, by the names or in the order of the example.
-            buffers: buffers by name, for a loss that divides by class weights in a model that was captured on the meta device.
-        """
-        return self._counter(batch, buffers)
+    @property
+    def loss_count(self) -> LossCounter:
+        """How the losses of the parts of a batch make up the loss of the batch."""
+        return self._counter
 
     def block(self, block: Block) -> BlockProgram:
         """The ops of a block as something that runs by itself, with random weights and inputs."""
@@ -84,8 +79,11 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     """
     example = read_example(model, example_batch)
     traced = put_together(export(model, example))
+    reading = read_loss(traced)
+    counter = LossCounter(traced, example, reading, dict(model.named_buffers()))
+    if reading.split:
+        traced = split_loss(traced, reading)
     observed = observe(traced)
-    found = read_loss(traced)
     buffers = dict(model.named_buffers())
     graph = ModelGraph(
         name=name or type(model).__name__,
@@ -96,7 +94,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
         buffers=tuple(_parameter(n, b, traced, trainable=False) for n, b in traced.model.named_buffers()),
         ops=describe(traced, observed, _written_memory(traced, observed), _sample_dims(traced)),
         blocks=find_blocks(traced, observed),
-        loss=found.loss,
+        loss=reading.loss,
         batch_statistics=batch_statistics(traced),
         random=random_ops(traced),
         task_graphs=traced.annotations.task_graphs,
@@ -107,7 +105,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
         graph=graph,
         _traced=traced,
         _observed=observed,
-        _counter=LossCounter(traced, example, found.count, buffers),
+        _counter=counter,
         _buffers=buffers,
     )
 

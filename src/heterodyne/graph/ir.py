@@ -177,12 +177,13 @@ class Block:
 class Loss:
     """How the loss is averaged, which decides how the losses of unequal parts are added up (law 1).
 
-    With ``mean`` the loss is a sum over the batch divided by a count N of it; parts of the batch are weighted by N(part) / N(batch).
-    ``count`` says what N counts: ``samples``, or ``tokens`` (labels that are not ignored, or a mask's sum: it depends on the data).
-    With ``sum`` every part has weight 1.
+    With ``mean`` the loss is a sum over the batch divided by a denominator D of it; parts of the batch are weighted by D(part) / D(batch).
+    ``count`` says what D depends on: the number of ``samples``, or ``tokens`` (labels that are not ignored, a mask's sum: on the data).
+    With ``sum`` every part has weight 1. With ``terms`` the loss adds terms with denominators of their own; the graph is given those of
+    the whole batch, so every part has weight 1, and the graph must run in the place of the module.
     """
 
-    reduction: Literal["mean", "sum"]
+    reduction: Literal["mean", "sum", "terms"]
     count: Literal["samples", "tokens"] = "samples"
 
 

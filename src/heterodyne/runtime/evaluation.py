@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from heterodyne.graph.ir import ModelGraph
-from heterodyne.loss_count import LossCount, counts
+from heterodyne.loss_count import LossCount
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.program import Action
+from heterodyne.runtime.exact.weighting import Weights, known_loss, part_statistics, weighted_sum
 from heterodyne.runtime.meeting.channel import Channel
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource
@@ -24,23 +24,24 @@ def evaluate(
     module: nn.Module,
     source: BatchSource,
     *,
-    graph: ModelGraph,
     placement: Placement,
     rank: int,
     parts: Parts,
     loss_count: LossCount,
     control: Channel,
 ) -> tuple[float, float]:
-    """``(loss sum, count)`` of the whole batch, on every rank. Collective over ``control``.
+    """The loss of the whole batch, and what it counts, on every rank. Collective over ``control``.
 
     Each pipeline takes its parts through its stages one after the other.
     """
-    total, count = 0.0, 0.0
     stages, transfers = parts.stages, parts.transfers
     place = placement.places[rank]
-    buffers = dict(module.named_buffers())
+    first, sizes = (0, ()) if place.pipeline is None else evaluation_parts(placement, source.size)[place.pipeline]
+    spans = place.spans_of(first, sizes) if place.last else ()
+    _, own = part_statistics(loss_count, source, spans, dict(module.named_buffers()))
+    weights = Weights(loss_count, own, source.size, control, answers=place.answers)
+    losses: dict[int, float] = {}
     if place.pipeline is not None:
-        first, sizes = evaluation_parts(placement, source.size)[place.pipeline]
         if transfers is not None:
             transfers.begin([_sends(other, len(sizes)) for other in placement.places], sizes)
         stages.begin()
@@ -51,18 +52,20 @@ def evaluate(
                     if not samples:
                         continue
                     inputs = source.samples(start, samples)
+                    if place.last and stage == place.stages[-1]:
+                        inputs = {**inputs, **weights.divisors}
                     loss = stages.evaluate(stage, index, inputs, range(start, start + samples))
                     if loss is not None:
-                        (own,) = counts(graph.loss, [inputs], [samples], loss_count, buffers)
-                        total += own * loss.item() if own else 0.0
-                        count += own if place.answers else 0.0
+                        losses[index] = loss.item()
         if transfers is not None:
             transfers.settle()
-    if graph.loss.reduction == "sum":
-        count = 1.0 if rank == placement.leader else 0.0
-    sums = torch.tensor([total, count], dtype=torch.float64)
+    defined = weights.is_defined
+    sums = torch.tensor(
+        weighted_sum([weights.of(index) if defined else 0.0 for index in losses], list(losses.values())),
+        dtype=torch.float64,
+    )
     control.all_reduce(sums).wait()
-    return sums[0].item(), sums[1].item()
+    return (known_loss(sums) if defined else float("nan")), (weights.total if defined else 0.0)
 
 
 def evaluation_parts(placement: Placement, size: int) -> dict[int, tuple[int, tuple[int, ...]]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heterodyne.plan.program import Action, Program
-from heterodyne.runtime.exact.weighting import Weights
+from heterodyne.runtime.exact.weighting import Weights, known_loss, weighted_sum
 from heterodyne.runtime.meeting.channel import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
@@ -131,7 +131,7 @@ class Executor:
         sent.wait()
         self._turn("between steps")
         self._recorder.end(step.number)
-        return loss.item()
+        return known_loss(loss)
 
     def _do(self, action: Action, step: Step) -> None:
         """One action. What it waits for is not part of it."""
@@ -182,6 +182,8 @@ class Executor:
         inputs = step.slices[index] if stage == self._loss_stage and index in step.slices else None
         if inputs is None:
             inputs = step.source.samples(first, count)
+        if stage == self._loss_stage:
+            inputs = {**inputs, **step.weights.divisors}
         loss = step.parts.stages.forward(stage, index, inputs, step.number, range(first, first + count))
         if loss is not None:
             step.losses[index] = loss.detach()
@@ -200,9 +202,7 @@ class Executor:
         step.weights.require_some()
         values = torch.stack([loss.double() for loss in step.losses.values()]).tolist() if step.losses else []
         weights = [step.weights.of(index) for index in step.losses]
-        # A micro-batch that counts nothing has no mean: its loss is not a number, and no part of the sum.
-        total = sum(weight * value for weight, value in zip(weights, values, strict=True) if weight)
-        loss = torch.tensor(total, dtype=torch.float64)
+        loss = torch.tensor(weighted_sum(weights, values), dtype=torch.float64)
         return loss, self._control.all_reduce(loss)
 
     def _update(self, learning_rate: float | None) -> None:

@@ -14,12 +14,12 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import DataError, PlanError, WorkerError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
-from heterodyne.loss_count import LossCount, counts
+from heterodyne.loss_count import LossCount
 from heterodyne.plan.boxes import inside
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.runtime.evaluation import evaluate
-from heterodyne.runtime.exact.weighting import Weights
+from heterodyne.runtime.exact.weighting import Weights, part_statistics
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Place, Placement
@@ -80,8 +80,7 @@ class Worker:
         graph: what `capture` says of it.
         plan, program, cluster: who does what; the program is the plan's, lowered. Ranks are places in the cluster.
         communicator: of this rank, on its device. It stays the caller's to close.
-        loss_count: what the loss counts in a slice of the batch, given the model's buffers; only called where the graph says
-            that it counts tokens.
+        loss_count: how the losses of the parts of a batch make up the loss of the batch.
         optimizer: a section of a job, or a function that makes an optimizer from parameters (its rate then stays its own).
         total_steps: that the schedule of the learning rate stretches over.
         seed: of the dropout masks.
@@ -212,19 +211,22 @@ class Worker:
 
     def evaluate(self, batch: GlobalBatchLike) -> float:
         """The loss on a batch of any size, in eval mode; not a number if nothing in it counts."""
-        total, count = self.evaluate_sum(batch)
-        return total / count if count else float("nan")
+        return self._evaluate(batch)[0]
 
     def evaluate_sum(self, batch: GlobalBatchLike) -> tuple[float, float]:
-        """``(loss sum, count)`` over a batch of any size, in eval mode, spread over the ranks as the plan spreads its batch.
+        """``(loss times count, count)`` of a batch of any size, in eval mode, spread over the ranks as the plan spreads its batch.
 
-        Their ratio is the model's loss on the batch (for a summed loss the count is 1). Both can be added over batches.
+        Both can be added over batches, and their ratio is the mean over the batches, weighted by what the loss counts (tokens where it
+        has one denominator that counts them, else samples; a summed loss is averaged over the samples too). 0 and 0 if nothing counts.
         """
+        loss, count = self._evaluate(batch)
+        return (loss * count if count else 0.0), count
+
+    def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
         source = as_source(batch, self.graph)
         return evaluate(
             self.module,
             source,
-            graph=self.graph,
             placement=self.placement,
             rank=self.rank,
             parts=self._parts(source),
@@ -282,7 +284,7 @@ class Worker:
                 "pass global batches of that size, or plan again"
             )
         place = self._place
-        slices, own = self._counted(source, place.spans() if place.last else ())
+        slices, own = part_statistics(self._loss_count, source, place.spans() if place.last else (), self._buffers)
         # Where the devices of the last stage lie in parts, all of them count the same samples.
         answers = place.answers
         return Step(
@@ -292,24 +294,12 @@ class Worker:
             sizes=place.micro_batches.sizes,
             spans={stage: place.spans(stage) for stage in place.stages},
             slices=slices,
-            weights=Weights(self.graph.loss, own, source.size, self._communicator.control, answers=answers),
+            weights=Weights(self._loss_count, own, source.size, self._communicator.control, answers=answers),
             learning_rate=None if self._section is None else learning_rate(self._section, number, self._total_steps),
         )
 
     def _parts(self, source: BatchSource) -> Parts:
         return self._assembly.parts(source.samples(0, 1) if self._assembly.cut else None)
-
-    def _counted(
-        self, source: BatchSource, spans: Sequence[tuple[int, int]]
-    ) -> tuple[dict[int, Mapping[str, Tensor]], list[float]]:
-        """What each of these slices counts; and the slices, where they had to be read for that."""
-        loss = self.graph.loss
-        if loss.reduction == "sum" or loss.count == "samples":
-            return {}, counts(loss, [], [size for _, size in spans], self._loss_count, self._buffers)
-        slices = {index: source.samples(*span) for index, span in enumerate(spans) if span[1]}
-        found = counts(loss, list(slices.values()), [], self._loss_count, self._buffers)
-        of = dict(zip(slices, found, strict=True))
-        return slices, [of.get(index, 0.0) for index in range(len(spans))]
 
     def _make_optimizer(self, optimizer: OptimizerSection | OptimizerFactory) -> torch.optim.Optimizer:
         """Of the parameters that this rank holds; it may hold none."""

@@ -309,6 +309,8 @@ def test_the_plain_model_is_captured_and_its_parts_add_up(form: str) -> None:
     model.zero_grad()
     for part in (slice(0, 1), slice(1, 5)):
         piece = {name: value[part] for name, value in batch.items()}
-        (model(**piece) * (captured.loss_count(piece) / captured.loss_count(batch))).backward()
+        (
+            model(**piece) * captured.loss_count.weight(*map(captured.loss_count.statistics_of, (piece, batch)))
+        ).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)

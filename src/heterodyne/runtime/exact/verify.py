@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heterodyne.errors import DataError
+from heterodyne.errors import DataError, PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.loss_count import LossCount, counts
+from heterodyne.loss_count import LossCount
+from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, as_source, union
 from heterodyne.runtime.stages.forward import Forward, Precision
@@ -59,17 +60,25 @@ def one_device_gradients(
     forward = Forward(module, graph, device=device, precision=precision, seed=seed)
     inputs = [union(source, spans, graph) for spans in pieces]
     sizes = [sum(size for _, size in spans) for spans in pieces]
-    own = counts(graph.loss, inputs, sizes, loss_count, dict(module.named_buffers()))
-    total = 1.0 if graph.loss.reduction == "sum" else sum(own)
-    if total <= 0:
+    if graph.loss.reduction == "terms" and len(pieces) > 1:
+        raise PlanError(
+            "the loss has terms with denominators of their own, and the model mixes samples (BatchNorm), so one device can only follow "
+            "a plan with one micro-step: give the plan fewer, larger micro-batches"
+        )
+    buffers = dict(module.named_buffers())
+    own = [loss_count.statistics(part, size, buffers) for part, size in zip(inputs, sizes, strict=True)]
+    whole = torch.stack(own).sum(0)
+    if not loss_count.is_defined(whole):
         raise DataError("no sample of the batch has a label that the loss counts, so its mean does not exist")
-    loss = 0.0
-    for spans, part, count in zip(pieces, inputs, own, strict=True):
+    weights = [loss_count.weight(each, whole) for each in own]
+    losses = []
+    for spans, part, weight in zip(pieces, inputs, weights, strict=True):
         samples = [sample for first, size in spans for sample in range(first, first + size)]
         draws = forward.draws(step, samples)
         of_part = forward.loss(part, draws)
-        forward.backward(of_part, count / total, draws)
-        loss += count / total * of_part.item() if count else 0.0
+        forward.backward(of_part, weight, draws)
+        losses.append(of_part.item())
+    loss = known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64))
     gradients = {name: p.grad.detach().cpu() for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None

@@ -1,62 +1,121 @@
 """How much each part of the batch counts, so that unequal parts add up to the loss of one device.
 
-A mean loss over a part is its sum over the part, divided by the part's own count N(part). The loss of the whole batch is
+A loss is a sum over the samples, divided by a denominator D(batch). The loss of a part is its sum divided by D(part), so
 
-    sum over parts of  N(part) / N(batch) * loss(part),     N(batch) = sum of N(part) over all ranks
+    loss(batch) = sum over parts of  D(part) / D(batch) * loss(part),
 
-and its gradient is the same sum of gradients. N counts samples, or whatever the loss counts (labels that are not ignored).
-A summed loss has weight 1 everywhere.
+and its gradient is the same sum of gradients. D is computed from statistics that add up over the parts: the number of samples, or
+what the loss counts (labels that are not ignored). Where the terms of a loss have denominators of their own, the last stage is given
+those of the whole batch, and every weight is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from heterodyne.errors import DataError
-from heterodyne.graph.ir import Loss
+from heterodyne.loss_count import LossCount
 from heterodyne.runtime.meeting.channel import Channel
+from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "known_loss", "part_statistics", "weighted_sum"]
 
 
 class Weights:
     """The weights of this rank's micro-batches in one step.
 
-    Counting tokens takes an all-reduce of one number over all ranks; it is started here, and waited for when a weight is first
-    asked for, which is before the first backward. ``answers``: what this rank counts is not counted by another one too.
+    Counting tokens takes an all-reduce of a few numbers over all ranks; it is started here, and waited for when a weight or divisor
+    is first asked for.
+
+    Args:
+        count: of the loss.
+        own: the statistics of each micro-batch, ``[1 + n]`` each.
+        global_batch_size: all there is to know of the batch, where ``count`` does not read the samples.
+        channel: joins all ranks.
+        answers: what this rank counts is not counted by another one too.
     """
 
     def __init__(
-        self, loss: Loss, own: Sequence[float], global_batch_size: int, channel: Channel, *, answers: bool = True
+        self, count: LossCount, own: Sequence[Tensor], global_batch_size: int, channel: Channel, *, answers: bool = True
     ) -> None:
         self.own = tuple(own)
-        self._summed = loss.reduction == "sum"
-        self._known = None if loss.reduction == "mean" and loss.count == "tokens" else float(global_batch_size)
-        self._sum = torch.tensor([sum(own) if answers else 0.0], dtype=torch.float64)
-        self._pending = channel.all_reduce(self._sum) if self._known is None else None
+        self._count = count
+        self._sum = torch.tensor([float(global_batch_size)], dtype=torch.float64)
+        self._pending = None
+        if count.counts_data:
+            nothing = torch.zeros(count.size, dtype=torch.float64)
+            self._sum = torch.stack([nothing, *self.own]).sum(0) if answers else nothing
+            self._pending = channel.all_reduce(self._sum)
 
     def require_some(self) -> None:
         """Raises DataError if nothing in the whole batch counts: one device would divide by zero."""
-        if self.total <= 0:
+        if not self.is_defined:
             raise DataError(
                 "no sample of the global batch has a label that the loss counts, so its mean does not exist: "
                 "leave such batches out, or make the global batch larger"
             )
 
     @property
+    def is_defined(self) -> bool:
+        """Whether something in the whole batch counts."""
+        return self._count.is_defined(self._whole)
+
+    @property
     def total(self) -> float:
-        """N(batch)."""
-        if self._known is None:
-            if self._pending is not None:
-                self._pending.wait()
-            self._known = self._sum.item()
-        return self._known
+        """What the loss counts in the global batch: samples or tokens."""
+        return self._count.total(self._whole)
+
+    @cached_property
+    def divisors(self) -> Mapping[str, Tensor]:
+        """What the stage that makes the loss is given beside its inputs."""
+        return self._count.divisors(self._whole)
 
     def of(self, index: int) -> float:
         """The weight of a micro-batch. Raises DataError as `require_some` does."""
-        if self._summed:
-            return 1.0
         self.require_some()
-        return self.own[index] / self.total
+        return self._count.weight(self.own[index], self._whole)
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        if self._pending is not None:
+            self._pending.wait()
+        return self._sum
+
+
+def part_statistics(
+    count: LossCount, source: BatchSource, spans: Sequence[tuple[int, int]], buffers: Mapping[str, Tensor]
+) -> tuple[dict[int, Mapping[str, Tensor]], list[Tensor]]:
+    """The statistics of parts of a batch, ``(first sample, count)`` each; and their inputs, where these had to be read for that."""
+    if not count.counts_data:
+        return {}, [count.statistics({}, size, buffers) for _, size in spans]
+    slices = {index: source.samples(*span) for index, span in enumerate(spans) if span[1]}
+    nothing = torch.zeros(count.size, dtype=torch.float64)
+    return slices, [
+        count.statistics(slices[index], size, buffers) if size else nothing for index, (_, size) in enumerate(spans)
+    ]
+
+
+def weighted_sum(weights: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
+    """The weighted losses of parts of a batch, added, and how many of them are infinite where nothing counts; see `known_loss`.
+
+    A part that counts nothing has no mean: its loss is 0 / 0, and no part of the sum.
+    """
+    total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+    lost = sum(not weight and math.isinf(loss) for weight, loss in zip(weights, losses, strict=True))
+    return total, float(lost)
+
+
+def known_loss(sums: Tensor) -> float:
+    """The loss, from what all ranks found in `weighted_sum` together. Raises DataError if a part has a loss but no denominator."""
+    total, lost = sums.tolist()
+    if lost:
+        raise DataError(
+            f"{lost:g} micro-batches count nothing, so their loss is divided by 0, but it is not 0 itself: their gradients are not known. "
+            "Let the loss guard its division, for example .sum() / count.clamp(min=1); or make the micro-batches larger"
+        )
+    return float(total)

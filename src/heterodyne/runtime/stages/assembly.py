@@ -117,6 +117,7 @@ class Assembly:
             statistics=_statistics(placement, communicator) if graph.batch_statistics else None,
         )
         self._mail = communicator.mail() if any(len(p.places) > 1 for p in plan.pipelines) else None
+        self._divided = graph.loss.reduction == "terms"
         self._halves = frozenset(action.stage for action in program.ranks[communicator.rank] if action.kind == "W")
         self._pipeline = None if self._place.pipeline is None else plan.pipelines[self._place.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
@@ -125,14 +126,15 @@ class Assembly:
         self._made: dict[Shapes, Parts] = {}
         if self.cut and programs is None:
             raise PlanError(
-                "the plan cuts the model into stages, or recomputes parts of it, and the captured model was not given"
+                "the plan cuts the model into stages, recomputes parts of it, or its loss has terms with denominators of their own, and "
+                "the captured model was not given"
             )
 
     @property
     def cut(self) -> bool:
         """Whether this rank runs pieces of the captured model, and not the module as it is."""
         in_pieces = len(self._pieces) > 1 or any(piece.recompute for piece in self._pieces)
-        return in_pieces or bool(self._halves) or bool(self._place.sharded)
+        return in_pieces or bool(self._halves) or bool(self._place.sharded) or self._divided
 
     def parts(self, batch: Mapping[str, Tensor] | None = None) -> Parts:
         """For inputs of these shapes; None: those that the model was captured with. Raises DataError if the model is another then."""
