@@ -31,8 +31,12 @@ class LossCount(Protocol):
     def weight(self, part: Tensor, whole: Tensor) -> float:
         """By what the loss of a part is multiplied to be its part of the loss of the whole; 0 if its denominator is 0."""
 
+    @property
+    def split(self) -> bool:
+        """Whether the terms of the loss have denominators of their own; the graph is then given those of the whole batch."""
+
     def divisors(self, whole: Tensor) -> Mapping[str, Tensor]:
-        """What the last stage is given beside the batch, where the terms of the loss have denominators of their own."""
+        """What a split loss is given beside the batch, by name; nothing for any other."""
 
     def total(self, whole: Tensor) -> float:
         """What people are told that the loss counts in a batch: its denominator, else the samples."""
@@ -67,6 +71,10 @@ class CountedBy:
         if self.loss.reduction == "sum":
             return 1.0
         return self.total(part) / self.total(whole) if self.total(part) else 0.0
+
+    @property
+    def split(self) -> bool:
+        return False
 
     def divisors(self, whole: Tensor) -> Mapping[str, Tensor]:
         del whole

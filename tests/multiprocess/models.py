@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import heterodyne as hd
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.loss_count import CountedBy
+from heterodyne.loss_count import CountedBy, LossCount
 from multiprocess.split import moe_model
 
 NAMES = ("gpt", "sum", "weighted", "llama", "gpt2", "bert", "resnet", "mixed")
@@ -26,6 +26,8 @@ EXPERTS = (
     "moe_einsum",
     "moe_indexed",
 )  # mixtures: two of Transformers, two as a user writes them
+
+TERMS = ("terms", "pretraining")  # losses that add terms with denominators of their own
 
 SHIFTING = ("llama", "gpt2", "mixtral", "qwen3_moe", "marked_mixtral")  # predict each label from the tokens before it
 
@@ -39,8 +41,10 @@ class Case:
     batch: dict[str, Tensor]
 
     @property
-    def count(self) -> CountedBy:
-        """What the loss divides by, counted by hand."""
+    def count(self) -> LossCount:
+        """What the loss divides by, counted by hand where it has one denominator."""
+        if self.graph.name in TERMS:
+            return counted_by_capture(self.graph.name)
         return CountedBy(self._counted, self.graph.loss)
 
     def _counted(self, part: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> float:
@@ -77,6 +81,8 @@ def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tens
         "marked_mixtral": _marked_mixtral,
         "qwen3_moe": _qwen3_moe,
         "moe_einsum": functools.partial(_moe, "einsum"),
+        "terms": _terms,
+        "pretraining": _pretraining,
         "moe_indexed": functools.partial(_moe, "indexed"),
     }[name](samples)
 
@@ -90,6 +96,11 @@ def captured(name: str) -> ModelGraph:
 def capture_of(name: str) -> Captured:
     module, batch = _make(name, 4, 0)
     return trace(module.train(), batch, name=name)
+
+
+@functools.cache
+def counted_by_capture(name: str) -> LossCount:
+    return capture_of(name).loss_count
 
 
 class TinyGPT(nn.Module):
@@ -291,6 +302,41 @@ def _bert(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     mask = torch.ones(samples, 8, dtype=torch.long)
     mask[1::2, 6:] = 0
     return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class Terms(nn.Module):
+    """Tokens that are labelled, a mean over the samples, a guarded count that its numerator does not vanish with, and a penalty."""
+
+    def __init__(self, width: int = 12, vocabulary: int = 17) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.mix = nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary)
+        self.score = nn.Linear(width, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, scores: Tensor, found: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.tokens(input_ids)))
+        score = self.score(hidden).squeeze(-1)
+        token = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        objects = F.binary_cross_entropy_with_logits(score, found, reduction="sum") / found.sum().clamp(min=1)
+        return token + 0.5 * F.mse_loss(score.mean(1), scores) + 0.1 * objects + 1e-2 * self.head.weight.square().sum()
+
+
+def _terms(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    ids = torch.randint(0, 17, (samples, 6))
+    labels = ids.masked_fill(torch.rand(samples, 6) < 0.5, -100)
+    found = (torch.rand(samples, 6) < 0.3).float()
+    labels[0], found[0] = -100, 0.0  # a sample that counts nothing
+    labels[-1, 0] = 3
+    return Terms(), {"input_ids": ids, "labels": labels, "scores": torch.randn(samples), "found": found}
+
+
+def _pretraining(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import BertForPreTraining
+
+    masked, batch = _bert(samples)
+    following = torch.randint(0, 2, (samples,))
+    return BertForPreTraining(masked.config), {**batch, "next_sentence_label": following}
 
 
 def _resnet(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:

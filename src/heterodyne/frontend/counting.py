@@ -32,7 +32,7 @@ class LossCounter:
 
     def __init__(self, traced: Traced, example: Example, reading: LossReading, buffers: Mapping[str, Tensor]) -> None:
         self._example = example
-        self._split = reading.split
+        self.split = reading.split
         self._power = reading.reduction.samples
         self._denominators = reading.denominators
         self._buffers = dict(buffers)
@@ -76,14 +76,14 @@ class LossCounter:
 
         It is 0 for a part whose denominator is 0: such a part has no mean.
         """
-        if self._split:
+        if self.split:
             return 1.0
         own, total = self._value(part), self._value(whole)
         return own / total if own and total else 0.0
 
     def divisors(self, whole: Tensor) -> dict[str, Tensor]:
         """What the graph of a split loss is given beside the batch; nothing for any other."""
-        if not self._split:
+        if not self.split:
             return {}
         values = [graph(whole) for graph in self._values]
         return {
@@ -96,7 +96,7 @@ class LossCounter:
 
     def total(self, whole: Tensor) -> float:
         """What people are told that the loss counts: its one denominator, else the samples."""
-        one = not self._split and len(self._denominators) == 1
+        one = not self.split and len(self._denominators) == 1
         return float(self._values[0](whole)) if one else float(whole[0])
 
     def is_defined(self, whole: Tensor) -> bool:

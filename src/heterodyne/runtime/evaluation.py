@@ -52,8 +52,7 @@ def evaluate(
                     if not samples:
                         continue
                     inputs = source.samples(start, samples)
-                    if place.last and stage == place.stages[-1]:
-                        inputs = {**inputs, **weights.divisors}
+                    inputs = {**inputs, **weights.divisors}
                     loss = stages.evaluate(stage, index, inputs, range(start, start + samples))
                     if loss is not None:
                         losses[index] = loss.item()

@@ -182,8 +182,7 @@ class Executor:
         inputs = step.slices[index] if stage == self._loss_stage and index in step.slices else None
         if inputs is None:
             inputs = step.source.samples(first, count)
-        if stage == self._loss_stage:
-            inputs = {**inputs, **step.weights.divisors}
+        inputs = {**inputs, **step.weights.divisors}
         loss = step.parts.stages.forward(stage, index, inputs, step.number, range(first, first + count))
         if loss is not None:
             step.losses[index] = loss.detach()

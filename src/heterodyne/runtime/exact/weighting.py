@@ -72,8 +72,8 @@ class Weights:
 
     @cached_property
     def divisors(self) -> Mapping[str, Tensor]:
-        """What the stage that makes the loss is given beside its inputs."""
-        return self._count.divisors(self._whole)
+        """What stages are given beside the inputs of the model, where the terms of the loss have denominators of their own."""
+        return self._count.divisors(self._whole) if self._count.split else {}
 
     def of(self, index: int) -> float:
         """The weight of a micro-batch. Raises DataError as `require_some` does."""

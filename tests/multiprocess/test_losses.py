@@ -1,0 +1,55 @@
+"""Law 1 for losses that add terms with denominators of their own, over plans of every kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multiprocess.models import TERMS, build, captured
+from multiprocess.pool import Pool, World
+from multiprocess.test_exactness_pipelines import BAR, Spread, errors_of
+from multiprocess.work import PipelineOf, StageOf, staged_worker
+
+
+def spreads(ops: int) -> dict[str, Spread]:
+    """Samples 0 and 1 are micro-batches of their own somewhere, so that a part counts nothing."""
+    whole = (StageOf(ops, (0,), (1,)),), (StageOf(ops, (1,), (1,)),)
+    cut = (StageOf(ops // 2, (0,), (1,)), StageOf(ops, (1,), (1,)))
+    return {
+        "data": Spread(2, "1F1B", (PipelineOf((1, 3), whole[0]), PipelineOf((2,), whole[1]))),
+        "pipeline": Spread(2, "ZBH1", (PipelineOf((1, 2, 3), cut),)),
+        "split": Spread(2, "1F1B", (PipelineOf((1, 3), (StageOf(ops, (0, 1), (2, 1), kind="split"),)),)),
+        "context": Spread(2, "1F1B", (PipelineOf((1, 3), (StageOf(ops, (0, 1), (2, 1), kind="context"),)),)),
+        "halves": Spread(2, "1F1B", (PipelineOf((3, 1), (StageOf(ops, (0, 1), (2, 1), kind="split", overlap=True),)),)),
+        "mixed": Spread(3, "1F1B", (PipelineOf((1, 2), cut), PipelineOf((3,), (StageOf(ops, (2,), (1,)),)))),
+    }
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_with_denominators_of_their_own(pool: Pool, name: str) -> None:
+    graph = captured(name)
+    assert graph.loss.reduction == "terms"
+    for kind, spread in spreads(len(graph.ops)).items():
+        found = pool.run(spread.world, errors_of, graph, spread)
+        worst = max((error for of_rank in found for error in of_rank), key=lambda entry: entry[1])
+        assert worst[1] <= BAR, (kind, worst)
+
+
+def evaluated(world: World, name: str) -> tuple[float, float]:
+    """The loss of a batch in eval mode over two ranks, and by the module alone."""
+    case = build(captured(name), 7)
+    ops = len(case.graph.ops)
+    cut = (PipelineOf((2, 5), (StageOf(ops // 2, (0,), (1,)), StageOf(ops, (1,), (1,)))),)
+    alone = build(captured(name), 7)
+    worker = staged_worker(world, case, cut, "1F1B")
+    found = worker.evaluate(alone.batch)
+    worker.close()
+    with torch.no_grad():
+        loss = alone.module.eval()(**alone.batch)
+    return found, float(loss if isinstance(loss, torch.Tensor) else loss.loss)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_their_evaluation(pool: Pool, name: str) -> None:
+    for found, expected in pool.run(2, evaluated, name):
+        assert found == pytest.approx(expected, rel=1e-5)
