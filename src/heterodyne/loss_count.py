@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heterodyne.graph.ir import Loss
 
-__all__ = ["CountedBy", "LossCount"]
+__all__ = ["CountedBy", "LossCount", "TogetherCount"]
 
 
 class LossCount(Protocol):
@@ -43,6 +43,10 @@ class LossCount(Protocol):
 
     def is_defined(self, whole: Tensor) -> bool:
         """Whether no denominator of the loss is 0."""
+
+    @property
+    def together(self) -> bool:
+        """Whether the loss compares samples: then each replica computes the loss of the whole batch, from all its samples at once."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ class CountedBy:
     def split(self) -> bool:
         return False
 
+    @property
+    def together(self) -> bool:
+        return False
+
     def divisors(self, whole: Tensor) -> Mapping[str, Tensor]:
         del whole
         return {}
@@ -85,3 +93,30 @@ class CountedBy:
 
     def is_defined(self, whole: Tensor) -> bool:
         return self.loss.reduction == "sum" or self.total(whole) != 0
+
+
+@dataclass(frozen=True)
+class TogetherCount:
+    """A loss that each replica computes for the whole batch: it counts as much as each of the others."""
+
+    counts_data: bool = True
+    split: bool = False
+    together: bool = True
+    size: int = 2
+
+    def statistics(self, part: Mapping[str, Tensor], samples: int, buffers: Mapping[str, Tensor]) -> Tensor:
+        del part, buffers
+        return torch.tensor([float(samples), 1.0 if samples else 0.0], dtype=torch.float64)
+
+    def weight(self, part: Tensor, whole: Tensor) -> float:
+        return float(part[1] / whole[1])
+
+    def divisors(self, whole: Tensor) -> Mapping[str, Tensor]:
+        del whole
+        return {}
+
+    def total(self, whole: Tensor) -> float:
+        return float(whole[0])
+
+    def is_defined(self, whole: Tensor) -> bool:
+        return bool(whole[0] > 0)

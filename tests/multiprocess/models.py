@@ -27,6 +27,7 @@ EXPERTS = (
     "moe_indexed",
 )  # mixtures: two of Transformers, two as a user writes them
 
+COUPLED = ("contrastive", "similar", "router", "deviation")  # losses in which samples see each other
 TERMS = ("terms", "pretraining")  # losses that add terms with denominators of their own
 
 SHIFTING = ("llama", "gpt2", "mixtral", "qwen3_moe", "marked_mixtral")  # predict each label from the tokens before it
@@ -43,7 +44,7 @@ class Case:
     @property
     def count(self) -> LossCount:
         """What the loss divides by, counted by hand where it has one denominator."""
-        if self.graph.name in TERMS:
+        if self.graph.name in (*TERMS, *COUPLED):
             return counted_by_capture(self.graph.name)
         return CountedBy(self._counted, self.graph.loss)
 
@@ -81,6 +82,10 @@ def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tens
         "marked_mixtral": _marked_mixtral,
         "qwen3_moe": _qwen3_moe,
         "moe_einsum": functools.partial(_moe, "einsum"),
+        "contrastive": _contrastive,
+        "similar": _similar,
+        "router": _router,
+        "deviation": _deviation,
         "terms": _terms,
         "pretraining": _pretraining,
         "moe_indexed": functools.partial(_moe, "indexed"),
@@ -329,6 +334,72 @@ def _terms(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     labels[0], found[0] = -100, 0.0  # a sample that counts nothing
     labels[-1, 0] = 3
     return Terms(), {"input_ids": ids, "labels": labels, "scores": torch.randn(samples), "found": found}
+
+
+class Contrastive(nn.Module):
+    """Two towers whose outputs are compared over the batch, as CLIP's are; labels of one sample each, and a penalty."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.images = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width))
+        self.texts = nn.Sequential(nn.Embedding(11, width), nn.Dropout(0.3))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
+        image = F.normalize(self.images(images), dim=-1)
+        text = F.normalize(self.texts(texts).mean(1), dim=-1)
+        logits = self.scale.exp() * image @ text.T
+        labels = torch.arange(logits.shape[0])
+        both = F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)
+        return both / 2 + 1e-2 * self.images[0].weight.square().sum()
+
+
+class Similar(nn.Module):
+    """SimCLR's loss over two views of each sample, with the labels as further positives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+
+    def forward(self, first: Tensor, second: Tensor, labels: Tensor) -> Tensor:
+        views = [F.normalize(self.encoder(view), dim=-1) for view in (first, second)]
+        similarity = views[0] @ views[1].T / 0.5
+        positive = (labels[:, None] == labels[None, :]).float()
+        return -(similarity.log_softmax(-1) * positive).sum() / positive.sum()
+
+
+class Deviation(nn.Module):
+    """The root of a mean of squares, and a spread over the batch (VICReg): no quotient of sums over the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        found = self.layers(first)
+        centred = found - found.mean(0)
+        spread = F.relu(1 - (centred.square().mean(0) + 1e-4).sqrt()).mean()
+        return F.mse_loss(found, second).sqrt() + spread
+
+
+def _contrastive(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return Contrastive(), {"images": torch.randn(samples, 6), "texts": torch.randint(0, 11, (samples, 4))}
+
+
+def _similar(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    views = {"first": torch.randn(samples, 6), "second": torch.randn(samples, 6)}
+    return Similar(), {**views, "labels": torch.randint(0, 3, (samples,))}
+
+
+def _deviation(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return Deviation(), {"first": torch.randn(samples, 6), "second": torch.randn(samples, 5)}
+
+
+def _router(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A mixture whose loss balances its experts: a product of two means over the tokens of the batch."""
+    model, batch = _mixtral(samples)
+    model.config.output_router_logits = True
+    return model, batch
 
 
 def _pretraining(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multiprocess.models import TERMS, build, captured
+from heterodyne.frontend import loss_of
+from heterodyne.plan.check import violations
+from multiprocess.models import COUPLED, TERMS, build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.test_exactness_pipelines import BAR, Spread, errors_of
-from multiprocess.work import PipelineOf, StageOf, staged_worker
+from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan, staged_worker
 
 
 def spreads(ops: int) -> dict[str, Spread]:
@@ -45,11 +47,54 @@ def evaluated(world: World, name: str) -> tuple[float, float]:
     found = worker.evaluate(alone.batch)
     worker.close()
     with torch.no_grad():
-        loss = alone.module.eval()(**alone.batch)
-    return found, float(loss if isinstance(loss, torch.Tensor) else loss.loss)
+        return found, float(loss_of(alone.module.eval()(**alone.batch)))
 
 
 @pytest.mark.parametrize("name", TERMS)
 def test_their_evaluation(pool: Pool, name: str) -> None:
     for found, expected in pool.run(2, evaluated, name):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_samples_that_see_each_other_in_the_loss(pool: Pool, name: str) -> None:
+    """Replicas exchange what the loss compares; each has all its samples in one micro-batch."""
+    graph = captured(name)
+    assert graph.loss.reduction == "coupled"
+    ops = len(graph.ops)
+    spread = Spread(
+        3, "1F1B", tuple(PipelineOf((n,), (StageOf(ops, (rank,), (1,)),)) for rank, n in enumerate((3, 1, 4)))
+    )
+    within = Spread(3, "1F1B", (PipelineOf((6,), (StageOf(ops, (2, 0), (2, 1)),)),))
+    for each in (spread, within):
+        found = pool.run(each.world, errors_of, graph, each)
+        worst = max((error for of_rank in found for error in of_rank), key=lambda entry: entry[1])
+        assert worst[1] <= BAR, worst
+
+
+def evaluated_together(world: World, name: str, samples: int) -> tuple[float, float]:
+    """The loss of a batch of some size in eval mode over three replicas, and by the module alone."""
+    case, alone = build(captured(name), samples), build(captured(name), samples)
+    ops = len(case.graph.ops)
+    plan = tuple(PipelineOf((n,), (StageOf(ops, (rank,), (1,)),)) for rank, n in enumerate((2, 1, 2)))
+    worker = staged_worker(world, case, plan, "1F1B")
+    found = worker.evaluate(alone.batch)
+    worker.close()
+    with torch.no_grad():
+        return found, float(loss_of(alone.module.eval()(**alone.batch)))
+
+
+@pytest.mark.parametrize("samples", [2, 5, 9])
+def test_evaluation_of_samples_that_see_each_other(pool: Pool, samples: int) -> None:
+    for found, expected in pool.run(3, evaluated_together, "contrastive", samples):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_plans_that_would_compare_fewer_samples_are_refused(pool: Pool) -> None:
+    graph = captured("contrastive")
+    ops = len(graph.ops)
+    cut = (PipelineOf((2,), (StageOf(ops // 2, (0,), (1,)), StageOf(ops, (1,), (1,)))),)
+    several = (PipelineOf((2, 1), (StageOf(ops, (0,), (1,)),)), PipelineOf((2,), (StageOf(ops, (1,), (1,)),)))
+    for pipelines, said in ((cut, "only data parallelism is exact"), (several, "has 2 micro-batches")):
+        broken = violations(staged_plan(graph, cluster_of(2), pipelines, "1F1B"), graph, cluster_of(2))
+        assert any(said in fault and "samples see each other" in fault for fault in broken)

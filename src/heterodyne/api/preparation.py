@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.cluster.profile import WHOLE, Profile
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend import Captured, trace
-from heterodyne.graph.ir import Block
+from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.cache import Cache, default_folder
 from heterodyne.measure.session import Request, measure
@@ -141,6 +141,7 @@ def prepare(
 
     Raises PlanError, InfeasibleError or MeasureError, on every rank alike.
     """
+    settings = _with_sizes_for(captured.graph, settings)
     if given is not None:
         _require_fitting(given, captured, session, settings)
 
@@ -187,6 +188,15 @@ def prepare(
         if rehearsed:
             plan, planned = plan_once(session, search, profile)
     return _prepared(session, captured, settings, profile, plan, planned)
+
+
+def _with_sizes_for(graph: ModelGraph, settings: Settings) -> Settings:
+    """Where a replica takes all its samples in one micro-batch, any share is a size of one."""
+    if graph.loss.reduction != "coupled":
+        return settings
+    largest = settings.global_batch_size
+    sizes = sorted({*(1 << power for power in range(largest.bit_length())), largest})
+    return replace(settings, parallelism=settings.parallelism.model_copy(update={"micro_batch_sizes": tuple(sizes)}))
 
 
 def _prepared(

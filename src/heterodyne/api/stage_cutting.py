@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import DataError
@@ -11,6 +12,8 @@ from heterodyne.frontend import Captured, trace
 from heterodyne.frontend.stage_program import StageProgram
 from heterodyne.plan.plan import Pipeline
 from heterodyne.plan.sharded_stage import shard_stage
+from heterodyne.runtime.exact.exchange import SampleExchange
+from heterodyne.runtime.stages.segments import Runnable
 
 __all__ = ["StageCutter"]
 
@@ -49,6 +52,13 @@ class StageCutter:
                 "the batches to one length, or plan for these"
             )
         return captured.stage(start, stop, starts=starts, sharding=sharding)
+
+    def coupled(
+        self, batch: Mapping[str, Tensor] | None, module: nn.Module, device: torch.device, exchange: SampleExchange
+    ) -> Runnable:
+        """See `heterodyne.runtime.stages.assembly.StagePrograms`."""
+        captured = self._captured if batch is None else self._at(batch)
+        return captured.coupled(module, device, exchange)
 
     def _at(self, batch: Mapping[str, Tensor]) -> Captured:
         shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(batch.items()))

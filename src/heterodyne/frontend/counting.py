@@ -49,6 +49,11 @@ class LossCounter:
         return bool(self._statistics)
 
     @property
+    def together(self) -> bool:
+        """Whether the loss compares samples."""
+        return False
+
+    @property
     def size(self) -> int:
         """How many statistics there are, with the number of samples."""
         return 1 + sum(_entries(statistic) for statistic in self._statistics)

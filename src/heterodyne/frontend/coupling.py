@@ -12,7 +12,7 @@ capacity of an expert depends on who else is there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, fx
@@ -23,7 +23,7 @@ from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.sizes import degree, proportional, size_of
 
-__all__ = ["coupled", "refuse_coupling"]
+__all__ = ["CoupledError", "coupled", "couplings", "mixed", "refuse_coupling"]
 
 # Each element of their result depends on others along ``dim`` (``dims``).
 _ALONG = frozenset({
@@ -37,11 +37,24 @@ _COMPARES = frozenset({"lt", "le", "gt", "ge"})
 # What they take at a place says nothing of its number.
 _TAKES = frozenset({"embedding", "gather", "index", "index_select", "take_along_dim"})
 
+
+class CoupledError(CaptureError):
+    """Samples see each other, or the loss is no quotient of sums over them: no weights of the parts of a batch make up the whole."""
+
+
 _COUNTING = frozenset({"histc"})  # returns floats that are whole numbers
 
 
 def refuse_coupling(traced: Traced, from_batch: Collection[fx.Node], passed: Collection[fx.Node]) -> None:
-    """Raise CaptureError, with the line, if something on the way to the loss lets the samples of a batch see each other."""
+    """Raise CoupledError, with the line, if something on the way to the loss lets the samples of a batch see each other."""
+    for _, error in couplings(traced, from_batch, passed):
+        raise error
+
+
+def couplings(
+    traced: Traced, from_batch: Collection[fx.Node], passed: Collection[fx.Node]
+) -> Iterator[tuple[fx.Node, CoupledError]]:
+    """The ops on the way to the loss that let the samples see each other, and what to say of each."""
     places = _places(traced)
     for node in leading_to([traced.loss]):
         name = operator_name(node)
@@ -53,26 +66,27 @@ def refuse_coupling(traced: Traced, from_batch: Collection[fx.Node], passed: Col
         one_for_all = reads_samples and node not in passed and any(degree(tensor) == 0 for tensor in tensors)
         along = _along_the_samples(node)
         if along and not tensors:
-            raise _counted(node, "goes along the samples of a batch")
-        if along or one_for_all or any(_mixed(tensor) for tensor in tensors):
-            raise coupled(node)
-        if name in _COMPARES and places.intersection(node.all_input_nodes):
-            raise _counted(node, "compares places in the order of all samples")
+            yield node, _counted(node, "goes along the samples of a batch")
+        elif along or one_for_all or any(mixed(tensor) for tensor in tensors):
+            yield node, coupled(node)
+        elif name in _COMPARES and places.intersection(node.all_input_nodes):
+            yield node, _counted(node, "compares places in the order of all samples")
 
 
-def coupled(node: fx.Node) -> CaptureError:
+def coupled(node: fx.Node) -> CoupledError:
     """What to say of an op that lets them see each other."""
     place = f"{line}\n" if (line := line_of(node, full=True)) else ""
-    return CaptureError(
-        f"{place}{node.target} makes the samples of a batch depend on each other, and the devices each see only "
-        "their own samples. Average over the samples only in the loss; BatchNorm is the one exception that is known."
+    return CoupledError(
+        f"{place}samples see each other: {node.target} makes the samples of a batch depend on each other, and the devices each see only "
+        "their own samples. Average over the samples only in the loss; BatchNorm is the one exception inside of a model. A loss that "
+        "compares samples (contrastive, in-batch negatives) is exact if no weights of the model come after the comparison.\n"
     )
 
 
-def _counted(node: fx.Node, what: str) -> CaptureError:
+def _counted(node: fx.Node, what: str) -> CoupledError:
     """What to say of whole numbers that tell of a sample how many others there are."""
     place = f"{line}\n" if (line := line_of(node, full=True)) else ""
-    return CaptureError(
+    return CoupledError(
         f"{place}{node.target} {what}, and the devices each see only their own samples, so it would find others than on one device. Let "
         "each sample count for itself: keep the samples in a dim of their own, [samples, tokens, ...], and count along the tokens (so has "
         "each sample a capacity of its own, where experts have one)."
@@ -101,7 +115,7 @@ def _is_order(node: fx.Node) -> bool:
     return node.target is operator.getitem and bool(node.args[1] == 1)
 
 
-def _mixed(tensor: Tensor) -> bool:
+def mixed(tensor: Tensor) -> bool:
     """Something for each pair of samples, or one sample more or less than there are."""
     sizes = [size_of(size) for size in tensor.shape]
     return degree(tensor) > 1 or any(not size.is_constant and not proportional(size) for size in sizes)

@@ -20,14 +20,14 @@ from torch import fx
 
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
-from heterodyne.frontend.coupling import coupled, refuse_coupling
+from heterodyne.frontend.coupling import CoupledError, coupled, refuse_coupling
 from heterodyne.frontend.denominator import Denominator, Statistic
 from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.sizes import degree, proportional, size_of, spec_of
 from heterodyne.graph import Loss
 
-__all__ = ["Division", "LossReading", "Reduction", "read_loss"]
+__all__ = ["LABELLED", "Division", "LossReading", "Reduction", "Walk", "read_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +119,12 @@ _LINEAR = frozenset({
     "slice", "cat", "stack", "unbind", "getitem", "diagonal", "narrow", "split", "chunk", "view_as", "expand_as",
 })  # fmt: skip
 _CASTS = frozenset({"to", "_to_copy", "alias", "clone", "view", "reshape", "squeeze", "unsqueeze", "type_as"})
-_LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
+LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
 
 
 def read_loss(traced: Traced) -> LossReading:
     """The averaging of the traced loss. Raises CaptureError with the line of the op that defies it."""
-    walk = _Walk(traced)
+    walk = Walk(traced)
     found = walk.reduction(traced.loss)
     if found.kind == "constant":
         raise CaptureError("the loss does not depend on the batch; there is nothing to train on")
@@ -132,7 +132,7 @@ def read_loss(traced: Traced) -> LossReading:
     return LossReading(reduction=found, divisions=tuple(walk.divisions), shares=tuple(walk.shares))
 
 
-class _Walk:
+class Walk:
     """The walk back from the loss. What it passed through is known to be linear in sums over the samples."""
 
     def __init__(self, traced: Traced) -> None:
@@ -161,7 +161,7 @@ class _Walk:
 
     def _general(self, node: fx.Node) -> Reduction | None:
         name = operator_name(node)
-        if name in _LABELLED:
+        if name in LABELLED:
             return self._labelled(node)
         if argument(node, "reduction") in (1, 2):
             return self._reduced(node, mean=argument(node, "reduction") == 1)
@@ -293,7 +293,7 @@ class _Walk:
             return
         if self._follows(node) or node.op != "call_function":
             raise self._unknown(node)
-        found = self._sum_of_samples(node)
+        found = self.sum_of_samples(node)
         if found is not None:
             statistics[node] = Statistic(node=node, mean=found.samples == 1)
             return
@@ -301,7 +301,7 @@ class _Walk:
         for operand in node.all_input_nodes:
             self._collect(operand, statistics)
 
-    def _sum_of_samples(self, node: fx.Node) -> Reduction | None:
+    def sum_of_samples(self, node: fx.Node) -> Reduction | None:
         """What a node is if it is a sum or a mean over the samples; None, without a trace, if it is anything else."""
         before = set(self.passed), list(self.divisions), list(self.shares), dict(self._known)
         try:
@@ -320,6 +320,20 @@ class _Walk:
 
     def _mean(self, node: fx.Node) -> Reduction | None:
         return self._reduced(node, mean=True)
+
+    def _histc(self, node: fx.Node) -> Reduction | None:
+        return _SUM if any(self._follows(n) for n in node.all_input_nodes) else None
+
+    _bincount = _histc
+
+    def _scatter_add_(self, node: fx.Node) -> Reduction | None:
+        """Values of samples, added up in places of a tensor of zeros."""
+        into = argument(node, "self")
+        return (
+            self._histc(node) if isinstance(into, fx.Node) and operator_name(into) in ("zeros", "new_zeros") else None
+        )
+
+    _scatter_add = _index_add = _index_add_ = _scatter_add_
 
     def _reduced(self, node: fx.Node, *, mean: bool) -> Reduction | None:
         """A sum or mean over the samples, or a further one after that."""
@@ -394,8 +408,8 @@ class _Walk:
             return ("node", self._structure(value))
         return tuple(self._stand(v) for v in value) if isinstance(value, tuple | list) else str(value)
 
-    def _unknown(self, node: fx.Node) -> CaptureError:
-        return CaptureError(
+    def _unknown(self, node: fx.Node) -> CoupledError:
+        return CoupledError(
             f"{self._place(node)}it cannot be told how the loss is averaged: {node.target} is neither a sum nor a mean over the samples. "
             "Let the loss be a .mean(), a .sum(), a sum divided by a count of the batch, a loss of torch.nn.functional, or several of "
             "these added. Where losses of samples are wanted first, write reduction='none' and then .mean()."

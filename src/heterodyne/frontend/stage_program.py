@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend.bound_stage import BoundStage, InTurns
-from heterodyne.frontend.counting import LossCounter
 from heterodyne.frontend.describe import producer_of
 from heterodyne.frontend.export import Role, Traced, tensors_of
 from heterodyne.frontend.overlapped_graph import overlapped_graph
@@ -29,9 +28,10 @@ from heterodyne.graph import Value
 from heterodyne.graph.sharding import Sharding
 from heterodyne.graph.sharding.layout import conversion
 from heterodyne.graph.sharding.numbered import Numbered
+from heterodyne.loss_count import LossCount
 from heterodyne.model_output import DIVISOR, LOSS, SAMPLES
 
-__all__ = ["StageProgram", "Team", "stage_program"]
+__all__ = ["StageProgram", "Team", "placed", "stage_program"]
 
 
 class Team(Protocol):
@@ -67,7 +67,7 @@ class StageProgram:
     _nodes: tuple[fx.Node, ...] = field(repr=False)
     _sources: tuple[fx.Node, ...] = field(repr=False)
     _sharding: Sharding | None = field(default=None, repr=False)
-    _count: LossCounter | None = field(default=None, repr=False)
+    _count: LossCount | None = field(default=None, repr=False)
 
     def bind(
         self, module: nn.Module, device: torch.device, team: Team | None = None, *, overlap: bool = False
@@ -109,7 +109,7 @@ class StageProgram:
             halves=halves,
             inputs={roles[n].name: spec_of(n.meta["val"]).shape for n in inputs},
             received=tuple(n.name for n in received),
-            kept=tuple(_place(traced, n, module, device, stored(roles[n].name), position) for n in kept),
+            kept=tuple(placed(traced, n, module, device, stored(roles[n].name), position) for n in kept),
             results=(*(value.name for value in self.sends), *([LOSS] if self.is_last else [])),
             training=module.training,
         )
@@ -139,7 +139,7 @@ def stage_program(
     stop: int,
     starts: Sequence[int],
     sharding: Sharding | None = None,
-    count: LossCounter | None = None,
+    count: LossCount | None = None,
 ) -> StageProgram:
     """The stage with the ops ``[start, stop)`` of a graph that is cut at ``starts``; ``sharding``: as it lies on its devices;
     ``count``: what the loss of some samples is divided by.
@@ -239,13 +239,13 @@ def _constant(traced: Traced, name: str, module: nn.Module) -> Tensor:
     return value.detach()
 
 
-def _place(
+def placed(
     traced: Traced,
     node: fx.Node,
     module: nn.Module,
     device: torch.device,
-    sliced: tuple[int, tuple[int, ...]] | None,
-    position: int,
+    sliced: tuple[int, tuple[int, ...]] | None = None,
+    position: int = 0,
 ) -> tuple[dict[str, Any], str]:
     """Where the module keeps a parameter or buffer; a constant is kept here, on the device.
 

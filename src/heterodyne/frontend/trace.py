@@ -6,12 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor, fx, nn
 
 from heterodyne.frontend.aliases import shared_memory
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
 from heterodyne.frontend.counting import LossCounter
+from heterodyne.frontend.coupled_loss import (
+    BoundCoupledLoss,
+    CoupledLoss,
+    Exchange,
+    coupled_loss,
+    divide_labelled_means,
+)
+from heterodyne.frontend.coupling import CoupledError
 from heterodyne.frontend.describe import batch_statistics, describe, random_ops, ref_of
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.experts import put_together
@@ -23,8 +32,9 @@ from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.split_loss import split_loss
 from heterodyne.frontend.stage_program import StageProgram, stage_program
 from heterodyne.frontend.stage_values import Pieces
-from heterodyne.graph import Block, Input, ModelGraph, Parameter
+from heterodyne.graph import Block, Input, Loss, ModelGraph, Parameter
 from heterodyne.graph.sharding import Sharding
+from heterodyne.loss_count import LossCount, TogetherCount
 
 __all__ = ["Captured", "capture", "trace"]
 
@@ -36,11 +46,12 @@ class Captured:
     graph: ModelGraph
     _traced: Traced = field(repr=False)
     _observed: dict[fx.Node, Observed] = field(repr=False)
-    _counter: LossCounter = field(repr=False)
+    _counter: LossCount = field(repr=False)
+    _coupled: CoupledLoss | None = field(repr=False)
     _buffers: Mapping[str, Tensor] = field(repr=False)
 
     @property
-    def loss_count(self) -> LossCounter:
+    def loss_count(self) -> LossCount:
         """How the losses of the parts of a batch make up the loss of the batch."""
         return self._counter
 
@@ -56,6 +67,12 @@ class Captured:
         mode for the stage to train. Raises PlanError for a cut that would change the result, with the op and its line.
         """
         return stage_program(self._pieces, start, stop, starts, sharding, self._counter)
+
+    def coupled(self, module: nn.Module, device: torch.device, exchange: Exchange) -> BoundCoupledLoss:
+        """The model on a replica's samples, with a loss in which the samples of all replicas see each other (``loss.reduction``
+        ``coupled``)."""
+        assert self._coupled is not None
+        return self._coupled.bind(self._pieces, module, device, exchange)
 
     @cached_property
     def _pieces(self) -> Pieces:
@@ -79,10 +96,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     """
     example = read_example(model, example_batch)
     traced = put_together(export(model, example))
-    reading = read_loss(traced)
-    counter = LossCounter(traced, example, reading, dict(model.named_buffers()))
-    if reading.split:
-        traced = split_loss(traced, reading)
+    traced, loss, counter, coupled = _read_loss(traced, example, dict(model.named_buffers()))
     observed = observe(traced)
     buffers = dict(model.named_buffers())
     graph = ModelGraph(
@@ -94,7 +108,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
         buffers=tuple(_parameter(n, b, traced, trainable=False) for n, b in traced.model.named_buffers()),
         ops=describe(traced, observed, _written_memory(traced, observed), _sample_dims(traced)),
         blocks=find_blocks(traced, observed),
-        loss=reading.loss,
+        loss=loss,
         batch_statistics=batch_statistics(traced),
         random=random_ops(traced),
         task_graphs=traced.annotations.task_graphs,
@@ -106,8 +120,22 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
         _traced=traced,
         _observed=observed,
         _counter=counter,
+        _coupled=coupled,
         _buffers=buffers,
     )
+
+
+def _read_loss(
+    traced: Traced, example: Example, buffers: Mapping[str, Tensor]
+) -> tuple[Traced, Loss, LossCount, CoupledLoss | None]:
+    """How the loss is averaged, with the graph as it has to be for that. Raises CaptureError."""
+    try:
+        reading = read_loss(traced)
+    except CoupledError as error:
+        traced = divide_labelled_means(traced)
+        return traced, Loss(reduction="coupled"), TogetherCount(), coupled_loss(traced, error)
+    counter = LossCounter(traced, example, reading, buffers)
+    return (split_loss(traced, reading) if reading.split else traced), reading.loss, counter, None
 
 
 def _inputs(traced: Traced, example: Example) -> tuple[Input, ...]:

@@ -180,10 +180,11 @@ class Loss:
     With ``mean`` the loss is a sum over the batch divided by a denominator D of it; parts of the batch are weighted by D(part) / D(batch).
     ``count`` says what D depends on: the number of ``samples``, or ``tokens`` (labels that are not ignored, a mask's sum: on the data).
     With ``sum`` every part has weight 1. With ``terms`` the loss adds terms with denominators of their own; the graph is given those of
-    the whole batch, so every part has weight 1, and the graph must run in the place of the module.
+    the whole batch, so every part has weight 1, and the graph must run in the place of the module. With ``coupled`` samples see each
+    other in the loss: replicas exchange what it compares, and each has all its samples in one micro-batch.
     """
 
-    reduction: Literal["mean", "sum", "terms"]
+    reduction: Literal["mean", "sum", "terms", "coupled"]
     count: Literal["samples", "tokens"] = "samples"
 
 

@@ -22,6 +22,7 @@ def violations(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[str, ..
         *_of_devices(plan, cluster),
         *_of_shares(plan, graph),
         *_of_stages(plan, graph),
+        *_of_coupled(plan, graph),
     )
 
 
@@ -102,6 +103,30 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
             f"{graph.batch_statistics[0]} takes statistics over all pipelines, so they must be cut alike, run in the same order "
             "and recompute the same"
         )
+    return broken
+
+
+def _of_coupled(plan: Plan, graph: ModelGraph) -> list[str]:
+    """What a loss that compares samples asks of a plan."""
+    if graph.loss.reduction != "coupled":
+        return []
+    why = "samples see each other in the loss of this model"
+    broken = []
+    for number, pipeline in enumerate(plan.pipelines):
+        where = f"pipeline {number}"
+        if len(pipeline.stages) > 1 or any(stage.sharded or stage.recompute for stage in pipeline.stages):
+            broken.append(f"{where} cuts the model or recomputes, and {why}: only data parallelism is exact")
+        if len(pipeline.micro_batches) != 1:
+            broken.append(
+                f"{where} has {len(pipeline.micro_batches)} micro-batches, and {why}: each replica takes all its samples in one"
+            )
+        elif any(
+            not n
+            for stage in pipeline.stages
+            if _has_shares(stage)
+            for _, n in slices(pipeline.micro_batches.samples, stage.shares)
+        ):
+            broken.append(f"{where} leaves a device without a sample, and {why}: make it idle")
     return broken
 
 

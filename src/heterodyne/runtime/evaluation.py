@@ -37,6 +37,8 @@ def evaluate(
     stages, transfers = parts.stages, parts.transfers
     place = placement.places[rank]
     first, sizes = (0, ()) if place.pipeline is None else evaluation_parts(placement, source.size)[place.pipeline]
+    if loss_count.together:
+        sizes = (sum(sizes),)
     spans = place.spans_of(first, sizes) if place.last else ()
     _, own = part_statistics(loss_count, source, spans, dict(module.named_buffers()))
     weights = Weights(loss_count, own, source.size, control, answers=place.answers)
@@ -49,7 +51,7 @@ def evaluate(
             for index in range(len(sizes)):
                 for stage in place.stages:
                     start, samples = place.spans_of(first, sizes, stage)[index]
-                    if not samples:
+                    if not samples and not loss_count.together:
                         continue
                     inputs = source.samples(start, samples)
                     inputs = {**inputs, **weights.divisors}

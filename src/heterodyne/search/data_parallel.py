@@ -35,6 +35,8 @@ class DataParallel:
         """Everything weighed. Under a fixed count of micro-batches, of the smallest count with which what is asked for can be."""
         if not self.runs:
             return ()
+        if self.model.graph.loss.reduction == "coupled":
+            return self._weigh(self._proposer(1))  # each replica compares all its samples at once
         if not self.model.graph.batch_statistics:
             return self._weigh(self._proposer(None))
         reach = sum(run.largest for run in self.runs.values())

@@ -114,11 +114,22 @@ def _candidates(
     model: CostModel, runs: dict[str, Runs], samples: int, sizes: tuple[int, ...], strategy: Strategy
 ) -> tuple[Candidate, ...]:
     """Everything that is weighed: data parallelism first, and pipelines unless something else was asked for."""
+    only_data = model.graph.loss.reduction == "coupled"
+    if only_data and strategy in ("pipeline", "split", "context"):
+        raise InfeasibleError(
+            f"strategy {strategy!r} cuts the model, and samples see each other in its loss, which is exact under data parallelism alone: "
+            "leave the strategy at 'auto'"
+        )
     # Pipelines take larger parts of the batch, so where that is mathematics they cannot be compared with whole models.
     alone = strategy == "pipeline" and bool(model.graph.batch_statistics)
     data = DataParallel(model=model, runs={} if alone else runs, samples=samples)
     found = list(data.candidates("data" if strategy in ("pipeline", "split", "context") else strategy))
-    if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
+    if (
+        only_data
+        or strategy in ("data", "equal", "fastest")
+        or len(model.cluster.devices) < 2
+        or len(model.graph.ops) < 2
+    ):
         return tuple(found)
     counts = _counts(model, found, samples, sizes)
     splits = Split(model=model, runs=runs, samples=samples, sizes=sizes, count=counts[0])

@@ -16,6 +16,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
+from heterodyne.runtime.exact.exchange import SampleExchange
 from heterodyne.runtime.meeting.channel import Channel
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Place, Placement
@@ -62,6 +63,11 @@ class StagePrograms(Protocol):
         """The ops ``[start, stop)`` of the model, which is cut at ``starts``; for inputs of the shapes of ``batch``, None: those that
         it was captured with. ``sharded``: the stage that they are of, if it lies in parts on its devices.
         """
+
+    def coupled(
+        self, batch: Mapping[str, Tensor] | None, module: nn.Module, device: torch.device, exchange: SampleExchange
+    ) -> Runnable:
+        """All of the model, with a loss in which the samples of all replicas see each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +124,8 @@ class Assembly:
         )
         self._mail = communicator.mail() if any(len(p.places) > 1 for p in plan.pipelines) else None
         self._divided = graph.loss.reduction == "terms"
+        self._coupled = graph.loss.reduction == "coupled"
+        self._exchange = _exchange(placement, communicator) if self._coupled else SampleExchange(None, 0)
         self._halves = frozenset(action.stage for action in program.ranks[communicator.rank] if action.kind == "W")
         self._pipeline = None if self._place.pipeline is None else plan.pipelines[self._place.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
@@ -133,6 +141,8 @@ class Assembly:
     @property
     def cut(self) -> bool:
         """Whether this rank runs pieces of the captured model, and not the module as it is."""
+        if self._coupled:
+            return True
         in_pieces = len(self._pieces) > 1 or any(piece.recompute for piece in self._pieces)
         return in_pieces or bool(self._halves) or bool(self._place.sharded) or self._divided
 
@@ -150,6 +160,10 @@ class Assembly:
             whole = {0: [Segment(run=WholeModel(self._module))]}
             return Parts(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
         assert self._programs is not None
+        if self._coupled:
+            together = self._programs.coupled(batch, self._module, self._device, self._exchange)
+            whole = {0: [Segment(run=together)]}
+            return Parts(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
         starts = [piece.start for piece in self._pieces]
         found = {
             number: self._programs(piece.start, piece.stop, starts, batch, self._sharded(piece.stage))
@@ -266,6 +280,13 @@ def _statistics(placement: Placement, communicator: Communicator) -> Channel | N
         groups.setdefault(placement.places[rank].stages, []).append(rank)
     made = [communicator.channel(ranks) for ranks in groups.values()]
     return next((channel for channel in made if channel is not None), None)
+
+
+def _exchange(placement: Placement, communicator: Communicator) -> SampleExchange:
+    """Joins the replicas, in the order of their samples. Collective."""
+    order = sorted(placement.sharing, key=lambda rank: placement.places[rank].spans()[0])
+    channel = communicator.channel(sorted(order))
+    return SampleExchange(channel, order.index(communicator.rank) if channel is not None else 0)
 
 
 def _team(plan: Plan, cluster: Cluster, communicator: Communicator) -> SplitTeam | None:

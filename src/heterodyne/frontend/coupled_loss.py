@@ -1,0 +1,309 @@
+"""Losses in which samples see each other (contrastive losses, in-batch negatives, the balance of experts), under data parallelism.
+
+The graph is cut where the samples meet. In front of that is the body, which treats each sample by itself; behind it is the tail, which
+needs all of them: similarities, a softmax over the batch, a product of means. Each replica runs the body on its own samples. What the
+tail reads is exchanged: rows of samples are gathered, sums and means over samples are added up. Then each replica runs the tail for
+the whole batch, and takes the gradients of its own rows (the features, not the samples, travel).
+
+A tail holds no weight matrix that meets the samples: each replica would have to run that part of the model for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend.annotations import read_annotations
+from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
+from heterodyne.frontend.coupling import couplings, mixed
+from heterodyne.frontend.describe import random_ops
+from heterodyne.frontend.export import Traced, is_op, tensors_of
+from heterodyne.frontend.faults import line_of
+from heterodyne.frontend.loss import LABELLED, Walk
+from heterodyne.frontend.regions import Regions
+from heterodyne.frontend.sample_order import samples_in
+from heterodyne.frontend.sizes import degree
+from heterodyne.frontend.stage_graph import stage_graph
+from heterodyne.frontend.stage_program import placed
+from heterodyne.frontend.stage_values import Pieces
+from heterodyne.model_output import LOSS
+
+__all__ = ["BoundCoupledLoss", "CoupledLoss", "Exchange", "Meeting", "coupled_loss", "divide_labelled_means"]
+
+
+class Exchange(Protocol):
+    """What replicas exchange in one forward. Each calls the same methods in the same order."""
+
+    def begin(self, samples: int) -> int:
+        """Tell how many samples this replica has; how many all have together."""
+
+    def rows(self, tensor: Tensor, dim: int, rows: int) -> Tensor:
+        """The samples of all replicas, in their order, where ``dim`` has ``rows`` entries for each sample; differentiable."""
+
+    def total(self, tensor: Tensor, weight: float) -> Tensor:
+        """The sum over the replicas of ``weight * tensor``; differentiable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """A tensor that the tail needs of all replicas: ``rows`` of samples along ``dim``, or a ``sum`` or ``mean`` over the samples."""
+
+    node: fx.Node
+    kind: Literal["rows", "sum", "mean"]
+    dim: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoupledLoss:
+    """A graph cut where the samples meet."""
+
+    meetings: tuple[Meeting, ...]
+    tail: frozenset[fx.Node] = field(repr=False)
+
+    def bind(self, pieces: Pieces, module: nn.Module, device: torch.device, exchange: Exchange) -> BoundCoupledLoss:
+        """Body and tail on a device, with the weights of the user's own module."""
+        roles = pieces.traced.roles
+        made = [m.node for m in self.meetings if m.node not in roles]
+        changes = [n for n in pieces.traced.ops if mutates(n) and n not in self.tail]
+        return BoundCoupledLoss(
+            meetings=self.meetings,
+            inputs={m.node: roles[m.node].name for m in self.meetings if m.node in roles},
+            made=made,
+            body=_part(pieces, module, device, made, also=changes),
+            tail=_part(pieces, module, device, [pieces.traced.loss], met=[m.node for m in self.meetings]),
+            exchange=exchange,
+            training=module.training,
+        )
+
+
+class BoundCoupledLoss:
+    """Runs the body on the samples of this replica, and the tail on those of all. Returns the loss of the whole batch."""
+
+    def __init__(
+        self,
+        *,
+        meetings: Sequence[Meeting],
+        inputs: Mapping[fx.Node, str],
+        made: Sequence[fx.Node],
+        body: _Part,
+        tail: _Part,
+        exchange: Exchange,
+        training: bool,
+    ) -> None:
+        self.training = training
+        self.evaluating = False
+        self._meetings = meetings
+        self._inputs = inputs
+        self._body = body
+        self._made = made
+        self._tail = tail
+        self._exchange = exchange
+
+    def __call__(self, inputs: Mapping[str, Tensor], received: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
+        """See `BoundStage`; ``samples`` may be 0 in evaluation. Collective over the replicas."""
+        del received
+        with Regions() as regions:
+            values = dict(zip(self._made, self._run(self._body, inputs, samples, regions, ()), strict=True))
+        values.update({node: inputs[name] for node, name in self._inputs.items()})
+        whole = self._exchange.begin(samples)
+        met = [self._meet(meeting, values[meeting.node], samples, whole) for meeting in self._meetings]
+        with Regions() as regions:
+            (loss,) = self._run(self._tail, inputs, whole, regions, met)
+        return {LOSS: loss}
+
+    def _run(
+        self, part: _Part, inputs: Mapping[str, Tensor], samples: int, regions: Regions, met: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = part.run.forward(
+            samples,
+            self.training,
+            regions,
+            *met,
+            *[inputs[name] for name in part.inputs],
+            *[owner[name] for owner, name in part.kept],
+        )
+        return found
+
+    def _meet(self, meeting: Meeting, value: Tensor, samples: int, whole: int) -> Tensor:
+        if meeting.kind == "rows":
+            return self._exchange.rows(value, meeting.dim, meeting.rows)
+        return self._exchange.total(value, samples / whole if meeting.kind == "mean" else 1.0)
+
+
+def coupled_loss(traced: Traced, cause: CaptureError) -> CoupledLoss:
+    """Where the samples of a graph meet. Raises ``cause``, what else is wrong with such a loss, where it cannot be cut there."""
+    walk = Walk(traced)
+    from_inputs = _descendants(traced)
+    met = {node for node, _ in couplings(traced, walk.from_batch, ())}
+    order = samples_in(traced.graph)
+    tail: set[fx.Node] = set()
+    sums: dict[fx.Node, Literal["sum", "mean"]] = {}
+    for node in leading_to([traced.loss]):
+        if node.op != "call_function" or not tensors_of(node):
+            continue
+        if any(source in tail or source in sums for source in node.all_input_nodes):
+            tail.add(node)
+        elif node in from_inputs and (node in met or _reduces(node, from_inputs) or any(map(mixed, tensors_of(node)))):
+            kind = _kind_of_sum(walk, node)
+            if kind is None:
+                tail.add(node)
+            else:
+                sums[node] = kind
+    if not tail:
+        raise cause
+    _refuse(traced, tail, from_inputs, cause)
+    read = dict.fromkeys(n for node in traced.graph.nodes if node in tail for n in node.all_input_nodes)
+    meetings = []
+    for node in read:
+        if node in tail or node not in from_inputs:
+            continue
+        if node in sums:
+            meetings.append(Meeting(node=node, kind=sums[node]))
+            continue
+        samples = order.get(node)
+        if samples is None or samples.dim is None or not samples.ordered:
+            raise cause
+        meetings.append(Meeting(node=node, kind="rows", dim=samples.dim, rows=samples.rows))
+    return CoupledLoss(meetings=tuple(meetings), tail=frozenset(tail))
+
+
+def divide_labelled_means(traced: Traced) -> Traced:
+    """With each mean loss of labels as a sum divided by their count, which both add up over the samples. Changes the graph."""
+    graph = traced.graph
+    for node in list(graph.nodes):
+        if (
+            operator_name(node) not in LABELLED
+            or argument(node, "reduction") != 1
+            or argument(node, "weight") is not None
+        ):
+            continue
+        target = argument(node, "target")
+        if not isinstance(target, fx.Node) or target.meta["val"].is_floating_point():
+            continue
+        names = [declared.name for declared in node.target._schema.arguments]
+        place = names.index("reduction")
+        if place < len(node.args):
+            node.update_arg(place, 2)
+        else:
+            node.update_kwarg("reduction", 2)
+        value = node.meta["val"]
+        with graph.inserting_after(node):
+            counted = graph.call_function(torch.ops.aten.ne.Scalar, (target, argument(node, "ignore_index")))
+        with graph.inserting_after(counted):
+            total = graph.call_function(torch.ops.aten.sum.dim_IntList, (counted, []), {"dtype": value.dtype})
+        with graph.inserting_after(total):
+            mean = graph.call_function(torch.ops.aten.div.Tensor, (node, total))
+        with value.fake_mode:
+            counted.meta = {**node.meta, "val": torch.ops.aten.ne.Scalar(target.meta["val"], -1)}
+        total.meta = mean.meta = dict(node.meta)
+        node.replace_all_uses_with(mean, lambda user, mean=mean: user is not mean)
+    ops = tuple(node for node in graph.nodes if is_op(node))
+    return replace(traced, ops=ops, annotations=read_annotations(ops))
+
+
+def _kind_of_sum(walk: Walk, node: fx.Node) -> Literal["sum", "mean"] | None:
+    if not tensors_of(node) or any(degree(tensor) > 0 for tensor in tensors_of(node)):
+        return None
+    found = walk.sum_of_samples(node)
+    return None if found is None else "mean" if found.samples else "sum"
+
+
+def _reduces(node: fx.Node, from_inputs: set[fx.Node]) -> bool:
+    """Whether it makes of samples something that has none."""
+    read = any(n in from_inputs and any(degree(t) > 0 for t in tensors_of(n)) for n in node.all_input_nodes)
+    return read and not any(degree(tensor) > 0 for tensor in tensors_of(node))
+
+
+def _refuse(traced: Traced, tail: set[fx.Node], from_inputs: set[fx.Node], cause: CaptureError) -> None:
+    """Raises where the tail holds what every replica would have to do for the whole batch, or differently."""
+    random = set(random_ops(traced))
+    matrices = _matrices(traced)
+    for node in tail:
+        if node.name in random or any(n not in tail for n in mutates(node)) or "batch_norm" in operator_name(node):
+            raise cause
+        if any(n in matrices for n in node.all_input_nodes) and any(n in from_inputs for n in node.all_input_nodes):
+            place = f"{line}\n" if (line := line_of(node, full=True)) else ""
+            raise CaptureError(
+                f"{cause}\n{place}and here a weight matrix meets samples that have seen each other, so each device would have to run the "
+                "rest of the model for the whole batch. Compare the samples behind the last layer."
+            ) from cause
+
+
+def _matrices(traced: Traced) -> set[fx.Node]:
+    """Parameters of two dims or more, and what is computed from them alone."""
+    found = {n for n, r in traced.roles.items() if r.kind == "parameter" and n.meta["val"].dim() > 1}
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
+            own = [n for n in node.all_input_nodes if tensors_of(n)]
+            if all(n in found for n in own) and any(t.dim() > 1 for t in tensors_of(node)):
+                found.add(node)
+    return found
+
+
+def _descendants(traced: Traced) -> set[fx.Node]:
+    """What is computed from the samples, by their values."""
+    found = {
+        node
+        for node, role in traced.roles.items()
+        if role.kind == "input" and any(degree(tensor) > 0 for tensor in tensors_of(node))
+    }
+    for node in traced.graph.nodes:
+        if tensors_of(node) and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A graph; it is given what was met, then the ``inputs``, then what the module keeps."""
+
+    run: fx.GraphModule
+    inputs: tuple[str, ...]
+    kept: tuple[tuple[dict[str, Any], str], ...]
+
+
+def _part(
+    pieces: Pieces,
+    module: nn.Module,
+    device: torch.device,
+    results: Sequence[fx.Node],
+    *,
+    met: Sequence[fx.Node] = (),
+    also: Sequence[fx.Node] = (),
+) -> _Part:
+    """What leads to ``results`` and to the ops ``also`` from what was met and from placeholders on."""
+    nodes: set[fx.Node] = set()
+    given: set[fx.Node] = set()
+    waiting = [*results, *also]
+    while waiting:
+        node = waiting.pop()
+        if node in nodes or node in given or node in met:
+            continue
+        if node.op == "placeholder":
+            given.add(node)
+            continue
+        nodes.add(node)
+        if tensors_of(node) or not any(tensors_of(n) for n in node.all_input_nodes):
+            waiting += node.all_input_nodes
+    order = list(pieces.traced.graph.nodes)
+    roles = pieces.traced.roles
+    inputs = [n for n in order if n in given and roles[n].kind == "input"]
+    kept = [n for n in order if n in given and n not in inputs]
+    run = stage_graph(
+        pieces,
+        device,
+        nodes=[n for n in order if n in nodes],
+        given=(*met, *inputs, *kept),
+        results=list(results),
+    )
+    return _Part(
+        run=run,
+        inputs=tuple(roles[n].name for n in inputs),
+        kept=tuple(placed(pieces.traced, n, module, device) for n in kept),
+    )

@@ -1,0 +1,95 @@
+"""What replicas exchange for a loss in which the samples of all of them see each other.
+
+Each replica computes the loss L of the whole batch, and with weight 1 / R of R replicas its backward gives dL / (R dx) for
+what was exchanged. A replica's own rows x enter L once, so their gradient is R times its rows of that; a sum over the replicas
+passes its gradient on to each, R times as well. Weights that the tail reads get 1 / R of their gradient on each replica, which the
+reduction of gradients adds up.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heterodyne.runtime.meeting.channel import Channel
+
+__all__ = ["SampleExchange"]
+
+
+class SampleExchange:
+    """Among the replicas of ``channel``, in order of their samples in the global batch; None: this one alone.
+
+    Args:
+        position: of this replica in that order.
+    """
+
+    def __init__(self, channel: Channel | None, position: int) -> None:
+        self._channel = channel
+        self._position = position
+        self._count = 1 if channel is None else len(channel.ranks)
+        self._first = 0
+        self._whole = 0
+
+    def begin(self, samples: int) -> int:
+        """Tell how many samples this replica has; how many all have together. Collective."""
+        counts = torch.zeros(self._count, dtype=torch.int64)
+        counts[self._position] = samples
+        if self._channel is not None:
+            self._channel.all_reduce(counts).wait()
+        each = counts.tolist()
+        self._first = [0, *accumulate(each)][self._position]
+        self._whole = sum(each)
+        return self._whole
+
+    def rows(self, tensor: Tensor, dim: int, rows: int) -> Tensor:
+        """The samples of all replicas, where ``dim`` has ``rows`` entries for each. Collective, forward only."""
+        if self._channel is None:
+            return tensor
+        start, length = self._first * rows, self._whole * rows
+        gathered: Tensor = _Rows.apply(tensor, dim, start, length, self._channel, self._count)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def total(self, tensor: Tensor, weight: float) -> Tensor:
+        """The sum over the replicas of ``weight * tensor``. Collective, forward only."""
+        if self._channel is None:
+            return tensor * weight if tensor.is_floating_point() else tensor
+        total: Tensor = _Total.apply(tensor, weight, self._channel, self._count)  # type: ignore[no-untyped-call]
+        return total
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, dim: int, start: int, length: int, channel: Channel, replicas: int) -> Tensor:
+        ctx.cut = dim, start, own.shape[dim], replicas
+        # Rows of others are zero here, so the sum over the replicas is each row as it was.
+        whole = own.new_zeros([length if at == dim else size for at, size in enumerate(own.shape)])
+        whole.narrow(dim, start, own.shape[dim]).copy_(own)
+        sent = whole.to(torch.uint8) if whole.dtype is torch.bool else whole
+        channel.all_reduce(sent).wait()
+        found = sent.to(own.dtype)
+        if not own.is_floating_point():
+            ctx.mark_non_differentiable(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        dim, start, count, replicas = ctx.cut
+        return (upstream.narrow(dim, start, count) * replicas, *([None] * 5))
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, weight: float, channel: Channel, replicas: int) -> Tensor:
+        ctx.scale = weight * replicas
+        total = own * weight if own.is_floating_point() else own.clone()
+        channel.all_reduce(total).wait()
+        if not own.is_floating_point():
+            ctx.mark_non_differentiable(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return (upstream * ctx.scale, *([None] * 3))
