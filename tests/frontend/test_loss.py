@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from heterodyne.errors import CaptureError
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph import Loss
+from heterodyne.runtime.exact.exchange import SampleExchange
 
 SAMPLES = Loss(reduction="mean", count="samples")
 TOKENS = Loss(reduction="mean", count="tokens")
@@ -198,41 +199,58 @@ def test_parts_add_up_to_the_whole(name: str) -> None:
             torch.testing.assert_close(p.grad, gradients[n], rtol=1e-4, atol=1e-6)
 
 
+TOGETHER: dict[str, LossFunction] = {
+    "a count that the model makes": lambda n, z, y, m: (z**2).sum() / (z[..., 0] > 0).sum(),
+    "a root of a mean": lambda n, z, y, m: (z**2).mean().sqrt(),
+    "a greatest loss": lambda n, z, y, m: (z**2).mean((1, 2)).max(),
+    "a mean inside": lambda n, z, y, m: (z - z.mean(0)).pow(2).mean(),
+    "a mean inside that has no gradient": lambda n, z, y, m: (z - z.detach().mean(0)).pow(2).mean(),
+    "inputs normalised over the batch": lambda n, z, y, m: (z[..., 0] * (m - m.mean()) / m.std()).pow(2).mean(),
+    "softmax over the samples": lambda n, z, y, m: z.softmax(0).pow(2).mean(),
+    "a running sum over the samples": lambda n, z, y, m: z.cumsum(-3).pow(2).mean(),
+    "each sample mixed with another": lambda n, z, y, m: (z + z.flip(0)).pow(2).mean(),
+    "each sample mixed with the next": lambda n, z, y, m: (z + z.roll(1, 0)).pow(2).mean(),
+    "all elements moved by one": lambda n, z, y, m: (z + z.roll(1)).pow(2).mean(),
+    "differences of neighbours": lambda n, z, y, m: (z[1:] - z[:-1]).pow(2).sum(),
+    "attention over the samples": lambda n, z, y, m: (
+        F.scaled_dot_product_attention(*[z.transpose(0, 1)] * 3).pow(2).mean()
+    ),
+    "samples against samples": lambda n, z, y, m: (z.flatten(1) @ z.flatten(1).T).softmax(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_loss_that_compares_samples_is_cut_where_they_meet(name: str) -> None:
+    """One replica has all samples; several are compared with it in `multiprocess/test_losses.py`."""
+    net, captured = capture_net(TOGETHER[name])
+    assert captured.graph.loss == Loss(reduction="coupled")
+    batch = batch_of(5)
+    value = net(**batch)
+    value.backward()
+    gradients = {n: p.grad for n, p in net.named_parameters()}
+    net.zero_grad()
+    together = captured.coupled(net, torch.device("cpu"), SampleExchange(None, 0))
+    loss = together(batch, {}, 5)["loss"]
+    loss.backward()
+    torch.testing.assert_close(loss, value)
+    for n, p in net.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[n])
+
+
 UNKNOWN: dict[str, tuple[LossFunction, str]] = {
-    "a count that the model makes": (
-        lambda n, z, y, m: (z**2).sum() / (z[..., 0] > 0).sum(),
-        "depends on the weights",
-    ),
-    "a root of a mean": (lambda n, z, y, m: (z**2).mean().sqrt(), "cannot be told how the loss is averaged: aten.sqrt"),
-    "a greatest loss": (lambda n, z, y, m: (z**2).mean((1, 2)).max(), "cannot be told"),
-    "a mean inside": (lambda n, z, y, m: (z - z.mean(0)).pow(2).mean(), "samples of a batch depend on each other"),
-    "a mean inside that has no gradient": (
-        lambda n, z, y, m: (z - z.detach().mean(0)).pow(2).mean(),
-        "samples of a batch depend on each other",
-    ),
-    "inputs normalised over the batch": (
-        lambda n, z, y, m: (z[..., 0] * (m - m.mean()) / m.std()).pow(2).mean(),
-        "samples of a batch depend on each other",
-    ),
-    "softmax over the samples": (lambda n, z, y, m: z.softmax(0).pow(2).mean(), "depend on each other"),
-    "a running sum over the samples": (lambda n, z, y, m: z.cumsum(-3).pow(2).mean(), "depend on each other"),
-    "each sample mixed with another": (lambda n, z, y, m: (z + z.flip(0)).pow(2).mean(), "depend on each other"),
-    "each sample mixed with the next": (lambda n, z, y, m: (z + z.roll(1, 0)).pow(2).mean(), "depend on each other"),
-    "all elements moved by one": (lambda n, z, y, m: (z + z.roll(1)).pow(2).mean(), "depend on each other"),
-    "differences of neighbours": (lambda n, z, y, m: (z[1:] - z[:-1]).pow(2).sum(), "depend on each other"),
-    "attention over the samples": (
-        lambda n, z, y, m: F.scaled_dot_product_attention(*[z.transpose(0, 1)] * 3).pow(2).mean(),
-        "samples of a batch depend on each other",
-    ),
-    "samples against samples": (
-        lambda n, z, y, m: (z.flatten(1) @ z.flatten(1).T).softmax(-1).mean(),
-        "samples of a batch depend on each other",
-    ),
     "pairs in the batch": (
         lambda n, z, y, m: (z[: z.shape[0] // 2] - z[z.shape[0] // 2 :][: z.shape[0] // 2]).pow(2).mean(),
         "the batch is cut into parts",
     ),
     "only the weights": (lambda n, z, y, m: n.linear.weight.pow(2).sum(), "does not depend on the"),
+    "weights behind samples that see each other": (
+        lambda n, z, y, m: F.linear((z.softmax(0) * z).transpose(0, 1), n.linear.weight.T).pow(2).mean(),
+        "a weight matrix meets samples that have seen each other",
+    ),
+    "dropout behind samples that see each other": (
+        lambda n, z, y, m: F.dropout(z.softmax(0), 0.5).pow(2).mean(),
+        "samples see each other",
+    ),
 }
 
 

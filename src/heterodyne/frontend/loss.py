@@ -384,7 +384,7 @@ class Walk:
 
     def _refuse_parameters(self, node: fx.Node, denominator: fx.Node) -> None:
         if denominator in self._from_parameters:
-            raise CaptureError(
+            raise CoupledError(
                 f"{self._place(node)}what the loss divides by depends on the weights of the model, so it is not known before the "
                 "forward. Let it depend on the batch alone."
             )
