@@ -301,11 +301,13 @@ class WithCapacity(nn.Module):
     def __init__(self, count: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)
+        self.behind = nn.Linear(1, 1)
         self.count = count
 
     def forward(self, tokens: Tensor) -> Tensor:
         probabilities, chosen = self.router(tokens).softmax(-1).max(-1)
-        return (probabilities * (self.count(chosen) < 3).view_as(probabilities)).mean()
+        kept = probabilities * (self.count(chosen) < 3).view_as(probabilities)
+        return self.behind(kept.unsqueeze(-1)).mean()
 
 
 def one_after_the_other(chosen: Tensor) -> Tensor:
@@ -373,7 +375,7 @@ def test_rows_may_be_sorted_and_sorted_back() -> None:
 
 
 @pytest.mark.parametrize("mixed", [lambda y: y.roll(1, 0), lambda y: y.flip(0)])
-def test_labels_of_other_samples_are_refused(mixed: Callable[[Tensor], Tensor]) -> None:
+def test_labels_of_other_samples_are_compared_in_the_loss_alone(mixed: Callable[[Tensor], Tensor]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -382,5 +384,5 @@ def test_labels_of_other_samples_are_refused(mixed: Callable[[Tensor], Tensor]) 
         def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(self.layer(tokens), mixed(labels))
 
-    with pytest.raises(CaptureError, match="goes along the samples"):
-        capture(Model(), {"tokens": torch.randn(3, WIDTH), "labels": torch.zeros(3, dtype=torch.long)})
+    graph = capture(Model(), {"tokens": torch.randn(3, WIDTH), "labels": torch.zeros(3, dtype=torch.long)})
+    assert graph.loss.reduction == "coupled"
