@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor, nn
 
+from heterodyne.api.loop.arguments import wanted_plan
+from heterodyne.api.loop.whole import whole_model
 from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker, prepare
 from heterodyne.api.session import Session, open_session
 from heterodyne.cluster.profile import Profile
-from heterodyne.errors import HeterodyneError
-from heterodyne.frontend import Captured, loss_of
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
-from heterodyne.measure.whole_model import WholeModel, without_weights
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import as_source
 from heterodyne.runtime.worker import OptimizerFactory, StepResult, Worker
 from heterodyne.search.explain import paragraph
-from heterodyne.search.planned import Strategy
 from heterodyne.timeline import Timeline
 
 __all__ = ["Distributed", "distribute"]
@@ -148,7 +144,7 @@ def distribute(
     Raises CaptureError, MeasureError, InfeasibleError or PlanError.
     """
     section = optimizer if isinstance(optimizer, OptimizerSection) else OptimizerSection()
-    strategy, given = _wanted(plan)
+    strategy, given = wanted_plan(plan)
     with ExitStack() as stack:
         here = stack.enter_context(open_session()) if session is None else session
         captured = capture_everywhere(here, model, example_batch)
@@ -164,7 +160,7 @@ def distribute(
         prepared = prepare(
             here,
             captured,
-            _whole(model, captured, example_batch),
+            whole_model(model, captured, example_batch),
             settings,
             given=given,
             profile=profile,
@@ -182,32 +178,3 @@ def distribute(
             recorder=recorder,
         )
         return Distributed(session=here, prepared=prepared, worker=worker, recorder=recorder, closing=stack.pop_all())
-
-
-def _whole(model: nn.Module, captured: Captured, example_batch: Mapping[str, Tensor]) -> WholeModel:
-    """Copies of the model, so that measuring leaves the user's own as it is; ones without weights where it has none."""
-
-    def build(device: torch.device) -> nn.Module:
-        twin = copy.deepcopy(model)
-        meta = any(p.is_meta for p in twin.parameters())
-        return twin.to_empty(device=device) if meta else twin.to(device)
-
-    return WholeModel(
-        build=build,
-        inputs=captured.graph.inputs,
-        example=example_batch,
-        loss=loss_of,
-        build_empty=lambda: without_weights(model),
-    )
-
-
-def _wanted(plan: Plan | Path | str) -> tuple[Strategy, Plan | None]:
-    """The strategy to search with, and the plan that is given instead."""
-    if isinstance(plan, Plan):
-        return "auto", plan
-    if plan in get_args(Strategy):
-        return plan, None  # type: ignore[return-value]  # the test narrows it
-    path = Path(plan)
-    if not path.exists():
-        raise HeterodyneError(f"plan={str(plan)!r} is neither {', '.join(get_args(Strategy))} nor a file")
-    return "auto", Plan.load(path)

@@ -1,0 +1,8 @@
+"""What a training loop of one's own is made of, an idea a file; `heterodyne.api.distributed` puts it together.
+
+arguments        what was passed to `distribute`, checked before anything is captured
+batches          a tensor, a tuple or a mapping as tensors by name
+model_with_loss  a loss outside of the model as one module with it
+names            states under the names of the user's own model
+whole            the model in one piece, to be measured
+"""
