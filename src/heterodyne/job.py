@@ -85,20 +85,25 @@ class TrainingSection(Section):
     global_batch_size: Positive = 32
     seed: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
-    clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    clip_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     validate_every: Annotated[int, Field(ge=0)] = 0
     validation_samples: Positive = 64
 
 
 class OptimizerSection(Section):
-    """AdamW or SGD with linear warm-up and cosine decay to ``min_lr_ratio`` of ``lr``."""
+    """AdamW or SGD with linear warm-up and cosine decay to ``min_lr_ratio`` of ``lr``.
+
+    ``weight_decay`` is of the matrices; of normalisations, biases and other parameters with fewer than two dims only with
+    ``decay_norms_and_biases``.
+    """
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     momentum: Fraction = 0.9
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    decay_norms_and_biases: bool = False
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_ratio: Fraction = 0.1

@@ -14,7 +14,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.placement import Placement
-from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer
+from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer, norms_and_biases
 from multiprocess.models import MIXING, NAMES, build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.work import Shares, cluster_of, plan_of, worker_of
@@ -57,7 +57,7 @@ def train_on_one_device(
     placement = Placement.of(plan_of(graph, cluster, shares), cluster)
     parameters = dict(case.module.named_parameters())
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
-    optimizer = make_optimizer(section, trained)
+    optimizer = make_optimizer(section, trained, undecayed=norms_and_biases(case.module))
     losses = []
     for step in range(STEPS):
         loss, gradients = one_device_gradients(

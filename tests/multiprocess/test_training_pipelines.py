@@ -20,7 +20,7 @@ from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Placement
-from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer
+from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer, norms_and_biases
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, build, captured
 from multiprocess.pool import Pool, World
@@ -90,7 +90,7 @@ def train_on_one_device(graph: ModelGraph, spread: Spread) -> tuple[list[float],
     # Of the plan only the micro-steps matter here: what is one batch to BatchNorm is part of the mathematics.
     placement = Placement.of(staged_plan(graph, cluster, spread[1], spread[0]), cluster)
     trained = {n: p for n, p in case.module.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(ADAMW, trained)
+    optimizer = make_optimizer(ADAMW, trained, undecayed=norms_and_biases(case.module))
     losses, norms = [], []
     for step in range(STEPS):
         loss, gradients = one_device_gradients(

@@ -16,6 +16,8 @@ from heterodyne.runtime.weights.optimizer import (
     learning_rate,
     load_state_by_name,
     make_optimizer,
+    norms_and_biases,
+    optimizer_of,
     state_by_name,
 )
 
@@ -95,3 +97,60 @@ def test_making_state_changes_neither_parameters_nor_what_is_there(section: Opti
     for key, value in kept["weight"].items() if kept else ():
         assert value is None or torch.equal(optimizer.state[model.weight][key], value)
     assert bool(optimizer.state[model.extra]) == bool(section.name == "adamw" or section.momentum)
+
+
+class Odd(nn.Module):
+    """A norm with a matrix, a bias of two dims, a scalar and two plain matrices, one of them tied."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(2, 2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = Odd.Normed()
+        self.layer = nn.Linear(4, 2)
+        self.experts_bias = nn.Parameter(torch.zeros(2, 4))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.tied = nn.Linear(4, 2, bias=False)
+        self.tied.weight = self.layer.weight
+
+
+def test_norms_biases_and_vectors_are_not_decayed() -> None:
+    model = Odd()
+    spared = norms_and_biases(model)
+    assert spared == {"normed.table", "layer.bias", "experts_bias", "scale"}
+    optimizer = make_optimizer(SECTIONS[0], dict(model.named_parameters()), undecayed=spared)
+    (first, second) = optimizer.param_groups
+    assert [id(p) for p in first["params"]] == [id(model.layer.weight)]
+    assert (first["weight_decay"], second["weight_decay"]) == (SECTIONS[0].weight_decay, 0.0)
+    assert len(second["params"]) == 4
+
+
+def test_a_factory_is_given_names_if_it_asks_for_them() -> None:
+    parameters = dict(nn.Linear(4, 2).named_parameters())
+
+    def by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            [
+                {"params": [p for n, p in named_parameters if not n.endswith("bias")]},
+                {"params": [p for n, p in named_parameters if n.endswith("bias")], "weight_decay": 0.0},
+            ]
+        )
+
+    assert [len(group["params"]) for group in optimizer_of(by_name, parameters).param_groups] == [1, 1]
+    assert len(optimizer_of(lambda parameters: torch.optim.SGD(parameters, lr=1.0), parameters).param_groups) == 1
+    assert optimizer_of(torch.optim.AdamW, parameters).param_groups[0]["params"] == list(parameters.values())
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_rank_without_parameters_has_the_same_groups(named: bool) -> None:
+    def by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [p for _, p in named_parameters]}, {"params": [], "lr": 0.5}])
+
+    optimizer = optimizer_of(by_name if named else torch.optim.AdamW, {})
+    assert [len(group["params"]) for group in optimizer.param_groups] == ([0, 0] if named else [0])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    scheduler.step()

@@ -23,9 +23,15 @@ SECTION = OptimizerSection(lr=1e-2, warmup_steps=2)
 
 def plain_loop(case: Case, sizes: tuple[int, ...], steps: int, clip: float) -> list[float]:
     """What a user would write: gradient accumulation, each part weighted by its number of labels."""
+    trained = [(name, p) for name, p in case.module.named_parameters() if p.requires_grad]
+    norms = {id(p) for part in case.module.modules() if "Norm" in type(part).__name__ for p in part.parameters()}
+    plain = {id(p) for name, p in trained if name.endswith("bias") or p.dim() < 2} | norms
     optimizer = torch.optim.AdamW(
-        [p for p in case.module.parameters() if p.requires_grad],
-        lr=SECTION.lr, betas=SECTION.betas, eps=SECTION.eps, weight_decay=SECTION.weight_decay, fused=True,
+        [
+            {"params": [p for _, p in trained if id(p) not in plain], "weight_decay": SECTION.weight_decay},
+            {"params": [p for _, p in trained if id(p) in plain], "weight_decay": 0.0},
+        ],
+        lr=SECTION.lr, betas=SECTION.betas, eps=SECTION.eps, fused=True,
     )  # fmt: skip
     losses = []
     for step in range(steps):
@@ -69,7 +75,7 @@ def test_recomputation_changes_nothing_under_dropout() -> None:
             _recompute(case.module)
         worker = worker_of(ALONE, case, ((2, 2),), clip=1.0)
         losses.append([worker.step(case.batch).loss for _ in range(3)])
-    assert losses[0] == losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # gradients are added up in another order
 
 
 def _recompute(module: nn.Module) -> None:

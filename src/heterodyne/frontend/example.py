@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from heterodyne.errors import CaptureError
 
-__all__ = ["Batch", "Example", "read_example"]
+__all__ = ["Batch", "Example", "positional_names", "read_example"]
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -72,7 +72,7 @@ def read_example(model: nn.Module, batch: Batch) -> Example:
     for anything but tensors, and where no size is that of most.
     """
     keywords = isinstance(batch, Mapping)
-    names = tuple(map(str, batch)) if keywords else _positional_names(model, len(batch))
+    names = tuple(map(str, batch)) if keywords else positional_names(model, len(batch))
     values = tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)
     if not values:
         raise CaptureError("the example batch is empty; pass the tensors that the model is called with")
@@ -116,7 +116,8 @@ def _batch_size(names: tuple[str, ...], values: tuple[Tensor, ...]) -> int:
     return ranked[0][0]
 
 
-def _positional_names(model: nn.Module, count: int) -> tuple[str, ...]:
+def positional_names(model: nn.Module, count: int) -> tuple[str, ...]:
+    """What forward calls its first ``count`` positional arguments; ``input_N`` beyond those that have a name."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
     return tuple(names[i] if i < len(names) else f"input_{i}" for i in range(count))

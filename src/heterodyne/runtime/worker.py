@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,17 @@ from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.materialise import place_weights
 from heterodyne.runtime.weights.optimizer import (
+    OptimizerFactory,
     learning_rate,
     make_optimizer,
+    norms_and_biases,
+    optimizer_of,
 )
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.runtime.weights.worker_state import WorkerState
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
-
-OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,8 @@ class Worker:
         plan, program, cluster: who does what; the program is the plan's, lowered. Ranks are places in the cluster.
         communicator: of this rank, on its device. It stays the caller's to close.
         loss_count: how the losses of the parts of a batch make up the loss of the batch.
-        optimizer: a section of a job, or a function that makes an optimizer from parameters (its rate then stays its own).
+        optimizer: a section of a job, or a function that makes an optimizer from parameters (its rate then stays its own); it is given
+            ``(name, parameter)`` pairs if its first argument is called ``named_parameters``.
         total_steps: that the schedule of the learning rate stretches over.
         seed: of the dropout masks.
         clip_grad_norm: for CLIP.
@@ -187,6 +189,8 @@ class Worker:
         number = self.steps_done if step is None else step
         work = self._work(batch, number)
         loss = self._executor.run(work)
+        if not self._place.active:
+            self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
         self.steps_done = number + 1
         return StepResult(
             step=number,
@@ -281,7 +285,7 @@ class Worker:
         if source.size != self.plan.global_batch_size:
             raise DataError(
                 f"the batch has {source.size} samples, the plan was made for {self.plan.global_batch_size}: "
-                "pass global batches of that size, or plan again"
+                "pass global batches of that size (a DataLoader leaves out a shorter last one with drop_last=True), or plan again"
             )
         place = self._place
         slices, own = part_statistics(self._loss_count, source, place.spans() if place.last else (), self._buffers)
@@ -304,8 +308,9 @@ class Worker:
     def _make_optimizer(self, optimizer: OptimizerSection | OptimizerFactory) -> torch.optim.Optimizer:
         """Of the parameters that this rank holds; it may hold none."""
         if isinstance(optimizer, OptimizerSection):
-            return make_optimizer(optimizer, self._parameters)
-        return optimizer(self._parameters.values() if self._parameters else [{"params": []}])  # type: ignore[list-item]  # as PyTorch allows
+            undecayed = frozenset() if optimizer.decay_norms_and_biases else norms_and_biases(self.module)
+            return make_optimizer(optimizer, self._parameters, undecayed=undecayed)
+        return optimizer_of(optimizer, self._parameters)
 
     def _clipping(self, largest: float) -> Clipping:
         """Collective."""

@@ -1,10 +1,11 @@
-"""The update: AdamW or SGD, as PyTorch has them, and a learning rate that is a pure function of the step."""
+"""The update: AdamW or SGD, as PyTorch has them, and a learning rate that is a pure function of the step; or the user's own optimizer."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,22 @@ from torch import Tensor, nn
 from heterodyne.errors import CheckpointError
 from heterodyne.job import OptimizerSection
 
-__all__ = ["initialise_state", "learning_rate", "load_state_by_name", "make_optimizer", "state_by_name"]
+__all__ = [
+    "OptimizerFactory",
+    "initialise_state",
+    "learning_rate",
+    "load_state_by_name",
+    "make_optimizer",
+    "norms_and_biases",
+    "optimizer_of",
+    "state_by_name",
+    "takes_names",
+]
+
+OptimizerFactory: TypeAlias = Callable[..., torch.optim.Optimizer]
+"""Called with the parameters of this rank; with ``(name, parameter)`` pairs if its first argument is called ``named_parameters``."""
+
+_NAMED = "named_parameters"
 
 
 def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:
@@ -31,16 +47,58 @@ def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> flo
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * cosine)
 
 
-def make_optimizer(section: OptimizerSection, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's own, in its fused form; weight decay on all parameters, as PyTorch has it. There may be none."""
-    group = [{"params": list(parameters.values())}]
+def make_optimizer(
+    section: OptimizerSection, parameters: Mapping[str, nn.Parameter], *, undecayed: Collection[str] = ()
+) -> torch.optim.Optimizer:
+    """PyTorch's own, in its fused form; those of ``undecayed`` have no weight decay. There may be no parameters.
+
+    Always two groups, decayed and not, so that every rank has the same ones.
+    """
+    decayed = [p for name, p in parameters.items() if name not in undecayed]
+    others = [p for name, p in parameters.items() if name in undecayed]
+    groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if section.name == "adamw":
-        return torch.optim.AdamW(
-            group, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, fused=True
-        )
-    return torch.optim.SGD(
-        group, lr=section.lr, momentum=section.momentum, weight_decay=section.weight_decay, fused=True
-    )
+        return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+    return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=True)
+
+
+def norms_and_biases(module: nn.Module) -> frozenset[str]:
+    """The parameters that are usually not decayed: those of normalisations, biases, and whatever has fewer than two dims.
+
+    A normalisation is a module with ``norm`` in the name of its class; a bias is called so at the end of its name. Of tied parameters
+    all names.
+    """
+    found = set()
+    for path, part in module.named_modules(remove_duplicate=False):
+        norm = "norm" in type(part).__name__.lower()
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if norm or parameter.dim() < 2 or name.lower().endswith("bias"):
+                found.add(f"{path}.{name}" if path else name)
+    return frozenset(found)
+
+
+def optimizer_of(factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """What the factory makes of the parameters of this rank.
+
+    A rank that holds none has it made of an empty tensor, which is then taken out: so it has the same groups, for schedulers.
+    """
+    held = dict(parameters) or {"none.weight": nn.Parameter(torch.empty(0, 0))}
+    optimizer = factory(list(held.items())) if takes_names(factory) else factory(list(held.values()))
+    if not parameters:
+        for group in optimizer.param_groups:
+            group["params"] = []
+            if "param_names" in group:
+                group["param_names"] = []
+    return optimizer
+
+
+def takes_names(factory: OptimizerFactory) -> bool:
+    """Whether its first argument is called ``named_parameters``."""
+    try:
+        names = list(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # what is written in C may have no signature
+        return False
+    return names[:1] == [_NAMED]
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""The batches of a loop: a tensor, a tuple or a mapping in, tensors by name out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from heterodyne.errors import DataError
+from heterodyne.frontend.example import positional_names
+from heterodyne.runtime.slices import BatchSource
+
+__all__ = ["TARGET", "BatchFormat", "BatchLike", "batch_format"]
+
+BatchLike: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | BatchSource
+TARGET = "target"
+"""What the last tensor of a tuple is called where a loss outside of the model reads it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFormat:
+    """How batches are written, as the example was.
+
+    Args:
+        names: of the tensors of a tuple, in order; of a bare tensor its one name; None for mappings, which bring their own.
+        bare: a batch is one tensor.
+    """
+
+    names: tuple[str, ...] | None
+    bare: bool = False
+
+    def named(self, batch: BatchLike) -> Mapping[str, Tensor] | BatchSource:
+        """The tensors by name; a `BatchSource` as it is. Raises DataError for anything else than batches of this format."""
+        if isinstance(batch, BatchSource):
+            return batch
+        if isinstance(batch, Tensor):
+            batch = (batch,)
+        tensors = _tensors(batch)
+        if isinstance(tensors, Mapping):
+            return tensors
+        if self.names is None or len(tensors) != len(self.names):
+            expected = "a mapping" if self.names is None else f"{len(self.names)} ({', '.join(self.names)})"
+            raise DataError(f"the batch has {len(tensors)} tensors, that of the example was {expected}: pass the same")
+        return dict(zip(self.names, tensors, strict=True))
+
+
+def batch_format(model: nn.Module, example: BatchLike, *, has_loss: bool) -> BatchFormat:
+    """The format of an example. ``has_loss``: there is a loss outside of the model, which reads the last tensor of a tuple.
+
+    Raises DataError if the example is no batch.
+    """
+    if isinstance(example, BatchSource | Mapping):
+        if isinstance(example, Mapping):
+            _tensors(example)
+        return BatchFormat(names=None)
+    if isinstance(example, Tensor):
+        return BatchFormat(names=positional_names(model, 1), bare=True)
+    count = len(_tensors(example))
+    if not has_loss or count < 2:
+        return BatchFormat(names=positional_names(model, count))
+    names = positional_names(model, count - 1)
+    return BatchFormat(names=(*names, TARGET if TARGET not in names else f"{TARGET} of the loss"))
+
+
+def _tensors(batch: object) -> Mapping[str, Tensor] | tuple[Tensor, ...]:
+    """Raises DataError for what is not a sequence or mapping of tensors, with the entry that is none."""
+    if isinstance(batch, Mapping):
+        entries: list[tuple[str, object]] = [(str(name), value) for name, value in batch.items()]
+    elif isinstance(batch, tuple | list):
+        entries = [(f"number {number}", value) for number, value in enumerate(batch)]
+    else:
+        what = type(batch).__name__
+        hint = "one batch of it, next(iter(loader))" if isinstance(batch, Iterable) else "the tensors of one batch"
+        raise DataError(f"the batch is a {what}; a batch is a tensor, a tuple of tensors or a mapping: pass {hint}")
+    if not entries:
+        raise DataError("the batch is empty: pass the tensors that the model is called with")
+    for name, value in entries:
+        if not isinstance(value, Tensor):
+            raise DataError(
+                f"the entry {name} of the batch is a {type(value).__name__}, not a tensor: {_remedy(value)}"
+            )
+    if isinstance(batch, Mapping):
+        return {str(name): value for name, value in batch.items()}
+    return tuple(batch)
+
+
+def _remedy(value: object) -> str:
+    if isinstance(value, tuple | list | Mapping):
+        inner = next(iter(value.values() if isinstance(value, Mapping) else value), None)
+        if isinstance(inner, Tensor):
+            return "let collate_fn put all tensors of a batch side by side, in one tuple or mapping"
+        return 'let collate_fn make a tensor of it (a tokenizer does with return_tensors="pt")'
+    if hasattr(value, "__array__"):
+        return "torch.from_numpy makes one"
+    return "leave it out, or give it to the model when it is built"

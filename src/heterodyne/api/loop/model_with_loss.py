@@ -1,0 +1,104 @@
+"""A loss that stands outside of the model, and the model, as one module that returns the loss.
+
+The conventions, which are those of loops in PyTorch:
+
+    a tuple (x, y), or (x1, x2, y)   loss(model(x), y): the last tensor is the target
+    a mapping                        loss(model(**entries), batch): the model gets the entries that its forward names, the loss all of them
+    a tensor x                       loss(model(x), x)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
+
+from heterodyne.api.loop.batches import BatchFormat
+from heterodyne.errors import CaptureError
+
+__all__ = ["LossFunction", "ModelWithLoss", "with_loss"]
+
+LossFunction: TypeAlias = Callable[..., Tensor]
+
+
+class ModelWithLoss(nn.Module):
+    """Called with a batch by name, it returns the loss.
+
+    Args:
+        model, loss_fn: the user's.
+        inputs: which entries of the batch the model is called with.
+        positional: in this order, not by keyword.
+        target: the entry that the loss gets besides the output; None: it gets all of the batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, *, inputs: Sequence[str], positional: bool, target: str | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.training = model.training
+        self._inputs = tuple(inputs)
+        self._positional = positional
+        self._target = target
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        output = self.outputs(batch)
+        return self.loss_fn(output, batch if self._target is None else batch[self._target])
+
+    def outputs(self, batch: Mapping[str, Tensor]) -> Any:
+        """What the model returns for a batch; what only the loss reads may be missing."""
+        given = {name: batch[name] for name in self._inputs if name in batch}
+        return self.model(*given.values()) if self._positional else self.model(**given)
+
+
+def with_loss(
+    model: nn.Module,
+    loss: LossFunction,
+    format: BatchFormat,
+    batch: Mapping[str, Tensor],
+    *,
+    withheld: Sequence[str],
+) -> ModelWithLoss:
+    """The two as one. ``withheld``: entries of a mapping that the model is not given though it would accept them.
+
+    Raises CaptureError for a loss of torch.nn that would be called with a mapping, or entries that are not there.
+    """
+    if format.names is not None:
+        several = len(format.names) > 1
+        return ModelWithLoss(
+            model,
+            loss,
+            inputs=format.names[:-1] if several else format.names,
+            positional=True,
+            target=format.names[-1],
+        )
+    if isinstance(loss, _Loss):
+        name = type(loss).__name__
+        raise CaptureError(
+            f"nn.{name} takes an output and a target, and the batch is a mapping ({', '.join(batch)}): pass a function that "
+            f"chooses, loss=lambda output, batch: criterion(output, batch[...]), or batches as tuples (x, y)"
+        )
+    unknown = [name for name in withheld if name not in batch]
+    if unknown:
+        raise CaptureError(f"loss_inputs names {', '.join(unknown)}, and the batch has {', '.join(batch)}")
+    inputs = [name for name in _accepted(model, batch) if name not in withheld]
+    if not inputs:
+        raise CaptureError(
+            f"{type(model).__name__}.forward takes none of the batch's entries ({', '.join(batch)}): call them as its parameters "
+            "are called"
+        )
+    return ModelWithLoss(model, loss, inputs=inputs, positional=False, target=None)
+
+
+def _accepted(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:
+    """The entries that forward names; all of them where it takes ``**kwargs``."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return list(batch)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {p.name for p in parameters if p.kind in by_name}
+    return [name for name in batch if name in named]

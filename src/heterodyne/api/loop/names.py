@@ -1,0 +1,81 @@
+"""States under the names of the user's own model, where the runtime has it together with its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from heterodyne.api.loop.model_with_loss import ModelWithLoss
+from heterodyne.runtime.weights.optimizer import OptimizerFactory, takes_names
+
+__all__ = ["Names"]
+
+_MODEL, _LOSS = "model.", "loss_fn."
+_LOSS_STATE = "loss"
+"""Where the state dict of a loss that is a module stands in the state of a loop."""
+
+
+class Names:
+    """Between the names of the captured module and those of the user's model; the same names where the model has its loss inside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._wrapped = isinstance(module, ModelWithLoss)
+
+    def own(self, name: str) -> str:
+        """The user's name of a parameter; one of the loss keeps that of the captured module."""
+        return name.removeprefix(_MODEL) if self._wrapped else name
+
+    def own_model(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a state dict of the captured module what is the user's model's."""
+        if not self._wrapped:
+            return dict(weights)
+        return {name.removeprefix(_MODEL): value for name, value in weights.items() if name.startswith(_MODEL)}
+
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``model``, ``optimizer`` and what else there is under the user's names; of a loss with a state also ``loss``."""
+        if not self._wrapped:
+            return dict(state)
+        found = {**state, "model": self.own_model(state.get("model", {}))}
+        found["optimizer"] = {self.own(name): value for name, value in state.get("optimizer", {}).items()}
+        of_loss = {
+            name.removeprefix(_LOSS): value for name, value in state.get("model", {}).items() if name.startswith(_LOSS)
+        }
+        return {**found, _LOSS_STATE: of_loss} if of_loss else found
+
+    def captured_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse of `own_state`."""
+        if not self._wrapped:
+            return dict(state)
+        found = {key: value for key, value in state.items() if key != _LOSS_STATE}
+        found["model"] = {
+            **{f"{_MODEL}{name}": value for name, value in state.get("model", {}).items()},
+            **{f"{_LOSS}{name}": value for name, value in state.get(_LOSS_STATE, {}).items()},
+        }
+        found["optimizer"] = {self.captured(name): value for name, value in state.get("optimizer", {}).items()}
+        return found
+
+    def captured(self, name: str) -> str:
+        """The inverse of `own`."""
+        return name if not self._wrapped or name.startswith(_LOSS) else f"{_MODEL}{name}"
+
+    def captured_keys(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """The same for the keys that lead to an entry of a state."""
+        part, *path = keys
+        if not self._wrapped or not path:
+            return keys
+        if part == _LOSS_STATE:
+            return ("model", f"{_LOSS}{path[0]}", *path[1:])
+        return (part, self.captured(path[0]), *path[1:]) if part in ("model", "optimizer") else keys
+
+    def of_factory(self, factory: OptimizerFactory) -> OptimizerFactory:
+        """The factory, given the user's names if it takes names."""
+        if not self._wrapped or not takes_names(factory):
+            return factory
+
+        def renamed(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+            return factory([(self.own(name), parameter) for name, parameter in named_parameters])
+
+        return renamed
