@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heterodyne.runtime.meeting.judge import Beat, Judge, Kind, Verdict, WatchLimits
+from heterodyne.runtime.meeting.judge import Beat, Calls, Judge, Kind, Verdict, WatchLimits
 from heterodyne.runtime.meeting.members import Member
 
 LIMITS = WatchLimits(interval_s=1.0, silence_s=10.0, phase_silence_s=20.0, stuck_s=20.0, phase_s=100.0)
@@ -126,3 +126,61 @@ def test_what_goes_through_the_store_comes_back() -> None:
     assert Verdict.load(verdict.dump().encode()) == verdict
     assert Beat.load(beat(4).dump()) == beat(4)
     assert Member.load(MEMBERS[1].dump()) == MEMBERS[1]
+
+
+def calling(number: int, calls: Calls, *, age_s: float = 0.0, kind: Kind = "work") -> Beat:
+    return Beat(number=number, count=1, kind=kind, state="x", age_s=0.0, limit_s=1e3, calls=calls, call_age_s=age_s)
+
+
+def test_ranks_in_different_calls_are_named_with_them() -> None:
+    stepped = Calls().begun("step()").ended()
+    it = judge()
+    it.observe(
+        1, {0: calling(1, stepped.begun("state_dict()")), **{r: calling(1, stepped.begun("step()")) for r in (1, 2)}}
+    )
+    verdict = it.verdict()
+    assert verdict is not None
+    assert "rank 0 is in state_dict(); ranks 1, 2 are in step()" in verdict.text
+    assert Beat.load(calling(1, stepped.begun("close()")).dump()).calls == Calls(2, "close()", "step()", inside=True)
+
+
+def test_a_rank_that_is_a_call_ahead_is_in_order_if_it_has_made_the_same_ones() -> None:
+    first = Calls().begun("step()")
+    it = judge()
+    it.observe(
+        1, {0: calling(1, first), 1: calling(1, first.ended().begun("evaluate()")), 2: calling(1, first.ended())}
+    )
+    assert it.verdict() is None
+    it.observe(
+        2,
+        {
+            0: calling(2, Calls().begun("evaluate()")),
+            1: calling(2, first.ended().begun("step()")),
+            2: calling(2, first),
+        },
+    )
+    assert it.verdict() is not None
+
+
+def test_who_has_left_without_a_call_that_others_are_in_is_blamed() -> None:
+    done = Calls().begun("step()").ended()
+    it = judge()
+    it.observe(
+        1,
+        {0: calling(1, done.begun("close()")), 1: calling(1, done.begun("close()")), 2: calling(1, done, kind="left")},
+    )
+    verdict = it.verdict()
+    assert verdict is not None
+    assert verdict.rank == 2
+    assert "rank 2 has left, and rank 0 waits in close()" in verdict.text
+
+
+def test_a_call_that_others_may_still_come_to_is_told_after_a_while() -> None:
+    done = Calls().begun("step()").ended()
+    it = judge()
+    beats = {1: calling(1, done), 2: calling(1, done, kind="phase")}
+    it.observe(1, {0: calling(1, done.begun("state_dict()"), age_s=LIMITS.call_s - 1), **beats})
+    assert not it.waits_alone()
+    it.observe(2, {0: calling(2, done.begun("state_dict()"), age_s=LIMITS.call_s + 1), **beats})
+    assert "rank 0 waits in state_dict() for 16 s: rank 1 has not come to it" in it.waits_alone()
+    assert it.verdict() is None

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor, nn
 
-from heterodyne.api.loop.arguments import wanted_plan
+from heterodyne.api.loop.arguments import chosen_optimizer, require_sound, wanted_plan
+from heterodyne.api.loop.batches import BatchFormat, BatchLike, batch_format
+from heterodyne.api.loop.callbacks import Callback
+from heterodyne.api.loop.calls import Calls
+from heterodyne.api.loop.model_with_loss import LossFunction, with_loss
+from heterodyne.api.loop.names import Names
+from heterodyne.api.loop.prediction import Metric, Predictor, gathered_outputs
+from heterodyne.api.loop.run_records import RunRecords, open_run
+from heterodyne.api.loop.same_batch import is_looked_at, require_same
+from heterodyne.api.loop.validation import validated
+from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
 from heterodyne.api.loop.whole import whole_model
 from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker, prepare
 from heterodyne.api.session import Session, open_session
 from heterodyne.cluster.profile import Profile
+from heterodyne.errors import CheckpointError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.plan.plan import Plan
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.export import export_model
+from heterodyne.runtime.checkpoint.random_state import restore_random_state
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.slices import as_source
-from heterodyne.runtime.worker import OptimizerFactory, StepResult, Worker
+from heterodyne.runtime.slices import BatchSource, as_source
+from heterodyne.runtime.weights.materialise import fill_in
+from heterodyne.runtime.weights.optimizer import OptimizerFactory
+from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline
 
@@ -27,16 +45,41 @@ __all__ = ["Distributed", "distribute"]
 
 
 class Distributed:
-    """A model spread over the devices of a session. Made by `distribute`; every rank makes the same calls in the same order."""
+    """A model spread over the devices of a session. Made by `distribute`; every rank makes the same calls in the same order.
+
+    Left by an exception it leaves the model as it is; else the trained weights are back in the model (``weights_at_end``).
+    """
 
     def __init__(
-        self, *, session: Session, prepared: Prepared, worker: Worker, recorder: Recorder, closing: ExitStack
+        self,
+        *,
+        model: nn.Module,
+        format: BatchFormat,
+        session: Session,
+        prepared: Prepared,
+        worker: Worker,
+        recorder: Recorder,
+        records: RunRecords,
+        callbacks: Sequence[Callback],
+        weights_at_end: WeightsAtEnd,
+        closing: ExitStack,
     ) -> None:
+        self._model = model
+        self._format = format
         self._session = session
         self._prepared = prepared
         self._worker = worker
         self._recorder = recorder
+        self._records = records
+        self._callbacks = list(callbacks)
+        self._weights_at_end = weights_at_end
         self._closing = closing
+        self._closed = False
+        self.extra: dict[str, Any] = {}
+        """What was kept beside the checkpoint that was loaded last."""
+        self._calls = Calls(session)
+        self._names = Names(worker.module)
+        self._predictor = Predictor(worker, session.say)
 
     @property
     def plan(self) -> Plan:
@@ -56,27 +99,130 @@ class Distributed:
 
     @property
     def module(self) -> nn.Module:
-        """The user's own module, on this rank's device."""
-        return self._worker.module
+        """The user's own module. Under a plan that cuts the model, what another rank holds has no values here until the end."""
+        return self._model
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of the parameters that this rank holds, perhaps none. A scheduler made of it is stepped on every rank."""
+        return self._worker.optimizer
+
+    @property
+    def steps_done(self) -> int:
+        """Also those before a checkpoint that was loaded."""
+        return self._worker.steps_done
+
+    def step(self, batch: BatchLike) -> StepResult:
         """One optimizer step on a global batch, the same on every rank; each works on its share of it.
 
-        Raises DataError for a batch of another size than the plan's, or one in which nothing counts.
+        Raises DataError for a batch of another size than the plan's, one in which nothing counts, or batches that differ between ranks.
         """
-        return self._worker.step(batch)
+        with self._calls.named("step()"):
+            named = self._format.named(batch)
+            several = self._session.world_size > 1
+            if several and not isinstance(named, BatchSource) and is_looked_at(self.steps_done):
+                require_same(named, self._session.communicator, self.steps_done)
+            result = self._worker.step(named)
+            self._predictor.forget()
+            self._records.step(result)
+        self._tell(lambda callback: callback.on_step_end(self, result))
+        return result
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> float:
+    def evaluate(self, batch: BatchLike) -> float:
         """The loss of a batch of any size in eval mode, without training on it."""
-        return self._worker.evaluate(batch)
+        with self._calls.named("evaluate()"):
+            return self._worker.evaluate(self._format.named(batch))
+
+    def validate(self, batches: Iterable[BatchLike], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+        """``loss`` and each metric over all samples of the batches, which may have any sizes; the same on every rank.
+
+        Args:
+            metrics: by name a function ``(outputs, batch) -> (sum, count)``. It is called with parts of the batches, in the form in
+                which they are given, on the rank that runs them; sums and counts are added up and divided at the end, so that each
+                sample counts once, also in an uneven last batch.
+        """
+        with self._calls.named("validate()"):
+            communicator = self._session.communicator
+            found = validated(batches, metrics or {}, self._format, self._worker, self._predictor, communicator)
+            self._records.validation(found["loss"])
+        self._tell(lambda callback: callback.on_evaluate(self, found))
+        return found
+
+    def predict(self, batch: BatchLike, *, on: Literal["all", "rank0"] = "all") -> Any:
+        """What the model returns for the samples of a batch, in eval mode: tensors on the host, the samples in order along dim 0.
+
+        What has no row for each sample (a loss, a cache) is None. The batch may lack what only the loss reads. None on the ranks that
+        are not to have it.
+
+        Raises DataError if the model returns its loss alone.
+        """
+        with self._calls.named("predict()"):
+            named = self._format.named(batch, without_target=True)
+            return gathered_outputs(list(self._predictor.parts(named)), self._session.communicator, on)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and step; the same on every rank."""
-        return self._worker.state_dict()
+        """Model, optimizer (both by the names of the user's model) and step; the same on every rank."""
+        with self._calls.named("state_dict()"):
+            return self._names.own_state(self._worker.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`. Raises CheckpointError."""
-        self._worker.load_state_dict(state)
+        with self._calls.named("load_state_dict()"):
+            self._worker.load_state_dict(self._names.captured_state(state))
+            self._predictor.forget()
+
+    def save_pretrained(self, path: Path | str) -> Path:
+        """Write the weights into a directory: a Transformers model by its own ``save_pretrained``, others as ``model.safetensors``.
+
+        Raises CheckpointError on every rank if rank 0, which writes, cannot.
+        """
+        with self._calls.named("save_pretrained()"), self.phase("writing the weights"):
+            weights = self._names.own_model(self._worker.weights())
+            written = self._session.agreement.first(lambda: export_model(self._model, Path(path), weights))
+        self._tell(lambda callback: callback.on_save(self, written))
+        return written
+
+    def save_checkpoint(
+        self, directory: Path | str | None = None, *, extra: Mapping[str, Any] | None = None, keep: int = 2
+    ) -> Path:
+        """Write everything that a later `load_checkpoint` needs to go on, whole or not at all; where it is.
+
+        Args:
+            directory: of the checkpoints, one that all ranks see; None: that of the run directory.
+            extra: what else shall be kept, the same on every rank: the state of a scheduler, the position in the data.
+            keep: so many of the newest stay.
+
+        Raises CheckpointError on every rank if any of them cannot write.
+        """
+        with self._calls.named("save_checkpoint()"), self.phase("writing a checkpoint"):
+            state = self._names.own_state(self._worker.own_state()) | ({"extra": dict(extra)} if extra else {})
+            checkpoints = self._checkpoints(directory, keep)
+            path = checkpoints.save(self.steps_done, state, identity=self._identity, plan=self.plan.dump())
+        self._tell(lambda callback: callback.on_save(self, path))
+        return path
+
+    def load_checkpoint(self, directory: Path | str | None = None) -> dict[str, Any] | None:
+        """Go on from the newest whole checkpoint, also one that was written under another plan or by other ranks.
+
+        Returns its ``extra``, empty if it had none; None if there is no checkpoint yet. Raises CheckpointError.
+        """
+        with self._calls.named("load_checkpoint()"), self.phase("reading a checkpoint"):
+            checkpoints = self._checkpoints(directory, 2)
+            found = checkpoints.latest()
+            if found is None:
+                return None
+            restored = checkpoints.load(found, identity=self._identity, wanted=self._needs)
+            self._worker.load_state_dict(self._names.captured_state(restored.state))
+            if restored.random is not None:
+                restore_random_state(restored.random)
+            self._predictor.forget()
+            self.extra = dict(restored.state.get("extra", {}))
+        self._session.say(f"going on after step {self.steps_done} from {found.path}")
+        return self.extra
+
+    def phase(self, words: str) -> AbstractContextManager[Any]:
+        """Around long work of one rank between two calls, so that it is not taken for stuck while the others wait."""
+        return self._session.phase(words)
 
     def explain(self) -> str:
         """The plan in words, and why it was chosen; on rank 0, empty elsewhere."""
@@ -90,18 +236,58 @@ class Distributed:
 
     def measured(self) -> Timeline | None:
         """What happened in the latest steps; on rank 0, None elsewhere. Collective."""
-        return self._recorder.timeline(self._session.communicator, self._device_ids)
+        with self._calls.named("measured()"):
+            return self._recorder.timeline(self._session.communicator, self._device_ids)
 
     def close(self) -> None:
-        """Take the hooks off the model, and leave the session if it was opened by `distribute`."""
-        self._worker.close()
+        """Bring the weights back into the model, finish the run directory, take the hooks off the model, and leave the session if it was
+        opened by `distribute`. Every rank calls it, as any other method; a second call does nothing.
+        """
+        if self._closed:
+            return
+        with self._calls.named("close()"), self.phase("bringing the weights back"):
+            self._records.finish(self.measured())
+            weights = gathered_weights(self._worker, self._session, self._weights_at_end)
+            self._leave()
+            if weights:
+                fill_in(self._worker.module, weights)
         self._closing.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:  # the other ranks may not come to any collective any more
+            self._leave()
+            self._closing.__exit__(kind, error, trace)
+
+    def _leave(self) -> None:
+        self._closed = True
+        self._records.close()
+        self._worker.close()
+
+    def _tell(self, call: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            call(callback)
+
+    def _checkpoints(self, directory: Path | str | None, keep: int) -> Checkpoints:
+        found = self._records.checkpoints(None if directory is None else Path(directory), keep)
+        if found is None:
+            raise CheckpointError(
+                "there is no run directory to keep checkpoints in: pass one to distribute (run_dir=), or a directory here"
+            )
+        return found
+
+    def _needs(self, keys: Sequence[str]) -> bool:
+        return keys[0] == "extra" or self._worker.needs(self._names.captured_keys(tuple(keys)))
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {"loop": {"model": self.graph.name, "parameters": self.graph.parameter_count}}
 
     @property
     def _device_ids(self) -> list[str]:
@@ -110,57 +296,82 @@ class Distributed:
 
 def distribute(
     model: nn.Module,
-    example_batch: Mapping[str, Tensor],
+    example_batch: BatchLike,
     *,
+    loss: LossFunction | None = None,
+    loss_inputs: Sequence[str] = (),
     optimizer: OptimizerSection | OptimizerFactory | None = None,
     plan: Plan | Path | str = "auto",
     global_batch_size: int | None = None,
-    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
+    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
     precision: Literal["fp32", "bf16"] = "fp32",
     clip_grad_norm: float = 0.0,
-    total_steps: int = 1,
+    total_steps: int | None = None,
     seed: int = 0,
     session: Session | None = None,
     profile: Profile | None = None,
     measure_budget_s: float = 60.0,
     rehearsal_s: float = 30.0,
+    run_dir: Path | str | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    weights_at_end: WeightsAtEnd = "all",
 ) -> Distributed:
     """Capture, measure, plan, and make ready to train. Every rank of a torchrun (or of our launcher) calls it.
 
     Args:
-        model: returns its loss from ``model(**batch)``. Rank 0's weights count, the others get them.
-        example_batch: a global batch, or any part of one, by input name.
-        optimizer: a section as in a job file (AdamW with its defaults if None; its schedule stretches over ``total_steps``), or
-            a function from parameters to an optimizer, whose rate stays its own. The planner takes the latter for an AdamW.
+        model: returns its loss when it is called with a batch, or its outputs where ``loss`` is given. Rank 0's weights count, the
+            others get them.
+        example_batch: a global batch, or any part of one: a tensor, a tuple or list of tensors (as a DataLoader's), or a mapping from
+            names to tensors. Later batches have the same form. Dim 0 is the batch.
+        loss: a function outside of the model that returns the loss. A batch ``(x, y)`` gives ``loss(model(x), y)``: the last tensor of
+            a tuple is the target, so a criterion of torch.nn can be passed as it is. A mapping gives ``loss(output, batch)``; the model is
+            called with those entries that its forward names, with all of them if it takes ``**kwargs``. A tensor gives
+            ``loss(model(x), x)``.
+        loss_inputs: entries of a mapping that the model is not called with though it would accept them, such as ``("labels",)``.
+        optimizer: a section as in a job file (AdamW with its defaults if None), or a function from parameters to an optimizer, whose
+            rate stays its own; it gets ``(name, parameter)`` pairs if its first argument is called ``named_parameters``. The planner
+            takes the latter for an AdamW.
         plan: a strategy (``auto``, ``data``, ``pipeline``, ``split``, ``context``, ``equal``, ``fastest``; see a job's section
             ``parallelism``), a Plan, or the path of one.
         global_batch_size: samples of a step; None: those of the example.
         clip_grad_norm: by the true global norm; 0 for none.
+        total_steps: how long a section's schedule of the learning rate is; None: the rate is constant after the warm-up.
         session: None: one is opened, and closed with the result.
         profile: what was measured before; None: measured now, or taken from the cache where it still holds.
         measure_budget_s: about the seconds that measuring may take.
-        rehearsal_s: those in which the plans that are foretold to be nearly the fastest are run; 0 to believe the prediction.
+        rehearsal_s: those in which the plans that are predicted to be nearly the fastest are run; 0 to believe the prediction.
+        run_dir: a new directory for metrics, plan, timelines and checkpoints, which ``heterodyne report`` reads.
+        resume: the run directory may be that of a run, which goes on from its newest checkpoint if it has one.
+        callbacks: called on every rank after steps, validations and saves.
+        weights_at_end: the ranks in whose model all trained weights are when it is closed, in host memory where the plan cuts the model.
 
-    Raises CaptureError, MeasureError, InfeasibleError or PlanError.
+    Raises HeterodyneError for arguments that cannot be, DataError, CaptureError, MeasureError, InfeasibleError or PlanError.
     """
-    section = optimizer if isinstance(optimizer, OptimizerSection) else OptimizerSection()
+    require_sound(locals())
+    chosen = chosen_optimizer(optimizer, total_steps)
+    section = chosen if isinstance(chosen, OptimizerSection) else OptimizerSection()
     strategy, given = wanted_plan(plan)
+    format = batch_format(model, example_batch, has_loss=loss is not None)
+    example, size = _example(format.named(example_batch))
+    module = model if loss is None else with_loss(model, loss, format, example, withheld=loss_inputs)
     with ExitStack() as stack:
         here = stack.enter_context(open_session()) if session is None else session
-        captured = capture_everywhere(here, model, example_batch)
+        run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
+        captured = capture_everywhere(here, module, example, name=type(model).__name__)
         settings = Settings(
-            global_batch_size=global_batch_size or as_source(example_batch, captured.graph).size,
+            global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
             precision=precision,
             clip=clip_grad_norm > 0,
             optimizer=section,
             parallelism=ParallelismSection(
-                strategy=strategy, micro_batch_sizes=micro_batch_sizes, rehearsal_s=rehearsal_s
+                strategy=strategy, micro_batch_sizes=tuple(micro_batch_sizes), rehearsal_s=rehearsal_s
             ),
         )
         prepared = prepare(
             here,
             captured,
-            whole_model(model, captured, example_batch),
+            whole_model(module, captured, example),
             settings,
             given=given,
             profile=profile,
@@ -170,11 +381,31 @@ def distribute(
         worker = make_worker(
             here,
             prepared,
-            model,
-            optimizer=section if optimizer is None else optimizer,
-            total_steps=total_steps,
+            module,
+            optimizer=chosen if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen),
+            total_steps=total_steps or 1,
             seed=seed,
             clip_grad_norm=clip_grad_norm,
             recorder=recorder,
         )
-        return Distributed(session=here, prepared=prepared, worker=worker, recorder=recorder, closing=stack.pop_all())
+        trainer = Distributed(
+            model=model,
+            format=format,
+            session=here,
+            prepared=prepared,
+            worker=worker,
+            recorder=recorder,
+            records=RunRecords(run, here, prepared, worker),
+            callbacks=callbacks,
+            weights_at_end=weights_at_end,
+            closing=ExitStack(),
+        )
+        if resume:
+            trainer.load_checkpoint()
+        trainer._closing.push(stack.pop_all())
+        return trainer
+
+
+def _example(batch: Mapping[str, Tensor] | BatchSource) -> tuple[Mapping[str, Tensor], int | None]:
+    """The tensors of an example, and its size where it tells that itself."""
+    return (batch.samples(0, batch.size), batch.size) if isinstance(batch, BatchSource) else (batch, None)

@@ -64,10 +64,12 @@ class Prepared:
     planned: Planned | None
 
 
-def capture_everywhere(session: Session, model: nn.Module, example_batch: Mapping[str, Tensor]) -> Captured:
-    """Capture on every rank, and make sure that all captured the same. Raises CaptureError."""
+def capture_everywhere(
+    session: Session, model: nn.Module, example_batch: Mapping[str, Tensor], *, name: str | None = None
+) -> Captured:
+    """Capture on every rank, and make sure that all captured the same; ``name``: of the model, None: its class. Raises CaptureError."""
     with session.announced("capturing the model"):
-        captured = session.together(lambda: trace(model, example_batch))
+        captured = session.together(lambda: trace(model, example_batch, name=name))
     fingerprints = session.communicator.all_gather_object(captured.graph.fingerprint)
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:

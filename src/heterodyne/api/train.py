@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import yaml
 
 from heterodyne.api.job_model import capture_job, job_worker, open_data, settings_of
 from heterodyne.api.preparation import Prepared, prepare
-from heterodyne.api.printing import candidate_lines, show, show_planned
+from heterodyne.api.printing import show, show_planned
+from heterodyne.api.run_files import environment, write_plan_files
 from heterodyne.api.session import Session, open_session
 from heterodyne.cluster.profile import Profile
-from heterodyne.cluster.written import cluster_to_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
@@ -152,21 +149,15 @@ def _kept(
 
 def _write_down(run: RunDirectory, job: Job, session: Session, prepared: Prepared) -> None:
     """Everything that is known before the first step. On rank 0. Raises HeterodyneError if it cannot be written."""
-    planned = prepared.planned
-    assert planned is not None, "rank 0 is the one that searched"
     try:
         run.job.write_text(
             yaml.safe_dump(job.model_dump(mode="json", exclude_none=True), sort_keys=False), encoding="utf-8"
         )
-        run.cluster.write_text(cluster_to_json(session.cluster), encoding="utf-8")
-        run.candidates.write_text(json.dumps(candidate_lines(planned), indent=1) + "\n", encoding="utf-8")
-        planned.simulation.timeline([device.id for device in session.cluster.devices]).save(run.timeline("simulated"))
-        prepared.plan.save(run.plan)
-        prepared.profile.save(run.profile)  # last: a run that has it has the others
     except OSError as error:
         raise HeterodyneError(
             f"{error.filename or run.path} cannot be written ({error.strerror}); make room or make the run directory writable"
         ) from error
+    write_plan_files(run, session, prepared)
 
 
 def _train(
@@ -212,11 +203,7 @@ def _summarise(run: RunDirectory, graph: ModelGraph, outcome: Outcome) -> None:
         "model": graph.name,
         "parameters": graph.parameter_count,
         **asdict(outcome),
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        },
+        "environment": environment(),
     }
     run.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     page = write_report(run.path)

@@ -17,7 +17,7 @@ from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.assembly import Parts
 
-__all__ = ["evaluate", "evaluation_parts"]
+__all__ = ["eval_mode", "evaluate", "evaluation_parts"]
 
 
 def evaluate(
@@ -47,7 +47,7 @@ def evaluate(
         if transfers is not None:
             transfers.begin([_sends(other, len(sizes)) for other in placement.places], sizes)
         stages.begin()
-        with _eval_mode(module), stages.evaluating(), torch.no_grad():
+        with eval_mode(module), stages.evaluating(), torch.no_grad():
             for index in range(len(sizes)):
                 for stage in place.stages:
                     start, samples = place.spans_of(first, sizes, stage)[index]
@@ -90,7 +90,8 @@ def _sends(place: Place, parts: int) -> tuple[Action, ...]:
 
 
 @contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Every part of the module in eval mode while the block runs, and as it was afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -257,6 +257,12 @@ class Worker:
         """The whole model's state dict on rank 0, nothing on the others. Collective."""
         return self._state.weights()
 
+    def tensors(self, on: int | None = None) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, whole, on one rank or (None) on all. Collective. Tensors that are held here are the
+        live ones.
+        """
+        return self._state.tensors(on)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
         self._state.load(state)

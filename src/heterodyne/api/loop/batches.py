@@ -26,13 +26,18 @@ class BatchFormat:
     Args:
         names: of the tensors of a tuple, in order; of a bare tensor its one name; None for mappings, which bring their own.
         bare: a batch is one tensor.
+        target: what the last tensor of a tuple is called, if only the loss reads it.
     """
 
     names: tuple[str, ...] | None
     bare: bool = False
+    target: str | None = None
 
-    def named(self, batch: BatchLike) -> Mapping[str, Tensor] | BatchSource:
-        """The tensors by name; a `BatchSource` as it is. Raises DataError for anything else than batches of this format."""
+    def named(self, batch: BatchLike, *, without_target: bool = False) -> Mapping[str, Tensor] | BatchSource:
+        """The tensors by name; a `BatchSource` as it is. ``without_target``: what only the loss reads may be missing.
+
+        Raises DataError for anything else than batches of this format.
+        """
         if isinstance(batch, BatchSource):
             return batch
         if isinstance(batch, Tensor):
@@ -40,10 +45,18 @@ class BatchFormat:
         tensors = _tensors(batch)
         if isinstance(tensors, Mapping):
             return tensors
+        if without_target and self.target is not None and self.names and len(tensors) == len(self.names) - 1:
+            return dict(zip(self.names, tensors, strict=False))
         if self.names is None or len(tensors) != len(self.names):
             expected = "a mapping" if self.names is None else f"{len(self.names)} ({', '.join(self.names)})"
             raise DataError(f"the batch has {len(tensors)} tensors, that of the example was {expected}: pass the same")
         return dict(zip(self.names, tensors, strict=True))
+
+    def as_given(self, tensors: Mapping[str, Tensor]) -> BatchLike:
+        """Tensors by name in the form of the example."""
+        if self.names is None:
+            return tensors
+        return tensors[self.names[0]] if self.bare else tuple(tensors[name] for name in self.names if name in tensors)
 
 
 def batch_format(model: nn.Module, example: BatchLike, *, has_loss: bool) -> BatchFormat:
@@ -61,7 +74,8 @@ def batch_format(model: nn.Module, example: BatchLike, *, has_loss: bool) -> Bat
     if not has_loss or count < 2:
         return BatchFormat(names=positional_names(model, count))
     names = positional_names(model, count - 1)
-    return BatchFormat(names=(*names, TARGET if TARGET not in names else f"{TARGET} of the loss"))
+    target = TARGET if TARGET not in names else f"{TARGET} of the loss"
+    return BatchFormat(names=(*names, target), target=target)
 
 
 def _tensors(batch: object) -> Mapping[str, Tensor] | tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
@@ -38,7 +38,7 @@ class ModelWithLoss(nn.Module):
         self, model: nn.Module, loss_fn: LossFunction, *, inputs: Sequence[str], positional: bool, target: str | None
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model: nn.Module = model
         self.loss_fn = loss_fn
         self.training = model.training
         self._inputs = tuple(inputs)
@@ -46,13 +46,14 @@ class ModelWithLoss(nn.Module):
         self._target = target
 
     def forward(self, **batch: Tensor) -> Tensor:
-        output = self.outputs(batch)
+        args, kwargs = self.arguments(batch)
+        output = self.model(*args, **kwargs)
         return self.loss_fn(output, batch if self._target is None else batch[self._target])
 
-    def outputs(self, batch: Mapping[str, Tensor]) -> Any:
-        """What the model returns for a batch; what only the loss reads may be missing."""
+    def arguments(self, batch: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """What the model is called with; what only the loss reads may be missing in the batch."""
         given = {name: batch[name] for name in self._inputs if name in batch}
-        return self.model(*given.values()) if self._positional else self.model(**given)
+        return (tuple(given.values()), {}) if self._positional else ((), given)
 
 
 def with_loss(
@@ -68,14 +69,8 @@ def with_loss(
     Raises CaptureError for a loss of torch.nn that would be called with a mapping, or entries that are not there.
     """
     if format.names is not None:
-        several = len(format.names) > 1
-        return ModelWithLoss(
-            model,
-            loss,
-            inputs=format.names[:-1] if several else format.names,
-            positional=True,
-            target=format.names[-1],
-        )
+        inputs = format.names[: len(format.names) - (format.target is not None)]
+        return ModelWithLoss(model, loss, inputs=inputs, positional=True, target=format.target or format.names[0])
     if isinstance(loss, _Loss):
         name = type(loss).__name__
         raise CaptureError(
@@ -85,13 +80,13 @@ def with_loss(
     unknown = [name for name in withheld if name not in batch]
     if unknown:
         raise CaptureError(f"loss_inputs names {', '.join(unknown)}, and the batch has {', '.join(batch)}")
-    inputs = [name for name in _accepted(model, batch) if name not in withheld]
-    if not inputs:
+    accepted = [name for name in _accepted(model, batch) if name not in withheld]
+    if not accepted:
         raise CaptureError(
             f"{type(model).__name__}.forward takes none of the batch's entries ({', '.join(batch)}): call them as its parameters "
             "are called"
         )
-    return ModelWithLoss(model, loss, inputs=inputs, positional=False, target=None)
+    return ModelWithLoss(model, loss, inputs=accepted, positional=False, target=None)
 
 
 def _accepted(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from heterodyne.runtime.meeting.members import Member
 
-__all__ = ["Beat", "Judge", "Verdict", "WatchLimits"]
+__all__ = ["Beat", "Calls", "Judge", "Verdict", "WatchLimits"]
 
 Kind = Literal["work", "wait", "phase", "left"]
 
@@ -29,6 +29,7 @@ class WatchLimits:
         stuck_s: without progress while others wait for it so long, though it gives signs of life.
         stuck_factor: as many times the longest action seen of that worker, if that is more than `stuck_s`.
         phase_s: the longest that a phase may take unless it says otherwise; also for the very first action.
+        call_s: how long a worker waits in a call that others have not come to before people are told.
     """
 
     interval_s: float = 1.0
@@ -37,6 +38,7 @@ class WatchLimits:
     stuck_s: float = 20.0
     stuck_factor: float = 20.0
     phase_s: float = 600.0
+    call_s: float = 15.0
 
     @property
     def longest_round_s(self) -> float:
@@ -46,6 +48,29 @@ class WatchLimits:
     @property
     def longest_silence_s(self) -> float:
         return max(self.silence_s, self.phase_silence_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls that a worker makes and every other one makes too, in the same order: the latest, by number and name, and the one before.
+
+    ``inside``: it has not come back from the latest yet.
+    """
+
+    number: int = 0
+    latest: str = ""
+    before: str = ""
+    inside: bool = False
+
+    def begun(self, words: str) -> Calls:
+        return Calls(self.number + 1, words, self.latest, inside=True)
+
+    def ended(self) -> Calls:
+        return Calls(self.number, self.latest, self.before)
+
+    def name_of(self, number: int) -> str:
+        """ "" if it is not known."""
+        return {self.number: self.latest, self.number - 1: self.before}.get(number, "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +84,7 @@ class Beat:
         state: the action or the phase, for people.
         age_s: how long it has been in that state.
         limit_s: how long it may be.
+        calls, call_age_s: the calls that it makes together with the others, and how long it has been in the latest.
     """
 
     number: int
@@ -67,10 +93,13 @@ class Beat:
     state: str
     age_s: float
     limit_s: float
+    calls: Calls = Calls()
+    call_age_s: float = 0.0
 
     @classmethod
     def load(cls, text: str | bytes) -> Beat:
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(**{**fields, "calls": Calls(**fields["calls"])})
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -117,8 +146,27 @@ class Judge:
                 self._silence_s[member.rank] += passed
 
     def verdict(self) -> Verdict | None:
-        """The first fault found, silence before hanging before deadlock; None if all is well."""
-        return self._silent() or self._stuck() or self._deadlocked()
+        """The first fault found: silence, calls that differ, hanging, deadlock; None if all is well."""
+        return self._silent() or self._parted() or self._stuck() or self._deadlocked()
+
+    def waits_alone(self) -> str:
+        """In words, if this worker is in a call that others have not come to for long; they may still do so. "" if not."""
+        own = self._beats.get(self._rank)
+        if own is None or not own.calls.inside or own.call_age_s + self._silence_s[self._rank] < self._limits.call_s:
+            return ""
+        late = [
+            rank
+            for rank, beat in self._beats.items()
+            if beat.kind != "phase" and not beat.calls.inside and beat.calls.number == own.calls.number - 1
+        ]
+        if not late:
+            return ""
+        before = self._beats[late[0]].calls.latest
+        return (
+            f"rank {self._rank} waits in {own.calls.latest} for {own.call_age_s:.0f} s: {_have(late)} not come to it"
+            + (f", and nothing else since {before}" if before else "")
+            + ". Every rank makes the same calls in the same order; around long work of one rank, put trainer.phase(...)"
+        )
 
     def gone(self, rank: int) -> Verdict:
         """The verdict on a worker whose process does not exist any more."""
@@ -137,6 +185,28 @@ class Judge:
                     f"network is gone{self._last_seen(rank)}",
                 )
         return None
+
+    def _parted(self) -> Verdict | None:
+        """Workers whose calls differ, or who wait in one for a worker that has left: they would wait for ever."""
+        inside = {rank: beat.calls for rank, beat in self._beats.items() if beat.calls.inside and beat.kind != "left"}
+        for rank, calls in inside.items():
+            names = {other: beat.calls.name_of(calls.number) for other, beat in self._beats.items()}
+            if any(name not in ("", calls.latest) for name in names.values()):
+                return self._calls_differ(names)
+            gone = [r for r, beat in self._beats.items() if beat.kind == "left" and beat.calls.number < calls.number]
+            if gone:
+                text = f"{_have(gone)} left, and rank {rank} waits in {calls.latest}: {_SAME_CALLS}"
+                return Verdict(rank=gone[0], host=self._members[gone[0]].host, text=text)
+        return None
+
+    def _calls_differ(self, names: Mapping[int, str]) -> Verdict:
+        told = []
+        for name in dict.fromkeys(filter(None, names.values())):
+            ranks = [rank for rank, other in names.items() if other == name]
+            told.append(f"{_are(ranks)} in {name}")
+        fewest = min(filter(None, names.values()), key=lambda name: list(names.values()).count(name))
+        text = f"the ranks call different things: {'; '.join(told)}: {_SAME_CALLS} ({fewest} too)"
+        return Verdict(rank=None, host=None, text=text)
 
     def _stuck(self) -> Verdict | None:
         """A worker that works longer than it may, while at least one other waits, and not only since just now: what a script does
@@ -176,6 +246,21 @@ class Judge:
         return "" if beat is None else f"; last seen in {beat.state}"
 
 
+_SAME_CALLS = "they wait for each other in every call of a trainer, so all ranks make the same calls in the same order"
+
+
 def _ranks(ranks: Sequence[int]) -> str:
+    return f"{_named(ranks)} waits" if len(ranks) == 1 else f"{_named(ranks)} wait"
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return f"{_named(ranks)} has" if len(ranks) == 1 else f"{_named(ranks)} have"
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return f"{_named(ranks)} is" if len(ranks) == 1 else f"{_named(ranks)} are"
+
+
+def _named(ranks: Sequence[int]) -> str:
     names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {names} waits" if len(ranks) == 1 else f"ranks {names} wait"
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 
 from heterodyne.errors import WorkerError
 from heterodyne.processes import GAVE_UP_ON_A_PEER
-from heterodyne.runtime.meeting.judge import Beat, Judge, Kind, Verdict, WatchLimits
+from heterodyne.runtime.meeting.judge import Beat, Calls, Judge, Kind, Verdict, WatchLimits
 from heterodyne.runtime.meeting.members import Member
 
 __all__ = ["Watchdog", "end_process"]
@@ -82,6 +82,9 @@ class Watchdog:
         self._pulse_store.set_timeout(timedelta(seconds=self._limits.silence_s))
 
         self._doing: tuple[Kind, str, float, float] = ("phase", "starting", time.monotonic(), self._limits.phase_s)
+        self._calls = Calls()
+        self._called_s = time.monotonic()
+        self._asked_after = 0  # the number of the call of which people were told that others have not come to it
         self._count = 0
         self._longest_s = {"work": 0.0, "wait": 0.0}
 
@@ -138,6 +141,17 @@ class Watchdog:
         finally:
             # Not an action: what follows until the next word of the main thread has no measure yet.
             self._doing = ("phase", f"after {state}", time.monotonic(), self._limits.phase_s)
+
+    @contextmanager
+    def calling(self, words: str) -> Iterator[None]:
+        """A call that every rank makes, in the same order; the others are told its name and its number."""
+        self._calls = self._calls.begun(words)
+        self._called_s = time.monotonic()
+        self._news.set()
+        try:
+            yield
+        finally:
+            self._calls = self._calls.ended()
 
     def blame(self) -> WorkerError | None:
         """Who is at fault, for a main thread that got an error from a collective; None if everybody seems well.
@@ -213,6 +227,8 @@ class Watchdog:
             state=state,
             age_s=time.monotonic() - since,
             limit_s=limit_s,
+            calls=self._calls,
+            call_age_s=time.monotonic() - self._called_s if self._calls.inside else 0.0,
         )
 
     # The judge
@@ -230,6 +246,9 @@ class Watchdog:
                 self._decide(self._store_is_gone(f"has not answered for {stalled_s:.0f} s"))
             elif (verdict := self._gone(judge) or judge.verdict()) is not None:
                 self._decide(verdict)
+            elif (waited := judge.waits_alone()) and self._asked_after < self._calls.number:
+                self._asked_after = self._calls.number
+                os.write(2, f"heterodyne: {waited}\n".encode())
             if self._verdict is not None:
                 self._give_up(self._verdict)
                 return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from heterodyne.plan.boxes import Box
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
 
-__all__ = ["place_weights", "stored_tensors"]
+__all__ = ["fill_in", "place_weights", "stored_tensors"]
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -49,6 +49,16 @@ def place_weights(
             for name, entry in table.items():
                 if entry is not None:
                     table[name] = placed[id(entry)]  # type: ignore[assignment]  # of the same kind as it was
+
+
+def fill_in(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a module of which only a part is held here all its parameters and buffers, on the host. Ties are kept."""
+    filled = {id(tensor): _placed(tensor, tensors[name].cpu()) for name, tensor in list(stored_tensors(module))}
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, entry in table.items():
+                if entry is not None:
+                    table[name] = filled[id(entry)]  # type: ignore[assignment]  # of the same kind as it was
 
 
 def _own(tensor: Tensor, box: Box) -> Tensor:

@@ -19,6 +19,7 @@ from heterodyne.runtime.weights.ownership import Ownership
 __all__ = [
     "gathered_model",
     "gathered_optimizer",
+    "gathered_tensors",
     "held_entries",
     "kept_model",
     "own_boxes",
@@ -60,16 +61,25 @@ def gathered_model(
 
     Collective. What is held here is not copied, unless it is cut.
     """
-    values: dict[int, Tensor] = {}
+    tensors = gathered_tensors(module, ownership, communicator, on=on)
+    if on is not None and on != communicator.rank:
+        return {}
+    values = {id(tensor): tensors[name] for name, tensor in stored_tensors(module)}
+    kept = module.state_dict(keep_vars=True)
+    return {name: values.get(id(entry), entry) for name, entry in kept.items()}
+
+
+def gathered_tensors(
+    module: nn.Module, ownership: Ownership, communicator: Communicator, *, on: int | None = None
+) -> dict[str, Tensor]:
+    """Every parameter and buffer, also those that a state dict leaves out, with every value from its keeper. See `gathered_model`."""
+    values: dict[str, Tensor] = {}
     for name, tensor in stored_tensors(module):
         # A holder that is not the keeper may have drifted from it in the last bits.
         whole = _brought_together(name, tensor.detach(), ownership, communicator)
         if on is None or on == communicator.rank:
-            values[id(tensor)] = whole
-    if on is not None and on != communicator.rank:
-        return {}
-    kept = module.state_dict(keep_vars=True)
-    return {name: values.get(id(entry), entry) for name, entry in kept.items()}
+            values[name] = whole
+    return values
 
 
 def _brought_together(name: str, own: Tensor, ownership: Ownership, communicator: Communicator) -> Tensor:

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import load_state_by_name, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.whole_state import (
     gathered_model,
     gathered_optimizer,
+    gathered_tensors,
     held_entries,
     kept_model,
     own_boxes,
@@ -89,6 +91,14 @@ class WorkerState:
             self._synchronise()
             return self._module.state_dict() if self._communicator.rank == 0 else {}
         return gathered_model(self._module, self._ownership, self._communicator, on=0)
+
+    def tensors(self, on: int | None) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, on one rank or (None) on all. Collective. What is held here is not copied."""
+        if self._ownership.whole:
+            self._synchronise()
+            here = on is None or on == self._communicator.rank
+            return {name: tensor.detach() for name, tensor in stored_tensors(self._module)} if here else {}
+        return gathered_tensors(self._module, self._ownership, self._communicator, on=on)
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load` reads on this rank what these keys lead to."""

@@ -1,0 +1,250 @@
+"""What the model returns for the samples of a batch, under any plan.
+
+Where every rank has the whole model, each runs the samples that it has in a step. Where the plan cuts the model, the weights are brought
+together in the host memory of rank 0, which runs all samples: the stages of a pipeline make the loss and no other output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from heterodyne.api.loop.model_with_loss import ModelWithLoss
+from heterodyne.api.loop.names import Names
+from heterodyne.errors import DataError
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.runtime.evaluation import eval_mode, evaluation_parts
+from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.worker import Worker
+
+__all__ = ["Metric", "Part", "Predictor", "gathered_outputs"]
+
+Metric: TypeAlias = Callable[[Any, Any], tuple[float | Tensor, float | Tensor]]
+"""``(outputs, part of the batch) -> (sum, count)`` over these samples; both are added up, and their ratio is the metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The samples ``[first, first + count)`` of a batch, on this rank's device, and what the model returns for them."""
+
+    first: int
+    count: int
+    inputs: Mapping[str, Tensor]
+    outputs: Any
+
+
+class Predictor:
+    """Runs the model in eval mode, without gradients, on the samples of this rank.
+
+    Args:
+        worker: of this rank.
+        say: is told, on rank 0, that the weights are brought together.
+    """
+
+    def __init__(self, worker: Worker, say: Callable[[str], None]) -> None:
+        self._worker = worker
+        self._say = say
+        self._gathered: tuple[int, dict[str, Tensor]] | None = None
+        self._said = False
+
+    def forget(self) -> None:
+        """The weights have changed: what was brought together of them goes."""
+        self._gathered = None
+
+    def parts(self, batch: Mapping[str, Tensor] | BatchSource) -> Iterator[Part]:
+        """Those of this rank, in order of the samples. Collective until the first of them, or the end, is reached.
+
+        What only a loss outside of the model reads may be missing in the batch.
+        """
+        worker = self._worker
+        source = batch if isinstance(batch, BatchSource) else _Some(batch, self._batch_dims)
+        if worker.ownership.whole:
+            weights, device, spans = None, worker.device, self._own_spans(source.size)
+        else:
+            weights, device = self._weights(), torch.device("cpu")
+            sizes = MicroBatches.of_samples(source.size, self._largest).sizes if worker.rank == 0 else ()
+            spans = [(sum(sizes[:number]), size) for number, size in enumerate(sizes)]
+        for first, count in spans:
+            inputs = {name: tensor.to(device) for name, tensor in source.samples(first, count).items()}
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(eval_mode(worker.module))
+                bf16 = worker.plan.precision == "bf16"
+                stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=bf16))
+                outputs = _outputs(worker.module, inputs, weights)
+            yield Part(first=first, count=count, inputs=inputs, outputs=outputs)
+
+    @property
+    def _batch_dims(self) -> dict[str, int | None]:
+        return {entry.name: entry.batch_dim for entry in self._worker.graph.inputs}
+
+    @property
+    def _largest(self) -> int:
+        """The size of the largest micro-batch: parts of more samples could be too much for the memory."""
+        return max(max(place.micro_batches.sizes, default=1) for place in self._worker.placement.places)
+
+    def _own_spans(self, size: int) -> Sequence[tuple[int, int]]:
+        place = self._worker.placement.places[self._worker.rank]
+        if place.pipeline is None or not place.answers:
+            return ()
+        first, sizes = evaluation_parts(self._worker.placement, size)[place.pipeline]
+        return [span for span in place.spans_of(first, sizes) if span[1]]
+
+    def _weights(self) -> dict[str, Tensor]:
+        """All parameters and buffers on rank 0, on the host; kept until the next step. Collective."""
+        if self._gathered is None or self._gathered[0] != self._worker.steps_done:
+            if not self._said:
+                self._say(
+                    "the plan cuts the model: its weights are brought together, and rank 0 runs it on the host for outputs"
+                )
+                self._said = True
+            tensors = self._worker.tensors(on=0)
+            self._gathered = (self._worker.steps_done, {name: t.cpu() for name, t in tensors.items()})
+        return self._gathered[1]
+
+
+def _outputs(module: nn.Module, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None) -> Any:
+    """What the user's model returns; ``weights``: all parameters and buffers of ``module``, where those here are not whole."""
+    model: nn.Module = module
+    args: tuple[Tensor, ...] = ()
+    kwargs = dict(inputs)
+    if isinstance(module, ModelWithLoss):
+        model, (args, kwargs) = module.model, module.arguments(inputs)
+    if weights is None:
+        return model(*args, **kwargs)
+    return functional_call(model, Names(module).own_model(weights), args, kwargs)
+
+
+class _Some:
+    """A batch in which some inputs may be missing."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], batch_dims: Mapping[str, int | None]) -> None:
+        self._tensors = tensors
+        self._dims = {name: batch_dims.get(name, 0) for name in tensors}
+        sizes = {name: tensors[name].shape[dim] for name, dim in self._dims.items() if dim is not None}
+        if len(set(sizes.values())) != 1:
+            raise DataError(f"the inputs of the batch do not agree on its size: {sizes}")
+        self.size = next(iter(sizes.values()))
+
+    def samples(self, first: int, count: int) -> dict[str, Tensor]:
+        return {
+            name: tensor if (dim := self._dims[name]) is None else tensor.narrow(dim, first, count)
+            for name, tensor in self._tensors.items()
+        }
+
+
+def gathered_outputs(parts: Sequence[Part], communicator: Communicator, on: Literal["all", "rank0"]) -> Any:
+    """The outputs of all parts of all ranks as one, tensors on the host with the samples in order along dim 0.
+
+    What has no row for each sample, a loss or a cache, is None. Collective. None on the ranks that are not to have it.
+
+    Raises DataError if nothing in the outputs has a row for each sample.
+    """
+    own = _Own(parts)
+    described = communicator.all_gather_object(own.described)
+    told = [entry for entry in described if entry.spans]
+    followed = [all(entry.rows[leaf] is not None for entry in told) for leaf in range(len(told[0].rows))]
+    if not any(followed):
+        raise DataError(
+            f"the model returns {told[0].kind}, in which nothing has a row for each sample: let forward return its outputs, as a tensor, "
+            "a tuple, a mapping or an object that holds them beside the loss"
+        )
+    size = sum(count for entry in told for _, count in entry.spans)
+    wanted = on == "all" or communicator.rank == 0
+    leaves: list[Tensor | None] = []
+    for leaf, follows in enumerate(followed):
+        leaves.append(_leaf(leaf, own, described, size, communicator, on) if follows else None)
+    if not wanted:
+        return None
+    return pytree.tree_unflatten(leaves, pytree.tree_structure(told[0].skeleton, is_leaf=_is_hole))
+
+
+@dataclass(frozen=True)
+class _Hole:
+    """Where a tensor of the outputs was."""
+
+
+def _is_hole(value: object) -> bool:
+    return isinstance(value, _Hole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Described:
+    """What a rank has: its spans, and of each tensor the shape of a row and the type, None for what has no rows."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+    rows: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...] = ()
+    skeleton: Any = None
+    kind: str = ""
+
+
+class _Own:
+    """The leaves of the outputs of this rank's parts, joined."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.described = _Described()
+        self.leaves: list[Tensor | None] = []
+        if not parts:
+            return
+        flat = [pytree.tree_flatten(_without_cache(part.outputs)) for part in parts]
+        structure = flat[0][1]
+        for number in range(structure.num_leaves):
+            values = [leaves[number] for leaves, _ in flat]
+            follow = all(
+                isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == part.count
+                for v, part in zip(values, parts, strict=True)
+            )
+            self.leaves.append(torch.cat([value.detach().cpu() for value in values]) if follow else None)
+        self.described = _Described(
+            spans=tuple((part.first, part.count) for part in parts),
+            rows=tuple(None if leaf is None else (tuple(leaf.shape[1:]), leaf.dtype) for leaf in self.leaves),
+            skeleton=pytree.tree_unflatten([_Hole()] * structure.num_leaves, structure),
+            kind=f"a {type(parts[0].outputs).__name__}",
+        )
+
+
+def _leaf(
+    number: int,
+    own: _Own,
+    described: Sequence[_Described],
+    size: int,
+    communicator: Communicator,
+    on: Literal["all", "rank0"],
+) -> Tensor | None:
+    """One tensor of the outputs, from all ranks. Collective."""
+    whole: Tensor | None = None
+    for rank, entry in enumerate(described):
+        if not entry.spans:
+            continue
+        row = entry.rows[number]
+        assert row is not None
+        here = rank == communicator.rank
+        part = own.leaves[number] if here else torch.empty(sum(c for _, c in entry.spans), *row[0], dtype=row[1])
+        assert part is not None
+        if on == "all":
+            communicator.control.broadcast(part, rank)
+        elif here and rank != 0:
+            communicator.send(part, 0)
+        elif communicator.rank == 0 and rank != 0:
+            communicator.receive(part, rank)
+        if on == "rank0" and communicator.rank != 0:
+            continue
+        whole = torch.empty(size, *row[0], dtype=row[1]) if whole is None else whole
+        for (first, count), rows in zip(entry.spans, torch.split(part, [c for _, c in entry.spans]), strict=True):
+            whole[first : first + count] = rows
+    return whole
+
+
+def _without_cache(outputs: Any) -> Any:
+    """Without the keys and values that a Transformers model returns for generation: they are larger than all else."""
+    if isinstance(outputs, Mapping) and "past_key_values" in outputs:
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "past_key_values"})
+    return outputs

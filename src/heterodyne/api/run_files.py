@@ -1,0 +1,44 @@
+"""What is known of a run before its first step and after its last one, as files of its directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from typing import Any
+
+import torch
+
+from heterodyne.api.preparation import Prepared
+from heterodyne.api.printing import candidate_lines
+from heterodyne.api.session import Session
+from heterodyne.cluster.written import cluster_to_json
+from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.records.run_directory import RunDirectory
+
+__all__ = ["environment", "write_plan_files"]
+
+
+def write_plan_files(run: RunDirectory, session: Session, prepared: Prepared) -> None:
+    """Cluster, candidates, the simulated timeline, plan and profile. On rank 0. Raises HeterodyneError if they cannot be written."""
+    planned = prepared.planned
+    assert planned is not None, "rank 0 is the one that searched"
+    try:
+        run.cluster.write_text(cluster_to_json(session.cluster), encoding="utf-8")
+        run.candidates.write_text(json.dumps(candidate_lines(planned), indent=1) + "\n", encoding="utf-8")
+        planned.simulation.timeline([device.id for device in session.cluster.devices]).save(run.timeline("simulated"))
+        prepared.plan.save(run.plan)
+        prepared.profile.save(run.profile)  # last: a run that has it has the others
+    except OSError as error:
+        raise HeterodyneError(
+            f"{error.filename or run.path} cannot be written ({error.strerror}); make room or make the run directory writable"
+        ) from error
+
+
+def environment() -> dict[str, Any]:
+    """Versions and the machine, for the summary of a run."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+    }
