@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from heterodyne.api.loop.weights_back import WeightsAtEnd
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.plan import Plan
@@ -75,6 +76,10 @@ def _faults(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"loss is {_described(given['loss'])}; it is a function of the model's output and the target (or the batch)"
     if given["loss"] is None and given["loss_inputs"]:
         yield "loss_inputs says what only a loss outside of the model reads: pass that as loss= too"
+    if given["weights_at_end"] not in get_args(WeightsAtEnd):
+        yield f"weights_at_end is {_described(given['weights_at_end'])}, not one of {', '.join(get_args(WeightsAtEnd))}"
+    if given["resume"] and given["run_dir"] is None:
+        yield "resume goes on with the run in a directory: pass run_dir= too"
     if isinstance(given["loss_inputs"], str):
         yield f"loss_inputs is a text; write a tuple, ({given['loss_inputs']!r},)"
 

@@ -1,0 +1,208 @@
+"""A loop as people write it, on the one device of this process: a loss outside of the model, an optimizer and a scheduler of one's own,
+outputs, metrics, a run directory and a resume."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import heterodyne as hd
+from heterodyne.api.loop.callbacks import Callback
+from heterodyne.errors import CaptureError, CheckpointError, HeterodyneError
+from heterodyne.job import OptimizerSection
+from heterodyne.report.html import write_report
+
+CLASSES = 3
+
+
+def classifier(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def batch_of(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.randn(samples, 4, generator=generator)
+    return points, points[:, :CLASSES].argmax(1)
+
+
+def groups(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """As people write it: no decay on biases and on the norm, by the names of their model."""
+    named = list(named_parameters)
+    spared = {name for name, _ in named if name.endswith("bias") or name.startswith("1.")}
+    return torch.optim.AdamW(
+        [
+            {"params": [p for name, p in named if name not in spared], "weight_decay": 0.5},
+            {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
+
+
+def hits(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[float, int]:
+    return (outputs.argmax(1) == batch[1]).sum().item(), len(batch[1])
+
+
+class Noted(Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_step_end(self, trainer: hd.Distributed, result: Any) -> None:
+        self.seen.append(f"step {result.step}")
+
+    def on_evaluate(self, trainer: hd.Distributed, metrics: Mapping[str, float]) -> None:
+        self.seen.append(" ".join(metrics))
+
+    def on_save(self, trainer: hd.Distributed, path: Path) -> None:
+        self.seen.append(path.name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterable[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def test_a_loop_with_a_criterion_a_scheduler_and_a_run_directory(tmp_path: Path) -> None:
+    model, noted, batches = classifier(), Noted(), [batch_of(6, seed) for seed in range(4)]
+    plain = copy.deepcopy(model)
+    run = tmp_path / "run"
+
+    def start(model: nn.Module, **more: Any) -> hd.Distributed:
+        return hd.distribute(
+            model, batches[0], loss=nn.CrossEntropyLoss(), optimizer=groups, measure_budget_s=1.0, run_dir=run, **more
+        )
+
+    with start(model, callbacks=[noted]) as trainer:
+        assert trainer.module is model
+        assert trainer.graph.name == "Sequential"
+        scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, gamma=0.5)
+        found = []
+        for batch in batches[:2]:
+            found.append((trainer.step(batch).loss, trainer.optimizer.param_groups[0]["lr"]))
+            scheduler.step()
+        outputs = trainer.predict(batch_of(5))
+        assert torch.equal(trainer.predict(batch_of(5)[:1]), outputs), "the target is not needed for outputs"
+        validation = trainer.validate([batch_of(5), batch_of(2, seed=9)], {"accuracy": hits})
+        state = copy.deepcopy(trainer.state_dict())
+        trainer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})
+        assert trainer.save_pretrained(tmp_path / "model").name == "model"
+    assert noted.seen == ["step 0", "step 1", "loss accuracy", "step-2", "model"]
+
+    optimizer = groups(plain.named_parameters())
+    reference = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for batch, (loss, rate) in zip(batches[:2], found, strict=True):
+        optimizer.zero_grad()
+        expected = F.cross_entropy(plain(batch[0]), batch[1])
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        assert rate == optimizer.param_groups[0]["lr"]
+        reference.step()
+    assert set(state["model"]) == set(plain.state_dict())
+    assert set(state["optimizer"]) == set(dict(plain.named_parameters()))
+    torch.testing.assert_close(state["model"], dict(plain.state_dict()))
+    torch.testing.assert_close(load_file(tmp_path / "model" / "model.safetensors"), dict(plain.state_dict()))
+    torch.testing.assert_close(outputs, plain(batch_of(5)[0]).detach())
+    all_points = torch.cat([batch_of(5)[0], batch_of(2, seed=9)[0]])
+    labels = torch.cat([batch_of(5)[1], batch_of(2, seed=9)[1]])
+    assert validation["accuracy"] == pytest.approx((plain(all_points).argmax(1) == labels).float().mean().item())
+    assert validation["loss"] == pytest.approx(F.cross_entropy(plain(all_points), labels).item(), rel=1e-5)
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    assert write_report(run).is_file()
+    with pytest.raises(HeterodyneError, match="is not empty"):
+        start(classifier(1))
+
+    with start(classifier(1), resume=True) as again:
+        assert again.steps_done == 2
+        resumed = torch.optim.lr_scheduler.StepLR(again.optimizer, 1, gamma=0.5)
+        resumed.load_state_dict(again.extra["scheduler"])
+        for group, rate in zip(again.optimizer.param_groups, resumed.get_last_lr(), strict=True):
+            group["lr"] = rate
+        loss = again.step(batches[2]).loss
+        weights = again.state_dict()["model"]
+    assert loss == pytest.approx(F.cross_entropy(plain(batches[2][0]), batches[2][1]).item(), rel=1e-5)
+    optimizer.zero_grad()
+    F.cross_entropy(plain(batches[2][0]), batches[2][1]).backward()
+    optimizer.step()
+    torch.testing.assert_close(weights, dict(plain.state_dict()))
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2, 3]
+
+
+class Head(nn.Module):
+    """Says what it takes, and would take labels too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = classifier()
+
+    def forward(self, points: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if labels is not None:
+            raise ValueError("they were withheld")
+        return {"logits": self.layers(points), "mean": points.mean()}
+
+
+def weighted(outputs: dict[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    each = F.cross_entropy(outputs["logits"], batch["labels"], reduction="none")
+    return (each * batch["weights"]).mean()
+
+
+def test_a_mapping_goes_to_the_model_as_far_as_it_names_it_and_to_the_loss_as_a_whole() -> None:
+    model = Head()
+    points, labels = batch_of(6)
+    batch = {"points": points, "labels": labels, "weights": torch.arange(6.0)}
+    expected = weighted(model(points), batch).item()
+    with hd.distribute(model, batch, loss=weighted, loss_inputs=("labels",), measure_budget_s=0.5) as trainer:
+        results = [trainer.step(batch) for _ in range(3)]
+        outputs = trainer.predict({"points": points})
+    assert results[0].loss == pytest.approx(expected, rel=1e-5)
+    assert {result.lr for result in results} == {OptimizerSection().lr}, "nobody said how long a schedule would be"
+    torch.testing.assert_close(outputs["logits"], model(points)["logits"].detach())
+    assert outputs["mean"] is None, "a mean has no row for each sample"
+
+
+def test_what_a_criterion_cannot_take_is_told_in_words() -> None:
+    points, labels = batch_of(6)
+    with pytest.raises(CaptureError, match=r"nn\.CrossEntropyLoss takes an output and a target"):
+        hd.distribute(Head(), {"points": points, "labels": labels}, loss=nn.CrossEntropyLoss())
+    with pytest.raises(CaptureError, match="forward takes none of the batch's entries"):
+        hd.distribute(Head(), {"images": points}, loss=weighted)
+    with pytest.raises(CaptureError, match="loss_inputs names label, and the batch has points"):
+        hd.distribute(Head(), {"points": points}, loss=weighted, loss_inputs=("label",))
+
+
+class Reconstruction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return (self.layer(points) - points).square().mean()
+
+
+def test_a_bare_tensor_is_taken_as_it_is() -> None:
+    points = batch_of(6)[0]
+    for model, loss in ((Reconstruction(), None), (nn.Linear(4, 4), nn.MSELoss())):
+        with hd.distribute(model, points, loss=loss, measure_budget_s=0.5, weights_at_end="none") as trainer:
+            expected = model(points) if loss is None else loss(model(points), points)
+            assert trainer.evaluate(points[:5]) == pytest.approx(
+                (model(points[:5]) if loss is None else loss(model(points[:5]), points[:5])).item(), rel=1e-5
+            )
+            assert trainer.step(points).loss == pytest.approx(expected.item(), rel=1e-5)
+            if loss is None:
+                with pytest.raises(HeterodyneError, match="nothing has a row for each sample"):
+                    trainer.predict(points)
+            with pytest.raises(CheckpointError, match="there is no run directory"):
+                trainer.save_checkpoint()
