@@ -1,0 +1,204 @@
+"""A loop of one's own on several ranks: outputs, metrics, states and the weights at the end are those of one device under any plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import heterodyne as hd
+from heterodyne.api.loop.batches import batch_format
+from heterodyne.api.loop.model_with_loss import with_loss
+from heterodyne.api.session import Session
+from heterodyne.errors import DataError
+from heterodyne.frontend import trace
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.plan import Plan
+from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.meeting.communicator import Communicator
+from multiprocess.pool import Pool, World
+from multiprocess.work import PipelineOf, StageOf, cluster_of, plan_of, staged_plan
+from pure.build import linear, profile
+
+SAMPLES, STEPS = 6, 3
+
+
+class Labelled(nn.Module):
+    """A buffer that is not in the state dict, and one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 4, bias=False)
+        self.register_buffer("scale", torch.tensor([2.0]), persistent=False)
+        self.register_buffer("shift", torch.tensor([0.5]))
+
+    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.layers(points * self.shift)
+        return self.head(hidden) * self.scale, hidden
+
+
+def loss_of(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0], labels)
+
+
+def batch_of(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    points = torch.randn(samples, 4, generator=torch.Generator().manual_seed(seed))
+    return points, points.argmax(1)
+
+
+def adamw(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    named = list(named_parameters)
+    matrices = [p for name, p in named if p.dim() > 1 and name.startswith(("layers", "head", "none"))]
+    others = [p for _, p in named if p.dim() < 2]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": others}], lr=0.01, eps=1e-3)
+
+
+def hits(outputs: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[float, int]:
+    return (outputs[0].argmax(1) == batch[1]).sum().item(), len(batch[1])
+
+
+@functools.cache
+def graph() -> ModelGraph:
+    model, batch = Labelled(), batch_of(SAMPLES)
+    format = batch_format(model, batch, has_loss=True)
+    named = format.named(batch)
+    assert isinstance(named, dict)
+    return trace(with_loss(model, loss_of, format, named, withheld=()), named, name="Labelled").graph
+
+
+def plans() -> dict[str, Plan]:
+    """On three ranks: unequal shares and one that is idle; two stages and an idle rank; a stage in parts and one behind it."""
+    here = cluster_of(3)
+    found = graph()
+    cut = next(i for i, op in enumerate(found.ops) if "tanh" in op.target) + 1
+    end = len(found.ops)
+    first, second = StageOf(cut, (0,), (1,)), StageOf(end, (1,), (1,))
+    in_parts = StageOf(cut, (0, 2), (5, 3), kind="split")
+    return {
+        "data": plan_of(found, here, ((2, 2), None, (1, 1))),
+        "1F1B": staged_plan(found, here, [PipelineOf((2, 2, 2), (first, second))], "1F1B"),
+        "split": staged_plan(found, here, [PipelineOf((4, 2), (in_parts, second))], "1F1B"),
+    }
+
+
+def session_of(world: World) -> Session:
+    return Session(
+        cluster=cluster_of(world.world_size),
+        device=torch.device("cpu"),
+        communicator=Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")),
+        agreement=Agreement.of_all(),
+        watchdog=None,
+    )
+
+
+def start(world: World, model: nn.Module, plan: Plan, found: ModelGraph, **more: Any) -> hd.Distributed:
+    here = session_of(world)
+    known = profile(found, here.cluster, [linear(1e-3)] * 3, reduce=lambda _: 1e-6)
+    options = {"loss": loss_of, "optimizer": adamw, "plan": plan, "session": here, "profile": known, **more}
+    return hd.distribute(model, batch_of(SAMPLES), **options)
+
+
+def loop(world: World, found: ModelGraph, plan: Plan, folder: str) -> dict[str, Any]:
+    model = Labelled()
+    with start(world, model, plan, found, run_dir=Path(folder) / "run") as trainer:
+        scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, gamma=0.5)
+        losses = []
+        for step in range(STEPS):
+            losses.append(trainer.step(batch_of(SAMPLES, step)).loss)
+            scheduler.step()
+        results = {
+            "losses": losses,
+            "rates": [group["lr"] for group in trainer.optimizer.param_groups],
+            "outputs": trainer.predict(batch_of(5)),
+            "first": trainer.predict(batch_of(5)[:1], on="rank0"),
+            "metrics": trainer.validate([batch_of(5), batch_of(2, 9)], {"accuracy": hits}),
+            "state": {name: tensor.clone() for name, tensor in trainer.state_dict()["model"].items()},
+        }
+        trainer.save_pretrained(Path(folder) / "model")
+        trainer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})
+    return {
+        **results,
+        "model": {name: tensor.detach() for name, tensor in model.state_dict().items()},
+        "scale": model.scale,
+    }
+
+
+def resumed(world: World, found: ModelGraph, plan: Plan, folder: str) -> tuple[float, int]:
+    with start(
+        world, Labelled(), plan, found, run_dir=Path(folder) / "run", resume=True, weights_at_end="none"
+    ) as trainer:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = trainer.extra["scheduler"]["_last_lr"][0]
+        return trainer.step(batch_of(SAMPLES, STEPS)).loss, trainer.steps_done
+
+
+@functools.cache
+def on_one_device() -> tuple[list[float], nn.Module, torch.optim.Optimizer]:
+    model = Labelled()
+    optimizer = adamw(model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    losses = []
+    for step in range(STEPS + 1):
+        optimizer.zero_grad()
+        points, labels = batch_of(SAMPLES, step)
+        loss = loss_of(model(points), labels)
+        losses.append(loss.item())
+        if step < STEPS:
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+    return losses, model, optimizer
+
+
+@pytest.mark.parametrize(("name", "other"), [("data", "1F1B"), ("1F1B", "data"), ("split", "1F1B")])
+def test_a_loop_under_a_plan_is_that_of_one_device(pool: Pool, tmp_path: Path, name: str, other: str) -> None:
+    losses, plain, optimizer = on_one_device()
+    results = pool.run(3, loop, graph(), plans()[name], str(tmp_path))
+    outputs = plain(batch_of(5)[0])
+    points, labels = (torch.cat(both) for both in zip(batch_of(5), batch_of(2, 9), strict=True))
+    accuracy = (plain(points)[0].argmax(1) == labels).float().mean().item()
+    for rank, found in enumerate(results):
+        assert found["losses"] == pytest.approx(losses[:STEPS], rel=1e-5)
+        assert found["rates"] == [group["lr"] for group in optimizer.param_groups], (
+            "schedulers step alike on every rank"
+        )
+        for one, of in zip(found["outputs"], outputs, strict=True):
+            torch.testing.assert_close(one, of.detach())
+        assert (found["first"] is None) == (rank > 0)
+        assert found["metrics"]["accuracy"] == pytest.approx(accuracy)
+        assert found["metrics"]["loss"] == pytest.approx(loss_of(plain(points), labels).item(), rel=1e-5)
+        for weights in (found["state"], found["model"]):
+            torch.testing.assert_close(dict(weights), dict(plain.state_dict()))
+        assert found["scale"].item() == 2.0
+    torch.testing.assert_close(results[0]["first"][0], outputs[0].detach())
+    torch.testing.assert_close(load_file(tmp_path / "model" / "model.safetensors"), dict(plain.state_dict()))
+    again = pool.run(3, resumed, graph(), plans()[other], str(tmp_path))
+    assert again == [(pytest.approx(losses[STEPS], rel=1e-5), STEPS + 1)] * 3
+
+
+def own_batches(world: World, found: ModelGraph, plan: Plan, differ_at: Sequence[int]) -> str:
+    with start(world, Labelled(), plan, found, weights_at_end="rank0") as trainer:
+        for step in range(6):
+            seed = world.rank + 1 if step in differ_at else 0
+            try:
+                trainer.step(batch_of(SAMPLES, seed))
+            except DataError as error:
+                return f"{step}: {error}"
+    return "not noticed"
+
+
+def test_batches_that_differ_between_ranks_are_noticed_on_every_rank(pool: Pool) -> None:
+    told = pool.run(3, own_batches, graph(), plans()["data"], [4])
+    assert all(
+        text.startswith("4: the batches of step 4 differ: ranks 1, 2 have another one than rank 0") for text in told
+    )
+    assert "take a DistributedSampler out" in told[0]
