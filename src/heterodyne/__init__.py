@@ -17,22 +17,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from heterodyne.annotate import replicate, set_default_strategy, split
-    from heterodyne.api import Distributed, capture, distribute, open_session
+    from heterodyne.api import Callback, Distributed, capture, distribute, open_session
     from heterodyne.cluster import Cluster, Profile
     from heterodyne.errors import HeterodyneError
     from heterodyne.graph import ModelGraph
-    from heterodyne.job import Job
+    from heterodyne.job import Job, OptimizerSection
     from heterodyne.plan import Plan
     from heterodyne.timeline import Timeline
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "heterodyne.api",
     "Cluster": "heterodyne.cluster",
     "Distributed": "heterodyne.api",
     "HeterodyneError": "heterodyne.errors",
     "Job": "heterodyne.job",
     "ModelGraph": "heterodyne.graph",
+    "OptimizerSection": "heterodyne.job",
     "Plan": "heterodyne.plan",
     "Profile": "heterodyne.cluster",
     "Timeline": "heterodyne.timeline",
@@ -45,11 +47,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Cluster",
     "Distributed",
     "HeterodyneError",
     "Job",
     "ModelGraph",
+    "OptimizerSection",
     "Plan",
     "Profile",
     "Timeline",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,13 @@ from heterodyne.errors import DataError
 from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
+from heterodyne.processes import GAVE_UP_ON_A_PEER
 from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.meeting.distributed import init_distributed
+from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.judge import WatchLimits
+from multiprocess.crowd import Crowd
 from multiprocess.pool import Pool, World
 from multiprocess.work import PipelineOf, StageOf, cluster_of, plan_of, staged_plan
 from pure.build import linear, profile
@@ -101,8 +108,8 @@ def session_of(world: World) -> Session:
 
 
 def start(world: World, model: nn.Module, plan: Plan, found: ModelGraph, **more: Any) -> hd.Distributed:
-    here = session_of(world)
-    known = profile(found, here.cluster, [linear(1e-3)] * 3, reduce=lambda _: 1e-6)
+    here = more.get("session") or session_of(world)
+    known = profile(found, here.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
     options = {"loss": loss_of, "optimizer": adamw, "plan": plan, "session": here, "profile": known, **more}
     return hd.distribute(model, batch_of(SAMPLES), **options)
 
@@ -202,3 +209,30 @@ def test_batches_that_differ_between_ranks_are_noticed_on_every_rank(pool: Pool)
         text.startswith("4: the batches of step 4 differ: ranks 1, 2 have another one than rank 0") for text in told
     )
     assert "take a DistributedSampler out" in told[0]
+
+
+def alone_in_a_call(environment: WorkerEnvironment, found: ModelGraph, plan: Plan) -> None:
+    """Rank 1 comes late to a step; after that rank 0 alone asks for the state."""
+    limits = WatchLimits(interval_s=0.1, call_s=1.0)
+    with init_distributed(environment, backend="gloo", timeout_s=30.0, limits=limits) as meeting:
+        world = World(rank=environment.rank, world_size=environment.world_size)
+        here = dataclasses.replace(session_of(world), watchdog=meeting.watchdog)
+        with start(world, Labelled(), plan, found, session=here) as trainer:
+            trainer.step(batch_of(SAMPLES))
+            if trainer.rank == 1:
+                time.sleep(2.0)
+            trainer.step(batch_of(SAMPLES))
+            if trainer.rank == 0:
+                trainer.state_dict()
+            trainer.step(batch_of(SAMPLES))
+            time.sleep(60.0)
+
+
+def test_a_call_that_only_one_rank_makes_is_named_instead_of_hanging() -> None:
+    plan = plan_of(graph(), cluster_of(2), ((4,), (2,)))
+    with Crowd() as crowd:
+        workers = [crowd.start(alone_in_a_call, graph(), plan, rank=rank, world_size=2) for rank in range(2)]
+        assert [worker.wait() for worker in workers] == [GAVE_UP_ON_A_PEER] * 2, [worker.output for worker in workers]
+        assert "rank 0 waits in step() for 1 s: rank 1 has not come to it" in workers[0].output
+        for worker in workers:
+            assert "the ranks call different things: rank 0 is in state_dict(); rank 1 is in step()" in worker.output

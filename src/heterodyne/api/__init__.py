@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from heterodyne.api.distributed import Distributed, distribute
+    from heterodyne.api.loop.callbacks import Callback
     from heterodyne.api.measure import measure_job
     from heterodyne.api.plan import plan_job
     from heterodyne.api.session import Session, open_session
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from heterodyne.frontend import capture
 
 _HOMES = {
+    "Callback": "heterodyne.api.loop.callbacks",
     "Distributed": "heterodyne.api.distributed",
     "Session": "heterodyne.api.session",
     "Simulated": "heterodyne.api.simulate",
@@ -42,6 +44,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Distributed",
     "Session",
     "Simulated",

@@ -195,17 +195,17 @@ class Judge:
                 return self._calls_differ(names)
             gone = [r for r, beat in self._beats.items() if beat.kind == "left" and beat.calls.number < calls.number]
             if gone:
-                text = f"{_have(gone)} left, and rank {rank} waits in {calls.latest}: {_SAME_CALLS}"
+                text = f"{_have(gone)} left, and rank {rank} waits in {calls.latest}; {_SAME_CALLS}"
                 return Verdict(rank=gone[0], host=self._members[gone[0]].host, text=text)
         return None
 
     def _calls_differ(self, names: Mapping[int, str]) -> Verdict:
-        told = []
-        for name in dict.fromkeys(filter(None, names.values())):
-            ranks = [rank for rank, other in names.items() if other == name]
-            told.append(f"{_are(ranks)} in {name}")
-        fewest = min(filter(None, names.values()), key=lambda name: list(names.values()).count(name))
-        text = f"the ranks call different things: {'; '.join(told)}: {_SAME_CALLS} ({fewest} too)"
+        known = {rank: name for rank, name in sorted(names.items()) if name}
+        told = [
+            f"{_are([rank for rank, other in known.items() if other == name])} in {name}"
+            for name in dict.fromkeys(known.values())
+        ]
+        text = f"the ranks call different things: {'; '.join(told)}; {_SAME_CALLS}"
         return Verdict(rank=None, host=None, text=text)
 
     def _stuck(self) -> Verdict | None:
