@@ -183,6 +183,16 @@ def test_what_a_criterion_cannot_take_is_told_in_words() -> None:
         hd.distribute(Head(), {"points": points}, loss=weighted, loss_inputs=("label",))
 
 
+def test_a_loss_that_reaches_around_the_module_for_a_parameter_is_refused_with_its_line() -> None:
+    model, batch = classifier(), batch_of(6)
+
+    def regularised(outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels) + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+    with pytest.raises(CaptureError, match=r"(?s)test_own_loop.py.*p.square.*through a closure or a global"):
+        hd.distribute(model, batch, loss=regularised)
+
+
 class Reconstruction(nn.Module):
     def __init__(self) -> None:
         super().__init__()

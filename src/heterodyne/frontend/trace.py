@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from heterodyne.frontend.aliases import shared_memory
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
+from heterodyne.frontend.closures import refuse_closures
 from heterodyne.frontend.counting import LossCounter
 from heterodyne.frontend.coupled_loss import (
     BoundCoupledLoss,
@@ -95,7 +96,9 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     Raises CaptureError, with the line of the model and what to change.
     """
     example = read_example(model, example_batch)
-    traced = put_together(export(model, example))
+    exported = export(model, example)
+    refuse_closures(exported, model)
+    traced = put_together(exported)
     traced, loss, counter, coupled = _read_loss(traced, example, dict(model.named_buffers()))
     observed = observe(traced)
     buffers = dict(model.named_buffers())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class ModelWithLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model: nn.Module = model
-        self.loss_fn = loss_fn
+        self.loss_fn = _named_forward(loss_fn)
         self.training = model.training
         self._inputs = tuple(inputs)
         self._positional = positional
@@ -87,6 +88,17 @@ def with_loss(
             "are called"
         )
     return ModelWithLoss(model, loss, inputs=accepted, positional=False, target=None)
+
+
+def _named_forward(loss: LossFunction) -> LossFunction:
+    """The same function under the name ``forward``: of all lines that an op came from, a trace keeps those of functions so called, and a
+    refusal shall name the line of the loss."""
+    if not isinstance(loss, FunctionType):
+        return loss
+    code = loss.__code__.replace(co_name="forward")
+    named = FunctionType(code, loss.__globals__, "forward", loss.__defaults__, loss.__closure__)
+    named.__kwdefaults__ = loss.__kwdefaults__
+    return named
 
 
 def _accepted(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:

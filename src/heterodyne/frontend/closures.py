@@ -1,0 +1,41 @@
+"""Parameters that the code reaches around the module, through a closure or a global: in a graph they would be numbers that never change."""
+
+from __future__ import annotations
+
+from torch import Tensor, fx, nn
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend.export import Traced
+from heterodyne.frontend.faults import line_of
+
+__all__ = ["refuse_closures"]
+
+
+def refuse_closures(traced: Traced, model: nn.Module) -> None:
+    """Raises CaptureError, with the line, if a parameter of the model is read from elsewhere than the module that is captured.
+
+    The trace runs on a copy of the module, so it takes such a parameter for a constant: it would get no gradient from there.
+    """
+    names = {p.data_ptr(): name for name, p in model.named_parameters() if not p.is_meta and p.numel()}
+    for node, role in traced.roles.items():
+        constant = traced.constants.get(role.name) if role.kind == "constant" else None
+        # A stand-in has no memory to be known by.
+        name = names.get(constant.data_ptr()) if type(constant) is Tensor and not constant.is_meta else None
+        if name is None:
+            continue
+        raise CaptureError(
+            "\n".join(filter(None, ["The model cannot be captured.", _reader(node)]))
+            + f"\nThis reads the parameter {name!r} of the model through a closure or a global, not as an attribute of the module, so it "
+            "would get no gradient from there. Put the model and this term into one nn.Module that returns the loss from its forward, "
+            "and reads its parameters from self."
+        )
+
+
+def _reader(node: fx.Node) -> str:
+    """The line of the first op that reads it, perhaps through ops of torch.export's own."""
+    readers = list(node.users)
+    for reader in readers:
+        if line := line_of(reader, full=True):
+            return line
+        readers.extend(user for user in reader.users if user not in readers)
+    return ""
