@@ -1,0 +1,108 @@
+"""Write the pages of the reference that follow from the code: every field of a job, every error. `--check` compares only."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from heterodyne import errors, job
+
+FOLDER = Path(__file__).resolve().parent / "reference"
+
+
+def pages() -> dict[str, str]:
+    """The generated pages by file name."""
+    return {"job.md": job_page(), "errors.md": errors_page()}
+
+
+def job_page() -> str:
+    """Every section of a job, with type, default and meaning of each field."""
+    text = [
+        "# Jobs",
+        "",
+        "A job says what to train, on what, and how long. It is a YAML file. `--set section.field=value` overrides any field.",
+    ]
+    for name, section in job.Job.model_fields.items():
+        model = _model_of(section)
+        summary, described = _docstring(model)
+        text += ["", f"## {name}", "", summary, "", "| field | type | default | |", "|---|---|---|---|"]
+        for field, info in model.model_fields.items():
+            text.append(f"| `{field}` | {_type(info)} | {_default(info)} | {described.get(field, '')} |")
+    return "\n".join(text) + "\n"
+
+
+def errors_page() -> str:
+    """Every kind of error: when it is raised."""
+    kinds = [value for name in errors.__all__ if (value := getattr(errors, name)) is not errors.HeterodyneError]
+    text = [
+        "# Errors",
+        "",
+        "Every error that Heterodyne raises on purpose is a `HeterodyneError`. Its message says what is wrong, where, and what to do. The command line prints it without "
+        "a traceback and exits with status 2. A traceback is a bug of ours: please report it.",
+        "",
+        "| error | |",
+        "|---|---|",
+        *(f"| `{kind.__name__}` | {_first_paragraph(kind)} |" for kind in kinds),
+    ]
+    return "\n".join(text) + "\n"
+
+
+def _model_of(section: FieldInfo) -> type[BaseModel]:
+    found = section.annotation
+    assert isinstance(found, type)
+    assert issubclass(found, BaseModel)
+    return found
+
+
+def _docstring(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
+    """What stands before ``Args:``, and of each field what stands there."""
+    summary, _, arguments = inspect.cleandoc(model.__doc__ or "").partition("Args:")
+    described: dict[str, str] = {}
+    last = ""
+    for line in inspect.cleandoc(arguments).splitlines() if arguments else []:
+        name, colon, words = line.partition(": ")
+        if colon and name in model.model_fields:
+            described[name] = words.strip()
+            last = name
+        elif last:
+            described[last] += " " + line.strip()
+    return " ".join(summary.replace("``", "`").split()), {n: w.replace("``", "`").replace("|", "\\|") for n, w in described.items()}
+
+
+def _type(info: FieldInfo) -> str:
+    found = info.annotation
+    if typing.get_origin(found) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(found))
+    shown = found.__name__ if isinstance(found, type) and not typing.get_args(found) else str(found).replace("typing.", "")
+    return f"`{shown}`".replace("|", "\\|")
+
+
+def _default(info: FieldInfo) -> str:
+    return "required" if info.is_required() else f"`{info.get_default(call_default_factory=True)!r}`".replace("|", "\\|")
+
+
+def _first_paragraph(kind: type) -> str:
+    return " ".join(inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].split())
+
+
+def main() -> int:
+    stale = []
+    for name, text in pages().items():
+        path = FOLDER / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(text, encoding="utf-8")
+    if "--check" in sys.argv and stale:
+        sys.stderr.write(f"{', '.join(stale)} would change: run python docs/generate.py\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
