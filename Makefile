@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup train test check bench clean
+.PHONY: setup train test check bench docs clean
 
 setup: $(STAMP)
 
@@ -34,5 +34,10 @@ check: setup
 bench: setup
 	$(BIN)/python benchmarks/run_all.py
 
+docs: setup
+	$(BIN)/pip install --quiet mkdocs-material
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -42,7 +42,11 @@ HEADLINES: tuple[tuple[tuple[str, str], str, Callable[[float], str]], ...] = (
         "median error of predicted steps, 234 published runs that nothing was fitted to",
         "{:.1%}".format,
     ),
-    (("kill_and_resume", "losses that differ in any bit"), "losses that differ in any bit after 20 kills and resumes", "{:.0f}".format),
+    (
+        ("kill_and_resume", "losses that differ in any bit"),
+        "losses that differ in any bit after 20 kills and resumes",
+        "{:.0f}".format,
+    ),
 )
 """Which bars the README shows, in which words."""
 

@@ -71,19 +71,25 @@ def _docstring(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
             last = name
         elif last:
             described[last] += " " + line.strip()
-    return " ".join(summary.replace("``", "`").split()), {n: w.replace("``", "`").replace("|", "\\|") for n, w in described.items()}
+    return " ".join(summary.replace("``", "`").split()), {
+        n: w.replace("``", "`").replace("|", "\\|") for n, w in described.items()
+    }
 
 
 def _type(info: FieldInfo) -> str:
     found = info.annotation
     if typing.get_origin(found) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(found))
-    shown = found.__name__ if isinstance(found, type) and not typing.get_args(found) else str(found).replace("typing.", "")
+    shown = (
+        found.__name__ if isinstance(found, type) and not typing.get_args(found) else str(found).replace("typing.", "")
+    )
     return f"`{shown}`".replace("|", "\\|")
 
 
 def _default(info: FieldInfo) -> str:
-    return "required" if info.is_required() else f"`{info.get_default(call_default_factory=True)!r}`".replace("|", "\\|")
+    return (
+        "required" if info.is_required() else f"`{info.get_default(call_default_factory=True)!r}`".replace("|", "\\|")
+    )
 
 
 def _first_paragraph(kind: type) -> str:

@@ -48,7 +48,9 @@ def test_examples_of_jobs_are_jobs(page: Path) -> None:
 def test_commands_exist(page: Path) -> None:
     """Every ``heterodyne VERB --option`` of an indented example."""
     commands = typer.main.get_command(app._app()).commands  # type: ignore[attr-defined]
-    for line in re.findall(r"^    (?:\S*/)?heterodyne ([a-z]+ .*|[a-z]+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+    for line in re.findall(
+        r"^    (?:\S*/)?heterodyne ([a-z]+ .*|[a-z]+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+    ):
         verb, *rest = line.split("#")[0].split(" -- ")[0].split()
         assert verb in commands, line
         options = {option for parameter in commands[verb].params for option in parameter.opts}

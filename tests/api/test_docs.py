@@ -1,0 +1,44 @@
+"""The Python of the documentation runs as it stands, page by page, in one process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import heterodyne as hd
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def code_of(page: str) -> str:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+
+
+def what_the_readme_takes_for_granted() -> dict[str, Any]:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).square().mean()
+
+    batch = {"x": torch.randn(8, 4)}
+    return {"torch": torch, "model": Model(), "example_batch": batch, "batches": [batch, batch]}
+
+
+@pytest.mark.parametrize(
+    ("page", "known"),
+    [("README.md", what_the_readme_takes_for_granted), ("docs/own-loop.md", dict), ("docs/split.md", dict)],
+)
+def test_its_code_runs(page: str, known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    values: dict[str, Any] = {"torch": torch, "hd": hd, **known()}
+    exec(compile(code_of(page), page, "exec"), values)
+    if "result" in values:
+        assert values["result"].loss == values["result"].loss
