@@ -7,6 +7,7 @@
     │   ├── ClusterError
     │   └── PlanError        unreadable, of another model or cluster, or breaking a rule of plans
     ├── CaptureError         a model that cannot be captured, with the line of the model
+    ├── VerifyError          a model whose parts, or whose captured graph, give something else than the model itself
     ├── MeasureError         a device or a link that cannot be measured
     ├── InfeasibleError      no plan exists: which device lacks how many bytes
     ├── DataError            text or token files that are missing, empty or not what they claim to be
@@ -33,6 +34,7 @@ __all__ = [
     "MeasureError",
     "PlanError",
     "UnitError",
+    "VerifyError",
     "WorkerError",
 ]
 
@@ -83,6 +85,13 @@ class PlanError(FileError):
 
 class CaptureError(HeterodyneError):
     """The model cannot be captured. The message shows the line of the model and what to change."""
+
+
+class VerifyError(HeterodyneError):
+    """What would run is not the model: loss or gradients of its parts, or of its captured graph, are not those of one device.
+
+    The message tells how much differs, the line of the model, and what to write instead.
+    """
 
 
 class MeasureError(HeterodyneError):

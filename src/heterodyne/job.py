@@ -121,12 +121,15 @@ class ParallelismSection(Section):
         bucket_size: gradients are reduced in buckets of about this size.
         rehearsal_s: about the seconds in which the plans that are foretold to be nearly the fastest are run, to see which is;
             0 to believe the prediction.
+        check_s: the seconds that may be spent on comparing the captured graph and the parts of a batch with the model itself, once
+            a model and before anything is measured; 0 to leave it out.
     """
 
     strategy: Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"] = "auto"
     micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 4, 8)
     bucket_size: Bytes = 4 * 2**20
     rehearsal_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    check_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
 
 
 class CheckpointSection(Section):

@@ -316,6 +316,7 @@ def distribute(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     weights_at_end: WeightsAtEnd = "all",
+    check_s: float = 10.0,
 ) -> Distributed:
     """Capture, measure, plan, and make ready to train. Every rank of a torchrun (or of our launcher) calls it.
 
@@ -345,8 +346,10 @@ def distribute(
         resume: the run directory may be that of a run, which goes on from its newest checkpoint if it has one.
         callbacks: called on every rank after steps, validations and saves.
         weights_at_end: the ranks in whose model all trained weights are when it is closed, in host memory where the plan cuts the model.
+        check_s: those that may be spent on comparing the captured graph and the parts of a batch with the model itself, once a model
+            and before anything is measured; 0 to leave it out.
 
-    Raises HeterodyneError for arguments that cannot be, DataError, CaptureError, MeasureError, InfeasibleError or PlanError.
+    Raises HeterodyneError for arguments that cannot be, DataError, CaptureError, VerifyError, MeasureError, InfeasibleError or PlanError.
     """
     require_sound(locals())
     chosen = chosen_optimizer(optimizer, total_steps)
@@ -365,7 +368,10 @@ def distribute(
             clip=clip_grad_norm > 0,
             optimizer=section,
             parallelism=ParallelismSection(
-                strategy=strategy, micro_batch_sizes=tuple(micro_batch_sizes), rehearsal_s=rehearsal_s
+                strategy=strategy,
+                micro_batch_sizes=tuple(micro_batch_sizes),
+                rehearsal_s=rehearsal_s,
+                check_s=check_s,
             ),
         )
         prepared = prepare(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
 from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.api.rehearsal import rehearse
 from heterodyne.api.session import Session
@@ -136,16 +137,19 @@ def prepare(
     profile: Profile | None = None,
     budget_s: float = 60.0,
 ) -> Prepared:
-    """Measure, plan, try, rehearse and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its prediction can
-    be checked. With a ``profile`` nothing is measured, nothing tried and nothing rehearsed.
+    """Check, measure, plan, try, rehearse and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its
+    prediction can be checked. With a ``profile`` nothing is measured, nothing tried and nothing rehearsed.
 
     A plan that does not fit is refused before anything is measured.
 
-    Raises PlanError, InfeasibleError or MeasureError, on every rank alike.
+    Raises PlanError, VerifyError, InfeasibleError or MeasureError, on every rank alike.
     """
     settings = _with_sizes_for(captured.graph, settings)
     if given is not None:
         _require_fitting(given, captured, session, settings)
+    if settings.parallelism.check_s:
+        verdict = check_everywhere(session, captured, whole, budget_s=settings.parallelism.check_s)
+        settings = _heeding(verdict, settings, captured, session, given)
 
     rehearsed: Mapping[str, float] = {}
 
@@ -240,6 +244,19 @@ def _part(captured: Captured, whole: WholeModel, ops: tuple[int, int]) -> Part:
     if (start, stop) == (0, len(captured.graph.ops)):
         return whole
     return captured.block(Block(index=0, name=f"ops {start} to {stop}", kind="stage", start=start, stop=stop))
+
+
+def _heeding(
+    verdict: Verdict, settings: Settings, captured: Captured, session: Session, given: Plan | None
+) -> Settings:
+    """The settings as far as the check lets them: plans that run pieces of the graph may be refused."""
+    if not verdict.module_only:
+        return settings
+    if given is not None:
+        require_module(verdict, given, lower(given, captured.graph, session.cluster))
+        return settings
+    strategy = strategy_of_module(verdict, settings.parallelism.strategy, captured.graph)
+    return replace(settings, parallelism=settings.parallelism.model_copy(update={"strategy": strategy}))
 
 
 def _require_fitting(given: Plan, captured: Captured, session: Session, settings: Settings) -> None:

@@ -17,7 +17,7 @@ import heterodyne
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.sizes import size_of
 
-__all__ = ["explain", "line_of", "line_that_fixed_a_size", "refuse_unknown_sizes"]
+__all__ = ["explain", "files_of", "line_of", "line_that_fixed_a_size", "refuse_unknown_sizes"]
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(heterodyne.__file__).parent))
 
@@ -82,6 +82,12 @@ def line_of(node: fx.Node, *, full: bool = False) -> str:
     if full:
         return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
     return f"{Path(filename).name}:{number}"
+
+
+def files_of(node: fx.Node) -> frozenset[str]:
+    """The files that the call of a node came through, torch's and Heterodyne's left out."""
+    named = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return frozenset(filename for filename, _ in named if not _is_foreign(filename))
 
 
 def _symbolic_sizes(node: fx.Node) -> Iterator[int | torch.SymInt]:

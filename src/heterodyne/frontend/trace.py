@@ -13,6 +13,7 @@ from heterodyne.frontend.aliases import shared_memory
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
 from heterodyne.frontend.closures import refuse_closures
+from heterodyne.frontend.code import code_digest
 from heterodyne.frontend.counting import LossCounter
 from heterodyne.frontend.coupled_loss import (
     BoundCoupledLoss,
@@ -42,9 +43,13 @@ __all__ = ["Captured", "capture", "trace"]
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A model's graph, with what it takes to run parts of it."""
+    """A model's graph, with what it takes to run parts of it.
+
+    ``code``: a digest of the code behind the graph (`code_digest`), which tells models apart whose ops are the same.
+    """
 
     graph: ModelGraph
+    code: str
     _traced: Traced = field(repr=False)
     _observed: dict[fx.Node, Observed] = field(repr=False)
     _counter: LossCount = field(repr=False)
@@ -120,6 +125,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     )
     return Captured(
         graph=graph,
+        code=code_digest(traced.graph, model),
         _traced=traced,
         _observed=observed,
         _counter=counter,

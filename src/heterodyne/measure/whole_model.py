@@ -25,6 +25,7 @@ class WholeModel:
         example: a real batch, by the names of the inputs or in their order. Larger and smaller ones are made of its samples.
         loss: the loss in what the model returns.
         build_empty: the same model without weights, on the meta device, its ties kept; None: made from ``build``.
+        weightless: what ``build`` gives has no values in its weights, for the model has none yet.
     """
 
     build: Callable[[torch.device], nn.Module]
@@ -32,6 +33,7 @@ class WholeModel:
     example: Mapping[str, Tensor] | Sequence[Tensor]
     loss: Callable[[object], Tensor]
     build_empty: Callable[[], nn.Module] | None = None
+    weightless: bool = False
 
     def empty(self) -> nn.Module:
         """Without weights, on the meta device; parameters that are tied are so here too."""

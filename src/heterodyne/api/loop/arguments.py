@@ -131,6 +131,7 @@ def _of_seconds_and_norms(given: Mapping[str, Any]) -> Iterator[str]:
         ("clip_grad_norm", "the largest norm of the gradient, or 0 for no clipping"),
         ("measure_budget_s", "seconds"),
         ("rehearsal_s", "seconds, or 0 for no rehearsal"),
+        ("check_s", "seconds, or 0 for no check"),
     ):
         value = given[name]
         number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -28,4 +28,5 @@ def whole_model(model: nn.Module, captured: Captured, example_batch: Mapping[str
         example=example_batch,
         loss=loss_of,
         build_empty=lambda: without_weights(model),
+        weightless=any(p.is_meta for p in model.parameters()),
     )

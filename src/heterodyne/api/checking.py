@@ -1,0 +1,199 @@
+"""Before anything is measured: is what will run the model? Once a model, on rank 0, in seconds; every rank gets the verdict."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+import heterodyne
+from heterodyne.api.session import Session
+from heterodyne.api.stage_cutting import StageCutter
+from heterodyne.errors import DataError, VerifyError
+from heterodyne.frontend import Captured
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.measure.cache import default_folder
+from heterodyne.measure.whole_model import WholeModel
+from heterodyne.plan.plan import Plan
+from heterodyne.plan.program import Program
+from heterodyne.runtime.exact.disagreement import words_of
+from heterodyne.runtime.exact.guard import Finding, compare_forms
+from heterodyne.runtime.slices import as_source
+from heterodyne.search.planned import Strategy
+from heterodyne.units import format_bytes, format_seconds
+
+__all__ = ["Verdict", "check_everywhere", "require_module", "strategy_of_module"]
+
+_VERSION = 1
+_SAMPLES = (5, 3)  # as many as fit
+_RUNS = 3  # in one piece, in parts, cut
+_PROBE = 512
+_LEAVE_OUT = "'check_s: 0' in the section parallelism, or distribute(..., check_s=0), leaves this check out."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of a check that did not refuse the model.
+
+    Args:
+        line: for people.
+        module_only: why no plan may run pieces of the captured graph; "" if they may.
+        kept: it holds for this model from now on; False where something was left out.
+    """
+
+    line: str
+    module_only: str = ""
+    kept: bool = True
+
+
+def check_everywhere(session: Session, captured: Captured, whole: WholeModel, *, budget_s: float) -> Verdict:
+    """Compare the model in unequal parts, and its graph cut in two, with one plain call; or find that it was done before. Collective.
+
+    Raises VerifyError, on every rank, if the parts do not add up to the whole.
+    """
+    path = _path(captured, session.device)
+
+    def decide() -> Verdict:
+        known = _read(path)
+        if known is not None:
+            return known
+        verdict = _check(session, captured, whole, budget_s)
+        if verdict.kept:
+            _write(path, verdict)
+        return verdict
+
+    with session.phase("checking the captured model"):
+        verdict = session.agreement.first(decide)
+    session.say(verdict.line)
+    return verdict
+
+
+def strategy_of_module(verdict: Verdict, strategy: Strategy, graph: ModelGraph) -> Strategy:
+    """The strategy to search with where every device must run the module. Raises VerifyError for one that cuts it."""
+    if strategy in ("pipeline", "split", "context") or (strategy == "auto" and graph.task_graphs):
+        asked = f"the strategy {strategy!r}" if strategy != "auto" else "what the model is marked with"
+        raise VerifyError(f"{asked} cuts the model. {verdict.module_only}")
+    return "data" if strategy == "auto" else strategy
+
+
+def require_module(verdict: Verdict, plan: Plan, program: Program) -> None:
+    """Raises VerifyError if a plan runs pieces of the graph."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    in_pieces = len(stages) > len(plan.pipelines) or any(stage.recompute or stage.sharded for stage in stages)
+    if in_pieces or any(action.kind == "W" for actions in program.ranks for action in actions):
+        raise VerifyError(f"the plan cuts the model. {verdict.module_only}")
+
+
+def _check(session: Session, captured: Captured, whole: WholeModel, budget_s: float) -> Verdict:
+    started_s = time.perf_counter()
+    graph, device = captured.graph, session.device
+    samples, why = _affordable(session, graph, budget_s)
+    if whole.weightless:
+        why = "it has no weights yet"
+    if why:
+        return _left_out(why)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            module = whole.build(device)
+            findings = compare_forms(
+                module,
+                as_source(whole.example, graph),
+                graph=graph,
+                loss_count=captured.loss_count,
+                stage_programs=StageCutter(captured, module),
+                device=device,
+                samples=samples,
+            )
+    except torch.OutOfMemoryError:
+        return _left_out(f"{session.cluster.devices[0].id} has too little memory for it")
+    except DataError as error:
+        return _left_out(str(error))
+    if not findings:
+        return _left_out("its loss or a gradient is not a number on the example")
+    wrong = {finding.form: words_of(finding, graph) for finding in findings if not finding.agrees}
+    if "parts" in wrong:
+        raise VerifyError(f"{wrong['parts']} {_LEAVE_OUT}")
+    return _verdict(findings, wrong.get("cut", ""), time.perf_counter() - started_s)
+
+
+def _affordable(session: Session, graph: ModelGraph, budget_s: float) -> tuple[int, str]:
+    """How many samples to take; why none, where these bytes or seconds are not there."""
+    device = session.cluster.devices[0]
+    least = _SAMPLES[-1]
+    needed = 2 * (graph.parameter_bytes + graph.trainable_bytes) + int(graph.bytes_saved()(least))
+    if needed > device.memory_bytes:
+        return 0, f"it takes {format_bytes(needed)}, and {device.id} has {format_bytes(device.memory_bytes)}"
+    rate = _flops_per_s(session.device)
+    seconds = {n: _RUNS * (graph.flops_forward()(n) + graph.flops_backward()(n)) / rate for n in _SAMPLES}
+    fitting = [n for n in _SAMPLES if seconds[n] <= budget_s]
+    if not fitting:
+        return 0, f"it takes {format_seconds(seconds[least])} at least, and check_s is {format_seconds(budget_s)}"
+    return fitting[0], ""
+
+
+def _flops_per_s(device: torch.device) -> float:
+    """What the device reaches in a multiplication of matrices: more than any model does, so times are told too short."""
+    matrix = torch.ones(_PROBE, _PROBE, device=device)
+    taken = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        torch.mm(matrix, matrix)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        taken.append(time.perf_counter() - started_s)
+    return 2.0 * _PROBE**3 / max(min(taken), 1e-9)
+
+
+def _left_out(why: str) -> Verdict:
+    line = f"the model was not compared with itself in parts: {why}. 'heterodyne verify' compares steps of a job"
+    return Verdict(line=line, kept=False)
+
+
+def _verdict(findings: tuple[Finding, ...], cut: str, seconds: float) -> Verdict:
+    agreeing = [finding for finding in findings if finding.agrees]
+    forms = " and ".join({"parts": "the module", "cut": "its graph cut in two"}[finding.form] for finding in agreeing)
+    line = (
+        f"checked in {format_seconds(seconds)}: fed {' + '.join(map(str, findings[0].parts))} samples, {forms} "
+        f"{'give' if len(agreeing) > 1 else 'gives'} the loss and {len(findings[0].errors)} gradients of one plain call "
+        f"(largest relative error {max(finding.largest for finding in agreeing):.0e})"
+    )
+    if cut:
+        line += f". Only plans that run the module as it is are offered. {cut}"
+    return Verdict(line=line, module_only=cut)
+
+
+def _path(captured: Captured, device: torch.device) -> Path:
+    """Where the verdict is kept, under all that decides it but for the numbers in weights and data."""
+    content = [
+        _VERSION,
+        captured.graph.fingerprint,
+        captured.code,
+        torch.__version__,
+        heterodyne.__version__,
+        device.type,
+    ]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    return default_folder(os.environ) / "checks" / f"{key}.json"
+
+
+def _read(path: Path) -> Verdict | None:
+    """None for a file that is not there or that is none of ours: then it is checked again."""
+    try:
+        found = Verdict(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return replace(found, line=f"{found.line}, as found before")
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    with suppress(OSError):  # it will be checked again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
+        beside.replace(path)

@@ -1,0 +1,319 @@
+"""What nobody thought of: the model as a plan will run it, against one plain call of the module, on a few samples.
+
+It runs in one process, by the worker of the runtime itself, under two plans for one device: the module in unequal parts of a batch,
+and the captured graph cut in two, in the same parts. Losses and gradients of both are compared with those of ``module(**batch)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isfinite
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.cluster.spec import Cluster, Device
+from heterodyne.errors import DataError, HeterodyneError, PlanError, VerifyError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.loss_count import LossCount
+from heterodyne.model_output import LOSS
+from heterodyne.plan.lower import lower
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
+from heterodyne.runtime.exact.small_batch import SmallBatch, small_batch
+from heterodyne.runtime.exact.verify import compare
+from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.stages.assembly import StagePrograms
+from heterodyne.runtime.stages.forward import Forward
+from heterodyne.runtime.weights.trainable import trainable_parameters
+from heterodyne.runtime.worker import Worker
+
+__all__ = ["BAR", "Finding", "Form", "compare_forms"]
+
+BAR = 1e-5
+Form = Literal["parts", "cut"]
+"""``parts``: the module, fed in parts of the batch. ``cut``: the captured graph in two stages, fed in the same parts."""
+
+_ROUNDINGS = 16.0
+_MOST_CUTS = 8
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """How far one form of the model is from one plain call.
+
+    Args:
+        parts: samples of each part of the batch.
+        empty_first: the first part counts nothing in the loss.
+        losses: of the form, and of the plain call.
+        loss_error: relative.
+        errors: of each gradient, relative, in the order in which the forward reads the parameters.
+        largest: of all errors.
+        beyond: the parameters whose errors are more than rounding, in the same order; ``loss`` is one of them if its error is.
+        failure: the words of what was raised, where it does not run at all.
+    """
+
+    form: Form
+    parts: tuple[int, ...]
+    empty_first: bool = False
+    losses: tuple[float, float] = (0.0, 0.0)
+    loss_error: float = 0.0
+    errors: Mapping[str, float] = field(default_factory=dict)
+    largest: float = 0.0
+    beyond: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return not self.beyond and not self.failure
+
+
+def compare_forms(
+    module: nn.Module,
+    source: BatchSource,
+    *,
+    graph: ModelGraph,
+    loss_count: LossCount,
+    stage_programs: StagePrograms | None,
+    device: torch.device,
+    samples: int = 5,
+) -> tuple[Finding, ...]:
+    """Of the module in parts and, if that agrees, of the graph cut in two; nothing where the plain call gives no numbers.
+
+    Args:
+        module: with weights, on the device; a copy, for its weights, gradients and buffers are written.
+        source: a real batch, of which some samples are taken.
+        stage_programs: cut the captured graph; None: there is none.
+
+    Raises VerifyError if the module fails on these samples, DataError if none of them counts in the loss, and CaptureError for what
+    the runtime refuses in a module.
+    """
+    _wake_zeros(module)
+
+    def found(*, made_up: bool) -> tuple[SmallBatch, tuple[Finding, ...]]:
+        buffers = dict(module.named_buffers())
+        batch = small_batch(source, graph, loss_count, buffers, samples, made_up=made_up)
+        try:
+            return batch, _Forms(module, batch, graph, loss_count, stage_programs, device).compared()
+        except (DataError, VerifyError):
+            if batch.made_up:
+                return batch, ()
+            raise
+
+    batch, findings = found(made_up=True)
+    if batch.made_up and not (findings and all(finding.agrees for finding in findings)):
+        # The data as it is decides where made-up labels are no use, and names what they are not the reason of.
+        _, of_data = found(made_up=False)
+        if not findings or not all(finding.agrees for finding in of_data):
+            return of_data
+    return findings
+
+
+class _Forms:
+    """The forms of one module on one batch, and the plain call that they are compared with."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: SmallBatch,
+        graph: ModelGraph,
+        loss_count: LossCount,
+        stage_programs: StagePrograms | None,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._batch = batch
+        self._graph = graph
+        self._loss_count = loss_count
+        self._programs = stage_programs
+        self._device = device
+        self._order = _forward_order(graph, module)
+        self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+    def compared(self) -> tuple[Finding, ...]:
+        try:
+            self._reference = self._plain()
+        except (HeterodyneError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise VerifyError(
+                f"{self._graph.name} fails on {self._batch.size} samples of the example batch with {type(error).__name__}: {error}"
+            ) from error
+        if not self._finite:
+            return ()
+        in_parts = self._found("parts", lambda: self._run([0]))
+        if not in_parts.agrees:
+            in_parts = self._judged(in_parts)
+        if not in_parts.agrees:
+            return (in_parts,)
+        cut = self._cut()
+        return (in_parts,) if cut is None else (in_parts, cut if cut.agrees else self._judged(cut))
+
+    @property
+    def _finite(self) -> bool:
+        loss, gradients = self._reference
+        return isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+
+    def _cut(self) -> Finding | None:
+        """None if there is no place where the graph can be cut."""
+        for start in () if self._programs is None else _cuts(self._graph):
+            try:
+                return self._found("cut", partial(self._run, [0, start]))
+            except PlanError:
+                continue  # a cut here would change the result, which the planner is told too
+        return None
+
+    def _judged(self, finding: Finding) -> Finding:
+        """The same with what is beyond rounding. How much that is in this model shows in its own gradients when each weight is
+        rounded once more; unless a second plain call gives something else even so, as that of a counter does.
+        """
+        if finding.failure or compare(*self._plain(), *self._reference).largest > BAR:
+            return finding
+        kept = {name: parameter.detach().clone() for name, parameter in self._module.named_parameters()}
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self._module.parameters():
+                signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.mul_((1 + self._epsilon * signs).to(parameter))
+        rounded = compare(*self._plain(), *self._reference)
+        with torch.no_grad():
+            for name, parameter in self._module.named_parameters():
+                parameter.copy_(kept[name])
+        noise = {LOSS: rounded.loss, **dict(rounded.gradients)}
+        errors = dict(_all(finding))
+        beyond = [name for name in finding.beyond if not errors[name] <= _ROUNDINGS * noise.get(name, 0.0)]
+        return replace(finding, beyond=tuple(beyond))
+
+    @property
+    def _epsilon(self) -> float:
+        """Of the coarsest numbers that the model computes with."""
+        names = {spec.dtype for op in self._graph.ops for spec in op.outputs} | {
+            p.dtype for p in self._graph.parameters
+        }
+        dtypes = [dtype for name in names if isinstance(dtype := getattr(torch, name, None), torch.dtype)]
+        return max([torch.finfo(d).eps for d in dtypes if d.is_floating_point], default=torch.finfo(torch.float32).eps)
+
+    def _found(self, form: Form, run: Callable[[], tuple[float, Gradients]]) -> Finding:
+        finding = Finding(form=form, parts=self._batch.parts, empty_first=self._batch.empty_first)
+        try:
+            loss, gradients = run()
+        except (HeterodyneError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever the model raises: it does not run in this form
+            return replace(finding, failure=f"{type(error).__name__}: {error}")
+        compared = compare(loss, gradients, *self._reference)
+        errors = dict(compared.gradients)
+        ordered = {name: errors[name] for name in sorted(errors, key=lambda n: self._order.get(n, len(self._order)))}
+        finding = replace(
+            finding,
+            losses=(loss, self._reference[0]),
+            loss_error=compared.loss,
+            errors=ordered,
+            largest=compared.largest,
+        )
+        return replace(finding, beyond=tuple(name for name, error in _all(finding) if not error <= BAR))
+
+    def _plain(self) -> tuple[float, Gradients]:
+        """One call of the module on all samples, and one backward."""
+        self._restore()
+        parameters = trainable_parameters(self._module, self._graph)
+        for parameter in parameters.values():
+            parameter.grad = None
+        forward = Forward(self._module, self._graph, device=self._device, precision="fp32", seed=0)
+        draws = forward.draws(0, range(self._batch.size))
+        loss = forward.loss(self._batch.tensors, draws)
+        forward.backward(loss, 1.0, draws)
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for parameter in parameters.values():
+            parameter.grad = None
+        return loss.item(), gradients
+
+    def _run(self, starts: Sequence[int]) -> tuple[float, Gradients]:
+        """By a worker that has the device to itself."""
+        self._restore()
+        cluster = Cluster(
+            name="one device",
+            devices=(Device(id="this", kind="this", node="this", memory_bytes=0, backend=self._device.type),),
+        )
+        plan = _plan(self._graph, cluster, starts, self._batch.parts)
+        program = lower(plan, self._graph, cluster, clip=False)
+        with Communicator(rank=0, world_size=1, device=self._device) as alone:
+            worker = Worker(
+                self._module,
+                graph=self._graph,
+                plan=plan,
+                program=program,
+                cluster=cluster,
+                communicator=alone,
+                loss_count=self._loss_count,
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+                total_steps=1,
+                seed=0,
+                stage_programs=self._programs,
+            )
+            try:
+                loss, gradients = worker.gradients(self._batch.tensors)
+                return loss, {name: gradient.clone() for name, gradient in gradients.items()}
+            finally:
+                worker.close()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for name, buffer in self._module.named_buffers():
+                buffer.copy_(self._buffers[name])
+
+
+def _all(finding: Finding) -> list[tuple[str, float]]:
+    return [(LOSS, finding.loss_error), *finding.errors.items()]
+
+
+def _wake_zeros(module: nn.Module) -> None:
+    """Give weights that begin as zero (of adapters, of heads) small random values: a zero hides the gradients of all before it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point() and parameter.numel() and not parameter.any():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def _plan(graph: ModelGraph, cluster: Cluster, starts: Sequence[int], parts: Sequence[int]) -> Plan:
+    """For one device: stages one after the other, one micro-batch at a time."""
+    (device,) = cluster.devices
+    stages = tuple(
+        Stage(ops=(start, stop), devices=(device.id,), regions=(Region(layout=Layout(shares=(1,))),))
+        for start, stop in zip(starts, [*starts[1:], len(graph.ops)], strict=True)
+    )
+    forwards = [[f"{stage}F{index}" for stage in range(len(stages))] for index in range(len(parts))]
+    backwards = [[f"{stage}B{index}" for stage in reversed(range(len(stages)))] for index in range(len(parts))]
+    order = [action for pair in zip(forwards, backwards, strict=True) for actions in pair for action in actions]
+    return Plan(
+        model=graph.fingerprint,
+        cluster=cluster.fingerprint,
+        global_batch_size=sum(parts),
+        pipelines=(Pipeline(micro_batches=MicroBatches(tuple(parts)), stages=stages, order=(" ".join(order),)),),
+    )
+
+
+def _cuts(graph: ModelGraph) -> list[int]:
+    """Where to try to cut, the border of blocks that is nearest to the middle of the work first."""
+    borders = [block.start for block in graph.blocks if block.start] or (
+        [len(graph.ops) // 2] if len(graph.ops) > 1 else []
+    )
+    done = 0.0
+    before = {}
+    for block in graph.blocks:
+        before[block.start] = done
+        done += float(graph.flops_forward(block)(1))
+    return sorted(borders, key=lambda start: abs(before.get(start, 0.0) - done / 2))[:_MOST_CUTS]
+
+
+def _forward_order(graph: ModelGraph, module: nn.Module) -> dict[str, int]:
+    """The trained parameters, numbered as the forward first reads them; those that no op names come last, as the module has them."""
+    read = [name for op in graph.ops for name in op.parameters]
+    return {name: number for number, name in enumerate(dict.fromkeys([*read, *trainable_parameters(module, graph)]))}

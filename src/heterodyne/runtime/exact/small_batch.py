@@ -1,0 +1,129 @@
+"""Small batches that show whether parts add up to the whole: unequal parts, one of which counts nothing in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heterodyne.errors import DataError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.loss_count import LossCount, counts
+from heterodyne.runtime.slices import BatchSource, union
+
+__all__ = ["SmallBatch", "small_batch", "without_counts"]
+
+_MOST_LOOKED_AT = 16
+_IGNORED = (-100, 0, -1, 255, 1, 2)  # what labels and masks say where nothing counts
+_OF_STATISTICS = 4  # fewer samples than that make the statistics of a batch, and so its gradients, a matter of rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallBatch:
+    """Some samples, and the parts in which they are fed.
+
+    ``empty_first``: the first part counts nothing in the loss; ``made_up``: because its labels were changed.
+    """
+
+    tensors: dict[str, Tensor]
+    parts: tuple[int, ...]
+    empty_first: bool = False
+    made_up: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(self.parts)
+
+
+def small_batch(
+    source: BatchSource,
+    graph: ModelGraph,
+    loss_count: LossCount,
+    buffers: Mapping[str, Tensor],
+    samples: int,
+    *,
+    made_up: bool = True,
+) -> SmallBatch:
+    """``samples`` of a batch in parts of 1, 1 and the rest (1 and the rest, if there are three).
+
+    Where the loss counts tokens, the first sample is one that counts nothing: one of the batch, or one whose labels are changed, if
+    ``made_up``. Where samples are mixed (BatchNorm), parts repeat the same samples, so that all of them have the same statistics; if
+    they are dropped out too, there is one part. Raises DataError if no sample counts.
+    """
+    if graph.batch_statistics:
+        return _repeated(source, graph)
+    places = [place % source.size for place in range(samples)]
+    parts = (1, 1, samples - 2) if samples > 3 else (1, samples - 1)
+    if graph.loss.reduction == "sum" or graph.loss.count == "samples":
+        return SmallBatch(tensors=_samples(source, graph, places), parts=parts)
+    looked_at = range(min(source.size, _MOST_LOOKED_AT))
+    own = {place: _count(source.samples(place, 1), graph, loss_count, buffers) for place in looked_at}
+    counting = [place for place in looked_at if own[place] > 0]
+    if not counting:
+        raise DataError("no sample of the example counts in the loss")
+    rest = [counting[place % len(counting)] for place in range(samples)]
+    empty = next((place for place in looked_at if own[place] == 0), None)
+    if empty is not None:
+        return SmallBatch(tensors=_samples(source, graph, [empty, *rest[1:]]), parts=parts, empty_first=True)
+    tensors = _samples(source, graph, rest)
+    changed = without_counts(tensors, graph, loss_count, buffers, range(1)) if made_up else None
+    empties = changed is not None
+    return SmallBatch(tensors=changed or tensors, parts=parts, empty_first=empties, made_up=empties)
+
+
+def without_counts(
+    tensors: Mapping[str, Tensor],
+    graph: ModelGraph,
+    loss_count: LossCount,
+    buffers: Mapping[str, Tensor],
+    samples: range,
+) -> dict[str, Tensor] | None:
+    """A batch in which these samples count nothing in the loss, by other labels or another mask; None if no input decides that."""
+    if graph.loss.reduction == "sum" or graph.loss.count == "samples":
+        return None
+    dims = {entry.name: entry.batch_dim for entry in graph.inputs}
+    for name, tensor in tensors.items():
+        dim = dims[name]
+        for value in () if dim is None else _values(tensor):
+            changed = tensor.clone()
+            changed.narrow(dim or 0, samples.start, len(samples)).fill_(value)
+            candidate = {**tensors, name: changed}
+            part = {
+                n: t if (d := dims[n]) is None else t.narrow(d, samples.start, len(samples))
+                for n, t in candidate.items()
+            }
+            try:
+                if _count(part, graph, loss_count, buffers) == 0:
+                    return candidate
+            except (DataError, IndexError, RuntimeError):
+                continue  # the value is none that this input can have
+    return None
+
+
+def _values(tensor: Tensor) -> Iterator[float]:
+    if tensor.dtype is torch.bool or tensor.is_floating_point():
+        yield 0
+    elif not tensor.is_complex():
+        least = torch.iinfo(tensor.dtype).min
+        yield from (value for value in _IGNORED if value >= least)
+
+
+def _count(
+    part: Mapping[str, Tensor], graph: ModelGraph, loss_count: LossCount, buffers: Mapping[str, Tensor]
+) -> float:
+    """On the host: a value that is no label of the model's must not reach a device, where it may end more than this."""
+    on_host = {name: tensor.cpu() for name, tensor in part.items()}
+    return counts(graph.loss, [on_host], [1], loss_count, buffers)[0]
+
+
+def _samples(source: BatchSource, graph: ModelGraph, places: Sequence[int]) -> dict[str, Tensor]:
+    return union(source, [(place, 1) for place in places], graph)
+
+
+def _repeated(source: BatchSource, graph: ModelGraph) -> SmallBatch:
+    few = [place % source.size for place in range(_OF_STATISTICS)]
+    if graph.random:
+        return SmallBatch(tensors=_samples(source, graph, few), parts=(_OF_STATISTICS,))
+    return SmallBatch(tensors=_samples(source, graph, few * 3), parts=(_OF_STATISTICS, 2 * _OF_STATISTICS))

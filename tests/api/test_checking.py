@@ -1,0 +1,124 @@
+"""The model is compared with itself before anything is measured, once, and people are told what came of it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heterodyne as hd
+from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
+from heterodyne.errors import VerifyError
+from heterodyne.frontend import loss_of, trace
+from heterodyne.measure.whole_model import WholeModel
+from heterodyne.plan.lower import lower
+from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
+from multiprocess.work import cluster_of
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.layers(self.norm(x)).squeeze(-1) - y).pow(2).mean()
+
+
+class Counting(Small):
+    """What it computes depends on how often it was called, which no tensor tells."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.layers[0](x) * self.calls - y[:, None]).pow(2).mean()
+
+
+BATCH = {"x": torch.randn(6, 4), "y": torch.randn(6)}
+
+
+def checked(model: nn.Module, budget_s: float = 10.0, *, weightless: bool = False) -> Verdict:
+    """As `distribute` does it."""
+    captured = trace(model, BATCH)
+    whole = WholeModel(
+        build=lambda _: copy.deepcopy(model),
+        inputs=captured.graph.inputs,
+        example=BATCH,
+        loss=loss_of,
+        weightless=weightless,
+    )
+    with hd.open_session() as session:
+        return check_everywhere(session, captured, whole, budget_s=budget_s)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_model_is_checked_once_with_one_line_and_left_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(7)
+    model = Small()
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    checked(model)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the module and its graph cut in two give the loss and 6 gradients of one plain call" in line
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+    assert checked(Small()).line == f"{line}, as found before"
+    hooked = Small()
+    hooked.layers[0].register_forward_hook(lambda *_: None)
+    assert "as found before" not in checked(hooked).line, "it may have another backward, though its ops are the same"
+
+
+def test_a_model_that_is_not_itself_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        VerifyError, match=r"Counting gives something else .* the loss \(test_checking.py:\d+\)"
+    ) as caught:
+        hd.distribute(Counting(), BATCH)
+    assert "check_s" in str(caught.value)
+    assert "measuring" not in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_what_cannot_be_checked_is_told_and_not_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "it takes" in checked(Small(), 1e-9).line
+    assert "it has no weights yet" in checked(Small(), weightless=True).line
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert all("'heterodyne verify' compares steps of a job" in line for line in told)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_where_only_the_graph_is_wrong_plans_run_the_module() -> None:
+    verdict = Verdict(line="", module_only="its graph is another")
+    graph = trace(Small(), BATCH).graph
+    assert [strategy_of_module(verdict, name, graph) for name in ("auto", "data", "equal")] == ["data", "data", "equal"]
+    with pytest.raises(VerifyError, match=r"the strategy 'pipeline' cuts the model\. its graph is another"):
+        strategy_of_module(verdict, "pipeline", graph)
+    cluster = cluster_of(1)
+
+    def plan(*starts: int) -> Plan:
+        stages = tuple(
+            Stage(ops=(a, b), devices=(cluster.devices[0].id,), regions=(Region(layout=Layout(shares=(1,))),))
+            for a, b in zip(starts, [*starts[1:], len(graph.ops)], strict=True)
+        )
+        pipeline = Pipeline(
+            micro_batches="1x6",
+            stages=stages,
+            order=(
+                " ".join([*(f"{s}F0" for s in range(len(starts))), *(f"{s}B0" for s in reversed(range(len(starts))))]),
+            ),
+        )  # type: ignore[arg-type]  # as in a file
+        return Plan(model=graph.fingerprint, cluster=cluster.fingerprint, global_batch_size=6, pipelines=(pipeline,))
+
+    require_module(verdict, plan(0), lower(plan(0), graph, cluster))
+    with pytest.raises(VerifyError, match="the plan cuts the model"):
+        require_module(verdict, plan(0, 2), lower(plan(0, 2), graph, cluster))

@@ -1,0 +1,333 @@
+"""The check before the first step must itself find what is wrong: each case is a sound capture with one piece of it broken."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heterodyne.api.stage_cutting import StageCutter
+from heterodyne.errors import DataError, VerifyError
+from heterodyne.frontend import Captured, trace
+from heterodyne.graph.ir import Loss, ModelGraph
+from heterodyne.loss_count import LossCount
+from heterodyne.runtime.exact.disagreement import words_of
+from heterodyne.runtime.exact.guard import Finding, compare_forms
+from heterodyne.runtime.exact.small_batch import small_batch, without_counts
+from heterodyne.runtime.slices import as_source
+from multiprocess.models import build, capture_of
+
+CPU = torch.device("cpu")
+Batch = dict[str, Tensor]
+
+
+class Plain(nn.Module):
+    """What is captured. The others have its parameters, and are what the user would have written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.head(torch.tanh(self.second(self.middle(torch.tanh(self.first(x)))))).squeeze(-1), y)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h
+
+    def loss(self, h: Tensor, y: Tensor) -> Tensor:
+        return (h - y).pow(2).mean()
+
+
+class BySize(Plain):
+    def middle(self, h: Tensor) -> Tensor:
+        return h / h.shape[0] ** 0.5
+
+
+class ByPlace(Plain):
+    def middle(self, h: Tensor) -> Tensor:
+        return h + torch.arange(h.shape[0])[:, None]
+
+
+class AcrossSamples(Plain):
+    def middle(self, h: Tensor) -> Tensor:
+        return h - h.mean(0, keepdim=True)
+
+
+class Counting(Plain):
+    def middle(self, h: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return h * self.calls
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+class OwnBackward(Plain):
+    def middle(self, h: Tensor) -> Tensor:
+        return _Reversed.apply(h)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Hooked(Plain):
+    def middle(self, h: Tensor) -> Tensor:
+        h.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return h
+
+
+class OtherOp(Plain):
+    def middle(self, h: Tensor) -> Tensor:
+        return h.relu()
+
+
+class NotAlone(Plain):
+    """Fails on one sample."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        assert h.shape[0] > 1, "a pair at least"
+        return h
+
+
+class Masked(nn.Module):
+    """Dropout, and labels that count nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(F.dropout(self.body(x), 0.5, self.training)), labels, ignore_index=2)
+
+
+def masked_batch() -> Batch:
+    return {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), "labels": torch.tensor([0, 1, 1, 0])}
+
+
+@functools.cache
+def masked() -> Captured:
+    return trace(Masked(), masked_batch())
+
+
+def batch_of(samples: int = 6) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    return {"x": torch.randn(samples, 4, generator=generator), "y": torch.randn(samples, generator=generator)}
+
+
+@functools.cache
+def plain() -> tuple[Plain, Captured]:
+    torch.manual_seed(0)
+    model = Plain()
+    return model, trace(model, batch_of())
+
+
+def compared(
+    kind: type[Plain], *, graph: ModelGraph | None = None, count: LossCount | None = None, batch: Batch | None = None
+) -> tuple[Finding, ...]:
+    """Of a module of that kind, by the capture of the plain one."""
+    model, found = plain()
+    module = kind()
+    module.load_state_dict(model.state_dict())
+    graph = graph or found.graph
+    return compare_forms(
+        module,
+        as_source(batch or batch_of(), graph),
+        graph=graph,
+        loss_count=count or found.loss_count,
+        stage_programs=StageCutter(found, module) if graph is found.graph else None,
+        device=CPU,
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt", "mixed", "sum"])  # ties, an unused parameter, BatchNorm, a sum
+def test_what_is_exact_agrees_in_parts_and_cut(name: str) -> None:
+    found = capture_of(name)
+    case = build(found.graph, 4)
+    assert_agrees(found, case.module, case.batch)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.layers(x).squeeze(-1) - y).pow(2).mean()
+
+
+def test_batchnorm_is_fed_parts_with_the_same_statistics() -> None:
+    found = trace(Normed(), batch_of())
+    assert_agrees(found, Normed(), batch_of())
+    graph = replace(found.graph, loss=Loss(reduction="sum"))
+    (finding,) = compare_forms(
+        Normed(),
+        as_source(batch_of(), graph),
+        graph=graph,
+        loss_count=found.loss_count,
+        stage_programs=None,
+        device=CPU,
+    )
+    assert finding.parts == (4, 8)
+    assert finding.losses[0] == pytest.approx(2 * finding.losses[1], rel=1e-5)
+
+
+def test_dropout_and_ignored_labels_agree_in_parts_and_cut() -> None:
+    assert_agrees(masked(), Masked(), masked_batch())
+
+
+def forms_of(found: Captured, module: nn.Module, batch: Batch) -> tuple[Finding, ...]:
+    return compare_forms(
+        module,
+        as_source(batch, found.graph),
+        graph=found.graph,
+        loss_count=found.loss_count,
+        stage_programs=StageCutter(found, module),
+        device=CPU,
+    )
+
+
+def assert_agrees(found: Captured, module: nn.Module, batch: Batch) -> None:
+    findings = forms_of(found, module, batch)
+    assert [finding.form for finding in findings] == ["parts", "cut"]
+    for finding in findings:
+        assert finding.agrees, words_of(finding, found.graph)
+        assert finding.errors.keys() == {name for name, p in module.named_parameters() if p.requires_grad} - {"unused"}
+
+
+@pytest.mark.parametrize("kind", [BySize, ByPlace, AcrossSamples])
+def test_samples_that_see_the_batch_are_found_by_the_parts(kind: type[Plain]) -> None:
+    (finding,) = compared(kind)
+    assert finding.form == "parts"
+    assert not finding.agrees
+    told = words_of(finding, plain()[1].graph)
+    assert "5 samples in parts of 1, 1 and 3" in told
+    assert "the loss (test_guard.py:" in told
+    assert "first.weight (test_guard.py:" in told
+    assert "reads no other sample" in told
+
+
+def test_a_denominator_that_was_not_seen_is_found_by_the_parts() -> None:
+    graph = replace(plain()[1].graph, loss=Loss(reduction="sum"))
+    (finding,) = compared(Plain, graph=graph)
+    assert "loss" in finding.beyond
+    assert finding.losses[0] > 2 * finding.losses[1]
+
+
+def test_a_part_that_counts_nothing_and_is_no_zero_is_found() -> None:
+    """Also where no sample of the data counts nothing: then labels are made up that do."""
+    graph = replace(plain()[1].graph, loss=Loss(reduction="mean", count="tokens"))
+
+    def positive(batch: Mapping[str, Tensor], _: Mapping[str, Tensor]) -> float:
+        return float((batch["y"] > 0).sum())
+
+    batch = batch_of()
+    batch["y"] = batch["y"].abs() + 0.1
+    (finding,) = compared(Plain, graph=graph, count=positive, batch=batch)
+    assert finding.empty_first
+    assert not finding.agrees
+    assert "counts nothing" in words_of(finding, graph)
+    # Without it there is nothing to be found: all samples count one, which is what this loss divides by.
+    batch["y"] = torch.tensor([-1.0, *batch["y"][1:].tolist()])
+    (finding,) = compared(Plain, graph=graph, count=positive, batch=batch)
+    assert finding.empty_first
+    assert not finding.agrees
+
+
+@pytest.mark.parametrize("kind", [OwnBackward, Hooked])
+def test_a_backward_that_the_graph_lost_is_found_by_the_cut_with_its_line(kind: type[Plain]) -> None:
+    in_parts, cut = compared(kind)
+    if kind is OwnBackward:  # clamping a gradient is another thing in parts
+        assert in_parts.agrees
+    assert cut.beyond == ("first.weight", "first.bias")
+    told = words_of(cut, plain()[1].graph)
+    assert "the loss agrees" in told
+    assert "those from second.weight (test_guard.py:" in told
+    assert "look between them: test_guard.py:" in told
+    assert "autograd.Function" in told
+
+
+def test_another_op_is_found_by_the_cut() -> None:
+    in_parts, cut = compared(OtherOp)
+    assert in_parts.agrees
+    assert "loss" in cut.beyond
+
+
+def test_a_counter_in_python_is_found() -> None:
+    """Which is no rounding: a second plain call gives something else too."""
+    (finding,) = compared(Counting)
+    assert not finding.agrees
+
+
+def test_a_part_that_the_model_does_not_take_is_told() -> None:
+    (finding,) = compared(NotAlone)
+    assert "AssertionError: a pair at least" in words_of(finding, plain()[1].graph)
+
+
+def test_weights_that_begin_as_zero_hide_nothing() -> None:
+    model, found = plain()
+    module = OwnBackward()
+    module.load_state_dict(model.state_dict())
+    nn.init.zeros_(module.head.weight)
+    assert not forms_of(found, module, batch_of())[-1].agrees
+
+
+def test_rounding_is_no_disagreement() -> None:
+    """Half precision adds parts up with errors of percents, which are those of the model itself."""
+    torch.manual_seed(0)
+    model = Plain().to(torch.bfloat16)
+    batch = {name: tensor.to(torch.bfloat16) for name, tensor in batch_of().items()}
+    found = trace(model, batch)
+    findings = forms_of(found, model, batch)
+    assert max(finding.largest for finding in findings) > 1e-5
+    assert all(finding.agrees for finding in findings)
+
+
+def test_no_numbers_nothing_to_compare_and_a_failure_is_told() -> None:
+    batch = batch_of()
+    batch["x"][:] = float("nan")
+    assert compared(Plain, batch=batch) == ()
+
+    class Failing(Plain):
+        def middle(self, h: Tensor) -> Tensor:
+            raise RuntimeError("not today")
+
+    with pytest.raises(VerifyError, match=r"Plain fails on 5 samples.*RuntimeError: not today"):
+        compared(Failing)
+
+
+def test_small_batches_are_real_samples_and_begin_with_one_that_counts_nothing() -> None:
+    graph, count = masked().graph, masked().loss_count
+    x, labels = torch.randn(4, 4), torch.tensor([0, 2, 1, 2])
+    made = small_batch(as_source({"x": x, "labels": labels}, graph), graph, count, {}, 5)
+    assert (made.parts, made.empty_first, made.made_up) == ((1, 1, 3), True, False)
+    assert made.tensors["labels"].tolist() == [2, 1, 0, 1, 0]
+    assert torch.equal(made.tensors["x"], x[[1, 2, 0, 2, 0]])
+    made = small_batch(as_source({"x": x, "labels": labels.clamp(max=1)}, graph), graph, count, {}, 3)
+    assert (made.parts, made.empty_first, made.made_up) == ((1, 2), True, True)
+    assert made.tensors["labels"].tolist() == [2, 1, 1], "the label that this loss ignores"
+    with pytest.raises(DataError, match="no sample of the example counts"):
+        small_batch(as_source({"x": x, "labels": torch.full((4,), 2)}, graph), graph, count, {}, 5)
+
+
+def test_samples_are_left_out_of_the_count_by_the_input_that_decides_it() -> None:
+    batch = {"x": torch.randn(4, 4), "labels": torch.tensor([0, 1, 1, 0])}
+    changed = without_counts(batch, masked().graph, masked().loss_count, {}, range(1, 3))
+    assert changed is not None
+    assert changed["labels"].tolist() == [0, 2, 2, 0]
+    assert batch["labels"].tolist() == [0, 1, 1, 0]
+    model, found = plain()
+    del model
+    assert without_counts(batch_of(), found.graph, found.loss_count, {}, range(1)) is None
