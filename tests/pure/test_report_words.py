@@ -140,6 +140,8 @@ def test_verification_tells_the_worst_first_and_a_nan_is_never_exact() -> None:
     good = tables.verify_rows(1e-8, {"w": 2e-7, "b": 3e-6}, bar=1e-5)
     assert [row[0] for row in good.rows] == ["loss", "b", "w"]
     assert good.notes[-1].startswith("exact")
+    batches = [tables.Verified(words="first", loss=0.0, gradients={"w": 2e-7, "b": float("nan")})]
+    assert tables.verified_rows(batches, bar=1e-5).rows == (("first", "0.00e+00", "nan", "b", "NO"),)
     bad = tables.verify_rows(1e-8, {"w": float("nan"), "b": 3e-6}, bar=1e-5, worst=1)
     assert bad.rows[1] == ("w", "nan", "NO")
     assert bad.notes == ("1 more gradients have smaller errors", "NOT exact: 1 of 3 are beyond 1e-05")

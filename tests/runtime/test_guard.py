@@ -16,7 +16,7 @@ from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.errors import DataError, VerifyError
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import Loss, ModelGraph
-from heterodyne.loss_count import LossCount
+from heterodyne.loss_count import CountedBy, LossCount
 from heterodyne.runtime.exact.disagreement import words_of
 from heterodyne.runtime.exact.guard import Finding, compare_forms
 from heterodyne.runtime.exact.small_batch import small_batch, without_counts
@@ -134,6 +134,11 @@ def plain() -> tuple[Plain, Captured]:
     return model, trace(model, batch_of())
 
 
+def nothing(batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> float:
+    """Of a sum nobody asks what it counts."""
+    raise AssertionError
+
+
 def compared(
     kind: type[Plain], *, graph: ModelGraph | None = None, count: LossCount | None = None, batch: Batch | None = None
 ) -> tuple[Finding, ...]:
@@ -176,7 +181,7 @@ def test_batchnorm_is_fed_parts_with_the_same_statistics() -> None:
         Normed(),
         as_source(batch_of(), graph),
         graph=graph,
-        loss_count=found.loss_count,
+        loss_count=CountedBy(nothing, graph.loss),
         stage_programs=None,
         device=CPU,
     )
@@ -221,7 +226,7 @@ def test_samples_that_see_the_batch_are_found_by_the_parts(kind: type[Plain]) ->
 
 def test_a_denominator_that_was_not_seen_is_found_by_the_parts() -> None:
     graph = replace(plain()[1].graph, loss=Loss(reduction="sum"))
-    (finding,) = compared(Plain, graph=graph)
+    (finding,) = compared(Plain, graph=graph, count=CountedBy(nothing, graph.loss))
     assert "loss" in finding.beyond
     assert finding.losses[0] > 2 * finding.losses[1]
 
@@ -235,13 +240,13 @@ def test_a_part_that_counts_nothing_and_is_no_zero_is_found() -> None:
 
     batch = batch_of()
     batch["y"] = batch["y"].abs() + 0.1
-    (finding,) = compared(Plain, graph=graph, count=positive, batch=batch)
+    (finding,) = compared(Plain, graph=graph, count=CountedBy(positive, graph.loss), batch=batch)
     assert finding.empty_first
     assert not finding.agrees
     assert "counts nothing" in words_of(finding, graph)
     # Without it there is nothing to be found: all samples count one, which is what this loss divides by.
     batch["y"] = torch.tensor([-1.0, *batch["y"][1:].tolist()])
-    (finding,) = compared(Plain, graph=graph, count=positive, batch=batch)
+    (finding,) = compared(Plain, graph=graph, count=CountedBy(positive, graph.loss), batch=batch)
     assert finding.empty_first
     assert not finding.agrees
 

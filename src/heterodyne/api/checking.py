@@ -117,8 +117,9 @@ def _check(session: Session, captured: Captured, whole: WholeModel, budget_s: fl
     if not findings:
         return _left_out("its loss or a gradient is not a number on the example")
     wrong = {finding.form: words_of(finding, graph) for finding in findings if not finding.agrees}
-    if "parts" in wrong:
-        raise VerifyError(f"{wrong['parts']} {_LEAVE_OUT}")
+    needs_graph = graph.loss.reduction == "terms"
+    if "parts" in wrong or (wrong and needs_graph):
+        raise VerifyError(f"{' '.join(wrong.values())} {_LEAVE_OUT}")
     return _verdict(findings, wrong.get("cut", ""), time.perf_counter() - started_s)
 
 

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["ClusterOption", "JobArgument", "PlanOption", "ProfileOption", "SetOption"]
+from heterodyne.plan.plan import Plan
+
+__all__ = ["ClusterOption", "JobArgument", "PlanOption", "ProfileOption", "SetOption", "plan_at"]
 
 JobArgument = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job: model, data, training, optimizer, ...")]
 ClusterOption = Annotated[
@@ -15,7 +17,10 @@ ClusterOption = Annotated[
     typer.Option("--cluster", metavar="FILE", help="cluster.yaml; without it, the devices of this machine."),
 ]
 PlanOption = Annotated[
-    Path | None, typer.Option("--plan", metavar="FILE", help="plan.json to obey; without it, measure and plan.")
+    Path | None,
+    typer.Option(
+        "--plan", metavar="PLAN", help="plan.json, or the directory of a run, to obey; without it, measure and plan."
+    ),
 ]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", metavar="FILE", help="Measurements to plan with, instead of measuring now.")
@@ -24,3 +29,8 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field of the job; may be repeated."),
 ]
+
+
+def plan_at(path: Path | None) -> Plan | None:
+    """The plan in a file, or that of a run directory. Raises PlanError."""
+    return None if path is None else Plan.load(path / "plan.json" if path.is_dir() else path)

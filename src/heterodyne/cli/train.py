@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption
+from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption, plan_at
 from heterodyne.job import Job
-from heterodyne.plan.plan import Plan
 
 __all__ = ["command"]
 
@@ -32,7 +31,7 @@ def command(
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
     wanted = Job.load(job, tuple(overrides or ()))
-    given = None if plan is None else Plan.load(plan)
+    given = plan_at(plan)
     from heterodyne.api import on_every_device, train_job
 
     launched = on_every_device(context.obj, cluster)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption
+from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption, plan_at
 from heterodyne.job import Job
-from heterodyne.plan.plan import Plan
 
 __all__ = ["command"]
 
@@ -17,18 +18,22 @@ def command(
     cluster: ClusterOption = None,
     plan: PlanOption = None,
     overrides: SetOption = None,
+    batches: Annotated[
+        int, typer.Option("--batches", min=1, metavar="N", help="How many, the last one with labels left out.")
+    ] = 3,
 ) -> int:
-    """Compare a step with one device.
+    """Compare steps with one device.
 
-    Run one step under the plan and one on a single device, with the same weights and the same batch, in fp32; compare the loss
-    and every gradient. The exit status is 1 if any differs by more than 1e-5, relatively.
+    Run steps under the plan and on a single device, with the same weights and the same batches, in fp32; compare the loss and every
+    gradient. Where the loss counts labels, the samples of one device have none in the last batch. The exit status is 1 if anything
+    differs by more than 1e-5, relatively.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
     wanted = Job.load(job, tuple(overrides or ()))
-    given = None if plan is None else Plan.load(plan)
+    given = plan_at(plan)
     from heterodyne.api import on_every_device, verify_job
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
-    return verify_job(wanted, job.parent, cluster_file=cluster, given=given)
+    return verify_job(wanted, job.parent, cluster_file=cluster, given=given, batches=batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from heterodyne.cluster import Cluster
 from heterodyne.plan import Plan
@@ -24,6 +25,7 @@ from heterodyne.report.words import (
 from heterodyne.units import format_bandwidth
 
 __all__ = [
+    "Verified",
     "candidate_rows",
     "claim_text",
     "device_rows",
@@ -31,6 +33,7 @@ __all__ = [
     "share_rows",
     "summary_rows",
     "time_rows",
+    "verified_rows",
     "verify_rows",
 ]
 
@@ -112,6 +115,33 @@ def share_rows(plan: Plan, cluster: Cluster | None = None) -> Rows:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """One batch: what it is, and the relative errors of its loss and gradients against one device."""
+
+    words: str
+    loss: float
+    gradients: Mapping[str, float]
+
+    @property
+    def largest(self) -> float:
+        """Not a number counts as infinite."""
+        return max(map(_badness, (self.loss, *self.gradients.values())))
+
+
+def verified_rows(batches: Sequence[Verified], *, bar: float) -> Rows:
+    """Each batch with the errors of its loss and of its worst gradient."""
+    return Rows(
+        title="Relative errors against one device, batch by batch",
+        columns=columns("batch", ">loss", ">worst gradient", "of", "within the bar"),
+        rows=tuple(
+            (each.words, f"{each.loss:.2e}", f"{error:.2e}", name, "yes" if each.largest <= bar else "NO")
+            for each in batches
+            for name, error in [max(each.gradients.items(), key=lambda item: _badness(item[1]))]
+        ),
+    )
+
+
 def verify_rows(loss_error: float, gradient_errors: Mapping[str, float], *, bar: float, worst: int = 10) -> Rows:
     """Relative errors of loss and gradients against one device: the ``worst`` of them, and whether all are within the bar."""
     ordered = sorted(gradient_errors.items(), key=lambda item: (-_badness(item[1]), item[0]))
@@ -124,7 +154,7 @@ def verify_rows(loss_error: float, gradient_errors: Mapping[str, float], *, bar:
     )
     hidden = len(ordered) - worst
     return Rows(
-        title="Relative error against one device: the loss, then the gradients, the largest first",
+        title="The worst of them: relative errors of the loss, then of the gradients, the largest first",
         columns=columns("of", ">relative error", "within the bar"),
         rows=tuple((name, f"{error:.2e}", "yes" if error <= bar else "NO") for name, error in rows),
         notes=(*((f"{hidden} more gradients have smaller errors",) if hidden > 0 else ()), verdict),

@@ -20,9 +20,9 @@ _EMPTY_REMEDY = (
 _STATE_REMEDY = "The loss agrees: look for a hook that is not linear in the gradient, or a counter in Python."
 _CUT_REMEDY = (
     "An op there means more than its name says: the backward of a custom autograd.Function, or a hook on a tensor or a module, is not "
-    "in the graph. Write x + (f(x) - x).detach() for another forward and x.detach() for no backward, or let plans run the module as it "
-    "is, with the strategy 'data'."
+    "in the graph. Write x + (f(x) - x).detach() for another forward and x.detach() for no backward"
 )
+_AS_IT_IS = "let plans run the module as it is, with the strategy 'data'"
 
 
 def words_of(finding: Finding, graph: ModelGraph) -> str:
@@ -30,10 +30,8 @@ def words_of(finding: Finding, graph: ModelGraph) -> str:
     fed = f"{sum(finding.parts)} samples in parts of {_list(finding.parts)}"
     if finding.form == "parts":
         return f"{graph.name} gives something else when it is fed {fed} than in one piece: {_what(finding, graph)} {_remedy(finding)}"
-    return (
-        f"The captured graph of {graph.name}, cut in two and fed {fed}, is not the module, which in these parts agrees with itself in "
-        f"one piece: {_what(finding, graph)} {_CUT_REMEDY}"
-    )
+    remedy = _CUT_REMEDY if graph.loss.reduction == "terms" else f"{_CUT_REMEDY}, or {_AS_IT_IS}"
+    return f"The captured graph of {graph.name}, cut in two and fed {fed}, is not the module: {_what(finding, graph)} {remedy}."
 
 
 def _remedy(finding: Finding) -> str:

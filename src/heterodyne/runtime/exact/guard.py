@@ -23,7 +23,7 @@ from heterodyne.model_output import LOSS
 from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
-from heterodyne.runtime.exact.small_batch import SmallBatch, small_batch
+from heterodyne.runtime.exact.small_batch import EMPTY, SmallBatch, small_batch
 from heterodyne.runtime.exact.verify import compare
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.slices import BatchSource
@@ -96,22 +96,20 @@ def compare_forms(
     """
     _wake_zeros(module)
 
-    def found(*, made_up: bool) -> tuple[SmallBatch, tuple[Finding, ...]]:
-        buffers = dict(module.named_buffers())
-        batch = small_batch(source, graph, loss_count, buffers, samples, made_up=made_up)
+    buffers = dict(module.named_buffers())
+    findings: tuple[Finding, ...] = ()
+    for empty in EMPTY:
+        batch = small_batch(source, graph, loss_count, buffers, samples, empty=empty)
         try:
-            return batch, _Forms(module, batch, graph, loss_count, stage_programs, device).compared()
+            found = _Forms(module, batch, graph, loss_count, stage_programs, device).compared()
         except (DataError, VerifyError):
-            if batch.made_up:
-                return batch, ()
-            raise
-
-    batch, findings = found(made_up=True)
-    if batch.made_up and not (findings and all(finding.agrees for finding in findings)):
-        # The data as it is decides where made-up labels are no use, and names what they are not the reason of.
-        _, of_data = found(made_up=False)
-        if not findings or not all(finding.agrees for finding in of_data):
-            return of_data
+            if not batch.empty_first:
+                raise
+            continue  # the loss has no value, or not in parts, where nothing counts: that is told when such data comes
+        if not findings or not all(finding.agrees for finding in found):
+            findings = found
+        if findings and (not batch.made_up or all(finding.agrees for finding in findings)):
+            break  # what made-up labels show, the data alone may show too, and then they are not the reason
     return findings
 
 
@@ -147,18 +145,23 @@ class _Forms:
             ) from error
         if not self._finite:
             return ()
-        in_parts = self._found("parts", lambda: self._run([0]))
-        if not in_parts.agrees:
-            in_parts = self._judged(in_parts)
-        if not in_parts.agrees:
-            return (in_parts,)
-        cut = self._cut()
-        return (in_parts,) if cut is None else (in_parts, cut if cut.agrees else self._judged(cut))
+        findings = []
+        for run in (self._in_parts, self._cut):
+            finding = run()
+            if finding is not None:
+                findings.append(finding if finding.agrees else self._judged(finding))
+                if not findings[-1].agrees:
+                    break
+        return tuple(findings)
 
     @property
     def _finite(self) -> bool:
         loss, gradients = self._reference
         return isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+
+    def _in_parts(self) -> Finding | None:
+        """None where the graph runs in the place of the module under every plan."""
+        return None if self._graph.loss.reduction == "terms" else self._found("parts", partial(self._run, [0]))
 
     def _cut(self) -> Finding | None:
         """None if there is no place where the graph can be cut."""

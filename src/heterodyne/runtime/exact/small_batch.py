@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from heterodyne.errors import DataError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.loss_count import LossCount, counts
+from heterodyne.loss_count import LossCount
 from heterodyne.runtime.slices import BatchSource, union
 
-__all__ = ["SmallBatch", "small_batch", "without_counts"]
+__all__ = ["EMPTY", "Empty", "SmallBatch", "small_batch", "without_counts"]
+
+Empty: TypeAlias = Literal["made up", "found", "none"]
+"""Which sample that counts nothing a small batch has: one with other labels if the batch has none, one of the batch, none."""
+
+EMPTY: tuple[Empty, ...] = ("made up", "found", "none")
 
 _MOST_LOOKED_AT = 16
 _IGNORED = (-100, 0, -1, 255, 1, 2)  # what labels and masks say where nothing counts
@@ -44,33 +50,33 @@ def small_batch(
     buffers: Mapping[str, Tensor],
     samples: int,
     *,
-    made_up: bool = True,
+    empty: Empty = "made up",
 ) -> SmallBatch:
     """``samples`` of a batch in parts of 1, 1 and the rest (1 and the rest, if there are three).
 
-    Where the loss counts tokens, the first sample is one that counts nothing: one of the batch, or one whose labels are changed, if
-    ``made_up``. Where samples are mixed (BatchNorm), parts repeat the same samples, so that all of them have the same statistics; if
-    they are dropped out too, there is one part. Raises DataError if no sample counts.
+    Where what the loss counts depends on the data, the first sample is one that counts nothing, as far as ``empty`` wants it. Where
+    samples are mixed (BatchNorm), parts repeat the same samples, so that all of them have the same statistics; if they are dropped
+    out too, there is one part. Raises DataError if no sample counts.
     """
     if graph.batch_statistics:
         return _repeated(source, graph)
     places = [place % source.size for place in range(samples)]
     parts = (1, 1, samples - 2) if samples > 3 else (1, samples - 1)
-    if graph.loss.reduction == "sum" or graph.loss.count == "samples":
+    if not loss_count.counts_data:
         return SmallBatch(tensors=_samples(source, graph, places), parts=parts)
     looked_at = range(min(source.size, _MOST_LOOKED_AT))
-    own = {place: _count(source.samples(place, 1), graph, loss_count, buffers) for place in looked_at}
-    counting = [place for place in looked_at if own[place] > 0]
+    counts = {place: _counted(source.samples(place, 1), 1, loss_count, buffers) for place in looked_at}
+    counting = [place for place in looked_at if counts[place]]
     if not counting:
         raise DataError("no sample of the example counts in the loss")
     rest = [counting[place % len(counting)] for place in range(samples)]
-    empty = next((place for place in looked_at if own[place] == 0), None)
-    if empty is not None:
-        return SmallBatch(tensors=_samples(source, graph, [empty, *rest[1:]]), parts=parts, empty_first=True)
+    without = next((place for place in looked_at if not counts[place]), None)
+    if empty != "none" and without is not None:
+        return SmallBatch(tensors=_samples(source, graph, [without, *rest[1:]]), parts=parts, empty_first=True)
     tensors = _samples(source, graph, rest)
-    changed = without_counts(tensors, graph, loss_count, buffers, range(1)) if made_up else None
-    empties = changed is not None
-    return SmallBatch(tensors=changed or tensors, parts=parts, empty_first=empties, made_up=empties)
+    changed = without_counts(tensors, graph, loss_count, buffers, range(1)) if empty == "made up" else None
+    made_up = changed is not None
+    return SmallBatch(tensors=changed or tensors, parts=parts, empty_first=made_up, made_up=made_up)
 
 
 def without_counts(
@@ -80,26 +86,31 @@ def without_counts(
     buffers: Mapping[str, Tensor],
     samples: range,
 ) -> dict[str, Tensor] | None:
-    """A batch in which these samples count nothing in the loss, by other labels or another mask; None if no input decides that."""
-    if graph.loss.reduction == "sum" or graph.loss.count == "samples":
+    """A batch in which these samples count nothing in the loss, by other labels or masks; None if no inputs decide that."""
+    if not loss_count.counts_data:
         return None
     dims = {entry.name: entry.batch_dim for entry in graph.inputs}
+
+    def left(batch: Mapping[str, Tensor]) -> int:
+        part = {
+            name: tensor if (dim := dims[name]) is None else tensor.narrow(dim, samples.start, len(samples))
+            for name, tensor in batch.items()
+        }
+        return _counted(part, len(samples), loss_count, buffers)
+
+    made, counted = dict(tensors), left(tensors)
     for name, tensor in tensors.items():
         dim = dims[name]
         for value in () if dim is None else _values(tensor):
             changed = tensor.clone()
             changed.narrow(dim or 0, samples.start, len(samples)).fill_(value)
-            candidate = {**tensors, name: changed}
-            part = {
-                n: t if (d := dims[n]) is None else t.narrow(d, samples.start, len(samples))
-                for n, t in candidate.items()
-            }
             try:
-                if _count(part, graph, loss_count, buffers) == 0:
-                    return candidate
+                now = left({**made, name: changed})
             except (DataError, IndexError, RuntimeError):
                 continue  # the value is none that this input can have
-    return None
+            if now < counted:
+                made, counted = {**made, name: changed}, now
+    return None if counted else made
 
 
 def _values(tensor: Tensor) -> Iterator[float]:
@@ -110,12 +121,13 @@ def _values(tensor: Tensor) -> Iterator[float]:
         yield from (value for value in _IGNORED if value >= least)
 
 
-def _count(
-    part: Mapping[str, Tensor], graph: ModelGraph, loss_count: LossCount, buffers: Mapping[str, Tensor]
-) -> float:
-    """On the host: a value that is no label of the model's must not reach a device, where it may end more than this."""
+def _counted(part: Mapping[str, Tensor], samples: int, loss_count: LossCount, buffers: Mapping[str, Tensor]) -> int:
+    """How many of the statistics of some samples, their number left out, are not 0.
+
+    On the host: a value that is no label of the model's must not reach a device, where it may end more than this.
+    """
     on_host = {name: tensor.cpu() for name, tensor in part.items()}
-    return counts(graph.loss, [on_host], [1], loss_count, buffers)[0]
+    return int(loss_count.statistics(on_host, samples, buffers)[1:].count_nonzero())
 
 
 def _samples(source: BatchSource, graph: ModelGraph, places: Sequence[int]) -> dict[str, Tensor]:
