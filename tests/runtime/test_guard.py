@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -140,7 +141,12 @@ def nothing(batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> float
 
 
 def compared(
-    kind: type[Plain], *, graph: ModelGraph | None = None, count: LossCount | None = None, batch: Batch | None = None
+    kind: type[Plain],
+    *,
+    graph: ModelGraph | None = None,
+    count: LossCount | None = None,
+    batch: Batch | None = None,
+    budget_s: float = math.inf,
 ) -> tuple[Finding, ...]:
     """Of a module of that kind, by the capture of the plain one."""
     model, found = plain()
@@ -154,6 +160,7 @@ def compared(
         loss_count=count or found.loss_count,
         stage_programs=StageCutter(found, module) if graph is found.graph else None,
         device=CPU,
+        budget_s=budget_s,
     )
 
 
@@ -300,7 +307,7 @@ def test_rounding_is_no_disagreement() -> None:
     assert all(finding.agrees for finding in findings)
 
 
-def test_no_numbers_nothing_to_compare_and_a_failure_is_told() -> None:
+def test_without_numbers_or_time_there_is_nothing_to_compare_and_a_failure_is_told() -> None:
     batch = batch_of()
     batch["x"][:] = float("nan")
     assert compared(Plain, batch=batch) == ()
@@ -309,6 +316,8 @@ def test_no_numbers_nothing_to_compare_and_a_failure_is_told() -> None:
         def middle(self, h: Tensor) -> Tensor:
             raise RuntimeError("not today")
 
+    with pytest.raises(TimeoutError, match="it takes about"):
+        compared(Plain, budget_s=0.0)
     with pytest.raises(VerifyError, match=r"Plain fails on 5 samples.*RuntimeError: not today"):
         compared(Failing)
 

@@ -99,8 +99,11 @@ def _check(session: Session, captured: Captured, whole: WholeModel, budget_s: fl
     if why:
         return _left_out(why)
     try:
+        module = whole.build(device)
+    except Exception as error:  # noqa: BLE001  # a model need not be one that can be copied
+        return _left_out(f"it cannot be copied ({type(error).__name__}: {error})")
+    try:
         with torch.random.fork_rng(devices=[]):
-            module = whole.build(device)
             findings = compare_forms(
                 module,
                 as_source(whole.example, graph),
@@ -109,10 +112,11 @@ def _check(session: Session, captured: Captured, whole: WholeModel, budget_s: fl
                 stage_programs=StageCutter(captured, module),
                 device=device,
                 samples=samples,
+                budget_s=budget_s,
             )
     except torch.OutOfMemoryError:
         return _left_out(f"{session.cluster.devices[0].id} has too little memory for it")
-    except DataError as error:
+    except (DataError, TimeoutError) as error:
         return _left_out(str(error))
     if not findings:
         return _left_out("its loss or a gradient is not a number on the example")
@@ -134,7 +138,7 @@ def _affordable(session: Session, graph: ModelGraph, budget_s: float) -> tuple[i
     seconds = {n: _RUNS * (graph.flops_forward()(n) + graph.flops_backward()(n)) / rate for n in _SAMPLES}
     fitting = [n for n in _SAMPLES if seconds[n] <= budget_s]
     if not fitting:
-        return 0, f"it takes {format_seconds(seconds[least])} at least, and check_s is {format_seconds(budget_s)}"
+        return 0, f"it takes {format_seconds(seconds[least])} at least, and there are {format_seconds(budget_s)}"
     return fitting[0], ""
 
 

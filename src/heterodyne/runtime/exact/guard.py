@@ -6,10 +6,11 @@ and the captured graph cut in two, in the same parts. Losses and gradients of bo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Literal
 
 import torch
@@ -21,8 +22,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.model_output import LOSS
 from heterodyne.plan.lower import lower
-from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
+from heterodyne.runtime.exact.one_device import one_device_plan, places_to_cut
 from heterodyne.runtime.exact.small_batch import EMPTY, SmallBatch, small_batch
 from heterodyne.runtime.exact.verify import compare
 from heterodyne.runtime.meeting.communicator import Communicator
@@ -31,6 +31,7 @@ from heterodyne.runtime.stages.assembly import StagePrograms
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.runtime.worker import Worker
+from heterodyne.units import format_seconds
 
 __all__ = ["BAR", "Finding", "Form", "compare_forms"]
 
@@ -39,7 +40,7 @@ Form = Literal["parts", "cut"]
 """``parts``: the module, fed in parts of the batch. ``cut``: the captured graph in two stages, fed in the same parts."""
 
 _ROUNDINGS = 16.0
-_MOST_CUTS = 8
+_RUNS = 3  # in one piece, in parts, cut
 
 Gradients = dict[str, Tensor]
 
@@ -83,6 +84,7 @@ def compare_forms(
     stage_programs: StagePrograms | None,
     device: torch.device,
     samples: int = 5,
+    budget_s: float = inf,
 ) -> tuple[Finding, ...]:
     """Of the module in parts and, if that agrees, of the graph cut in two; nothing where the plain call gives no numbers.
 
@@ -90,9 +92,10 @@ def compare_forms(
         module: with weights, on the device; a copy, for its weights, gradients and buffers are written.
         source: a real batch, of which some samples are taken.
         stage_programs: cut the captured graph; None: there is none.
+        budget_s: about the seconds that there are.
 
-    Raises VerifyError if the module fails on these samples, DataError if none of them counts in the loss, and CaptureError for what
-    the runtime refuses in a module.
+    Raises TimeoutError if a plain call takes more than its part of these seconds, VerifyError if it fails on these samples, DataError
+    if none of them counts in the loss, and CaptureError for what the runtime refuses in a module.
     """
     _wake_zeros(module)
 
@@ -101,7 +104,7 @@ def compare_forms(
     for empty in EMPTY:
         batch = small_batch(source, graph, loss_count, buffers, samples, empty=empty)
         try:
-            found = _Forms(module, batch, graph, loss_count, stage_programs, device).compared()
+            found = _Forms(module, batch, graph, loss_count, stage_programs, device).compared(budget_s)
         except (DataError, VerifyError):
             if not batch.empty_first:
                 raise
@@ -134,7 +137,8 @@ class _Forms:
         self._order = _forward_order(graph, module)
         self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
-    def compared(self) -> tuple[Finding, ...]:
+    def compared(self, budget_s: float) -> tuple[Finding, ...]:
+        started_s = time.perf_counter()
         try:
             self._reference = self._plain()
         except (HeterodyneError, torch.OutOfMemoryError):
@@ -143,6 +147,9 @@ class _Forms:
             raise VerifyError(
                 f"{self._graph.name} fails on {self._batch.size} samples of the example batch with {type(error).__name__}: {error}"
             ) from error
+        needed_s = _RUNS * (time.perf_counter() - started_s)
+        if needed_s > budget_s:
+            raise TimeoutError(f"it takes about {format_seconds(needed_s)}, and there are {format_seconds(budget_s)}")
         if not self._finite:
             return ()
         findings = []
@@ -165,7 +172,7 @@ class _Forms:
 
     def _cut(self) -> Finding | None:
         """None if there is no place where the graph can be cut."""
-        for start in () if self._programs is None else _cuts(self._graph):
+        for start in () if self._programs is None else places_to_cut(self._graph):
             try:
                 return self._found("cut", partial(self._run, [0, start]))
             except PlanError:
@@ -181,7 +188,7 @@ class _Forms:
         kept = {name: parameter.detach().clone() for name, parameter in self._module.named_parameters()}
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for parameter in self._module.parameters():
+            for parameter in filter(Tensor.is_floating_point, self._module.parameters()):
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 parameter.mul_((1 + self._epsilon * signs).to(parameter))
         rounded = compare(*self._plain(), *self._reference)
@@ -244,7 +251,7 @@ class _Forms:
             name="one device",
             devices=(Device(id="this", kind="this", node="this", memory_bytes=0, backend=self._device.type),),
         )
-        plan = _plan(self._graph, cluster, starts, self._batch.parts)
+        plan = one_device_plan(self._graph, cluster, starts, self._batch.parts)
         program = lower(plan, self._graph, cluster, clip=False)
         with Communicator(rank=0, world_size=1, device=self._device) as alone:
             worker = Worker(
@@ -283,37 +290,6 @@ def _wake_zeros(module: nn.Module) -> None:
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.numel() and not parameter.any():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-
-
-def _plan(graph: ModelGraph, cluster: Cluster, starts: Sequence[int], parts: Sequence[int]) -> Plan:
-    """For one device: stages one after the other, one micro-batch at a time."""
-    (device,) = cluster.devices
-    stages = tuple(
-        Stage(ops=(start, stop), devices=(device.id,), regions=(Region(layout=Layout(shares=(1,))),))
-        for start, stop in zip(starts, [*starts[1:], len(graph.ops)], strict=True)
-    )
-    forwards = [[f"{stage}F{index}" for stage in range(len(stages))] for index in range(len(parts))]
-    backwards = [[f"{stage}B{index}" for stage in reversed(range(len(stages)))] for index in range(len(parts))]
-    order = [action for pair in zip(forwards, backwards, strict=True) for actions in pair for action in actions]
-    return Plan(
-        model=graph.fingerprint,
-        cluster=cluster.fingerprint,
-        global_batch_size=sum(parts),
-        pipelines=(Pipeline(micro_batches=MicroBatches(tuple(parts)), stages=stages, order=(" ".join(order),)),),
-    )
-
-
-def _cuts(graph: ModelGraph) -> list[int]:
-    """Where to try to cut, the border of blocks that is nearest to the middle of the work first."""
-    borders = [block.start for block in graph.blocks if block.start] or (
-        [len(graph.ops) // 2] if len(graph.ops) > 1 else []
-    )
-    done = 0.0
-    before = {}
-    for block in graph.blocks:
-        before[block.start] = done
-        done += float(graph.flops_forward(block)(1))
-    return sorted(borders, key=lambda start: abs(before.get(start, 0.0) - done / 2))[:_MOST_CUTS]
 
 
 def _forward_order(graph: ModelGraph, module: nn.Module) -> dict[str, int]:
