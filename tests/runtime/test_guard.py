@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,11 +164,20 @@ def compared(
     )
 
 
-@pytest.mark.parametrize("name", ["gpt", "mixed", "sum"])  # ties, an unused parameter, BatchNorm, a sum
-def test_what_is_exact_agrees_in_parts_and_cut(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [
+        ("gpt", ["parts", "cut"]),  # ties, an unused parameter
+        ("mixed", ["parts", "cut"]),  # BatchNorm and dropout
+        ("sum", ["parts", "cut"]),
+        ("terms", ["cut"]),  # denominators of their own, for which the module's own loss is no use in parts
+        ("similar", ["parts"]),  # samples that see each other, for which there are no parts and no cuts
+    ],
+)
+def test_what_is_exact_agrees_in_all_forms_that_plans_can_give_it(name: str, forms: list[str]) -> None:
     found = capture_of(name)
     case = build(found.graph, 4)
-    assert_agrees(found, case.module, case.batch)
+    assert_agrees(found, case.module, case.batch, forms)
 
 
 class Normed(nn.Module):
@@ -211,9 +220,9 @@ def forms_of(found: Captured, module: nn.Module, batch: Batch) -> tuple[Finding,
     )
 
 
-def assert_agrees(found: Captured, module: nn.Module, batch: Batch) -> None:
+def assert_agrees(found: Captured, module: nn.Module, batch: Batch, forms: Sequence[str] = ("parts", "cut")) -> None:
     findings = forms_of(found, module, batch)
-    assert [finding.form for finding in findings] == ["parts", "cut"]
+    assert [finding.form for finding in findings] == list(forms)
     for finding in findings:
         assert finding.agrees, words_of(finding, found.graph)
         assert finding.errors.keys() == {name for name, p in module.named_parameters() if p.requires_grad} - {"unused"}

@@ -23,7 +23,7 @@ from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.runtime.exact.disagreement import words_of
-from heterodyne.runtime.exact.guard import Finding, compare_forms
+from heterodyne.runtime.exact.guard import Finding, compare_forms, needs_graph
 from heterodyne.runtime.slices import as_source
 from heterodyne.search.planned import Strategy
 from heterodyne.units import format_bytes, format_seconds
@@ -121,10 +121,9 @@ def _check(session: Session, captured: Captured, whole: WholeModel, budget_s: fl
     if not findings:
         return _left_out("its loss or a gradient is not a number on the example")
     wrong = {finding.form: words_of(finding, graph) for finding in findings if not finding.agrees}
-    needs_graph = graph.loss.reduction == "terms"
-    if "parts" in wrong or (wrong and needs_graph):
+    if "parts" in wrong or (wrong and needs_graph(graph)):
         raise VerifyError(f"{' '.join(wrong.values())} {_LEAVE_OUT}")
-    return _verdict(findings, wrong.get("cut", ""), time.perf_counter() - started_s)
+    return _verdict(graph, findings, wrong.get("cut", ""), time.perf_counter() - started_s)
 
 
 def _affordable(session: Session, graph: ModelGraph, budget_s: float) -> tuple[int, str]:
@@ -160,9 +159,10 @@ def _left_out(why: str) -> Verdict:
     return Verdict(line=line, kept=False)
 
 
-def _verdict(findings: tuple[Finding, ...], cut: str, seconds: float) -> Verdict:
+def _verdict(graph: ModelGraph, findings: tuple[Finding, ...], cut: str, seconds: float) -> Verdict:
     agreeing = [finding for finding in findings if finding.agrees]
-    forms = " and ".join({"parts": "the module", "cut": "its graph cut in two"}[finding.form] for finding in agreeing)
+    words = {"parts": "its graph" if needs_graph(graph) else "the module", "cut": "its graph cut in two"}
+    forms = " and ".join(words[finding.form] for finding in agreeing)
     line = (
         f"checked in {format_seconds(seconds)}: fed {' + '.join(map(str, findings[0].parts))} samples, {forms} "
         f"{'give' if len(agreeing) > 1 else 'gives'} the loss and {len(findings[0].errors)} gradients of one plain call "

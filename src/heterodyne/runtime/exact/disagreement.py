@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.exact.guard import Finding
+from heterodyne.runtime.exact.guard import Finding, needs_graph
 
 __all__ = ["words_of"]
 
@@ -27,11 +27,14 @@ _AS_IT_IS = "let plans run the module as it is, with the strategy 'data'"
 
 def words_of(finding: Finding, graph: ModelGraph) -> str:
     """What differs and by how much, the lines of the model, and a way out. Raises nothing; the finding must disagree."""
-    fed = f"{sum(finding.parts)} samples in parts of {_list(finding.parts)}"
-    if finding.form == "parts":
-        return f"{graph.name} gives something else when it is fed {fed} than in one piece: {_what(finding, graph)} {_remedy(finding)}"
-    remedy = _CUT_REMEDY if graph.loss.reduction == "terms" else f"{_CUT_REMEDY}, or {_AS_IT_IS}"
-    return f"The captured graph of {graph.name}, cut in two and fed {fed}, is not the module: {_what(finding, graph)} {remedy}."
+    parts = f" in parts of {_list(finding.parts)}" if len(finding.parts) > 1 else ""
+    fed = f"fed {sum(finding.parts)} samples{parts}"
+    if finding.form == "parts" and not needs_graph(graph):
+        told = f"{graph.name} gives something else when it is {fed} than in one piece"
+        return f"{told}: {_what(finding, graph)} {_remedy(finding)}"
+    cut = "cut in two and " if finding.form == "cut" else ""
+    remedy = _CUT_REMEDY if needs_graph(graph) else f"{_CUT_REMEDY}, or {_AS_IT_IS}"
+    return f"The captured graph of {graph.name}, {cut}{fed}, is not the module: {_what(finding, graph)} {remedy}."
 
 
 def _remedy(finding: Finding) -> str:

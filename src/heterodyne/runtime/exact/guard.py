@@ -33,11 +33,12 @@ from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.runtime.worker import Worker
 from heterodyne.units import format_seconds
 
-__all__ = ["BAR", "Finding", "Form", "compare_forms"]
+__all__ = ["BAR", "Finding", "Form", "compare_forms", "needs_graph"]
 
 BAR = 1e-5
 Form = Literal["parts", "cut"]
-"""``parts``: the module, fed in parts of the batch. ``cut``: the captured graph in two stages, fed in the same parts."""
+"""``parts``: the module, fed in parts of the batch (where samples see each other in the loss: the graph in their place, in one part).
+``cut``: the captured graph in two stages, fed in the same parts."""
 
 _ROUNDINGS = 16.0
 _RUNS = 3  # in one piece, in parts, cut
@@ -116,6 +117,11 @@ def compare_forms(
     return findings
 
 
+def needs_graph(graph: ModelGraph) -> bool:
+    """Whether every plan runs the captured graph, for the loss of the module itself would be that of a part."""
+    return graph.loss.reduction in ("terms", "coupled")
+
+
 class _Forms:
     """The forms of one module on one batch, and the plain call that they are compared with."""
 
@@ -167,12 +173,14 @@ class _Forms:
         return isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
 
     def _in_parts(self) -> Finding | None:
-        """None where the graph runs in the place of the module under every plan."""
+        """None where the terms of the loss have denominators of their own: then the graph is what runs, and the cut shows it."""
         return None if self._graph.loss.reduction == "terms" else self._found("parts", partial(self._run, [0]))
 
     def _cut(self) -> Finding | None:
         """None if there is no place where the graph can be cut."""
-        for start in () if self._programs is None else places_to_cut(self._graph):
+        if self._programs is None or self._graph.loss.reduction == "coupled":
+            return None
+        for start in places_to_cut(self._graph):
             try:
                 return self._found("cut", partial(self._run, [0, start]))
             except PlanError:

@@ -56,12 +56,14 @@ def small_batch(
 
     Where what the loss counts depends on the data, the first sample is one that counts nothing, as far as ``empty`` wants it. Where
     samples are mixed (BatchNorm), parts repeat the same samples, so that all of them have the same statistics; if they are dropped
-    out too, there is one part. Raises DataError if no sample counts.
+    out too, or see each other in the loss, there is one part. Raises DataError if no sample counts.
     """
     if graph.batch_statistics:
         return _repeated(source, graph)
     places = [place % source.size for place in range(samples)]
     parts = (1, 1, samples - 2) if samples > 3 else (1, samples - 1)
+    if graph.loss.reduction == "coupled":
+        return SmallBatch(tensors=_samples(source, graph, places), parts=(samples,))
     if not loss_count.counts_data:
         return SmallBatch(tensors=_samples(source, graph, places), parts=parts)
     looked_at = range(min(source.size, _MOST_LOOKED_AT))
@@ -136,6 +138,6 @@ def _samples(source: BatchSource, graph: ModelGraph, places: Sequence[int]) -> d
 
 def _repeated(source: BatchSource, graph: ModelGraph) -> SmallBatch:
     few = [place % source.size for place in range(_OF_STATISTICS)]
-    if graph.random:
+    if graph.random or graph.loss.reduction == "coupled":
         return SmallBatch(tensors=_samples(source, graph, few), parts=(_OF_STATISTICS,))
     return SmallBatch(tensors=_samples(source, graph, few * 3), parts=(_OF_STATISTICS, 2 * _OF_STATISTICS))
