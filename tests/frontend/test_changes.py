@@ -79,6 +79,28 @@ def test_running_statistics_are_known_for_batch_norm_alone(module: nn.Module, re
         capture(Normed(), {"x": torch.zeros(2, 4, 5)})
 
 
+class Counts(nn.Module):
+    def __init__(self, cached: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls, self.longest, self.cached = 0, 0, cached
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cached:
+            self.longest = max(self.longest, x.shape[1])
+        else:
+            self.calls += 1
+        return (self.linear(x) / (1 + self.calls + self.longest)).pow(2).mean()
+
+
+def test_a_counter_in_python_is_refused_with_its_line_and_a_cache_is_not() -> None:
+    with pytest.raises(CaptureError, match=r"test_changes.py:\d+: self.calls \+= 1\nforward changes 'calls'"):
+        capture(Counts(cached=False), {"x": torch.zeros(2, 4)})
+    model = Counts(cached=True)
+    capture(model, {"x": torch.zeros(2, 4)})
+    assert model.longest == 0
+
+
 def test_tensors_that_are_made_in_forward_may_change() -> None:
     class Fills(nn.Module):
         def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,10 @@ def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tens
         "marked": _marked,
         "resnet": _resnet,
         "mixed": _mixed,
+        "custom": _custom,
+        "pairs": _pairs,
+        "transformer": _transformer,
+        "attention": _attention,
         "sum": _sum,
         "weighted": _weighted,
         "t5": _t5,
@@ -213,6 +217,108 @@ class MarkedClassifier(nn.Module):
             hidden = self.drop(F.relu(self.mix(hidden)))
         with hd.split(3):
             return F.cross_entropy(self.head(hidden), labels, label_smoothing=0.1)
+
+
+class Reversed(torch.autograd.Function):
+    """The gradient, reversed and bounded; a straight-through estimate forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient.clamp(-0.01, 0.01)
+
+
+class Custom(nn.Module):
+    """A backward that no graph of the forward shows: a function and hooks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.layers[1].register_full_backward_hook(lambda module, into, out: (into[0] * 1.5,))
+        self.layers[1].register_full_backward_pre_hook(lambda module, out: (out[0].clamp(-0.02, 0.02),))
+
+    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
+        hidden: Tensor = Reversed.apply(3 * self.layers[0](points))  # type: ignore[no-untyped-call]
+        hidden = self.layers[1](hidden)
+        hidden.register_hook(lambda gradient: gradient.sign() * gradient**2)
+        return F.cross_entropy(self.layers[2](hidden), labels)
+
+
+def _custom(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    labels = torch.randint(0, 4, (samples,))
+    labels[::3] = -100
+    return Custom(), {"points": torch.randn(samples, 4), "labels": labels}
+
+
+class Pairs(nn.Module):
+    """Two inputs of one batch, joined for the network and taken apart again, as preferences are learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 1))
+
+    def forward(self, chosen: Tensor, rejected: Tensor, labels: Tensor) -> Tensor:
+        better, worse = self.layers(torch.cat([chosen, rejected])).squeeze(-1).chunk(2)
+        return -F.logsigmoid((better - worse) * labels).mean()
+
+
+def _pairs(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    inputs = {"chosen": torch.randn(samples, 4), "rejected": torch.randn(samples, 4)}
+    return Pairs(), {**inputs, "labels": torch.randn(samples)}
+
+
+class Stock(nn.Module):
+    """nn.Transformer, with a causal mask, padding and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 12)
+        self.transformer = nn.Transformer(12, 6, 1, 1, 24, batch_first=True)
+        self.head = nn.Linear(12, 11)
+
+    def forward(self, ids: Tensor, padding: Tensor, labels: Tensor) -> Tensor:
+        causal = self.transformer.generate_square_subsequent_mask(labels.shape[1])
+        inside = self.tokens(ids), self.tokens(labels.clamp(min=0))
+        hidden = self.transformer(*inside, tgt_mask=causal, tgt_is_causal=True, src_key_padding_mask=padding)
+        return F.cross_entropy(self.head(hidden).transpose(1, 2), labels)
+
+
+class StockLayers(nn.Module):
+    """An encoder layer with norms first, the batch in dim 1 and no masks, a decoder layer, and attention that returns its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 12)
+        self.encoder = nn.TransformerEncoderLayer(12, 6, 24, dropout=0.0, activation="gelu", norm_first=True)
+        self.decoder = nn.TransformerDecoderLayer(12, 3, 18, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(12, 6, batch_first=True)
+        self.head = nn.Linear(12, 11)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.encoder(self.tokens(ids).transpose(0, 1)).transpose(0, 1)
+        hidden = self.decoder(self.tokens(labels.clamp(min=0)), hidden)
+        hidden, weights = self.attention(hidden, hidden, hidden)
+        return F.cross_entropy((self.head(hidden) + weights.sum(1)[..., None]).transpose(1, 2), labels)
+
+
+def _texts(samples: int) -> dict[str, Tensor]:
+    labels = torch.randint(0, 11, (samples, 5))
+    labels[::3, 2:] = -100
+    return {"ids": torch.randint(0, 11, (samples, 5)), "labels": labels}
+
+
+def _transformer(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    padding = torch.zeros(samples, 5, dtype=torch.bool)
+    padding[1::2, 3:] = True
+    texts = _texts(samples)
+    return Stock(), {"ids": texts["ids"], "padding": padding, "labels": texts["labels"]}
+
+
+def _attention(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return StockLayers(), _texts(samples)
 
 
 def _marked(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -88,6 +88,13 @@ def test_batch_norm_sees_the_micro_batch_of_all_ranks(pool: Pool, name: str, sha
         assert all(error <= BAR for _, error in errors), errors
 
 
+def test_a_backward_of_its_own_is_exact_where_the_module_runs(pool: Pool) -> None:
+    graph = captured("custom")
+    assert len(graph.module_only) == 4
+    for errors in pool.run(3, errors_of, graph, ((3, 2), (1,), (4,)), 2000, torch.float32):
+        assert all(error <= BAR for _, error in errors), errors
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_in_double_precision_only_rounding_is_left(pool: Pool, name: str) -> None:
     shares = ((3, 2), (1, 1), (), None, (2, 4))

@@ -37,6 +37,16 @@ def test_terms_with_denominators_of_their_own(pool: Pool, name: str) -> None:
         assert worst[1] <= BAR, (kind, worst)
 
 
+def test_joined_inputs(pool: Pool) -> None:
+    """Data parallel, and cut where the halves are still joined: a stage of one device has whole micro-batches."""
+    graph = captured("pairs")
+    kinds = spreads(len(graph.ops))
+    for kind in ("data", "pipeline", "mixed"):
+        found = pool.run(kinds[kind].world, errors_of, graph, kinds[kind])
+        worst = max((error for of_rank in found for error in of_rank), key=lambda entry: entry[1])
+        assert worst[1] <= BAR, (kind, worst)
+
+
 def evaluated(world: World, name: str) -> tuple[float, float]:
     """The loss of a batch in eval mode over two ranks, and by the module alone."""
     case = build(captured(name), 7)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from heterodyne.errors import CaptureError, HeterodyneError
 from heterodyne.frontend import capture
-from heterodyne.runtime.exact.dropout import SampleDropout, require_samples_own_draws, splitmix64
+from heterodyne.runtime.exact.dropout import SampleDropout, splitmix64
 
 CPU = torch.device("cpu")
 
@@ -256,22 +256,29 @@ class Draws(nn.Module):
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_covered_is_known_from_the_graph(name: str) -> None:
-    graph = capture(Draws(lambda x: DRAWS[name](x).mean(1, keepdim=True)), {"x": torch.zeros(3, 4)})
-    assert graph.random
-    require_samples_own_draws(graph)
+    assert capture(Draws(lambda x: DRAWS[name](x).mean(1, keepdim=True)), {"x": torch.zeros(3, 4)}).random
 
 
 @pytest.mark.parametrize(
     ("draw", "said"),
     [
         (nn.RReLU(), r"aten\.rrelu\S* draws random numbers that cannot be made"),
-        (lambda x: x[torch.randperm(x.shape[0])], r"aten\.randperm\S* draws random numbers that cannot be made"),
-        (lambda x: nn.functional.dropout(torch.ones(4)), "whose first dim is not the samples"),
+        (lambda x: x[torch.randperm(x.shape[0])], r"aten\.randperm\S* shuffles the samples of a batch"),
+        (lambda x: nn.functional.dropout(torch.ones(4)), "that all samples share"),
+        (
+            lambda x: torch.randn(1, 4),
+            r"test_dropout.py:\d+: aten\.randn\S* draws random numbers that all samples share",
+        ),
+        (lambda x: nn.functional.dropout(x.T).T, "whose first dim is not the samples"),
+        (
+            lambda x: nn.functional.dropout(torch.cat([x, x], 0))[: len(x)],
+            "not known to be in the order of the samples",
+        ),
     ],
 )
 def test_other_random_ops_are_refused(draw: Callable[[Tensor], Tensor], said: str) -> None:
     with pytest.raises(CaptureError, match=said):
-        require_samples_own_draws(capture(Draws(draw), {"x": torch.zeros(3, 4)}))
+        capture(Draws(draw), {"x": torch.zeros(3, 4)})
 
 
 def test_a_tensor_that_does_not_begin_with_the_samples_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor, fx, nn
 
@@ -10,7 +12,7 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.faults import line_of
 
-__all__ = ["refuse_changes", "refuse_new_buffers"]
+__all__ = ["numbers_of", "refuse_changes", "refuse_counters", "refuse_new_buffers"]
 
 _WHY = (
     "which the model keeps for the next forward. Each device sees only its own samples, in micro-batches of its own, so the copies would "
@@ -37,6 +39,46 @@ def refuse_new_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
     for name, tensor in after.items():
         if name in before and before[name] is not tensor:
             raise CaptureError(f"forward changes {name!r} (it sets another tensor in its place), {_WHY}")
+
+
+def numbers_of(model: nn.Module) -> dict[tuple[str, str], object]:
+    """The numbers and words that its modules keep as plain attributes, by the path of the module and the name."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str)
+    }
+
+
+def refuse_counters(model: nn.Module, changed: Collection[tuple[str, str]], run: Callable[[], object]) -> None:
+    """Raise CaptureError, with the line, if each forward changes a plain attribute. What only the first one sets (a cache) may be.
+
+    Args:
+        changed: the attributes that a forward has changed.
+        run: runs a forward.
+    """
+    if not changed:
+        return
+    run()
+    first = numbers_of(model)
+    run()
+    second = numbers_of(model)
+    for path, name in changed:
+        if second.get((path, name)) != first.get((path, name)):
+            place = f"{line}\n" if (line := _line_that_sets(type(model.get_submodule(path)), name)) else ""
+            raise CaptureError(f"{place}forward changes {f'{path}.{name}' if path else name!r}, {_WHY}")
+
+
+def _line_that_sets(made: type, name: str) -> str:
+    """The line of a class that changes an attribute; "" if nobody knows."""
+    try:
+        filename, (lines, first) = inspect.getsourcefile(made), inspect.getsourcelines(made)
+    except (OSError, TypeError):
+        return ""
+    sets = re.compile(rf"self\.{re.escape(name)}\s*([-+*/]|//)?=(?!=)")
+    places = [number for number, text in enumerate(lines) if sets.search(text)]
+    return f"{filename}:{first + places[-1]}: {lines[places[-1]].strip()}" if places else ""
 
 
 def _statistics(node: fx.Node) -> list[fx.Node]:

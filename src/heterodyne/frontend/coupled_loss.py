@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.annotations import read_annotations
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
-from heterodyne.frontend.coupling import couplings, mixed
+from heterodyne.frontend.coupling import couplings, mixed, refuse_sizes
 from heterodyne.frontend.describe import random_ops
 from heterodyne.frontend.export import Traced, is_op, tensors_of
 from heterodyne.frontend.faults import line_of
@@ -140,7 +140,7 @@ def coupled_loss(traced: Traced, cause: CaptureError) -> CoupledLoss:
     """Where the samples of a graph meet. Raises ``cause``, what else is wrong with such a loss, where it cannot be cut there."""
     walk = Walk(traced)
     from_inputs = _descendants(traced)
-    met = {node for node, _ in couplings(traced, walk.from_batch, ())}
+    met = {node for node, _ in couplings(traced, ())}
     order = samples_in(traced.graph)
     tail: set[fx.Node] = set()
     sums: dict[fx.Node, Literal["sum", "mean"]] = {}
@@ -170,6 +170,7 @@ def coupled_loss(traced: Traced, cause: CaptureError) -> CoupledLoss:
         if samples is None or samples.dim is None or not samples.ordered:
             raise cause
         meetings.append(Meeting(node=node, kind="rows", dim=samples.dim, rows=samples.rows))
+    refuse_sizes(traced, [meeting.node for meeting in meetings], ())  # the tail has the whole batch
     return CoupledLoss(meetings=tuple(meetings), tail=frozenset(tail))
 
 

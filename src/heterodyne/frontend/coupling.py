@@ -1,6 +1,6 @@
 """Samples that see each other: what no weighting of the parts of a batch can serve, since each device has its own samples.
 
-The shapes tell. An op that reads samples, and gives one thing for all of them, something for each pair, or a number of things
+The shapes show it. An op that reads samples, and gives one thing for all of them, something for each pair, or a number of things
 that is not in proportion to theirs, has mixed them; so has one that works along the dim in which the samples lie. What the
 loss itself sums over the samples is known by then (``passed``), and BatchNorm is served by the runtime.
 
@@ -12,18 +12,20 @@ capacity of an expert depends on who else is there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx
 
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
+from heterodyne.frontend.batch_values import BatchValues, Dependence, batch_values
 from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.faults import line_of
+from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import degree, proportional, size_of
 
-__all__ = ["CoupledError", "coupled", "couplings", "mixed", "refuse_coupling"]
+__all__ = ["CoupledError", "coupled", "couplings", "mixed", "refuse_coupling", "refuse_sizes"]
 
 # Each element of their result depends on others along ``dim`` (``dims``).
 _ALONG = frozenset({
@@ -31,6 +33,9 @@ _ALONG = frozenset({
     "sort", "argsort", "topk",
 })  # fmt: skip
 _SORTS = frozenset({"sort", "argsort"})
+_ELEMENTWISE = frozenset({
+    "add", "add_", "addcmul", "div", "div_", "l1_loss", "maximum", "minimum", "mse_loss", "mul", "mul_", "sub", "sub_", "where",
+})  # fmt: skip
 _KEEPS = frozenset({"clone", "contiguous", "expand", "flatten", "reshape", "squeeze", "to", "unsqueeze", "view"})
 _PUTS = frozenset({"index_put", "index_put_", "scatter", "scatter_"})
 _COMPARES = frozenset({"lt", "le", "gt", "ge"})
@@ -45,32 +50,69 @@ class CoupledError(CaptureError):
 _COUNTING = frozenset({"histc"})  # returns floats that are whole numbers
 
 
-def refuse_coupling(traced: Traced, from_batch: Collection[fx.Node], passed: Collection[fx.Node]) -> None:
-    """Raise CoupledError, with the line, if something on the way to the loss lets the samples of a batch see each other."""
-    for _, error in couplings(traced, from_batch, passed):
+def refuse_coupling(traced: Traced, passed: Collection[fx.Node]) -> None:
+    """Raise, with the line, if a part of the batch would have another loss than it has in the whole batch.
+
+    Args:
+        passed: nodes that the reader of the loss answers for.
+
+    Raises CoupledError for samples that see each other, CaptureError for numbers and places of samples as values.
+    """
+    for _, error in couplings(traced, passed):
         raise error
+    refuse_sizes(traced, [traced.loss], passed)
 
 
-def couplings(
-    traced: Traced, from_batch: Collection[fx.Node], passed: Collection[fx.Node]
-) -> Iterator[tuple[fx.Node, CoupledError]]:
+def refuse_sizes(traced: Traced, results: Iterable[fx.Node], passed: Collection[fx.Node]) -> None:
+    """Raise CaptureError, with the line, if results depend on the number of the samples or on their places."""
+    values = batch_values(traced, known=passed)
+    for node in leading_to(results):
+        if node.op == "call_function":
+            _refuse_size(node, values, passed)
+
+
+def couplings(traced: Traced, passed: Collection[fx.Node]) -> Iterator[tuple[fx.Node, CoupledError]]:
     """The ops on the way to the loss that let the samples see each other, and what to say of each."""
     places = _places(traced)
+    values = batch_values(traced, known=passed)
+    of_samples = values.samples | values.random
+    order = samples_in(traced.graph)
     for node in leading_to([traced.loss]):
         name = operator_name(node)
-        if node not in from_batch or node.op != "call_function" or "batch_norm" in name or name in _COUNTING:
+        if node not in of_samples or node.op != "call_function" or "batch_norm" in name or name in _COUNTING:
             continue
         tensors = [tensor for tensor in tensors_of(node) if tensor.is_floating_point()]
-        read = [t for n in node.all_input_nodes if n in from_batch for t in tensors_of(n) if t.is_floating_point()]
+        read = [t for n in node.all_input_nodes if n in of_samples for t in tensors_of(n) if t.is_floating_point()]
         reads_samples = any(degree(tensor) > 0 for tensor in read)
         one_for_all = reads_samples and node not in passed and any(degree(tensor) == 0 for tensor in tensors)
         along = _along_the_samples(node)
         if along and not tensors:
             yield node, _counted(node, "goes along the samples of a batch")
-        elif along or one_for_all or any(mixed(tensor) for tensor in tensors):
+        elif along or one_for_all or any(mixed(tensor) for tensor in tensors) or _joins_others(node, order):
             yield node, coupled(node)
         elif name in _COMPARES and places.intersection(node.all_input_nodes):
             yield node, _counted(node, "compares places in the order of all samples")
+
+
+def _refuse_size(node: fx.Node, values: BatchValues, passed: Collection[fx.Node]) -> None:
+    """What a part of the batch computes from its own number of samples, or from their places in it, is not what the whole batch has."""
+    found = values.dependent.get(node)
+    if found is None and node in passed:
+        found = next((Dependence(on="place", cause=n) for n in node.all_input_nodes if n in values.places), None)
+    if found is None:
+        return
+    place = f"{line}\n" if (line := line_of(found.cause, full=True)) else ""
+    if found.on == "size":
+        raise CaptureError(
+            f"{place}{found.cause.target} computes with the number of samples in the batch, and the devices each see only a part of "
+            "them, so its result would follow the plan. Give the model a constant when it is built; where the loss is averaged, "
+            "divide only in its last step (.mean(), or .sum() / x.shape[0])."
+        )
+    raise CaptureError(
+        f"{place}{found.cause.target} computes with the places of the samples in the batch, and the devices each number their own samples "
+        "from 0. Pass such numbers as an input of the batch, one a sample. torch.arange(x.shape[0]) may only choose a sample's own row, "
+        "as in hidden[torch.arange(x.shape[0]), last]."
+    )
 
 
 def coupled(node: fx.Node) -> CoupledError:
@@ -113,6 +155,17 @@ def _places(traced: Traced) -> set[fx.Node]:
 def _is_order(node: fx.Node) -> bool:
     """Of what ``sort`` returns the second; the first is what was sorted."""
     return node.target is operator.getitem and bool(node.args[1] == 1)
+
+
+def _joins_others(node: fx.Node, order: Mapping[fx.Node, Samples]) -> bool:
+    """Whether a row holds elements of several samples, or is joined with a row of another sample."""
+    if node in order and order[node].mixed:
+        return True
+    if operator_name(node) not in _ELEMENTWISE:
+        return False
+    read = [(n, order[n]) for n in node.all_input_nodes if n in order and order[n].groups and not order[n].made]
+    places = {(at.dim - n.meta["val"].dim(), at.rows, at.groups) for n, at in read if at.dim is not None}
+    return len({place[:2] for place in places}) < len(places)
 
 
 def mixed(tensor: Tensor) -> bool:

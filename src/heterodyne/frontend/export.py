@@ -11,8 +11,8 @@ import io
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,13 +25,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from heterodyne.annotate import capturing
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.annotations import Annotations, read_annotations
-from heterodyne.frontend.changes import refuse_changes, refuse_new_buffers
+from heterodyne.frontend.changes import numbers_of, refuse_changes, refuse_counters, refuse_new_buffers
 from heterodyne.frontend.example import Example, trace_sizes
-from heterodyne.frontend.faults import explain, line_that_fixed_a_size, refuse_unknown_sizes
+from heterodyne.frontend.faults import explain, line_of, line_that_fixed_a_size, refuse_unknown_sizes
+from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.skeleton import skeleton
+from heterodyne.graph import ModuleOnly
 from heterodyne.model_output import loss_of
 
-__all__ = ["Region", "Role", "Traced", "export", "is_op", "region_of"]
+__all__ = ["Region", "Role", "Traced", "export", "is_op", "quiet", "region_of"]
 
 _REGION = "heterodyne_region"
 _PREFIX = "model."
@@ -55,7 +57,8 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """The flat graph. ``model`` is the skeleton that was traced, ``aliases`` the names tied to a canonical one."""
+    """The flat graph. ``model`` is the skeleton that was traced, ``aliases`` the names tied to a canonical one; ``module_only``: what
+    the backward of the module does and that of the graph does not."""
 
     model: nn.Module
     graph: fx.Graph
@@ -66,6 +69,7 @@ class Traced:
     loss: fx.Node
     ops: tuple[fx.Node, ...]
     annotations: Annotations
+    module_only: tuple[ModuleOnly, ...] = ()
 
     def module_of(self, node: fx.Node) -> str:
         """The path of the module that called the op, "" for the model itself."""
@@ -76,10 +80,20 @@ class Traced:
 class _LossOnly(nn.Module):
     """The model, with its loss alone as output: the other outputs may be of types that cannot be exported."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str] | None, note: Callable[[ShapeEnv], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        note: Callable[[ShapeEnv], None],
+        watch: BackwardWatch,
+        changed: set[tuple[str, str]],
+    ) -> None:
         super().__init__()
+        self._follows = example.follows
+        self._watch = watch
+        self._changed = changed
         self.model = model
-        self._names = names
+        self._names = example.names if example.keywords else None
         self._note = note
 
     def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
@@ -87,10 +101,21 @@ class _LossOnly(nn.Module):
             sizes: list[Any] = [size for tensor in batch for size in tensor.shape if not isinstance(size, int)]
             for size in sizes:
                 self._note(size.node.shape_env)
+        first, *others = [tensor for tensor, follows in zip(batch, self._follows, strict=True) if follows]
+        assert all(other.shape[0] == first.shape[0] for other in others)  # the trace notes that it is one size
         before = dict(self.model.named_buffers())
+        if torch.compiler.is_dynamo_compiling():
+            return self.loss(batch)
+        numbers = numbers_of(self.model)
+        with self._watch:
+            loss = self.loss(batch)
+        self._changed.update(key for key, value in numbers_of(self.model).items() if numbers.get(key, value) != value)
+        self._watch.look_at(loss)
+        refuse_new_buffers(before, dict(self.model.named_buffers()))
+        return loss
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
         output = self.model(*batch) if self._names is None else self.model(**dict(zip(self._names, batch, strict=True)))
-        if not torch.compiler.is_dynamo_compiling():
-            refuse_new_buffers(before, dict(self.model.named_buffers()))
         return loss_of(output)
 
 
@@ -102,7 +127,9 @@ def export(model: nn.Module, example: Example) -> Traced:
         mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
         copy = skeleton(model, mode)
         shapes: list[ShapeEnv] = []  # where torch.export notes what the trace assumed of the sizes
-        wrapped = _LossOnly(copy, example.names if example.keywords else None, shapes.append)
+        watch = BackwardWatch()
+        changed: set[tuple[str, str]] = set()  # plain attributes of the modules, which torch.export sets back
+        wrapped = _LossOnly(copy, example, shapes.append, watch, changed)
         wrapped.training = model.training
         try:
             program = _export(wrapped, example, mode, size, strict)
@@ -111,20 +138,31 @@ def export(model: nn.Module, example: Example) -> Traced:
         except Exception as error:  # noqa: BLE001  # torch.export lets through whatever the model raised; explained below
             first = first or (error, line_that_fixed_a_size(shapes))
         else:
-            return _flatten(program, copy, example)
+            _refuse_counters(wrapped, changed, example, mode, size)
+            return replace(_flatten(program, copy, example), module_only=(*hooks_of(model), *watch.noted.values()))
     assert first is not None
     cause, line = first
     raise explain(cause, model, line) from cause
 
 
+def _refuse_counters(
+    wrapped: _LossOnly, changed: Collection[tuple[str, str]], example: Example, mode: FakeTensorMode, size: int
+) -> None:
+    def run() -> None:
+        with mode, torch.no_grad(), capturing(), quiet():
+            wrapped.loss(example.fake(mode, size))
+
+    refuse_counters(wrapped.model, changed, run)
+
+
 def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: int, strict: bool) -> ExportedProgram:
     dims = tuple({0: Dim.DYNAMIC} if follows else {} for follows in example.follows)
-    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), capturing(), _quiet():
+    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), capturing(), quiet():
         return torch.export.export(wrapped, (example.fake(mode, size),), dynamic_shapes=(dims,), strict=strict)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep back what torch.export logs, warns and prints: what matters of it goes into the CaptureError."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -148,6 +186,7 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
     while _inline_one(graph, root):
         pass
     _drop_bookkeeping(graph)
+    _refuse_functions(graph)
     refuse_unknown_sizes(graph)
     refuse_changes(graph, {node: role.name for node, role in roles.items() if role.kind != "input"}, model)
     (results,) = graph.output_node().args
@@ -257,6 +296,16 @@ def _inline(graph: fx.Graph, root: nn.Module, node: fx.Node, body: Any, operands
     graph.erase_node(node)
     if not body.users:
         graph.erase_node(body)
+
+
+def _refuse_functions(graph: fx.Graph) -> None:
+    """A custom autograd.Function in a model that only torch.export's strict mode can trace: it is a sub-graph there."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
+        place = f"{line}\n" if (line := line_of(node, full=True)) else ""
+        raise CaptureError(
+            f"{place}the model has an autograd.Function with a backward of its own, in a forward that torch.export can only follow in its "
+            "strict mode. Give the operator a registered gradient instead (torch.library.custom_op and register_autograd)."
+        )
 
 
 def _drop_bookkeeping(graph: fx.Graph) -> None:

@@ -17,7 +17,7 @@ import heterodyne
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.sizes import size_of
 
-__all__ = ["explain", "files_of", "line_of", "line_that_fixed_a_size", "refuse_unknown_sizes"]
+__all__ = ["explain", "files_of", "line_now", "line_of", "line_that_fixed_a_size", "refuse_unknown_sizes"]
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(heterodyne.__file__).parent))
 
@@ -26,6 +26,10 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _DATA_DEPENDENT = (
     "it needs the value of a tensor, and a trace has none: an `if` or `while` on a tensor, .item(), .tolist(), int() or float() of one. "
     "Use torch.where for the choice, keep numbers as tensors, or compute them when the model is built."
+)
+_CAUSAL = (
+    "torch.nn compares the mask with a causal one, and a trace has no values. Say whether it is causal: pass is_causal=True or False to "
+    "nn.TransformerEncoder (mask_is_causal to nn.TransformerDecoder's memory), src_is_causal and tgt_is_causal to nn.Transformer."
 )
 _NUMPY = "it leaves PyTorch for numpy. Use the torch function of the same purpose."
 _BATCH = (
@@ -90,6 +94,12 @@ def files_of(node: fx.Node) -> frozenset[str]:
     return frozenset(filename for filename, _ in named if not _is_foreign(filename))
 
 
+def line_now() -> str:
+    """The deepest line of the model among those that run at this moment, with path and text; "" if there is none."""
+    own = [f for f in traceback.extract_stack() if not _is_foreign(f.filename) and "site-packages" not in f.filename]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
 def _symbolic_sizes(node: fx.Node) -> Iterator[int | torch.SymInt]:
     value = node.meta.get("val")
     for tensor in value if isinstance(value, tuple | list) else [value]:
@@ -104,6 +114,8 @@ def _is_foreign(filename: str) -> bool:
 
 def _reason(error: BaseException) -> str:
     kind, text = type(error).__name__, str(error)
+    if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
+        return _CAUSAL
     if (
         "DataDependent" in kind
         or "GuardOnDataDependent" in text

@@ -128,7 +128,7 @@ def read_loss(traced: Traced) -> LossReading:
     found = walk.reduction(traced.loss)
     if found.kind == "constant":
         raise CaptureError("the loss does not depend on the batch; there is nothing to train on")
-    refuse_coupling(traced, walk.from_batch, walk.passed)
+    refuse_coupling(traced, walk.passed)
     return LossReading(reduction=found, divisions=tuple(walk.divisions), shares=tuple(walk.shares))
 
 

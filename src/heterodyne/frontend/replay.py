@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from heterodyne.frontend.export import Traced, region_of
+from heterodyne.errors import CaptureError
+from heterodyne.frontend.export import Traced, quiet, region_of
+from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.sizes import fit
 from heterodyne.graph import Size
 
@@ -36,7 +38,8 @@ class Observed:
 
 def observe(traced: Traced) -> dict[fx.Node, Observed]:
     """Run the graph forward at a few batch sizes; one observation for each node that returns tensors."""
-    runs = {batch: _Replay(traced, batch).observations() for batch in _BATCHES}
+    with quiet():
+        runs = {batch: _Replay(traced, batch).observations() for batch in _BATCHES}
     first = runs[_BATCHES[0]]
     return {
         node: Observed(
@@ -51,6 +54,7 @@ class _Replay(fx.Interpreter):
 
     def __init__(self, traced: Traced, batch: int) -> None:
         super().__init__(traced.root, garbage_collect_values=False, graph=traced.graph)
+        self.extra_traceback = False  # `_failed` names the line
         self._traced = traced
         self._batch = batch
         self._known: set[int] = set()  # storages that stay alive anyway, or that are already counted
@@ -73,7 +77,10 @@ class _Replay(fx.Interpreter):
             return super().run_node(n)
         self._saved = 0
         with torch.set_grad_enabled(region_of(n).grad):
-            value = super().run_node(n)
+            try:
+                value = super().run_node(n)
+            except Exception as error:
+                raise _failed(n, self._batch, error) from error
         tensors = [v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, Tensor)]
         if tensors:
             storages = [_storage(tensor) for tensor in tensors]
@@ -107,6 +114,15 @@ class _Replay(fx.Interpreter):
             self._saved += tensor.untyped_storage().nbytes()
             self._alive.append(tensor)
         return tensor
+
+
+def _failed(node: fx.Node, batch: int, error: Exception) -> CaptureError:
+    place = f"{line}\n" if (line := line_of(node, full=True)) else ""
+    said = str(error).strip().partition("\n")[0]
+    return CaptureError(
+        f"{place}{node.target} fails for a batch of {batch} samples ({said}). Each device has some of the samples, so a model must "
+        "take any number of them: take sizes from x.shape, and let no op ask for a number of samples."
+    )
 
 
 def _storage(tensor: Tensor) -> int:

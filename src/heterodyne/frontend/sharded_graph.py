@@ -204,7 +204,8 @@ class _ShardedWriter(Writer):
         wanted = _SHAPES.get(name)
         if wanted is None:
             return
-        dim = layout.dim - (_whole_number(argument(node, "dim"), node) if name == "unflatten" else 0)
+        first = _first_of_sizes(node) if name == "unflatten" else 0
+        dim = layout.dim - first
         names = [declared.name for declared in node.target._schema.arguments]  # type: ignore[union-attr]  # `_operands` has asserted it
         at = names.index(wanted)
         shape = list(copy.args[at] if at < len(copy.args) else copy.kwargs[wanted])  # type: ignore[arg-type]
@@ -303,7 +304,11 @@ def _name_ones(node: fx.Node, copy: fx.Node) -> None:
     copy.target, copy.args = torch.ops.aten.squeeze.dims, (copy.args[0], gone)
 
 
-def _whole_number(value: Any, node: fx.Node) -> int:
-    if not isinstance(value, int):
-        raise PlanError(f"{node.name}: {value!r} is no dim")
-    return value % max(1, len(node.meta["val"].shape))
+def _first_of_sizes(node: fx.Node) -> int:
+    """Which dim of its operand ``unflatten`` replaces by several."""
+    source, dim = argument(node, "self"), argument(node, "dim")
+    assert isinstance(source, fx.Node)
+    if not isinstance(dim, int):
+        raise PlanError(f"{node.name}: {dim!r} is no dim")
+    dims: int = source.meta["val"].dim()
+    return dim % dims

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx, nn
 
+from heterodyne.errors import CaptureError
 from heterodyne.frontend.aliases import shared_memory
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
@@ -34,7 +35,8 @@ from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.split_loss import split_loss
 from heterodyne.frontend.stage_program import StageProgram, stage_program
 from heterodyne.frontend.stage_values import Pieces
-from heterodyne.graph import Block, Input, Loss, ModelGraph, Parameter
+from heterodyne.graph import Block, Input, Loss, ModelGraph, Parameter, require_pieces
+from heterodyne.graph.draws import require_samples_own_draws
 from heterodyne.graph.sharding import Sharding
 from heterodyne.loss_count import LossCount, TogetherCount
 
@@ -72,6 +74,7 @@ class Captured:
         devices, None: whole on each. The model must have been captured in training
         mode for the stage to train. Raises PlanError for a cut that would change the result, with the op and its line.
         """
+        require_pieces(self.graph)
         return stage_program(self._pieces, start, stop, starts, sharding, self._counter)
 
     def coupled(self, module: nn.Module, device: torch.device, exchange: Exchange) -> BoundCoupledLoss:
@@ -105,6 +108,12 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     refuse_closures(exported, model)
     traced = put_together(exported)
     traced, loss, counter, coupled = _read_loss(traced, example, dict(model.named_buffers()))
+    if loss.reduction in ("terms", "coupled") and traced.module_only:
+        why = "has terms with denominators of their own" if loss.reduction == "terms" else "compares samples"
+        raise CaptureError(
+            f"the loss {why}, and {'; '.join(map(str, traced.module_only))}: the first needs the graph of the model to run, the second the "
+            "module. Write the backward as ops that PyTorch differentiates, or divide all terms of the loss by one count."
+        )
     observed = observe(traced)
     buffers = dict(model.named_buffers())
     graph = ModelGraph(
@@ -122,7 +131,9 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
         task_graphs=traced.annotations.task_graphs,
         constants=tuple(_constant(name, value) for name, value in traced.constants.items()),
         output=ref_of(traced.loss),
+        module_only=traced.module_only,
     )
+    require_samples_own_draws(graph)
     return Captured(
         graph=graph,
         code=code_digest(traced.graph, model),

@@ -15,10 +15,24 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
+from heterodyne.errors import PlanError
 from heterodyne.graph.size import Size
 from heterodyne.graph.task_graphs import TaskGraph
 
-__all__ = ["Argument", "Block", "Input", "Loss", "ModelGraph", "Op", "Parameter", "Ref", "TensorSpec", "dtype_bytes"]
+__all__ = [
+    "Argument",
+    "Block",
+    "Input",
+    "Loss",
+    "ModelGraph",
+    "ModuleOnly",
+    "Op",
+    "Parameter",
+    "Ref",
+    "TensorSpec",
+    "dtype_bytes",
+    "require_pieces",
+]
 
 _DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -189,6 +203,17 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModuleOnly:
+    """Something that the module does in its backward and that no piece of its graph does: ``what``, and the line that says so."""
+
+    what: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.source})" if self.source else self.what
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelGraph:
     """What the model is. Immutable; made by `heterodyne.capture`, read by everything that thinks.
 
@@ -204,6 +229,7 @@ class ModelGraph:
         constants: tensors of the trace that are no parameters or buffers.
         output: the loss; None: not told.
         task_graphs: what the author has marked, in the order of their first ops.
+        module_only: why pieces of the graph would train in another way than the module. Not empty: each device runs it whole.
     """
 
     name: str
@@ -218,6 +244,7 @@ class ModelGraph:
     constants: tuple[Parameter, ...] = ()
     output: Ref | None = None
     task_graphs: tuple[TaskGraph, ...] = ()
+    module_only: tuple[ModuleOnly, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -225,10 +252,21 @@ class ModelGraph:
         content = asdict(self)
         for op in content["ops"]:
             del op["source"]
-        for task_graph in content["task_graphs"]:
-            del task_graph["source"]
+        for marked in (*content["task_graphs"], *content["module_only"]):
+            del marked["source"]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def only_whole(self) -> str:
+        """Why a plan may not cut the model, as a sentence with what to do; "" if it may."""
+        if not self.module_only:
+            return ""
+        return (
+            f"only the module itself trains as it should: {'; '.join(map(str, self.module_only))}, which no piece of its graph does. Let "
+            "each device run the whole model (strategy: data, without recompute), or write it as ops that PyTorch differentiates "
+            "(a straight-through estimate as x + (q - x).detach())"
+        )
 
     @property
     def parameter_count(self) -> int:
@@ -318,3 +356,9 @@ class ModelGraph:
         for block in self.blocks:
             first.setdefault(block.kind, block)
         return first
+
+
+def require_pieces(graph: ModelGraph) -> None:
+    """Raise PlanError if pieces of the graph would not train as the module does."""
+    if graph.module_only:
+        raise PlanError(graph.only_whole)

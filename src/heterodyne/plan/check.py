@@ -97,6 +97,8 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
         for index, stage in enumerate(pipeline.stages):
             faults = [*_of_stage(stage, graph), *_of_overlap(pipeline, index, graph)]
             broken += [f"{where}, stage {index} {fault}" for fault in faults or _of_parts(pipeline, index, graph)]
+        if graph.module_only and _in_pieces(pipeline):
+            broken.append(f"{where} runs pieces of the model, and {graph.only_whole}")
     if graph.batch_statistics and len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
         # Replicas meet in each op that takes statistics, and they must come to them in one order.
         broken.append(
@@ -128,6 +130,10 @@ def _of_coupled(plan: Plan, graph: ModelGraph) -> list[str]:
         ):
             broken.append(f"{where} leaves a device without a sample, and {why}: make it idle")
     return broken
+
+
+def _in_pieces(pipeline: Pipeline) -> bool:
+    return len(pipeline.stages) > 1 or any(stage.recompute or stage.sharded for stage in pipeline.stages)
 
 
 def _cuts(pipeline: Pipeline) -> tuple[object, ...]:

@@ -131,6 +131,9 @@ def _candidates(
         or len(model.graph.ops) < 2
     ):
         return tuple(found)
+    if model.graph.module_only:
+        kind = strategy if strategy in ("pipeline", "split", "context") else "pipeline"
+        return (*found, Candidate(name="pieces of the model", kind=kind, why_not=model.graph.only_whole))
     counts = _counts(model, found, samples, sizes)
     splits = Split(model=model, runs=runs, samples=samples, sizes=sizes, count=counts[0])
     if strategy != "pipeline":

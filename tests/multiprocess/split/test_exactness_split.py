@@ -36,6 +36,18 @@ def test_a_stage_in_parts_of_unequal_widths(pool: Pool, name: str, kind: str) ->
     require_exact(pool, name, spread(2, PipelineOf((2, 3), (stage,))))
 
 
+@pytest.mark.parametrize("name", ["transformer", "attention"])
+@pytest.mark.parametrize("shares", [(2, 1), (1, 3, 2)])
+def test_layers_of_torch_itself(pool: Pool, name: str, shares: tuple[int, ...]) -> None:
+    graph = captured(name)
+    pipeline = PipelineOf((2, 3), (StageOf(len(graph.ops), tuple(range(len(shares))), shares, kind="split"),))
+    layouts = sharding_of(graph, pipeline).layouts
+    matrices = [p.name for p in graph.parameters if p.name.endswith(("in_proj_weight", "linear1.weight"))]
+    assert matrices
+    assert all(layouts[Ref(name)].kind == "cut" for name in matrices)
+    require_exact(pool, name, spread(len(shares), pipeline))
+
+
 @pytest.mark.parametrize("name", ["gpt", "llama", "mixtral"])
 def test_devices_of_a_stage_need_not_be_in_the_order_of_their_ranks(pool: Pool, name: str) -> None:
     ops = len(captured(name).ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.errors import PlanError
+from heterodyne.graph import ModuleOnly
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.check import require_valid, violations
 from pure.build import cluster, graph
@@ -105,6 +107,15 @@ def test_batch_statistics_need_one_number_of_micro_batches() -> None:
     assert "they have 1, 2" in sentence
     even = valid_plan(model, MACHINES, [MicroBatches((4, 4)), MicroBatches((1, 1)), MicroBatches()])
     assert violations(even, model, MACHINES) == ()
+
+
+def test_pieces_of_a_model_that_only_the_module_trains_are_refused() -> None:
+    whole = replace(MODEL, module_only=(ModuleOnly(what="'head' has a backward hook", source="net.py:3"),))
+    valid = valid_plan(whole, MACHINES, [MicroBatches((4, 4)), MicroBatches((2,)), None])
+    assert violations(valid, whole, MACHINES) == ()
+    (sentence,) = violations(of_stage(valid, recompute=(0,)), whole, MACHINES)
+    assert "pipeline 0 runs pieces of the model" in sentence
+    assert "'head' has a backward hook (net.py:3)" in sentence
 
 
 def test_all_faults_are_told_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from heterodyne.cluster import Cluster, Link
 from heterodyne.cost import CostModel, MemoryAssumptions, Recipe
 from heterodyne.errors import InfeasibleError, MeasureError, PlanError
+from heterodyne.graph import ModuleOnly
 from heterodyne.plan import MicroBatches, Plan
 from heterodyne.plan.check import violations
 from heterodyne.search import Planned, plan
@@ -116,6 +118,18 @@ def test_a_given_plan_that_cannot_run_is_refused() -> None:
     other = Plan(model="x", cluster=machines.fingerprint, global_batch_size=4, pipelines=())
     with pytest.raises(PlanError, match="another model"):
         plan(**problem, global_batch_size=4, given=other)  # type: ignore[arg-type]
+
+
+def test_what_only_the_module_does_is_never_cut() -> None:
+    whole = replace(MODEL, module_only=(ModuleOnly(what="Round is an autograd.Function", source="net.py:3"),))
+    machines = cluster(3)
+    measured = profile(whole, machines, [linear(1.0)] * 3)
+    planned = plan(whole, machines, measured, global_batch_size=6)
+    assert all(len(p.stages) == 1 and not p.stages[0].recompute for p in planned.plan.pipelines)
+    (left_out,) = [c for c in planned.candidates if c.plan is None]
+    assert "Round is an autograd.Function (net.py:3)" in left_out.why_not
+    with pytest.raises(InfeasibleError, match=r"no plan with strategy 'pipeline': .*net\.py:3.*strategy: data"):
+        plan(whole, machines, measured, global_batch_size=6, strategy="pipeline")
 
 
 def test_the_example_of_four_devices() -> None:

@@ -7,7 +7,7 @@ Chris Wellons (hash-prospector), fed with two 32-bit keys a row.
 
 It covers `dropout`, `dropout1d` to `dropout3d`, `alpha_dropout`, `scaled_dot_product_attention` (computed in its mathematical
 form), `nn.MultiheadAttention`, and the noise of `exact.noise`. Dim 0 of what is dropped out must be the samples, or k rows a
-sample, sample by sample, as [B*T, C] is. A model with other random ops is refused (`require_samples_own_draws`).
+sample, sample by sample, as [B*T, C] is. A model with other random ops is refused (`heterodyne.graph.draws`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heterodyne.errors import CaptureError, HeterodyneError
-from heterodyne.graph.ir import ModelGraph
+from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.exact.interception import Interception
-from heterodyne.runtime.exact.noise import COVERED, SampleNoise
+from heterodyne.runtime.exact.noise import SampleNoise
 
-__all__ = ["Draws", "SampleDropout", "in_part", "require_samples_own_draws", "splitmix64", "turn_to"]
+__all__ = ["Draws", "SampleDropout", "in_part", "splitmix64", "turn_to"]
 
 _MASK = 2**64 - 1
 
@@ -248,24 +247,6 @@ class SampleDropout(Interception):
         mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D).add_(second)
         mixed.bitwise_xor_((mixed >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
         return mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF))
-
-
-def require_samples_own_draws(graph: ModelGraph) -> None:
-    """Raises CaptureError, with the line, for an op whose random numbers would depend on the plan."""
-    ops = {op.name: op for op in graph.ops}
-    for name in graph.random:
-        op = ops[name]
-        where = op.source or op.module or op.name
-        if op.target.split(".")[1].rstrip("_") not in COVERED:
-            raise CaptureError(
-                f"{where}: {op.target} draws random numbers that cannot be made to belong to the samples, and would depend on the plan. "
-                "Draw with torch.rand, randn, bernoulli or dropout, or switch it off"
-            )
-        if not op.outputs[0].shape or op.outputs[0].shape[0].is_constant:
-            raise CaptureError(
-                f"{where}: {op.target} draws random numbers for a tensor whose first dim is not the samples, so they would depend on the "
-                "plan. Move the batch to dim 0, or set the dropout to 0"
-            )
 
 
 def _by_torch_names(handler: Callable[..., Tensor]) -> Callable[[Tensor, float, bool], Tensor]:

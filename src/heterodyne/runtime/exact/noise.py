@@ -15,15 +15,9 @@ from torch import Tensor
 
 from heterodyne.runtime.exact.interception import Function
 
-__all__ = ["COVERED", "SampleNoise"]
+__all__ = ["SampleNoise"]
 
 Draw = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
-
-# Operators that draw nothing but what is intercepted, without their overload and the underscore of those in place.
-COVERED: Final = frozenset({
-    "dropout", "feature_dropout", "alpha_dropout", "scaled_dot_product_attention", "rand", "rand_like", "randn", "randn_like",
-    "bernoulli", "uniform", "normal", "exponential",
-})  # fmt: skip
 
 # Binary digits that a number below 1 may have without being rounded to 1.
 _DIGITS: Final = {torch.float16: 11, torch.bfloat16: 8}

@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from heterodyne.graph.draws import require_samples_own_draws
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.model_output import loss_of
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
-from heterodyne.runtime.exact.dropout import Draws, SampleDropout, require_samples_own_draws
+from heterodyne.runtime.exact.dropout import Draws, SampleDropout
 from heterodyne.runtime.meeting.channel import Channel
 
 __all__ = ["Forward", "Precision"]

@@ -1,0 +1,406 @@
+"""Which values of a graph depend on the batch: on its samples, on how many they are, or on the place of a sample among them.
+
+A plan gives each device some of the samples, numbered from 0. So a value that is computed from the number of samples
+(``h * x.shape[0]``) or from a sample's place (``torch.arange(x.shape[0])``) is another one there than on one device.
+
+Sizes that only make shapes are harmless: a tensor of zeros for each sample, an ``expand``, a ``view``. So is a place that
+only chooses a sample's own row: ``hidden[torch.arange(len(hidden)), last]``. A place is therefore followed as ``scale * i + rest``
+for sample i as long as it is one (`Place`), and forgotten where it indexes a tensor that has ``scale`` rows for each sample.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from heterodyne.frontend.arguments import argument, mutates, operator_name
+from heterodyne.frontend.export import Traced, tensors_of
+from heterodyne.frontend.sample_order import Samples, samples_in
+from heterodyne.frontend.sizes import degree, proportional, size_of
+
+__all__ = ["BatchValues", "Dependence", "batch_values"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Integers ``scale * i + rest`` for sample i, with ``low <= rest <= high`` (None: not known)."""
+
+    scale: int
+    low: int | None
+    high: int | None
+
+    def shifted(self, low: int | None, high: int | None) -> Place:
+        return Place(
+            scale=self.scale,
+            low=None if self.low is None or low is None else self.low + low,
+            high=None if self.high is None or high is None else self.high + high,
+        )
+
+    @property
+    def own(self) -> bool:
+        """Whether it is one of the ``scale`` rows of the sample."""
+        return self.low is not None and self.high is not None and self.low >= 0 and self.high < self.scale
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dependence:
+    """What a value depends on, and the op that made it so."""
+
+    on: Literal["size", "place"]
+    cause: fx.Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchValues:
+    """Of the nodes that return tensors:
+
+    Args:
+        samples: those whose values depend on the values of the samples: of inputs that follow the batch.
+        random: those whose values depend on random draws.
+        follows: those whose values or shapes depend on the batch in any way: ``samples``, and what is made with a size that
+            follows the batch (``torch.ones(B, L)``, ``weight.expand(B, -1)``), and what is computed from it. A sum over such a tensor
+            is a count of the batch.
+        dependent: those whose values depend on the number of the samples or on their places, so that a part of a batch has others.
+        places: those that hold places and nothing else yet. Whether they do harm depends on who reads them.
+    """
+
+    samples: frozenset[fx.Node]
+    random: frozenset[fx.Node]
+    follows: frozenset[fx.Node]
+    dependent: Mapping[fx.Node, Dependence]
+    places: Mapping[fx.Node, Place]
+
+
+def batch_values(traced: Traced, *, known: Collection[fx.Node] = ()) -> BatchValues:
+    """Follow samples, sizes and places through the graph.
+
+    Args:
+        known: nodes that somebody else answers for, as the reader of the loss does for what divides it: their results count as
+            not dependent on the number of samples.
+    """
+    found = _Values(traced, frozenset(known))
+    found.run()
+    return BatchValues(
+        samples=frozenset(found.samples),
+        random=frozenset(found.random),
+        follows=frozenset(found.follows),
+        dependent=found.dependent,
+        places=found.places,
+    )
+
+
+# They read no values of their first tensor, but for what they are told.
+_SHAPE_ONLY = frozenset({
+    "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like",
+    "randint_like", "randn_like", "zeros_like",
+})  # fmt: skip
+# Their arguments that are shapes, by the names of the schema.
+_SHAPES = frozenset({"size", "shape", "sizes", "repeats", "output_size", "stride"})
+_SHAPED = frozenset({
+    "_unsafe_view", "broadcast_to", "empty", "empty_strided", "expand", "full", "new_empty", "new_empty_strided", "new_full", "new_ones",
+    "new_zeros", "ones", "rand", "randint", "randn", "repeat", "reshape", "unflatten", "view", "zeros", "normal", "resize_",
+})  # fmt: skip
+# Of rows that are all equal they return one, whatever their number.
+_OF_EQUAL_ROWS = frozenset({
+    "all", "amax", "amin", "any", "getitem", "index", "index_select", "max", "mean", "median", "min", "narrow", "select", "slice",
+    "split", "chunk", "unbind", "unflatten", "gather", "expand_as", "view_as", "type_as", "reshape_as", "to",
+})  # fmt: skip
+# They depend on how many rows there are along ``dim``, also where the result has as many.
+_ALONG = frozenset({
+    "_log_softmax", "_softmax", "argsort", "cumprod", "cumsum", "log_softmax", "logcumsumexp", "softmax", "sort", "topk",
+})  # fmt: skip
+_MOVES = frozenset({
+    "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "detach", "expand", "expand_as", "flatten", "index", "lift_fresh_copy",
+    "movedim", "permute", "repeat", "repeat_interleave", "reshape", "slice", "squeeze", "t", "to", "transpose", "type_as", "unflatten",
+    "unsqueeze", "view", "view_as",
+})  # fmt: skip
+
+
+class _Values:
+    """One walk through the graph, in order."""
+
+    def __init__(self, traced: Traced, known: frozenset[fx.Node]) -> None:
+        self._traced = traced
+        self._order = samples_in(traced.graph)
+        self._known = known
+        self.samples: set[fx.Node] = set()
+        self.random: set[fx.Node] = set()
+        self.follows: set[fx.Node] = set()
+        self.dependent: dict[fx.Node, Dependence] = {}
+        self.places: dict[fx.Node, Place] = {}
+
+    def run(self) -> None:
+        for node, role in self._traced.roles.items():
+            if role.kind == "input" and _follows(node):
+                self.samples.add(node)
+                self.follows.add(node)
+        for node in self._traced.graph.nodes:
+            if node.op == "call_function" and tensors_of(node):
+                self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        name = operator_name(node)
+        sources = [n for n in node.all_input_nodes if tensors_of(n)]
+        read = sources[1:] if name in _SHAPE_ONLY else sources
+        changed = (node, *(n for c in mutates(node) for n in _with_bases(c)))
+        if any(n in self.samples for n in read):
+            self.samples.update(changed)
+        if _draws(node) or any(n in self.random for n in read):
+            self.random.update(changed)
+        if any(n in self.follows for n in read) or _follows(node) or any(_is_size(n) for n in node.all_input_nodes):
+            self.follows.update(changed)
+        if node in self._known:
+            return
+        found = self._found(node, name, read)
+        for one in changed:
+            if isinstance(found, Dependence):
+                self.dependent[one] = found
+            elif isinstance(found, Place):
+                self.places[one] = found
+
+    def _found(self, node: fx.Node, name: str, read: list[fx.Node]) -> Dependence | Place | None:
+        inherited = next((self.dependent[n] for n in read if n in self.dependent), None)
+        if inherited is not None:
+            return inherited
+        if name == "arange":
+            return _counted(node)
+        if any(n in self.places for n in read):
+            return self._of_places(node, name, read)
+        if _is_size_as_value(node, name):
+            return Dependence(on="size", cause=node)
+        if _cuts_by_size(node, name, self._order):
+            return Dependence(on="place", cause=node)
+        if node in self.samples or node in self.random:
+            return None  # how samples see each other is for `refuse_coupling`
+        return self._of_equal_rows(node, name, read)
+
+    def _of_equal_rows(self, node: fx.Node, name: str, read: list[fx.Node]) -> Dependence | None:
+        """What is computed from tensors whose rows are the same for each sample."""
+        if name in ("linspace", "logspace", "eye", "randperm", "tril_indices", "triu_indices") and _follows(node):
+            return Dependence(on="place", cause=node)
+        if any(degree(t) > 1 for t in tensors_of(node)) or (name in _ALONG and _runs_along_rows(node)):
+            return Dependence(on="place", cause=node)
+        lost = any(_follows(n) for n in read) and not _follows(node) and node.target is not operator.getitem
+        return Dependence(on="size", cause=node) if lost and name not in _OF_EQUAL_ROWS else None
+
+    # ---- places -----------------------------------------------------------------------------------------------------
+
+    def _of_places(self, node: fx.Node, name: str, read: list[fx.Node]) -> Place | Dependence | None:
+        refused = Dependence(on="place", cause=node)
+        if any(degree(t) != 1 for t in tensors_of(node)):
+            return refused
+        source = argument(node, "self")
+        if not isinstance(source, fx.Node):
+            return refused
+        if source not in self.places:
+            if name in ("add", "add_") and argument(node, "alpha") == 1:
+                return self._sum(self.places[_other(node, source)], source) or refused
+            return None if self._chosen(node, name) or self._is_inverse_order(node, name) else refused
+        place, other = self.places[source], argument(node, "other")
+        if name in _MOVES:
+            return place if all(n is source or n not in self.places for n in read) else refused
+        if name == "remainder" and isinstance(other, int) and other > 0 and place.scale % other == 0:
+            return None  # the same numbers for each sample
+        return self._arithmetic(node, name, place) or refused
+
+    def _arithmetic(self, node: fx.Node, name: str, place: Place) -> Place | None:
+        other = argument(node, "other")
+        if name in ("add", "add_") and argument(node, "alpha") == 1:
+            if isinstance(other, fx.Node):
+                return None if other in self.places else self._sum(place, other)
+            return place.shifted(other, other) if isinstance(other, int) else None
+        if not isinstance(other, int) or other <= 0:
+            return None
+        if name in ("mul", "mul_"):
+            return Place(scale=place.scale * other, low=_times(place.low, other), high=_times(place.high, other))
+        if place.scale % other:
+            return None
+        if name == "floor_divide" or (name == "div" and argument(node, "rounding_mode") == "floor"):
+            low, high = place.low, place.high
+            return Place(
+                scale=place.scale // other,
+                low=None if low is None else low // other,
+                high=None if high is None else high // other,
+            )
+        return None
+
+    def _sum(self, place: Place, other: fx.Node) -> Place | None:
+        value = other.meta["val"]
+        if not isinstance(value, Tensor) or value.is_floating_point() or other in self.dependent:
+            return None
+        low, high = _bounds(other)
+        return place.shifted(low, high)
+
+    def _is_inverse_order(self, node: fx.Node, name: str) -> bool:
+        """Whether places are written in a sorted order, which gives the order back: what `refuse_coupling` looks at itself."""
+        if name not in ("index_put", "index_put_", "scatter", "scatter_"):
+            return False
+        given = argument(node, "indices") if "indices" in _argument_names(node) else [argument(node, "index")]
+        return all(index is None or (index not in self.places and _is_order(index)) for index in given)
+
+    def _chosen(self, node: fx.Node, name: str) -> bool:
+        """Whether places only choose rows of the samples that they belong to."""
+        source = argument(node, "self")
+        indices: list[tuple[int, Any]]
+        if name in ("index", "index_put", "index_put_", "_unsafe_index"):
+            indices = list(enumerate(argument(node, "indices")))
+        elif name in (
+            "index_select",
+            "index_add",
+            "index_add_",
+            "index_copy",
+            "index_copy_",
+            "scatter_add",
+            "scatter_add_",
+        ):
+            indices = [(argument(node, "dim"), argument(node, "index"))]
+        else:
+            return False
+        used = [(dim, self.places[index]) for dim, index in indices if index in self.places]
+        others = [n for n in node.all_input_nodes if n in self.places]
+        grouped = self._order[source].groups > 1
+        return not grouped and len(others) == len(used) and all(_is_own(source, dim, place) for dim, place in used)
+
+
+def _argument_names(node: fx.Node) -> list[str]:
+    return [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
+
+
+def _is_order(node: fx.Node) -> bool:
+    """Whether a tensor holds what ``sort`` or ``argsort`` made of the order of rows."""
+    while operator_name(node) in _MOVES:
+        node = argument(node, "self")
+    made = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else node
+    return isinstance(made, fx.Node) and operator_name(made) in ("argsort", "sort")
+
+
+def _is_own(source: fx.Node, dim: int, place: Place) -> bool:
+    size = size_of(source.meta["val"].shape[dim])
+    return proportional(size) and size.coefficients[1] == place.scale and place.own
+
+
+def _counted(node: fx.Node) -> Place | Dependence | None:
+    """``torch.arange``: the places of the samples, or of their rows; anything else that has another length for another batch."""
+    start, step = argument(node, "start") or 0, argument(node, "step") or 1
+    if not any(_is_size(n) for n in node.all_input_nodes):
+        return None
+    size = size_of(node.meta["val"].shape[0])
+    if not isinstance(start, int) or not isinstance(step, int) or not proportional(size):
+        return Dependence(on="place", cause=node)
+    rows = int(size.coefficients[1])
+    return Place(scale=step * rows, low=start, high=start + step * (rows - 1))
+
+
+def _times(value: int | None, factor: int) -> int | None:
+    return None if value is None else value * factor
+
+
+def _other(node: fx.Node, first: fx.Node) -> fx.Node:
+    return next(n for n in node.all_input_nodes if n is not first)
+
+
+def _bounds(node: fx.Node) -> tuple[int | None, int | None]:
+    """Between which numbers integers of a tensor are, where the op that made them says so."""
+    name = operator_name(node)
+    source = argument(node, "self")
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        if operator_name(node.args[0]) not in ("max", "min", "sort", "topk") or node.args[1] != 1:
+            return None, None
+        name, source, node = "argmax", argument(node.args[0], "self"), node.args[0]
+    if name in ("argmax", "argmin", "argsort"):
+        dim = argument(node, "dim")
+        length = source.meta["val"].shape[-1 if dim is None and name == "argsort" else dim] if dim is not None else None
+        return (0, length - 1) if isinstance(length, int) else (None, None)
+    if name == "arange":
+        start, end, step = argument(node, "start") or 0, argument(node, "end"), argument(node, "step") or 1
+        if all(isinstance(value, int) for value in (start, end, step)) and step > 0:
+            return start, end - 1
+        return None, None
+    if name == "clamp":
+        low, high = argument(node, "min"), argument(node, "max")
+        return low if isinstance(low, int) else None, high if isinstance(high, int) else None
+    if name in _MOVES and isinstance(source, fx.Node):
+        return _bounds(source)
+    return None, None
+
+
+# ---- what nodes are ---------------------------------------------------------------------------------------------------
+
+
+def _follows(node: fx.Node) -> bool:
+    """Whether the shape of a tensor that a node returns follows the batch."""
+    return any(degree(t) > 0 for t in tensors_of(node))
+
+
+def _is_size(node: Any) -> bool:
+    """Whether a node is a number that is another one for another batch."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and bool(value.node.expr.free_symbols)
+
+
+def _draws(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _with_bases(node: fx.Node) -> Iterator[fx.Node]:
+    """A tensor that is written into, and what it is a view of."""
+    yield node
+    while isinstance(node.target, OpOverload) and node.all_input_nodes:
+        first = node.target._schema.arguments[0]
+        if first.alias_info is None:
+            return
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _is_size_as_value(node: fx.Node, name: str) -> bool:
+    """Whether an op computes with a number that follows the batch, rather than making a shape of it."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    for declared in node.target._schema.arguments:
+        value = argument(node, declared.name)
+        held = list(value) if isinstance(value, list | tuple) else [value]
+        if not any(_is_size(entry) for entry in held):
+            continue
+        if name in _SHAPED and declared.name in _SHAPES:
+            continue
+        if name in (
+            "slice",
+            "narrow",
+            "select",
+            "split",
+            "split_with_sizes",
+            "chunk",
+            "repeat_interleave",
+            "linspace",
+            "eye",
+            "randperm",
+        ):
+            continue  # which rows: see `_cuts_by_size`, `_of_equal_rows`
+        return True
+    return False
+
+
+def _cuts_by_size(node: fx.Node, name: str, order: Mapping[fx.Node, Samples]) -> bool:
+    """Whether rows are chosen by their number, which then belong to some sample or other."""
+    if name == "repeat_interleave":
+        return any(_is_size(n) for n in node.all_input_nodes) and not _follows(node.all_input_nodes[0])
+    if name not in ("slice", "narrow", "select") or not any(_is_size(n) for n in node.all_input_nodes):
+        return False
+    source, dim = argument(node, "self"), argument(node, "dim")
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    if name != "select" and order[source].groups and order[source].dim is not None:
+        return order[node].mixed  # whole groups are the rows of all samples
+    return name == "select" or size_of(before[dim]) != size_of(after[dim])
+
+
+def _runs_along_rows(node: fx.Node) -> bool:
+    source, dim = argument(node, "self"), argument(node, "dim")
+    value = source.meta.get("val") if isinstance(source, fx.Node) else None
+    return isinstance(value, Tensor) and isinstance(dim, int) and not size_of(value.shape[dim]).is_constant

@@ -1,0 +1,83 @@
+"""What a model does in its backward that a graph of its forward does not show, so that only the module itself trains as it should.
+
+Plans that run pieces of the graph (stages, split stages, recomputed blocks) would leave it out. Data parallelism runs the module
+as it is: a custom backward, or a hook on the gradients of activations, sees there what it sees on one device, for a part of the samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import TorchFunctionMode
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend.faults import line_now
+from heterodyne.graph import ModuleOnly
+
+__all__ = ["BackwardWatch", "hooks_of"]
+
+_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+class BackwardWatch(TorchFunctionMode):
+    """Notes, while a forward runs, what it arranges for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: dict[str, ModuleOnly] = {}
+
+    def __torch_function__(  # type: ignore[no-untyped-def]  # as torch declares it
+        self, func, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("register_hook", "register_post_accumulate_grad_hook"):
+            self._note(f"forward calls Tensor.{name}", line_now())
+        elif name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
+            place = f"{line}\n" if (line := line_now()) else ""
+            raise CaptureError(
+                f"{place}forward takes a gradient (torch.autograd.grad), and no graph of a forward holds what a backward computes. "
+                "Write the derivative out in forward, or let the network return what was differentiated here (forces as an output of "
+                "their own)."
+            )
+        return func(*args, **(kwargs or {}))
+
+    def look_at(self, loss: Tensor) -> None:
+        """Note the custom autograd functions that the gradient of a loss goes through."""
+        seen: set[Any] = set()
+        left: list[Any] = [loss.grad_fn]
+        while left:
+            function = left.pop()
+            if function is None or function in seen:
+                continue
+            seen.add(function)
+            left += [source for source, _ in function.next_functions]
+            # An operator with a registered gradient (torch.library) is one op of the graph, with its backward.
+            made = getattr(function, "_forward_cls", None)
+            custom = isinstance(function, BackwardCFunction) and made is not BackwardHookFunction
+            if custom and made is not None and not made.__name__.startswith("GeneratedBackwardFor_"):
+                self._note(f"{made.__name__} is an autograd.Function with a backward of its own", _line_of(made))
+
+    def _note(self, what: str, source: str) -> None:
+        self.noted.setdefault(f"{what} {source}", ModuleOnly(what=what, source=source))
+
+
+def hooks_of(model: nn.Module) -> Iterator[ModuleOnly]:
+    """The backward hooks of a model's modules."""
+    for name, module in model.named_modules():
+        for kind in _MODULE_HOOKS:
+            for hook in getattr(module, kind).values():
+                yield ModuleOnly(what=f"{name or type(module).__name__!r} has a backward hook", source=_line_of(hook))
+
+
+def _line_of(made: type | Callable[..., object]) -> str:
+    """Where a class or a function begins; "" if nobody knows."""
+    try:
+        filename, (lines, number) = inspect.getsourcefile(made), inspect.getsourcelines(made)
+    except (OSError, TypeError):
+        return ""
+    return f"{filename}:{number}: {lines[0].strip()}"

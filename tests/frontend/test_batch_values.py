@@ -1,0 +1,186 @@
+"""Sizes and places as values: refused, with the line, where a part of the batch would have others; allowed where they do no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend import trace
+from heterodyne.frontend.batch_values import batch_values
+from heterodyne.frontend.example import read_example
+from heterodyne.frontend.export import export
+
+Change = Callable[["Net", Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A hidden state of 5 tokens and 4 features a sample, changed in some way; ``last``: a token of each sample."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.table = nn.Parameter(torch.randn(64, 4))
+        self.change = change
+
+    def forward(self, x: Tensor, last: Tensor) -> Tensor:
+        return self.change(self, self.linear(x), last).pow(2).mean()
+
+
+BATCH = {"x": torch.zeros(2, 5, 3), "last": torch.zeros(2, dtype=torch.long)}
+
+
+def rows(h: Tensor) -> Tensor:
+    return torch.arange(h.shape[0])
+
+
+def written(h: Tensor, value: Tensor) -> Tensor:
+    mask = torch.ones(h.shape[0], h.shape[1])
+    mask[:, 1:] = value
+    return h * mask[..., None]
+
+
+SIZES: dict[str, Change] = {
+    "times the batch": lambda n, h, last: h * h.shape[0],
+    "over its root": lambda n, h, last: h / h.shape[0] ** 0.5,
+    "over the number of elements": lambda n, h, last: h / h.numel(),
+    "plus the batch": lambda n, h, last: h + h.shape[0],
+    "a fill": lambda n, h, last: h + torch.full((h.shape[0], 1, 1), h.shape[0]),
+    "a fill of no dims": lambda n, h, last: h * torch.full((), h.shape[0]),
+    "a tensor of it": lambda n, h, last: h * torch.tensor(h.shape[0]),
+    "a bound": lambda n, h, last: h.clamp(max=h.shape[0]),
+    "a sum of ones": lambda n, h, last: h / torch.ones(h.shape[0]).sum(),
+    "a sum of an expanded parameter": lambda n, h, last: h + n.table[:1].expand(h.shape[0], 4).sum(0),
+    "written into a mask": lambda n, h, last: written(h, torch.tensor(float(h.shape[0]))),
+}
+PLACES: dict[str, Change] = {
+    "added": lambda n, h, last: h + rows(h)[:, None, None],
+    "in the float": lambda n, h, last: h * rows(h).float().view(-1, 1, 1),
+    "the first half": lambda n, h, last: torch.where(rows(h)[:, None, None] < h.shape[0] / 2, h, 2 * h),
+    "the first": lambda n, h, last: torch.where(rows(h)[:, None, None] == 0, h, 2 * h),
+    "a diagonal": lambda n, h, last: h + torch.eye(h.shape[0]).diagonal()[:, None, None] * rows(h)[:, None, None],
+    "rows of a table": lambda n, h, last: h + n.table[rows(h)][:, None],
+    "rows of an embedding": lambda n, h, last: h + F.embedding(rows(h), n.table)[:, None],
+    "the first rows of a table": lambda n, h, last: h + n.table[: h.shape[0]][:, None],
+    "a running count": lambda n, h, last: h * torch.ones(h.shape[0]).cumsum(0)[:, None, None],
+    "rows of other samples": lambda n, h, last: h + h[(rows(h) + 1) % h.shape[0]],
+    "reversed rows": lambda n, h, last: h + h[rows(h).flip(0)],
+    "flat rows of others": lambda n, h, last: h.flatten(0, 1)[rows(h)],
+    "flat rows past the end": lambda n, h, last: h.flatten(0, 1)[rows(h) * 5 + last],
+    "the first rows of all tokens": lambda n, h, last: h.flatten(0, 1)[: h.shape[0]],
+}
+ALLOWED: dict[str, Change] = {
+    "shapes": lambda n, h, last: (
+        h.view(h.shape[0], -1) + h.new_zeros(h.shape[0], 20) + torch.full((h.shape[0], 1), 2.0)
+    ),
+    "an expanded parameter": lambda n, h, last: torch.cat([n.table[:1].expand(h.shape[0], 1, 4), h], 1),
+    "positions of tokens": lambda n, h, last: h + n.table[torch.arange(h.shape[1])],
+    "positions for each sample": lambda n, h, last: h + n.table[torch.arange(5)[None].expand(h.shape[0], 5)],
+    "own rows": lambda n, h, last: h[rows(h), last],
+    "several own rows": lambda n, h, last: h[rows(h)[:, None], last[:, None].expand(-1, 2)],
+    "own rows, written": lambda n, h, last: h.clone().index_put((rows(h), last), torch.zeros(())),
+    "own rows of all tokens": lambda n, h, last: h.flatten(0, 1)[rows(h) * 5 + last.clamp(0, 4)],
+    "neighbours of each token": lambda n, h, last: h.flatten(0, 1)[
+        (h @ h.transpose(1, 2)).topk(2, -1).indices + rows(h)[:, None, None] * 5
+    ],
+    "all rows of all tokens": lambda n, h, last: h.flatten(0, 1)[torch.arange(h.shape[0] * h.shape[1])],
+    "tokens from places": lambda n, h, last: h.flatten(0, 1) + n.table[torch.arange(h.shape[0] * 5) % 5],
+    "samples from places": lambda n, h, last: h.sum(1)[torch.arange(h.shape[0] * 5) // 5],
+    "all rows of the batch": lambda n, h, last: h[: h.shape[0]],
+    "the sizes cancel": lambda n, h, last: h * (h.numel() // h.shape[0]),
+    "a row of equal ones": lambda n, h, last: h * torch.ones(h.shape[0], 5)[0, :, None],
+    "a mean of equal rows": lambda n, h, last: h * torch.ones(h.shape[0]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_number_of_samples_as_a_value_is_refused(name: str) -> None:
+    with pytest.raises(CaptureError, match="computes with the number of samples") as caught:
+        trace(Net(SIZES[name]), BATCH)
+    assert "test_batch_values.py:" in str(caught.value), "the line of the model is shown"
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_place_of_a_sample_as_a_value_is_refused(name: str) -> None:
+    with pytest.raises(CaptureError, match="computes with the places of the samples") as caught:
+        trace(Net(PLACES[name]), BATCH)
+    assert "test_batch_values.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_sizes_that_make_shapes_and_places_that_choose_own_rows_are_exact(name: str) -> None:
+    net = Net(ALLOWED[name])
+    trace(net, BATCH)
+    batch = {"x": torch.randn(5, 5, 3), "last": torch.tensor([1, 4, 0, 2, 3])}
+    parts = [net(**{key: value[part] for key, value in batch.items()}) for part in (slice(0, 2), slice(2, 5))]
+    torch.testing.assert_close((2 * parts[0] + 3 * parts[1]) / 5, net(**batch))
+
+
+JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "chunks": lambda z, last: torch.sub(*z.chunk(2)),
+    "halves": lambda z, last: z[: len(z) // 2] - z[len(last) :],
+    "a view": lambda z, last: z.view(2, -1, 5, 4)[0] * z.view(2, -1, 5, 4)[1],
+    "sizes": lambda z, last: torch.mul(*z.split(len(last))),
+}
+MIXED: dict[str, Change] = {
+    "neighbours of what was joined": lambda n, h, last: torch.cat([h, -h]).view(-1, 2, 5, 4).prod(1),
+    "samples turned into tokens": lambda n, h, last: h + h.transpose(0, 1).reshape(h.shape),
+    "other rows joined": lambda n, h, last: torch.cat([h, h * 2]) * torch.stack([h, h], 1).flatten(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_inputs_of_one_batch_may_be_joined(name: str) -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor, other: Tensor, last: Tensor) -> Tensor:
+            return JOINED[name](self.linear(torch.cat([x, other])), last).pow(2).mean()
+
+    model = Pairs()
+    captured = trace(model, {**BATCH, "other": BATCH["x"]})
+    (joined,) = [op for op in captured.graph.ops if op.kind == "cat"]
+    assert joined.samples == (None,), "which no device may cut"
+    batch = {"x": torch.randn(5, 5, 3), "other": torch.randn(5, 5, 3), "last": torch.zeros(5)}
+    parts = [model(**{key: value[part] for key, value in batch.items()}) for part in (slice(0, 2), slice(2, 5))]
+    torch.testing.assert_close((2 * parts[0] + 3 * parts[1]) / 5, model(**batch))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_of_several_samples_are_refused(name: str) -> None:
+    with pytest.raises(CaptureError, match="samples of a batch depend on each other") as caught:
+        trace(Net(MIXED[name]), BATCH)
+    assert "test_batch_values.py:" in str(caught.value)
+
+
+def test_an_op_that_fails_at_some_size_is_named_with_its_line() -> None:
+    with pytest.raises(
+        CaptureError, match=r"test_batch_values.py:\d+: .*\n.*topk.* fails for a batch of 2 samples"
+    ) as caught:
+        trace(Net(lambda n, h, last: h.sum((1, 2)).topk(3).values), BATCH)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_fractions_of_the_batch_are_refused() -> None:
+    with pytest.raises(CaptureError, match="holds for one batch size alone"):
+        trace(Net(lambda n, h, last: h * torch.linspace(0, 1, h.shape[0])[:, None, None]), BATCH)
+
+
+def test_a_count_made_of_sizes_follows_the_batch() -> None:
+    net = Net(lambda n, h, last: h.sum() / torch.ones(h.shape[0], 5).gather(1, torch.zeros(h.shape[0], 2).long()).sum())
+    traced = export(net, read_example(net, BATCH))
+    values = batch_values(traced)
+    made = {str(node.target): node for node in traced.graph.nodes}
+    for name in ("aten.ones.default", "aten.gather.default"):
+        assert made[name] in values.follows
+        assert made[name] not in values.samples
+    (division,) = [node for node in traced.graph.nodes if str(node.target) == "aten.div.Tensor"]
+    assert division in values.dependent
+    assert division.args[1] in values.follows
+    assert division not in batch_values(traced, known=list(traced.graph.nodes)).dependent
