@@ -7,6 +7,7 @@
     │   ├── ClusterError
     │   └── PlanError        unreadable, of another model or cluster, or breaking a rule of plans
     ├── CaptureError         a model that cannot be captured, with the line of the model
+    │   └── NoGraphError     torch.export gives no graph of it; it can still run as it is
     ├── VerifyError          a model whose parts, or whose captured graph, give something else than the model itself
     ├── MeasureError         a device or a link that cannot be measured
     ├── InfeasibleError      no plan exists: which device lacks how many bytes
@@ -32,6 +33,7 @@ __all__ = [
     "InfeasibleError",
     "JobError",
     "MeasureError",
+    "NoGraphError",
     "PlanError",
     "UnitError",
     "VerifyError",
@@ -85,6 +87,17 @@ class PlanError(FileError):
 
 class CaptureError(HeterodyneError):
     """The model cannot be captured. The message shows the line of the model and what to change."""
+
+
+class NoGraphError(CaptureError):
+    """torch.export gives no graph of the model. Data parallelism can still run the module as it is.
+
+    ``reason``: the user's line, if it is known, and what stands in the way, in one line.
+    """
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        self.reason = reason
+        super().__init__(message)
 
 
 class VerifyError(HeterodyneError):

@@ -42,6 +42,8 @@ class ModelSection(Section):
         huggingface: fields of a Transformers configuration, with ``model_type``, or the path of a ``config.json``.
         directory: a local Hugging Face directory with ``config.json`` and safetensors: training continues from its weights.
         auto_class: the Transformers class that builds the model from a configuration.
+        loss_count: what the loss divides by, for a model that torch.export gives no graph of: ``samples`` (a mean over samples that all
+            count alike), ``sum``, or a function of a batch that counts, named as a `factory`. Such a model is trained by data parallelism.
     """
 
     factory: str | None = None
@@ -49,6 +51,7 @@ class ModelSection(Section):
     huggingface: dict[str, Any] | str | None = None
     directory: str | None = None
     auto_class: str = "AutoModelForCausalLM"
+    loss_count: str | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -174,7 +177,14 @@ class Job(Section):
     def decisive(self) -> dict[str, Any]:
         """What decides the losses, as plain JSON values: not where files are kept, nor how it is spread or reported."""
         return self.model_dump(
-            mode="json", exclude={"parallelism": True, "checkpoint": True, "metrics": True, "data": {"cache"}}
+            mode="json",
+            exclude={
+                "parallelism": True,
+                "checkpoint": True,
+                "metrics": True,
+                "data": {"cache"},
+                "model": {"loss_count"},
+            },
         )
 
     @property

@@ -57,6 +57,12 @@ def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] =
     return model.train()
 
 
+def build_count(section: ModelSection, *, base: Path) -> Literal["samples", "sum"] | Callable[..., Any] | None:
+    """What a job says that the loss of its model divides by. Raises JobError for a function that is not there."""
+    given = section.loss_count
+    return given if given is None or given in ("samples", "sum") else _function(given, base, "loss_count")  # type: ignore[return-value]
+
+
 @contextlib.contextmanager
 def _random_state(seed: int) -> Iterator[None]:
     """Seed the CPU's generator, which initial weights are drawn from, and put its state back after."""
@@ -84,16 +90,7 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_factory(factory: str, arguments: Mapping[str, Any], base: Path) -> nn.Module:
-    place, separator, name = factory.rpartition(":")
-    if not separator or not place or not name:
-        raise JobError(f"model.factory {factory!r}: write package.module:function or path/to/file.py:function")
-    module = _load_file(base / place) if place.endswith(".py") else _load_module(place)
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [
-            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__
-        ]
-        raise JobError(f"model.factory: {place} has no function {name!r}; it has: {', '.join(known) or 'none'}")
+    function = _function(factory, base, "factory")
     _check_arguments(factory, function, arguments)
     try:
         model = function(**arguments)
@@ -104,23 +101,38 @@ def _from_factory(factory: str, arguments: Mapping[str, Any], base: Path) -> nn.
     return model
 
 
-def _load_module(name: str) -> ModuleType:
+def _function(named: str, base: Path, field: str) -> Callable[..., Any]:
+    """The function of that name. Raises JobError, which speaks of the ``field`` of the section."""
+    place, separator, name = named.rpartition(":")
+    if not separator or not place or not name:
+        raise JobError(f"model.{field} {named!r}: write package.module:function or path/to/file.py:function")
+    module = _load_file(base / place, field) if place.endswith(".py") else _load_module(place, field)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [
+            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__
+        ]
+        raise JobError(f"model.{field}: {place} has no function {name!r}; it has: {', '.join(known) or 'none'}")
+    return function  # type: ignore[no-any-return]  # the test narrows it
+
+
+def _load_module(name: str, field: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         # A module that the user's own module fails to import is another matter than the module itself.
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise JobError(
-                f"model.factory: there is no module {name!r}; install it, or name a file: path/to/file.py:function"
+                f"model.{field}: there is no module {name!r}; install it, or name a file: path/to/file.py:function"
             ) from error
-        raise JobError(f"model.factory: {name} cannot be imported: {_told(error)}") from error
+        raise JobError(f"model.{field}: {name} cannot be imported: {_told(error)}") from error
     except Exception as error:  # whatever the user's own code raises, it is told as that
-        raise JobError(f"model.factory: {name} cannot be imported: {_told(error)}") from error
+        raise JobError(f"model.{field}: {name} cannot be imported: {_told(error)}") from error
 
 
-def _load_file(path: Path) -> ModuleType:
+def _load_file(path: Path, field: str) -> ModuleType:
     if not path.is_file():
-        raise JobError(f"model.factory: there is no file {path}; the path is relative to the job file")
+        raise JobError(f"model.{field}: there is no file {path}; the path is relative to the job file")
     name = f"heterodyne_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -132,7 +144,7 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's own code raises, it is told as that
         del sys.modules[name]
-        raise JobError(f"model.factory: {path} cannot be imported: {_told(error)}") from error
+        raise JobError(f"model.{field}: {path} cannot be imported: {_told(error)}") from error
     return module
 
 

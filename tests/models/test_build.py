@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from heterodyne.errors import JobError
 from heterodyne.job import ModelSection
-from heterodyne.models import build
+from heterodyne.models import build, build_count
 
 LLAMA = {
     "model_type": "llama",
@@ -134,6 +135,20 @@ def test_a_wrong_source_is_named(base: Path, section: ModelSection, said: str) -
     (base / "bare" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(JobError, match=said):
         build(section, base=base)
+
+
+def test_what_the_loss_divides_by_may_be_a_function(base: Path) -> None:
+    def count(given: str | None) -> Any:
+        return build_count(ModelSection(factory="net.py:tied", loss_count=given), base=base)
+
+    assert [count(None), count("samples"), count("sum")] == [None, "samples", "sum"]
+    assert count("net.py:number")() == 3
+    for given, said in (
+        ("tokens", "model.loss_count 'tokens': write package.module:function"),
+        ("other.py:f", "model.loss_count: there is no file"),
+    ):
+        with pytest.raises(JobError, match=said):
+            count(given)
 
 
 def test_a_file_that_cannot_be_imported_says_why(base: Path) -> None:

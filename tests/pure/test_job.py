@@ -84,7 +84,13 @@ def test_a_wrong_file_names_its_line(tmp_path: Path, line: int, text: str, says:
 
 def test_the_fingerprint_is_of_what_decides_the_losses(tmp_path: Path) -> None:
     base = job(tmp_path).fingerprint
-    for same in ("parallelism.strategy=equal", "checkpoint.every=3", "metrics.every=2", "data.cache=elsewhere"):
+    for same in (
+        "parallelism.strategy=equal",
+        "checkpoint.every=3",
+        "metrics.every=2",
+        "data.cache=elsewhere",
+        "model.loss_count=samples",
+    ):
         assert job(tmp_path, same).fingerprint == base
     for other in ("training.seed=1", "optimizer.lr=0.5", "data.sequence_length=64", "model.arguments.width=65"):
         assert job(tmp_path, other).fingerprint != base

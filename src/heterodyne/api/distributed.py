@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from heterodyne.api.as_it_is import AsItIs
+from heterodyne.api.compiled import uncompiled, with_compiled
 from heterodyne.api.loop.arguments import chosen_optimizer, require_sound, wanted_plan
 from heterodyne.api.loop.batches import BatchFormat, BatchLike, batch_format
 from heterodyne.api.loop.callbacks import Callback
@@ -22,11 +24,12 @@ from heterodyne.api.loop.run_records import RunRecords, open_run
 from heterodyne.api.loop.same_batch import is_looked_at, require_same
 from heterodyne.api.loop.validation import validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
-from heterodyne.api.loop.whole import whole_model
+from heterodyne.api.loop.whole import copies_of, whole_model
 from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker, prepare
 from heterodyne.api.session import Session, open_session
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError
+from heterodyne.frontend.opaque import CountGiven
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.plan.plan import Plan
@@ -99,7 +102,8 @@ class Distributed:
 
     @property
     def module(self) -> nn.Module:
-        """The user's own module. Under a plan that cuts the model, what another rank holds has no values here until the end."""
+        """The user's own module (the one inside, if it is compiled). Under a plan that cuts the model, what another rank holds has no
+        values here until the end."""
         return self._model
 
     @property
@@ -312,6 +316,7 @@ def distribute(
     profile: Profile | None = None,
     measure_budget_s: float = 60.0,
     rehearsal_s: float = 30.0,
+    loss_count: CountGiven | None = None,
     run_dir: Path | str | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -342,6 +347,8 @@ def distribute(
         profile: what was measured before; None: measured now, or taken from the cache where it still holds.
         measure_budget_s: about the seconds that measuring may take.
         rehearsal_s: those in which the plans that are predicted to be nearly the fastest are run; 0 to believe the prediction.
+        loss_count: what the loss divides by, for a model that torch.export gives no graph of: ``samples`` (a mean over samples that all
+            count alike), ``sum``, or a function of a batch, or part of one, that counts. Such a model is trained by data parallelism.
         run_dir: a new directory for metrics, plan, timelines and checkpoints, which ``heterodyne report`` reads.
         resume: the run directory may be that of a run, which goes on from its newest checkpoint if it has one.
         callbacks: called on every rank after steps, validations and saves.
@@ -355,13 +362,18 @@ def distribute(
     chosen = chosen_optimizer(optimizer, total_steps)
     section = chosen if isinstance(chosen, OptimizerSection) else OptimizerSection()
     strategy, given = wanted_plan(plan)
-    format = batch_format(model, example_batch, has_loss=loss is not None)
+    inside = uncompiled(model)
+    format = batch_format(inside, example_batch, has_loss=loss is not None)
     example, size = _example(format.named(example_batch))
-    module = model if loss is None else with_loss(model, loss, format, example, withheld=loss_inputs)
+    module = inside if loss is None else with_loss(inside, loss, format, example, withheld=loss_inputs)
+    running = with_compiled(module, model)
     with ExitStack() as stack:
         here = stack.enter_context(open_session()) if session is None else session
         run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
-        captured = capture_everywhere(here, module, example, name=type(model).__name__)
+        as_it_is = AsItIs(
+            build=copies_of(module), loss_count=loss_count, strategy="auto" if given else strategy, precision=precision
+        )
+        captured = capture_everywhere(here, module, example, as_it_is, name=type(inside).__name__)
         settings = Settings(
             global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
             precision=precision,
@@ -377,7 +389,7 @@ def distribute(
         prepared = prepare(
             here,
             captured,
-            whole_model(module, captured, example),
+            whole_model(running, captured, example),
             settings,
             given=given,
             profile=profile,
@@ -387,15 +399,20 @@ def distribute(
         worker = make_worker(
             here,
             prepared,
-            module,
+            running,
             optimizer=chosen if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen),
             total_steps=total_steps or 1,
             seed=seed,
             clip_grad_norm=clip_grad_norm,
             recorder=recorder,
         )
+        if running is not module and not worker.runs_compiled:
+            here.say(
+                "the model is compiled, and its compiled code does not run: the plan runs pieces of its graph, or dropout or BatchNorm are "
+                "replaced by ones that give what one device gives"
+            )
         trainer = Distributed(
-            model=model,
+            model=inside,
             format=format,
             session=here,
             prepared=prepared,

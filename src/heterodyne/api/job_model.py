@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from heterodyne.api.as_it_is import AsItIs
 from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker
 from heterodyne.api.session import Session
-from heterodyne.frontend import Captured, loss_of
+from heterodyne.frontend import CapturedModel, loss_of
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.measure.cache import default_folder
 from heterodyne.measure.whole_model import WholeModel
-from heterodyne.models import build
+from heterodyne.models import build, build_count
 from heterodyne.runtime.data.text import TextData, open_text, require_vocabulary
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.worker import Worker
@@ -30,7 +31,7 @@ _EXAMPLE_SAMPLES = 4
 class JobModel:
     """The model of a job: its capture, and itself in one piece, to be measured."""
 
-    captured: Captured
+    captured: CapturedModel
     whole: WholeModel
 
 
@@ -71,13 +72,20 @@ def capture_job(session: Session, job: Job, base: Path, data: TextData) -> JobMo
     """Capture the model of the job without its weights. Raises JobError, CaptureError or DataError."""
     model = session.together(lambda: build(job.model, base=base, device="meta"))
     example = data.batch(0).samples(0, min(_EXAMPLE_SAMPLES, data.batch_size))
-    captured = capture_everywhere(session, model, example)
-    vocabulary = _vocabulary(captured.graph)
-    if vocabulary is not None:
-        require_vocabulary(vocabulary, model=captured.graph.name)
 
     def whole(device: torch.device) -> nn.Module:
         return build(job.model, base=base, seed=job.training.seed).to(device)
+
+    as_it_is = AsItIs(
+        build=whole,
+        loss_count=session.together(lambda: build_count(job.model, base=base)),
+        strategy=job.parallelism.strategy,
+        precision=job.training.precision,
+    )
+    captured = capture_everywhere(session, model, example, as_it_is)
+    vocabulary = _vocabulary(captured.graph)
+    if vocabulary is not None:
+        require_vocabulary(vocabulary, model=captured.graph.name)
 
     return JobModel(
         captured=captured,

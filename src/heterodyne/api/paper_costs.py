@@ -12,7 +12,7 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.cost.measured_layers import MeasuredLayers
 from heterodyne.cost.recipe import Recipe
-from heterodyne.errors import ClusterError, HeterodyneError, JobError, MeasureError
+from heterodyne.errors import CaptureError, ClusterError, HeterodyneError, JobError, MeasureError, NoGraphError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job, ModelSection
 from heterodyne.predictor.from_config import transformer_of
@@ -95,6 +95,11 @@ def captured(job: Job, base: Path) -> ModelGraph:
     tokens = torch.zeros(4, job.data.sequence_length, dtype=torch.int64, device="meta")
     try:
         return capture(model, {"input_ids": tokens, "labels": tokens})
+    except NoGraphError as error:
+        raise CaptureError(
+            f"{error}\nOn paper the seconds of a model come from the ops of its graph. Plan on devices that are here, where the module is "
+            "measured as it is, or change this line"
+        ) from error
     except HeterodyneError:
         raise
     except TypeError as error:

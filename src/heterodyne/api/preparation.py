@@ -10,16 +10,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from heterodyne.api.as_it_is import AsItIs, capture_as_it_is, require_same_count
 from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
+from heterodyne.api.compiled import uncompiled
 from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.api.rehearsal import rehearse
 from heterodyne.api.session import Session
 from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.cluster.profile import WHOLE, Profile
-from heterodyne.errors import CaptureError, PlanError
-from heterodyne.frontend import Captured, trace
+from heterodyne.errors import CaptureError, NoGraphError, PlanError
+from heterodyne.frontend import Captured, CapturedModel, trace
 from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
+from heterodyne.measure.block_run import BlockProgram
 from heterodyne.measure.cache import Cache, default_folder
 from heterodyne.measure.session import Request, measure
 from heterodyne.measure.trial import Part, try_share
@@ -58,7 +61,7 @@ class Settings:
 class Prepared:
     """What a rank needs to run. ``planned`` only on rank 0, the one that searched."""
 
-    captured: Captured
+    captured: CapturedModel
     profile: Profile
     plan: Plan
     program: Program
@@ -66,11 +69,26 @@ class Prepared:
 
 
 def capture_everywhere(
-    session: Session, model: nn.Module, example_batch: Mapping[str, Tensor], *, name: str | None = None
-) -> Captured:
-    """Capture on every rank, and make sure that all captured the same; ``name``: of the model, None: its class. Raises CaptureError."""
+    session: Session,
+    model: nn.Module,
+    example_batch: Mapping[str, Tensor],
+    as_it_is: AsItIs,
+    *,
+    name: str | None = None,
+) -> CapturedModel:
+    """Capture on every rank, and make sure that all captured the same. A model without a graph is taken in one piece.
+
+    ``name``: of the model, None: its class. Raises CaptureError.
+    """
+    name = name or type(model).__name__
     with session.announced("capturing the model"):
-        captured = session.together(lambda: trace(model, example_batch, name=name))
+        found = session.together(lambda: _traced(model, example_batch, as_it_is, name))
+    missing = [error for error in session.communicator.all_gather_object(_without_graph(found)) if error is not None]
+    captured = (
+        capture_as_it_is(session, model, example_batch, as_it_is, missing[0], name)
+        if missing or isinstance(found, NoGraphError)
+        else found
+    )
     fingerprints = session.communicator.all_gather_object(captured.graph.fingerprint)
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
@@ -81,9 +99,24 @@ def capture_everywhere(
     return captured
 
 
+def _traced(
+    model: nn.Module, example_batch: Mapping[str, Tensor], as_it_is: AsItIs, name: str
+) -> Captured | NoGraphError:
+    try:
+        captured = trace(model, example_batch, name=name)
+    except NoGraphError as error:
+        return error
+    require_same_count(as_it_is.loss_count, example_batch, captured)
+    return captured
+
+
+def _without_graph(found: Captured | NoGraphError) -> NoGraphError | None:
+    return NoGraphError(str(found), reason=found.reason) if isinstance(found, NoGraphError) else None
+
+
 def measure_everywhere(
     session: Session,
-    captured: Captured,
+    captured: CapturedModel,
     whole: WholeModel,
     settings: Settings,
     *,
@@ -94,14 +127,14 @@ def measure_everywhere(
     graph = captured.graph
     request = Request(
         graph=graph,
-        programs={**{kind: captured.block(block) for kind, block in graph.kinds.items()}, WHOLE: whole},
+        programs=_programs(captured, whole),
         cluster=session.cluster,
         device=session.device,
         micro_batch_sizes=settings.parallelism.micro_batch_sizes,
         precision="bf16" if settings.precision == "bf16" else "fp32",
         optimizer=settings.optimizer.name,
         budget_s=budget_s,
-        halves=DeferredWeights if len(session.cluster.devices) > 1 else None,
+        halves=DeferredWeights if len(session.cluster.devices) > 1 and graph.opaque is None else None,
     )
     with session.announced(f"measuring {session.world_size} devices, which may take {format_seconds(budget_s)}"):
         return measure(
@@ -112,6 +145,14 @@ def measure_everywhere(
             say=session.say,
             progress=_progress(session),
         )
+
+
+def _programs(captured: CapturedModel, whole: WholeModel) -> dict[str, BlockProgram]:
+    """What is measured: each kind of block, and the model in one piece; of a model without a graph that is its one block."""
+    kinds = captured.graph.kinds
+    if captured.graph.opaque is not None:
+        return dict.fromkeys(kinds, whole)
+    return {**{kind: captured.block(block) for kind, block in kinds.items()}, WHOLE: whole}
 
 
 def _progress(session: Session) -> Callable[[str, int, int], None]:
@@ -129,7 +170,7 @@ def _progress(session: Session) -> Callable[[str, int, int], None]:
 
 def prepare(
     session: Session,
-    captured: Captured,
+    captured: CapturedModel,
     whole: WholeModel,
     settings: Settings,
     *,
@@ -147,7 +188,7 @@ def prepare(
     settings = _with_sizes_for(captured.graph, settings)
     if given is not None:
         _require_fitting(given, captured, session, settings)
-    if settings.parallelism.check_s:
+    if settings.parallelism.check_s and isinstance(captured, Captured):  # else it was done to take the model as it is
         verdict = check_everywhere(session, captured, whole, budget_s=settings.parallelism.check_s)
         settings = _heeding(verdict, settings, captured, session, given)
 
@@ -206,14 +247,14 @@ def _with_sizes_for(graph: ModelGraph, settings: Settings) -> Settings:
 
 
 def _prepared(
-    session: Session, captured: Captured, settings: Settings, profile: Profile, plan: Plan, planned: Planned | None
+    session: Session, captured: CapturedModel, settings: Settings, profile: Profile, plan: Plan, planned: Planned | None
 ) -> Prepared:
     program = lower(plan, captured.graph, session.cluster, clip=settings.clip)
     return Prepared(captured=captured, profile=profile, plan=plan, program=program, planned=planned)
 
 
 def _rehearsal_workers(
-    session: Session, captured: Captured, whole: WholeModel, settings: Settings, profile: Profile
+    session: Session, captured: CapturedModel, whole: WholeModel, settings: Settings, profile: Profile
 ) -> Callable[[Plan], Worker]:
     """Workers on copies of the model, with rank 0's weights; as those of the run, but for the rate of learning."""
 
@@ -238,7 +279,7 @@ def _rehearsal_batch(whole: WholeModel, settings: Settings) -> dict[str, Tensor]
     return {i.name: tensor for i, tensor in zip(whole.inputs, tensors, strict=True)}
 
 
-def _part(captured: Captured, whole: WholeModel, ops: tuple[int, int]) -> Part:
+def _part(captured: CapturedModel, whole: WholeModel, ops: tuple[int, int]) -> Part:
     """A stage as something that runs by itself; the whole model is the user's own."""
     start, stop = ops
     if (start, stop) == (0, len(captured.graph.ops)):
@@ -247,7 +288,7 @@ def _part(captured: Captured, whole: WholeModel, ops: tuple[int, int]) -> Part:
 
 
 def _heeding(
-    verdict: Verdict, settings: Settings, captured: Captured, session: Session, given: Plan | None
+    verdict: Verdict, settings: Settings, captured: CapturedModel, session: Session, given: Plan | None
 ) -> Settings:
     """The settings as far as the check lets them: plans that run pieces of the graph may be refused."""
     if not verdict.module_only:
@@ -259,7 +300,7 @@ def _heeding(
     return replace(settings, parallelism=settings.parallelism.model_copy(update={"strategy": strategy}))
 
 
-def _require_fitting(given: Plan, captured: Captured, session: Session, settings: Settings) -> None:
+def _require_fitting(given: Plan, captured: CapturedModel, session: Session, settings: Settings) -> None:
     """Raises PlanError if the plan is of another model, cluster or job, or breaks a rule."""
     lower(given, captured.graph, session.cluster)  # also an order that would wait for ever, before anything is measured
     for what, there, here in (
@@ -283,9 +324,10 @@ def make_worker(
     clip_grad_norm: float,
     recorder: Recorder | None = None,
 ) -> Worker:
-    """The worker of this rank, obeying what was prepared. Collective; see `Worker`."""
+    """The worker of this rank, obeying what was prepared. Collective; see `Worker`. ``model`` may be compiled."""
+    captured, module = prepared.captured, uncompiled(model)
     return Worker(
-        model,
+        module,
         graph=prepared.captured.graph,
         plan=prepared.plan,
         program=prepared.program,
@@ -298,5 +340,6 @@ def make_worker(
         clip_grad_norm=clip_grad_norm,
         recorder=recorder,
         watch=session.watchdog,
-        stage_programs=StageCutter(prepared.captured, model),
+        stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
+        compiled=None if module is model else model,
     )

@@ -2,8 +2,21 @@
 
 from heterodyne.frontend.block_program import BlockProgram
 from heterodyne.frontend.bound_stage import BoundStage
+from heterodyne.frontend.opaque import CapturedModel, Opaque, opaque, read_count
 from heterodyne.frontend.stage_program import StageProgram
 from heterodyne.frontend.trace import Captured, capture, trace
 from heterodyne.model_output import loss_of
 
-__all__ = ["BlockProgram", "BoundStage", "Captured", "StageProgram", "capture", "loss_of", "trace"]
+__all__ = [
+    "BlockProgram",
+    "BoundStage",
+    "Captured",
+    "CapturedModel",
+    "Opaque",
+    "StageProgram",
+    "capture",
+    "loss_of",
+    "opaque",
+    "read_count",
+    "trace",
+]

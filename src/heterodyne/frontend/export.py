@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from heterodyne.annotate import capturing
-from heterodyne.errors import CaptureError
+from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.annotations import Annotations, read_annotations
 from heterodyne.frontend.changes import numbers_of, refuse_changes, refuse_counters, refuse_new_buffers
 from heterodyne.frontend.example import Example, trace_sizes
@@ -33,7 +33,7 @@ from heterodyne.frontend.skeleton import skeleton
 from heterodyne.graph import ModuleOnly
 from heterodyne.model_output import loss_of
 
-__all__ = ["Region", "Role", "Traced", "export", "is_op", "quiet", "region_of"]
+__all__ = ["Region", "Role", "Traced", "export", "is_op", "quiet", "region_of", "tied_names"]
 
 _REGION = "heterodyne_region"
 _PREFIX = "model."
@@ -181,7 +181,7 @@ def quiet() -> Iterator[None]:
 def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Traced:
     root = program.graph_module
     graph = root.graph
-    canonical, aliases = _tied(model)
+    canonical, aliases = _canonical(model), tied_names(model)
     roles = dict(zip(graph.find_nodes(op="placeholder"), _roles(program, example, canonical), strict=True))
     while _inline_one(graph, root):
         pass
@@ -220,22 +220,23 @@ def _roles(program: ExportedProgram, example: Example, canonical: dict[str, str]
         elif spec.kind is InputKind.USER_INPUT:
             roles.append(Role("input", next(inputs)))
         else:
-            raise CaptureError(
-                f"the model holds {name!r}, a {spec.kind.name.lower()}, which is not a tensor; keep it out of forward"
-            )
+            what = f"the model holds {name!r}, a {spec.kind.name.lower()}, which is not a tensor"
+            raise NoGraphError(f"{what}; keep it out of forward", reason=what)
     return roles
 
 
-def _tied(model: nn.Module) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """From each name of a parameter or buffer to its canonical name, and from that to the others."""
-    canonical: dict[str, str] = {}
+def _canonical(model: nn.Module) -> dict[str, str]:
+    """From each name of a parameter or buffer to its canonical name: the first of those that are tied."""
+    return {name: first for first, others in tied_names(model).items() for name in (first, *others)}
+
+
+def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """From the canonical name of each parameter and buffer to the others that are tied to it."""
     names: dict[int, list[str]] = {}
     everything = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in everything:
-        tied = names.setdefault(id(tensor), [])
-        tied.append(name)
-        canonical[name] = tied[0]
-    return canonical, {tied[0]: tuple(tied[1:]) for tied in names.values()}
+        names.setdefault(id(tensor), []).append(name)
+    return {tied[0]: tuple(tied[1:]) for tied in names.values()}
 
 
 def is_op(node: fx.Node) -> bool:

@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import heterodyne
-from heterodyne.errors import CaptureError
+from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.sizes import size_of
 
-__all__ = ["explain", "files_of", "line_now", "line_of", "line_that_fixed_a_size", "refuse_unknown_sizes"]
+__all__ = ["explain", "files_of", "line_now", "line_of", "line_that_fixed_a_size", "refuse_unknown_sizes", "user_line"]
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(heterodyne.__file__).parent))
 
@@ -38,14 +38,15 @@ _BATCH = (
 )
 
 
-def explain(error: BaseException, model: nn.Module, line: str | None = None) -> CaptureError:
+def explain(error: BaseException, model: nn.Module, line: str | None = None) -> NoGraphError:
     """What went wrong, where (``line``, if the error itself does not tell), and what to change."""
     text = _first_lines(str(error)) or type(error).__name__
-    where = _user_line(error) or line
+    where = user_line(error) or line
     reason = _reason(error)
     place = f"{where}\n" if where else ""
-    return CaptureError(
-        f"{type(model).__name__} cannot be captured.\n{place}{reason}\n(torch.export: {type(error).__name__}: {text})"
+    return NoGraphError(
+        f"{type(model).__name__} cannot be captured.\n{place}{reason}\n(torch.export: {type(error).__name__}: {text})",
+        reason=_in_one_line(where, reason),
     )
 
 
@@ -68,12 +69,23 @@ def refuse_unknown_sizes(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         if node.target is torch.ops.aten.item.default:
-            raise CaptureError(f"The model cannot be captured.\n{line_of(node, full=True)}\n{_DATA_DEPENDENT}")
+            raise _without_graph(node, _DATA_DEPENDENT)
         for size in _symbolic_sizes(node):
             try:
                 size_of(size)
             except CaptureError as error:
-                raise CaptureError(f"The model cannot be captured.\n{line_of(node, full=True)}\n{error}") from error
+                raise _without_graph(node, str(error)) from error
+
+
+def _without_graph(node: fx.Node, reason: str) -> NoGraphError:
+    line = line_of(node, full=True)
+    return NoGraphError(f"The model cannot be captured.\n{line}\n{reason}", reason=_in_one_line(line, reason))
+
+
+def _in_one_line(line: str | None, reason: str) -> str:
+    """The line and the first sentence of the reason."""
+    first = reason.partition(". ")[0].rstrip(".")
+    return f"{line} ({first})" if line else first
 
 
 def line_of(node: fx.Node, *, full: bool = False) -> str:
@@ -132,7 +144,7 @@ def _reason(error: BaseException) -> str:
     return "the model fails when it runs on tensors without data, or does something that torch.export does not know."
 
 
-def _user_line(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """The deepest line that is the model's own, with its text."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
     if frames:

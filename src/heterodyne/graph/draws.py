@@ -19,6 +19,8 @@ _DROPS: Final = frozenset({"dropout", "feature_dropout", "alpha_dropout", "scale
 
 def require_samples_own_draws(graph: ModelGraph) -> None:
     """Raises CaptureError, with the line, for an op whose random numbers would depend on the plan."""
+    if graph.opaque is not None:
+        return  # there are no ops to look at; what it drew was seen when it ran (`runtime.exact.parts`)
     for name in graph.random:
         op = graph.op_by_name[name]
         if fault := _fault(op):

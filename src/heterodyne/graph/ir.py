@@ -230,6 +230,7 @@ class ModelGraph:
         output: the loss; None: not told.
         task_graphs: what the author has marked, in the order of their first ops.
         module_only: why pieces of the graph would train in another way than the module. Not empty: each device runs it whole.
+        opaque: why there is no graph of its ops, with the user's line: its one op is the module as it is. None: there is a graph.
     """
 
     name: str
@@ -245,11 +246,13 @@ class ModelGraph:
     output: Ref | None = None
     task_graphs: tuple[TaskGraph, ...] = ()
     module_only: tuple[ModuleOnly, ...] = ()
+    opaque: str | None = None
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change with ops, shapes, parameters or loss; not with where the source code stands."""
         content = asdict(self)
+        del content["opaque"]
         for op in content["ops"]:
             del op["source"]
         for marked in (*content["task_graphs"], *content["module_only"]):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heterodyne.eager import run_eager
+
 __all__ = ["bytes_kept"]
 
 
@@ -25,7 +27,7 @@ def bytes_kept(forward: Callable[[], object], weights: Iterable[torch.Tensor]) -
         kept.setdefault(storage.data_ptr(), storage)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), copies:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), copies, run_eager():
         forward()
     return sum(storage.nbytes() for place, storage in kept.items() if place not in copies.storages)
 

@@ -21,7 +21,7 @@ def violations(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[str, ..
         *_of_identity(plan, graph, cluster),
         *_of_devices(plan, cluster),
         *_of_shares(plan, graph),
-        *_of_stages(plan, graph),
+        *(_of_stages(plan, graph) if graph.opaque is None else _of_module(plan, graph)),
         *_of_coupled(plan, graph),
     )
 
@@ -134,6 +134,21 @@ def _of_coupled(plan: Plan, graph: ModelGraph) -> list[str]:
 
 def _in_pieces(pipeline: Pipeline) -> bool:
     return len(pipeline.stages) > 1 or any(stage.recompute or stage.sharded for stage in pipeline.stages)
+
+
+def _of_module(plan: Plan, graph: ModelGraph) -> list[str]:
+    """Of a model without a graph every device runs all of it, as it is."""
+    whole = [
+        [(stage.ops, stage.recompute, stage.sharded, stage.overlap) for stage in pipeline.stages]
+        == [((0, len(graph.ops)), (), False, False)]
+        for pipeline in plan.pipelines
+    ]
+    if all(whole):
+        return _of_stages(plan, graph)
+    return [
+        f"pipeline {whole.index(False)} cuts the model, splits it or recomputes parts of it, which takes a graph of it, and there is none: "
+        f"{graph.opaque}. Let one stage run all of it, or change this line"
+    ]
 
 
 def _cuts(pipeline: Pipeline) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,7 @@ class Worker:
         recorder: notes what happens when; None: nothing is noted.
         watch: is told what this rank is doing (a `Watchdog`); None: nobody is.
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
+        compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
 
     Raises PlanError if model, program and cluster do not go together, WorkerError if ranks have built different models.
     """
@@ -111,6 +112,7 @@ class Worker:
         recorder: Recorder | None = None,
         watch: Watch | None = None,
         stage_programs: StagePrograms | None = None,
+        compiled: Callable[..., object] | None = None,
     ) -> None:
         _require_together(module, program, cluster, communicator)
         self.module = module
@@ -142,6 +144,7 @@ class Worker:
             self.recorder,
             completed_gradients(program.ranks[self.rank], plan, graph, self._place),
             {name: self.ownership.box(self.rank, name) for name in self._parameters},
+            same_way=graph.opaque is None,
         )
         alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
         drifts = not alike or len(self.placement.sharing) < len(self.placement.places)
@@ -165,6 +168,7 @@ class Worker:
             programs=stage_programs,
             home=self._gradients,
             seed=seed,
+            compiled=compiled,
         )
         self._assembly.parts()
         self._executor = Executor(
@@ -276,6 +280,11 @@ class Worker:
     @property
     def device(self) -> torch.device:
         return self._communicator.device
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether ``compiled`` runs on this rank, and not the module or pieces of its graph."""
+        return self._assembly.runs_compiled
 
     @property
     def borrowed_bytes(self) -> int:

@@ -20,21 +20,32 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from heterodyne.errors import CaptureError
 from heterodyne.runtime.exact.interception import Interception
 from heterodyne.runtime.meeting.channel import Channel
 
 __all__ = ["GlobalBatchNorm"]
 
+# Places are counted up to a number whose square, times the ranks, a double holds exactly.
+_PLACES = 2**20
+_MOST_CALLS = 1009
+
 
 class GlobalBatchNorm(Interception):
     """While active, batch norm in training takes its statistics over all ranks of ``channel``.
 
-    Every rank of the channel must make the same calls in the same order, forward and backward.
+    Every rank of the channel must make the same calls in the same order, forward and backward. Each call sends its place, so that a rank
+    which has left one out is found out: raises CaptureError then, on all of them.
     """
 
     def __init__(self, channel: Channel) -> None:
         super().__init__({F.batch_norm: self._batch_norm})
         self._channel = channel
+        self._forwards = self._calls = 0
+
+    def begin_forward(self) -> None:
+        """To be called before the forward of each micro-batch."""
+        self._forwards, self._calls = self._forwards + 1, 0
 
     def _batch_norm(
         self,
@@ -49,7 +60,9 @@ class GlobalBatchNorm(Interception):
     ) -> Tensor:
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        count, mean, var = _global_statistics(input.detach(), self._channel)
+        self._calls += 1
+        place = (self._forwards * _MOST_CALLS + self._calls) % _PLACES
+        count, mean, var = _global_statistics(input.detach(), self._channel, place)
         if count < 2:
             raise ValueError(
                 f"batch norm needs more than one value per channel in training, over all workers; got {tuple(input.shape)}"
@@ -107,10 +120,11 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def _global_statistics(input: Tensor, channel: Channel) -> tuple[float, Tensor, Tensor]:
-    """Count of values a channel, mean [C] and biased variance [C] (float64) over all ranks.
+def _global_statistics(input: Tensor, channel: Channel, place: int) -> tuple[float, Tensor, Tensor]:
+    """Count of values a channel, mean [C] and biased variance [C] (float64) over all ranks, which are all at that ``place``.
 
-    With own count n_r, mean m_r, variance v_r: sum n_r v_r + n_r m_r^2 - N m^2 = N var, in float64.
+    The places p of R ranks are equal if R sum p^2 = (sum p)^2. With own count n_r, mean m_r, variance v_r:
+    sum n_r v_r + n_r m_r^2 - N m^2 = N var, in float64.
     """
     channels = input.shape[1]
     count = input.numel() // channels
@@ -118,9 +132,14 @@ def _global_statistics(input: Tensor, channel: Channel) -> tuple[float, Tensor, 
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
     var, mean = torch.var_mean(wide, dim=dims, correction=0)
     var, mean = var.double(), mean.double()
-    sent = torch.cat([mean * count, (var + mean * mean) * count, mean.new_full((1,), float(count))])
+    sent = torch.cat([mean * count, (var + mean * mean) * count, mean.new_tensor([count, place, place**2])])
     channel.all_reduce(sent).wait()
-    total = sent[-1].item()
+    total, places, squares = sent[-3:].tolist()
+    if len(channel.ranks) * squares != places**2:
+        raise CaptureError(
+            "a rank has reached BatchNorm in a micro-batch in which another has not, so their statistics cannot be those of one device: "
+            "move it out of the branch that depends on the data, or put it in eval mode"
+        )
     mean = sent[:channels] / total
-    var = (sent[channels:-1] / total - mean * mean).clamp_(min=0.0)
+    var = (sent[channels:-3] / total - mean * mean).clamp_(min=0.0)
     return total, mean, var

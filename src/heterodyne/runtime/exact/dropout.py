@@ -26,9 +26,18 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.exact.interception import Interception
 from heterodyne.runtime.exact.noise import SampleNoise
 
-__all__ = ["Draws", "SampleDropout", "in_part", "splitmix64", "turn_to"]
+__all__ = [
+    "Draws",
+    "SampleDropout",
+    "draw_call_number",
+    "draws_call_number",
+    "in_part",
+    "splitmix64",
+    "turn_to",
+]
 
 _MASK = 2**64 - 1
+_CALL_NUMBERS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +242,7 @@ class SampleDropout(Interception):
             _PART.reset(token)
 
     def _call_number(self) -> int:
-        drawn = int(torch.randint(2**63 - 1, ()).item())
+        drawn = draw_call_number()
         return self._draws.calls.setdefault(drawn, self._draws.first_call + len(self._draws.calls))
 
     def _hashes(self, call: int, elements: int) -> Tensor:
@@ -247,6 +256,16 @@ class SampleDropout(Interception):
         mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D).add_(second)
         mixed.bitwise_xor_((mixed >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
         return mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF))
+
+
+def draw_call_number() -> int:
+    """The number by which a call is known again when it is recomputed, from torch's generator on the CPU."""
+    return int(torch.randint(_CALL_NUMBERS, ()).item())
+
+
+def draws_call_number(func: object, args: Sequence[object]) -> bool:
+    """Whether an operator is that of `draw_call_number`."""
+    return func is torch.ops.aten.randint.default and bool(args) and args[0] == _CALL_NUMBERS
 
 
 def _by_torch_names(handler: Callable[..., Tensor]) -> Callable[[Tensor, float, bool], Tensor]:

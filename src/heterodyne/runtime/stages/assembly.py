@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,8 +107,10 @@ class Assembly:
         programs: StagePrograms | None,
         home: GradientHome,
         seed: int,
+        compiled: Callable[..., object] | None = None,
     ) -> None:
         self._module = module
+        self._compiled = compiled
         self._device = communicator.device
         self._cluster = cluster
         self._place = placement.places[communicator.rank]
@@ -146,6 +148,11 @@ class Assembly:
         in_pieces = len(self._pieces) > 1 or any(piece.recompute for piece in self._pieces)
         return in_pieces or bool(self._halves) or bool(self._place.sharded) or self._divided
 
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether compiled code, where the user has brought any, runs in the place of the module."""
+        return self._compiled is not None and not self.cut and not self._forward.intercepts
+
     def parts(self, batch: Mapping[str, Tensor] | None = None) -> Parts:
         """For inputs of these shapes; None: those that the model was captured with. Raises DataError if the model is another then."""
         shapes = self._captured if batch is None or not self.cut else shapes_of(batch, self._captured)
@@ -157,7 +164,9 @@ class Assembly:
         if self._pipeline is None:
             return Parts(stages=Stages({}, forward=self._forward, device=self._device), transfers=None)
         if not self.cut:
-            whole = {0: [Segment(run=WholeModel(self._module))]}
+            # Compiled code would not notice the functions that are replaced for dropout and BatchNorm.
+            run = self._compiled if self.runs_compiled else None
+            whole = {0: [Segment(run=WholeModel(self._module, run))]}
             return Parts(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
         assert self._programs is not None
         if self._coupled:

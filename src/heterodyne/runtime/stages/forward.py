@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from heterodyne.eager import run_eager
 from heterodyne.graph.draws import require_samples_own_draws
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.model_output import loss_of
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
 from heterodyne.runtime.exact.dropout import Draws, SampleDropout
+from heterodyne.runtime.exact.generators import require_known_draws
 from heterodyne.runtime.meeting.channel import Channel
 
 __all__ = ["Forward", "Precision"]
@@ -49,6 +51,7 @@ class Forward:
         self._counts_batches = bool(graph.batch_statistics)
         several = statistics is not None and len(statistics.ranks) > 1
         self._batch_norm = GlobalBatchNorm(statistics) if statistics and several and graph.batch_statistics else None
+        self._opaque = graph.opaque is not None
         require_samples_own_draws(graph)
 
     def draws(self, step: int, samples: Sequence[int], first_call: int = 0) -> Draws | None:
@@ -60,7 +63,7 @@ class Forward:
     @contextmanager
     def around_forward(self, draws: Draws | None) -> Iterator[None]:
         """What has to surround the forward of any part of the model. ``draws`` None: random ops are left to torch."""
-        with self._autocast(), self._modes(draws, "forward"):
+        with self._autocast(), self._modes(draws, "forward"), self._known_draws(draws):
             yield
 
     @contextmanager
@@ -74,6 +77,11 @@ class Forward:
         not active (see `interception`).
         """
         return self._modes(draws, "backward")
+
+    @property
+    def intercepts(self) -> bool:
+        """Whether functions of torch are replaced while the model runs, which code that is compiled would not notice."""
+        return self._dropout is not None or self._batch_norm is not None
 
     @property
     def mixes_samples(self) -> bool:
@@ -92,15 +100,19 @@ class Forward:
         A micro-batch of weight 0 has none (its mean loss may not even be a number), unless its samples are part of the statistics
         that other ranks' losses depend on.
         """
-        if weight == 0 and self._batch_norm is None:
-            return
+        if not loss.requires_grad or (weight == 0 and self._batch_norm is None):
+            return  # a model without a graph may take a branch in which these samples meet no weight
         with self.around_backward(draws):
             torch.autograd.backward(loss, torch.full_like(loss, weight))
 
     @contextmanager
     def _modes(self, draws: Draws | None, part: Literal["forward", "backward"]) -> Iterator[None]:
         with ExitStack() as stack:
+            if self.intercepts:
+                stack.enter_context(run_eager())
             if self._batch_norm is not None:
+                if part == "forward" and torch.is_grad_enabled():  # ranks may evaluate more or fewer parts than others
+                    self._batch_norm.begin_forward()
                 stack.enter_context(self._batch_norm)
             if self._dropout is not None and draws is not None:
                 of_part = self._dropout.forward if part == "forward" else self._dropout.backward
@@ -115,6 +127,12 @@ class Forward:
             buffer.data.copy_(
                 value
             )  # as data: other micro-batches have noted the version of the buffer for their backward
+
+    def _known_draws(self, draws: Draws | None) -> AbstractContextManager[None]:
+        if not self._opaque or not torch.is_grad_enabled():
+            return nullcontext()
+        calls = draws.calls if draws is not None else {}
+        return require_known_draws(self._device, lambda: len(calls))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")

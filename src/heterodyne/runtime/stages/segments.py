@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,11 +44,12 @@ class Segment:
 
 
 class WholeModel:
-    """The user's own module as one segment, in its own mode."""
+    """The user's own module as one segment, in its own mode. ``run``: what is called in its place (a compiled one); None: itself."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., object] | None = None) -> None:
         self.evaluating = False
         self._module = module
+        self._run = module if run is None else run
 
     @property
     def training(self) -> bool:
@@ -60,4 +61,4 @@ class WholeModel:
 
     def __call__(self, inputs: Mapping[str, Tensor], received: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
         del received, samples  # it needs nothing from other segments
-        return {LOSS: loss_of(self._module(**inputs))}
+        return {LOSS: loss_of(self._run(**inputs))}

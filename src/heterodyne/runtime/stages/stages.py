@@ -173,7 +173,7 @@ class Stages:
         roots, upstream = [], []
         for name, tensor in alive.made.items():
             if name == LOSS:
-                if weight or self._forward.mixes_samples:
+                if tensor.requires_grad and (weight or self._forward.mixes_samples):
                     roots.append(tensor)
                     upstream.append(torch.full_like(tensor, weight))
             elif tensor.requires_grad and (name in gradients or stage in self._in_parts):

@@ -76,6 +76,7 @@ class GradientBuckets:
         recorder: is told when each reduction starts and ends.
         completed: for each stage, the parameters whose gradients its last backward completes.
         boxes: of the parameters of which this rank has a box.
+        same_way: every forward goes the same way, so that which parameters get no gradient at all is asked once; else in each step.
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
     has a gradient for keeps ``grad=None``, as on one device, so that the optimizer leaves it alone.
@@ -90,8 +91,11 @@ class GradientBuckets:
         recorder: Recorder,
         completed: Mapping[int, frozenset[str]],
         boxes: Mapping[str, Box] | None = None,
+        *,
+        same_way: bool = True,
     ) -> None:
         self._boxes = boxes or {}
+        self._same_way = same_way
         self._recorder = recorder
         self._completed = completed
         self._buckets = self._allocate(buckets, parameters)
@@ -106,6 +110,8 @@ class GradientBuckets:
 
     def begin(self) -> None:
         """Start a step: every gradient is None, nothing is launched."""
+        if not self._same_way:
+            self._untouched = None
         untouched = self._untouched or frozenset()
         for entry in self._entries:
             entry.parameter.grad = None
@@ -156,7 +162,7 @@ class GradientBuckets:
                 entry.of_gradient().copy_(entry.view)
 
     def _find_untouched(self) -> frozenset[str]:
-        """The parameters that no rank has a gradient for. A captured graph is static, so this is asked once."""
+        """The parameters that no rank has a gradient for."""
         found: set[str] = set()
         by_channel: dict[Channel | None, list[_Entry]] = {}
         for bucket in self._buckets:

@@ -1,0 +1,302 @@
+"""Do the parts of a batch add up to the whole? Asked of the module itself, on real samples, before anything is planned.
+
+`run_in_parts` runs forward and backward of a module on a batch, and again on unequal parts of it. With the loss counted right, and
+samples that do not see each other, the weighted losses and gradients of the parts are those of the whole (`exact.weighting`). A wrong
+count, a choice in Python that is made for all samples of a batch, a norm over the samples, a hook that is not linear: none of
+them passes. It also sees what only a graph tells otherwise: random draws, BatchNorm, buffers that forward changes.
+
+What a model does with other samples than these, nobody can know. So the batch should be a real one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heterodyne.eager import run_eager
+from heterodyne.errors import CaptureError, HeterodyneError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.loss_count import LossCount
+from heterodyne.runtime.exact.dropout import draws_call_number
+from heterodyne.runtime.exact.interception import Interception
+from heterodyne.runtime.exact.verify import Comparison, compare
+from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
+from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.stages.forward import Forward, Precision
+from heterodyne.runtime.weights.trainable import trainable_parameters
+
+__all__ = ["Seen", "run_in_parts"]
+
+_MOST_SAMPLES = 8
+# How far rounding alone may go: on accelerators the size of a batch decides which kernel runs, and in what precision.
+_BARS = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 3e-2}
+_BARS_ELSEWHERE = {"fp32": 2e-3, "bf16": 3e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a forward did. ``random``: it drew random numbers; ``batch_norm``: it took statistics over the samples."""
+
+    random: bool
+    batch_norm: bool
+
+
+def run_in_parts(
+    module: nn.Module,
+    source: BatchSource,
+    *,
+    graph: ModelGraph,
+    loss_count: LossCount,
+    device: torch.device,
+    precision: Precision = "fp32",
+) -> Seen:
+    """Compare the module on up to 8 samples with itself on parts of them, each sample alone among these.
+
+    Args:
+        module: a copy of the user's, on the device, with weights, in the mode in which it is trained. It may be changed.
+        graph: how the loss is averaged, and which parameters are trained.
+
+    Raises CaptureError if the parts do not add up, with both losses; if forward changes a buffer (but those of BatchNorm), draws random
+    numbers that cannot belong to the samples, or reaches BatchNorm in some parts only; and if the module fails.
+    """
+    samples = min(source.size, _MOST_SAMPLES)
+    if samples < 2:
+        raise CaptureError(
+            "the example batch has one sample, and shows nothing about the parts of a batch: take two or more"
+        )
+    run = _Run(module, source, graph=graph, loss_count=loss_count, device=device, precision=precision)
+    whole = run.on([samples])
+    for sizes in _partitions(samples):
+        run.require_equal(whole, run.on(sizes), sizes)
+    return run.seen()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """Over all parts: the weighted loss, the gradients; and of each part its loss."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    losses: Sequence[float]
+
+
+class _Run:
+    def __init__(
+        self,
+        module: nn.Module,
+        source: BatchSource,
+        *,
+        graph: ModelGraph,
+        loss_count: LossCount,
+        device: torch.device,
+        precision: Precision,
+    ) -> None:
+        self._module = module
+        self._source = source
+        self._graph = graph
+        self._count = loss_count
+        self._parameters = trainable_parameters(module, graph)
+        self._forward = Forward(module, graph, device=device, precision=precision, seed=0)
+        self._bar = _BARS.get((device.type, precision), _BARS_ELSEWHERE[precision])
+        self._watch = _RandomOps()
+        self._calls: list[tuple[object, ...]] = []
+        _require_no_sync_batch_norm(module)
+
+    def seen(self) -> Seen:
+        dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in self._all())
+        normed = any(self._calls)
+        if not normed and any(_takes_statistics(m) for m in self._all()):
+            raise _sometimes_normed()
+        return Seen(random=self._watch.drew or dropout, batch_norm=normed)
+
+    def on(self, sizes: Sequence[int]) -> _Result:
+        """Forward and backward of parts of these sizes, one after the other."""
+        spans = list(pairwise(accumulate(sizes, initial=0)))
+        parts = [self._source.samples(first, last - first) for first, last in spans]
+        buffers = dict(self._module.named_buffers())
+        own = [self._count.statistics(part, size, buffers) for part, size in zip(parts, sizes, strict=True)]
+        batch = torch.stack(own).sum(0)
+        if not self._count.is_defined(batch):
+            raise CaptureError(
+                "nothing in the example batch counts by loss_count, so its loss tells nothing: take another"
+            )
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        weights = [self._count.weight(each, batch) for each in own]
+        losses = [
+            self._backward(part, range(*span), weight) for span, part, weight in zip(spans, parts, weights, strict=True)
+        ]
+        gradients = {n: p.grad.detach().cpu() for n, p in self._parameters.items() if p.grad is not None}
+        return _Result(
+            loss=known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64)),
+            gradients=gradients,
+            losses=losses,
+        )
+
+    def _backward(self, part: Mapping[str, Tensor], samples: range, weight: float) -> float:
+        draws = self._forward.draws(0, samples)
+        norms = _FixedBatchNorm()
+        with self._unchanged_buffers(), _nothing_from_python(), self._watch, norms, run_eager():
+            loss = self._forward.loss(part, draws)
+            self._calls.append(tuple(norms.calls))
+            if len(set(self._calls)) > 1:
+                raise _sometimes_normed()
+            self._forward.backward(loss, weight, draws)
+        return loss.item()
+
+    def require_equal(self, whole: _Result, parts: _Result, sizes: Sequence[int]) -> None:
+        found = compare(parts.loss, parts.gradients, whole.loss, whole.gradients)
+        if found.largest <= self._bar:
+            return
+        raise CaptureError(
+            f"the parts of a batch do not add up to the whole ({sum(sizes)} samples as parts of {' + '.join(map(str, sizes))}): "
+            f"{_difference(found, self._bar, whole, parts)}. {self._remedy(whole, parts, sizes)}"
+        )
+
+    def _remedy(self, whole: _Result, parts: _Result, sizes: Sequence[int]) -> str:
+        by_samples = sum(size * loss for size, loss in zip(sizes, parts.losses, strict=True)) / sum(sizes)
+        said = "sum" if self._graph.loss.reduction == "sum" else self._graph.loss.count
+        for name, value in (("sum", sum(parts.losses)), ("samples", by_samples)):
+            if name != said and abs(value - whole.loss) <= self._bar * abs(whole.loss):
+                return f"The losses add up with loss_count={name!r}: is it that?"
+        return (
+            "Either loss_count is not what the loss divides by, or the samples see each other: a choice in Python that is made once for a "
+            "whole batch, a norm or a maximum over the samples. Each device has only its own samples, so let each sample go its own way"
+        )
+
+    @contextmanager
+    def _unchanged_buffers(self) -> Iterator[None]:
+        """Raises CaptureError if a buffer is another one after."""
+        norms = {id(b) for m in self._all() if isinstance(m, nn.modules.batchnorm._BatchNorm) for b in m.buffers()}
+        before = [(name, b, b.detach().clone()) for name, b in self._module.named_buffers() if id(b) not in norms]
+        yield
+        now = dict(self._module.named_buffers())
+        for name, buffer, value in before:
+            if now.get(name) is not buffer or not torch.equal(buffer, value):
+                raise CaptureError(
+                    f"forward changes {name!r}, which the model keeps for the next forward. Each device sees only its own samples, so the "
+                    "copies would drift apart: change it outside of forward, once a step. BatchNorm is the one exception that is known"
+                )
+
+    def _all(self) -> list[nn.Module]:
+        return list(self._module.modules())
+
+
+def _partitions(samples: int) -> list[list[int]]:
+    """One and the rest; and each sample alone, which tells most of what a batch does to them."""
+    return [[1, samples - 1]] + ([[1] * samples] if samples > 2 else [])
+
+
+class _FixedBatchNorm(Interception):
+    """While active, BatchNorm in training normalises with mean 0 and variance 1, so that samples do not see each other in it; the
+    runtime serves it (`exact.batch_norm`). ``calls``: what was called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({F.batch_norm: self._batch_norm})
+        self.calls: list[object] = []
+
+    def _batch_norm(
+        self,
+        input: Tensor,  # [N, C, ...]
+        running_mean: Tensor | None,  # [C]
+        running_var: Tensor | None,  # [C]
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        self.calls.append((input.shape[1], id(running_mean)))
+        mean = torch.zeros(input.shape[1], dtype=torch.float32, device=input.device)
+        return F.batch_norm(input, mean, torch.ones_like(mean), weight, bias, False, 0.0, eps)
+
+
+class _RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not say
+    """Sees every operator. ``drew``: whether any drew random numbers that belong to the samples (`SampleDropout`).
+
+    Raises HeterodyneError for one whose numbers cannot.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.drew = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if draws_call_number(func, args):
+            self.drew = True
+        elif _draws(func, args, kwargs):
+            raise HeterodyneError(
+                f"{func} draws random numbers that cannot be made to belong to the samples, so they would depend on the plan. Draw with "
+                "torch.rand, randn, bernoulli or dropout, or switch it off"
+            )
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    values = {entry.name: value for entry, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    if values.get("train") is False or values.get("training") is False:
+        return False
+    return all(values.get(name) not in (0, 0.0) for name in ("p", "dropout_p", "dropout"))
+
+
+@contextmanager
+def _nothing_from_python() -> Iterator[None]:
+    """Raises CaptureError if random numbers were drawn inside that are not torch's."""
+    before = random.getstate(), _numpy_state()
+    yield
+    if (random.getstate(), _numpy_state()) != before:
+        raise CaptureError(
+            "forward draws random numbers from Python's random or from numpy, which differ from device to device and depend on the plan: "
+            "draw them for each sample with torch.rand(samples, ...), or in the data"
+        )
+
+
+def _numpy_state() -> object:
+    name, keys, *rest = np.random.get_state(legacy=True)  # the one that models draw from
+    return name, np.asarray(keys).tobytes(), *rest
+
+
+def _takes_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+
+
+def _sometimes_normed() -> CaptureError:
+    return CaptureError(
+        "BatchNorm is reached with some samples and not with others, or not at all. Its statistics are taken over the samples of all "
+        "devices, so every device has to reach it in every micro-batch: move it out of the branch, or put it in eval mode"
+    )
+
+
+def _require_no_sync_batch_norm(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise CaptureError(
+                f"{name!r} is a SyncBatchNorm, which meets the other ranks by itself, whatever samples they have. Write BatchNorm: its "
+                "statistics are taken over all devices"
+            )
+
+
+def _difference(found: Comparison, bar: float, whole: _Result, parts: _Result) -> str:
+    if not found.loss <= bar:
+        return f"the loss of the whole is {whole.loss:.7g}, that of the parts together {parts.loss:.7g}"
+    name, error = found.gradients[0]
+    return f"the gradients of {name!r} differ by {error:.2g} times their norm"

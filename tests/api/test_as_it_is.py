@@ -1,0 +1,156 @@
+"""Models without a graph, and compiled ones, through `distribute`, on the one device of this process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import heterodyne as hd
+from heterodyne.errors import CaptureError, PlanError
+from heterodyne.plan.plan import Plan
+
+
+class Chooses(nn.Module):
+    """Ragged sequences: each sample ends where its length says, and long ones take a layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.more, self.head = nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        rows = []
+        for row, length in zip(tokens, lengths.tolist(), strict=True):
+            h = self.embed(row[:length]).mean(0)
+            rows.append(self.head(self.more(h) if length > 3 else h))
+        return torch.stack(rows)
+
+
+class WithLoss(nn.Module):
+    """A model and a loss outside of it, as one module."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, tokens: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        return self.loss_fn(self.model(tokens, lengths), labels)
+
+
+def batch_of(samples: int, longest: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(samples * longest)
+    labels = torch.randint(0, 7, (samples,), generator=generator)
+    labels[0] = -100
+    tokens = torch.randint(0, 7, (samples, longest), generator=generator)
+    return {"tokens": tokens, "lengths": torch.arange(samples) % longest + 1, "labels": labels}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)  # type: ignore[arg-type]
+
+
+def counted(batch: Any) -> Tensor:
+    return (batch["labels"] != -100).sum()
+
+
+def test_a_loss_outside_tells_what_it_divides_by_though_the_model_has_no_graph(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = WithLoss(Chooses(), nn.CrossEntropyLoss())
+    plain = copy.deepcopy(model)
+    batches = [batch_of(6, longest) for longest in (5, 3, 7)]
+    with hd.distribute(model, batches[0], optimizer=sgd, micro_batch_sizes=(1, 2), measure_budget_s=1.0) as trainer:
+        results = [trainer.step(batch) for batch in batches]
+        assert trainer.evaluate(batch_of(4, 6)) == pytest.approx(plain_loss(model, batch_of(4, 6)), rel=1e-5)
+        assert [result.count for result in results] == [5, 5, 5], "one label of six does not count"
+        kept = trainer.plan
+        assert trainer.graph.opaque
+    assert "test_as_it_is.py:31: rows.append(self.head(self.more(h) if length > 3 else h))" in capfd.readouterr().err
+    optimizer = sgd(plain.parameters())
+    for batch, result in zip(batches, results, strict=True):
+        optimizer.zero_grad()
+        expected = plain(**batch)
+        expected.backward()
+        optimizer.step()
+        assert result.loss == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+    (pipeline,) = kept.pipelines
+    stage = pipeline.stages[0].model_copy(update={"recompute": (0,)})
+    cut = kept.model_copy(update={"pipelines": (pipeline.model_copy(update={"stages": (stage,)}),)})
+    with pytest.raises(PlanError, match=r"pipeline 0 cuts the model.*takes a graph of it.*length > 3"):
+        hd.distribute(model, batches[0], plan=Plan.parse(cut.dump()))
+
+
+def plain_loss(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    with torch.no_grad():
+        return float(model(**batch))
+
+
+def test_what_a_model_without_a_graph_cannot_have_is_refused_before_anything_is_measured() -> None:
+    model, batch = WithLoss(Chooses(), F.cross_entropy), batch_of(4, 5)
+    with pytest.raises(
+        CaptureError, match=r"test_as_it_is.py:31(.|\n)*'pipeline' cuts the model(.|\n)*strategy 'data'"
+    ):
+        hd.distribute(model, batch, plan="pipeline", loss_count=counted)
+
+    class Inside(WithLoss):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.inner = model
+
+        def forward(self, tokens: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+            loss: Tensor = self.inner(tokens, lengths, labels)
+            return loss
+
+    with pytest.raises(CaptureError, match=r"test_as_it_is.py:31(.|\n)*pass loss_count='samples'"):
+        hd.distribute(Inside(), batch)
+    graphless: Any = lambda output, labels: F.cross_entropy(output, labels) * int(labels.sum() > 0)  # noqa: E731
+    with pytest.raises(CaptureError, match="pass loss_count='samples'"):
+        hd.distribute(WithLoss(Chooses(), graphless), batch)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).pow(2).mean()
+
+
+def test_a_compiled_model_is_captured_and_named_as_the_one_inside_and_runs_compiled() -> None:
+    torch.manual_seed(0)
+    plain, batch, ran = Plain(), {"x": torch.randn(4, 4)}, []
+    expected = plain(**batch).item()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            ran.append(len(inputs))
+            return graph(*inputs)
+
+        return run
+
+    model: Any = torch.compile(plain, backend=backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo's own
+        with hd.distribute(model, batch, optimizer=sgd, micro_batch_sizes=(4,), measure_budget_s=1.0) as trainer:
+            ran.clear()
+            assert trainer.step(batch).loss == pytest.approx(expected, rel=1e-5)
+            assert list(trainer.state_dict()["model"]) == list(plain.state_dict())
+            assert len(trainer.graph.ops) > 1
+            assert ran
+    with pytest.raises(CaptureError, match="by its graph it is a mean: leave it out"):
+        hd.distribute(model, batch, loss_count="sum")

@@ -1,0 +1,171 @@
+"""Models that run as they are: loss and gradients are those of plain PyTorch on one device, also where ranks take other branches."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend.opaque import opaque, read_count
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.loss_count import LossCount
+from heterodyne.plan.lower import lower
+from heterodyne.runtime.exact.verify import compare, one_device_gradients
+from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.worker import Worker
+from multiprocess.opaque_models import graph_of, make
+from multiprocess.pool import Pool, World
+from multiprocess.work import Shares, cluster_of, copied, plan_of
+
+BAR = 1e-5
+CPU = torch.device("cpu")
+
+
+def worker_of(
+    world: World, name: str, shares: Shares, *, backend: Callable[..., Any] | None = None
+) -> tuple[Worker, dict[str, Tensor]]:
+    module, batch, given = make(name, sum(sum(sizes) for sizes in shares if sizes is not None))
+    graph, count = graph_of(copy.deepcopy(module), batch, given)
+    return _worker(world, module, graph, count, shares, backend), batch
+
+
+def _worker(
+    world: World,
+    module: nn.Module,
+    graph: ModelGraph,
+    count: LossCount,
+    shares: Shares,
+    backend: Callable[..., Any] | None = None,
+) -> Worker:
+    cluster = cluster_of(world.world_size)
+    plan = plan_of(graph, cluster, shares, bucket_bytes=200)
+    return Worker(
+        module,
+        graph=graph,
+        plan=plan,
+        program=lower(plan, graph, cluster, clip=False),
+        cluster=cluster,
+        communicator=Communicator(rank=world.rank, world_size=world.world_size, device=CPU),
+        loss_count=count,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+        total_steps=3,
+        compiled=None if backend is None else torch.compile(module, backend=backend),
+    )
+
+
+def errors_of(world: World, name: str, shares: Shares) -> tuple[float, list[str]]:
+    """One step under the plan against one device, as each rank sees it; and the parameters without a gradient."""
+    worker, batch = worker_of(world, name, shares)
+    worker.evaluate(batch)  # in other parts than it is trained in
+    loss, gradients = worker.gradients(batch)
+    gradients = copied(gradients)
+    worker.close()
+    reference = one_device_gradients(
+        make(name, worker.plan.global_batch_size)[0],
+        batch,
+        graph=worker.graph,
+        placement=worker.placement,
+        device=CPU,
+        precision="fp32",
+        loss_count=worker._loss_count,
+        seed=0,
+    )
+    if worker.plan.idle and world.rank == world.world_size - 1:
+        gradients = reference[1]  # an idle rank has the loss alone
+    found = compare(loss, gradients, *reference)
+    return found.largest, sorted(worker._parameters.keys() - gradients.keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [("early", ((4,), (1, 2), None)), ("routed", ((1, 1), (3, 2), None)), ("normed", ((3, 1), (1, 1), None))],
+)
+def test_loss_and_gradients_are_those_of_one_device(pool: Pool, name: str, shares: Shares) -> None:
+    for largest, untouched in pool.run(3, errors_of, name, shares):
+        assert largest <= BAR
+        assert untouched == (["never.bias", "never.weight"] if name == "early" else []), "as on one device"
+
+
+def trained(world: World, shares: Shares, compiled: bool) -> tuple[list[float], float, float]:
+    """Losses of steps in which other branches are taken, validation, and the largest difference of weights to plain PyTorch; the last
+    step is done again from the state after the first."""
+    ran: list[int] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        ran.append(len(graph.graph.nodes))
+        return graph.forward
+
+    warnings.simplefilter("ignore")  # Dynamo looks at the .grad of whatever it meets
+    worker, batch = worker_of(world, "early", shares, backend=backend if compiled else None)
+    plain = make("early", 7)[0]
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    losses = []
+    for step in range(3):
+        now = {"x": batch["x"], "y": batch["y"] - (3.0 if step == 1 else 0.0)}  # nobody takes the rare branch
+        if step == 1:
+            state = copy.deepcopy(worker.state_dict())
+        loss = worker.step(now).loss
+        optimizer.zero_grad()
+        expected = plain(**now)
+        expected.backward()
+        optimizer.step()
+        losses.append(abs(loss - expected.item()) / expected.item())
+    worker.load_state_dict(state)
+    for shift in (3.0, 0.0):
+        worker.step({"x": batch["x"], "y": batch["y"] - shift})
+    validation = worker.evaluate({"x": batch["x"][:5], "y": batch["y"][:5]})
+    expected = plain.eval()(batch["x"][:5], batch["y"][:5]).item()
+    weights = worker.state_dict()["model"]
+    worker.close()
+    assert bool(ran) == (compiled and world.rank < 2), "compiled code runs where there are samples"
+    return (
+        losses,
+        abs(validation - expected) / expected,
+        max(float((weights[name] - value).abs().max()) for name, value in plain.state_dict().items()),
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_is_that_of_plain_pytorch_when_branches_come_and_go(pool: Pool, compiled: bool) -> None:
+    for losses, validation, weights in pool.run(3, trained, ((4,), (1, 2), None), compiled, timeout_s=120.0):
+        assert max(losses) <= BAR
+        assert validation <= BAR
+        assert weights <= BAR
+
+
+class Sometimes(nn.Module):
+    """With some batches it goes where the example did not: to BatchNorm in some micro-batches, or to draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, norm: Tensor, draw: Tensor) -> Tensor:
+        y = self.layer(x)
+        y = self.norm(y) if norm.sum() > 0 else y
+        return (torch.dropout(y, 0.5, True) if draw.sum() > 0 else y).pow(2).mean()
+
+
+def refused(world: World, batch: dict[str, Tensor], batch_norm: bool) -> str:
+    count = read_count("samples")
+    torch.manual_seed(0)
+    made = opaque(Sometimes(), batch, reason="", loss=count.loss, count=count, random=False, batch_norm=batch_norm)
+    worker = _worker(world, Sometimes(), made.graph, count, ((2, 2), (2, 2)))
+    with pytest.raises(CaptureError) as told:
+        worker.gradients(batch)
+    worker.close()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("what", "told"), [("norm", "a rank has reached BatchNorm"), ("draw", "draws random numbers")])
+def test_a_model_that_leaves_its_way_is_refused_and_not_waited_for(pool: Pool, what: str, told: str) -> None:
+    nothing, some = torch.zeros(8), torch.tensor([1.0, 1, 0, 0, 0, 0, 1, 1])
+    batch = {"x": torch.ones(8, 4), "norm": nothing, "draw": nothing} | {what: some if what == "norm" else some + 1}
+    for said in pool.run(2, refused, batch, what == "norm"):
+        assert told in said
