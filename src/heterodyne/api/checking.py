@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import heterodyne
+from heterodyne.api.compiled import uncompiled
 from heterodyne.api.session import Session
 from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.errors import DataError, VerifyError
@@ -99,7 +100,7 @@ def _check(session: Session, captured: Captured, whole: WholeModel, budget_s: fl
     if why:
         return _left_out(why)
     try:
-        module = whole.build(device)
+        module = uncompiled(whole.build(device))
     except Exception as error:  # noqa: BLE001  # a model need not be one that can be copied
         return _left_out(f"it cannot be copied ({type(error).__name__}: {error})")
     try:
