@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +65,11 @@ def build(graph: ModelGraph, samples: int, *, seed: int = 0, dtype: torch.dtype 
 
 def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(seed)
+    return makers()[name](samples)
+
+
+def makers() -> dict[str, Callable[[int], tuple[nn.Module, dict[str, Tensor]]]]:
+    """By the name of the case what makes it, given how many samples."""
     return {
         "gpt": _gpt,
         "llama": _llama,
@@ -93,7 +98,7 @@ def _make(name: str, samples: int, seed: int) -> tuple[nn.Module, dict[str, Tens
         "terms": _terms,
         "pretraining": _pretraining,
         "moe_indexed": functools.partial(_moe, "indexed"),
-    }[name](samples)
+    }
 
 
 @functools.cache

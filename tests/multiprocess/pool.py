@@ -4,10 +4,10 @@
 
     results = pool.run(3, job, 7)                          # [job(rank 0), job(rank 1), job(rank 2)]
 
-Workers are forked from a server that has imported torch once, with one thread each. Every call gets a process group of
-its own (the default group of torch.distributed, gloo over 127.0.0.1), so calls cannot disturb each other. An exception
-comes back with its traceback; a worker that died or that is stuck makes the call fail in bounded time, and the next call
-starts on fresh workers.
+Workers are forked, with one thread each, from a template: a process that has imported torch and has made what jobs share
+(see `Shared`), so a new worker costs milliseconds. Every call gets a process group of its own (the default group of
+torch.distributed, gloo over 127.0.0.1), so calls cannot disturb each other. An exception comes back with its traceback; a
+worker that died or that is stuck makes the call fail in bounded time, and the next call starts on fresh workers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, reduction
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["Pool", "RemoteError", "World"]
+__all__ = ["Pool", "RemoteError", "Shared", "World"]
 
-# Imported once by the server instead of once by each worker.
+# Imported once by the server, for all templates.
 PRELOADED = (
     "torch.distributed",
     "torch.optim",
@@ -40,6 +41,7 @@ PRELOADED = (
     "transformers.models.resnet.modeling_resnet",
 )
 GRACE_S = 3.0  # what the others get to end by themselves once one worker has failed
+MAKING_S = 120.0  # what the template gets to make one thing
 
 
 class RemoteError(AssertionError):
@@ -54,39 +56,106 @@ class World:
     world_size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What is slow to make and read by many jobs: made once, in the template, before workers are forked from it."""
+
+    names: Callable[[Sequence[Any]], set[str]]  # what a call with these arguments reads
+    make: Callable[[str], object]  # at the top level of a module; it keeps what it returns
+
+
 @dataclass(frozen=True)
-class _Call:
-    """A job on its way: the function by file and name, and pickled arguments (unpickled once its module is there)."""
+class _Function:
+    """A function at the top level of a module, by file and name."""
 
     module: str
     file: str
-    function: str
+    name: str
+    path: list[str]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> _Function:
+        # What is wrapped, as by functools.cache, has the code.
+        code = getattr(function, "__wrapped__", function).__code__
+        return cls(function.__module__, code.co_filename, function.__qualname__, list(sys.path))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A job on its way; the arguments are unpickled once its module is there."""
+
+    function: _Function
     arguments: bytes
     world: World
     store: str
     timeout_s: float
-    path: list[str]
 
 
-class _Worker:
-    def __init__(self, context: multiprocessing.context.ForkServerContext) -> None:
-        self.pipe, remote = context.Pipe()
-        self.process = context.Process(target=_serve, args=(remote,), daemon=True)
-        self.process.start()
+class _Template:
+    """The process that workers are forked from, as the session sees it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        # Threads that a library starts on import would not survive the fork.
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}):
+            forkserver.ensure_running()
+        self._pipe, remote = context.Pipe()
+        self._process = context.Process(target=_template, args=(remote,), daemon=True)
+        self._process.start()
         remote.close()
 
-    def stop(self) -> None:
+    def make(self, function: _Function, name: str) -> None:
+        self._ask(("make", function, name))
+
+    def fork(self) -> tuple[int, connection.Connection]:
+        """The process id of a new worker, and the pipe to it."""
+        pipe, remote = multiprocessing.Pipe()
+        self._pipe.send(("fork",))
+        reduction.send_handle(self._pipe, remote.fileno(), self._process.pid)
+        remote.close()
+        return int(self._answer()), pipe
+
+    def status(self, pid: int) -> int:
+        """The exit status of a worker that ends; minus the signal that ended it."""
+        return int(self._ask(("wait", pid)))
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join()
+        self._process.close()
+
+    def _ask(self, request: tuple[Any, ...]) -> Any:
+        self._pipe.send(request)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(MAKING_S):
+            raise RemoteError(f"the template does not answer within {MAKING_S} s")
+        good, value = self._pipe.recv()
+        if not good:
+            raise RemoteError(value)
+        return value
+
+
+@dataclass(frozen=True)
+class _Worker:
+    pid: int
+    pipe: connection.Connection
+
+    def stop(self, template: _Template) -> None:
         self.pipe.close()
-        self.process.kill()
-        self.process.join()
-        self.process.close()
+        os.kill(self.pid, signal.SIGKILL)  # its template has not asked for its status yet, so the number is still its own
+        template.status(self.pid)
 
 
 class Pool:
     """Workers are started when they are first needed; `close` ends them all."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
+    def __init__(self, shared: Shared | None = None) -> None:
+        self._shared = shared
+        self._made: set[str] = set()
+        self._template: _Template | None = None
         self._workers: list[_Worker] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -95,41 +164,49 @@ class Pool:
         ``function`` stands at the top level of its module; arguments and results are pickled. After ``timeout_s`` seconds the
         workers are killed and the call fails.
         """
-        self._start(world_size)
+        template = self._template = self._template or _Template()
+        self._make(template, arguments)
+        while len(self._workers) < world_size:
+            self._workers.append(_Worker(*template.fork()))
         workers = self._workers[:world_size]
         packed = pickle.dumps(arguments)
         with tempfile.TemporaryDirectory(prefix="pool-") as folder:
             for rank, worker in enumerate(workers):
                 worker.pipe.send(
                     _Call(
-                        module=function.__module__,
-                        file=function.__code__.co_filename,
-                        function=function.__qualname__,
+                        function=_Function.of(function),
                         arguments=packed,
                         world=World(rank=rank, world_size=world_size),
                         store=str(Path(folder) / "store"),
                         timeout_s=timeout_s,
-                        path=list(sys.path),
                     )
                 )
-            return self._collect(workers, timeout_s)
+            return self._collect(template, workers, timeout_s)
 
     def close(self) -> None:
-        """End every worker. The pool can be used again."""
+        """End every process. The pool can be used again."""
+        self._stop_workers()
+        if self._template is not None:
+            self._template.close()
+        self._template = None
+        self._made.clear()
+
+    def _make(self, template: _Template, arguments: Sequence[Any]) -> None:
+        """Workers that were forked before it was made would make it again, each for itself: new ones are cheap."""
+        missing = self._shared.names(arguments) - self._made if self._shared else set()
+        if self._shared and missing:
+            self._stop_workers()
+            for name in sorted(missing):
+                template.make(_Function.of(self._shared.make), name)
+                self._made.add(name)
+
+    def _stop_workers(self) -> None:
         for worker in self._workers:
-            worker.stop()
+            assert self._template is not None
+            worker.stop(self._template)
         self._workers.clear()
 
-    def _start(self, count: int) -> None:
-        if not self._workers:
-            self._context.set_forkserver_preload(list(PRELOADED))
-            # Threads that a library starts on import would not survive the fork.
-            with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}):
-                forkserver.ensure_running()
-        while len(self._workers) < count:
-            self._workers.append(_Worker(self._context))
-
-    def _collect(self, workers: list[_Worker], timeout_s: float) -> list[Any]:
+    def _collect(self, template: _Template, workers: list[_Worker], timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -142,9 +219,11 @@ class Pool:
                 rank = waiting.pop(pipe)  # type: ignore[index]  # a list of Connection gives Connection
                 try:
                     good, value = workers[rank].pipe.recv()
-                except EOFError:
-                    workers[rank].process.join()
-                    good, value = False, f"the worker died with exit status {workers[rank].process.exitcode}"
+                except (EOFError, ConnectionResetError):
+                    worker = workers[rank]
+                    good, value = False, f"the worker died with exit status {template.status(worker.pid)}"
+                    worker.pipe.close()
+                    self._workers.remove(worker)
                 if good:
                     results[rank] = value
                 else:
@@ -153,16 +232,50 @@ class Pool:
         if waiting and not failures:
             failures = dict.fromkeys(waiting.values(), f"no answer within {timeout_s} s")
         if failures:
-            self.close()
+            self._stop_workers()
             raise RemoteError("\n".join(f"rank {rank}: {failures[rank]}" for rank in failures))
         return [results[rank] for rank in range(len(workers))]
 
 
-def _serve(pipe: connection.Connection) -> None:
-    """What a worker does: one call after the other, until the other end of the pipe is closed."""
+def _template(pipe: connection.Connection) -> None:
+    """What the template does: one request after the other, until the other end of the pipe is closed."""
     import torch
 
     torch.set_num_threads(1)
+    while True:
+        try:
+            kind, *what = pipe.recv()
+        except EOFError:
+            return
+        try:
+            match kind:
+                case "make":
+                    _loaded(what[0])(what[1])
+                    answer: Any = None
+                case "fork":
+                    answer = _fork(connection.Connection(reduction.recv_handle(pipe)), pipe)
+                case "wait":
+                    answer = os.waitstatus_to_exitcode(os.waitpid(what[0], 0)[1])
+        except BaseException:  # noqa: BLE001  # whatever it is, the test shall see it
+            pipe.send((False, traceback.format_exc()))
+        else:
+            pipe.send((True, answer))
+
+
+def _fork(to_worker: connection.Connection, to_template: connection.Connection) -> int:
+    pid = os.fork()
+    if pid:
+        to_worker.close()
+        return pid
+    try:
+        to_template.close()
+        _serve(to_worker)
+    finally:
+        os._exit(0)
+
+
+def _serve(pipe: connection.Connection) -> None:
+    """What a worker does: one call after the other, until the other end of the pipe is closed."""
     while True:
         try:
             call: _Call = pipe.recv()
@@ -178,8 +291,7 @@ def _serve(pipe: connection.Connection) -> None:
 def _perform(call: _Call) -> Any:
     import torch.distributed as dist
 
-    sys.path[:] = call.path
-    function = _function(call)
+    function = _loaded(call.function)
     arguments = pickle.loads(call.arguments)
     several = call.world.world_size > 1
     if several:
@@ -202,17 +314,18 @@ def _perform(call: _Call) -> Any:
             dist.destroy_process_group()
 
 
-def _function(call: _Call) -> Callable[..., Any]:
+def _loaded(function: _Function) -> Callable[..., Any]:
     """Import the test module by its file: under pytest's importlib mode its name alone does not lead to it."""
-    module = sys.modules.get(call.module)
-    if module is None or getattr(module, "__file__", None) != call.file:
-        spec = importlib.util.spec_from_file_location(call.module, call.file)
+    sys.path[:] = function.path
+    module = sys.modules.get(function.module)
+    if module is None or getattr(module, "__file__", None) != function.file:
+        spec = importlib.util.spec_from_file_location(function.module, function.file)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[call.module] = module
+        sys.modules[function.module] = module
         spec.loader.exec_module(module)
     value: Any = module
-    for part in call.function.split("."):
+    for part in function.name.split("."):
         value = getattr(value, part)
     return value
