@@ -1,14 +1,17 @@
 """Chooses how each op of a stage runs on its devices: of all ways that the rules allow, the one that exchanges and repeats least.
 
-A beam search in topological order. A state says how each tensor that is still needed lies; two ways that leave the same state are one,
-the dearer is forgotten, and so is a state that another one could be converted to for less than it has cost. Where a layer is entered as a
-layer that is like it was, the same is done again, and not searched for.
+A search in topological order. A state is the layout of each tensor that is still needed. Of two ways that reach the same state the
+dearer one is dropped, and so is a state that another one dominates: whatever the remaining ops read, the other one spends less in
+total (`_Search._regret`). Neither loses an optimum, so what is found is one, if no more than `BEAM` states are ever left beside each
+other. If more are, it is a beam search, which also drops states that a cheaper one could be converted to (`_Search._gap`): good
+layouts, but no proof. Equal layers that are entered in equal states are solved once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -16,7 +19,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import Op, Ref
-from heterodyne.graph.sharding.layout import WHOLE, Layout
+from heterodyne.graph.sharding.layout import COPY, SUM, WHOLE, Layout, cut
+from heterodyne.graph.sharding.price import Price
 from heterodyne.graph.sharding.problem import Problem
 from heterodyne.graph.sharding.rule import Strategy
 from heterodyne.graph.sharding.ways import GRAINS, Held, Tensor, Way, Ways, tensor_of, ways_of
@@ -27,6 +31,8 @@ BEAM: Final = 48
 _CHAMPIONS: Final = 3
 """With how many of the cheapest states each is compared."""
 
+_OTHERS: Final = (WHOLE, COPY, SUM)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -36,11 +42,13 @@ class Choice:
         strategies: of each op, by name.
         layouts: of each tensor as it is made, received or kept.
         cost: in bytes (`Price`).
+        optimal: whether no way is cheaper; False: the beam was too narrow to tell.
     """
 
     strategies: Mapping[str, Strategy]
     layouts: Mapping[Ref, Layout]
     cost: float
+    optimal: bool
 
 
 class _Stuck(Exception):  # noqa: N818  # it never leaves this file
@@ -52,8 +60,12 @@ class _Stuck(Exception):  # noqa: N818  # it never leaves this file
         self.memories = memories
 
 
+class _TooMany(Exception):  # noqa: N818  # neither does it
+    """More states are left beside each other than the beam is wide."""
+
+
 def solve(problem: Problem) -> Choice:
-    """The cheapest way that is found. Raises PlanError if there is none.
+    """The cheapest way, of few layers; of many a good one. Raises PlanError if there is none.
 
     What lies in memory that is written into is not laid out otherwise; where an op that needs it so leaves no way, it is whole all along.
     """
@@ -85,6 +97,7 @@ class _Step(NamedTuple):
         kept: what is needed later, of the tensors of the state, those that enter, those that are stored and first read, and those that
             it returns, in a row.
         alive: numbers of the kinds that these are of, as far as conversions are concerned.
+        reads_left: how many of the remaining ops read each of them, in how many operands; the end of the stage counts as one.
     """
 
     ways: Ways
@@ -93,6 +106,7 @@ class _Step(NamedTuple):
     changed: tuple[int, ...]
     kept: tuple[int, ...]
     alive: tuple[int, ...]
+    reads_left: tuple[int, ...]
 
 
 class _State(NamedTuple):
@@ -111,12 +125,16 @@ class _Search:
         self._problem = problem
         self._ways = ways_of(problem, whole)
         self._written = {memory for op in problem.graph.ops for memory in op.writes}
+        self._exact = True
         self._held: list[Held] = []
         self._numbers: dict[Held, int] = {}
-        self._kinds: dict[tuple[float, bool, bool], int] = {}
+        self._kinds: dict[tuple[float, int, bool, bool], int] = {}
         self._tensors: list[Tensor] = []  # one of each kind
         self._transitions: dict[tuple[Ways, tuple[int, ...]], list[tuple[Way, _Tensors, _Tensors]]] = {}
         self._gaps: dict[tuple[int, int, int], float] = {}
+        self._regrets: dict[tuple[int, int, int, int], float] = {}
+        self._lists = sorted({mode.by for mode in problem.modes.values()} | {one.by for one in problem.given.values()})
+        self._one_list = len(self._lists) == 1 and all(mode.kind == "split" for mode in problem.modes.values())
 
     def choice(self) -> Choice:
         """The cheapest way through all ops."""
@@ -125,7 +143,11 @@ class _Search:
         given |= dict.fromkeys([Ref(constant.name) for constant in problem.graph.constants], WHOLE)
         given |= problem.given
         steps, last = self._steps(given)
-        history, spent = self._through(steps, [_State((), 0, -1, None)])
+        try:
+            history, spent = self._through(steps, [_State((), 0, -1, None)])
+        except _TooMany:
+            self._exact = False
+            history, spent = self._through(steps, [_State((), 0, -1, None)])
         finals = [(state.cost + self._wanted_cost(state, last), place) for place, state in enumerate(history[-1])]
         cost, place = min(finals)
         strategies: dict[str, Strategy] = {}
@@ -138,23 +160,29 @@ class _Search:
             refs = zip(dict.fromkeys(op.operands), way.held, steps[position].reads, strict=True)
             layouts |= {ref: held[0] for ref, held, at in refs if at < 0}
             place = parent
-        return Choice(strategies=dict(reversed(strategies.items())), layouts=layouts, cost=(spent + cost) / GRAINS)
+        return Choice(
+            strategies=dict(reversed(strategies.items())),
+            layouts=layouts,
+            cost=(spent + cost) / GRAINS,
+            optimal=self._exact,
+        )
 
     def _steps(self, given: Mapping[Ref, Layout]) -> tuple[list[_Step], list[Ref]]:
         """With what is alive after the last one."""
         problem = self._problem
-        last_use = {ref: position for position, op in enumerate(problem.ops) for ref in op.operands}
-        last_use |= dict.fromkeys(problem.wanted, len(problem.ops))
+        reads = Counter(ref for op in problem.ops for ref in op.operands)
+        reads.update(problem.wanted.keys())
         alive: list[Ref] = []
         steps = []
-        for position, (op, ways) in enumerate(zip(problem.ops, self._ways, strict=True)):
+        for op, ways in zip(problem.ops, self._ways, strict=True):
             refs = dict.fromkeys(op.operands)
+            reads.subtract(op.operands)
             entering = [ref for ref in refs if ref in given and ref not in alive]
             place = {ref: number for number, ref in enumerate([*alive, *entering])}
             row = [*place, *(ref for ref in refs if ref not in place)]
             changed = [at for at, ref in enumerate(row) if problem.graph.memory_of(ref.name) in op.writes]
             row += [Ref(op.name, number) for number in range(len(op.outputs))]
-            kept = [at for at, ref in enumerate(row) if last_use.get(ref, -1) > position]
+            kept = [at for at, ref in enumerate(row) if reads[ref]]
             alive = [row[at] for at in kept]
             steps.append(
                 _Step(
@@ -164,6 +192,7 @@ class _Search:
                     tuple(changed),
                     tuple(kept),
                     tuple(self._kind(ref) for ref in alive),
+                    tuple(reads[ref] for ref in alive),
                 )
             )
         return steps, alive
@@ -217,12 +246,24 @@ class _Search:
                     found[tensors] = cost, parent, way
         if not found:
             raise _Stuck(op, frozenset(self._in_the_way(step, states, op)))
-        ordered = sorted(found.items(), key=lambda entry: entry[1][0])
+        ordered = [_State(tensors, *rest) for tensors, rest in sorted(found.items(), key=lambda entry: entry[1][0])]
+        if not self._exact:
+            return self._apart(step, ordered, self._gap)[:BEAM]
+        best = self._apart(step, ordered, self._regret)
+        if len(best) > BEAM:
+            raise _TooMany
+        return best
+
+    def _apart(
+        self, step: _Step, ordered: Sequence[_State], distance: Callable[[_Step, _Tensors, _Tensors], float]
+    ) -> list[_State]:
+        """The cheapest states, up to one more than the beam is wide, without those that a cheaper one is near enough to replace."""
         best: list[_State] = []
-        for tensors, (cost, parent, way) in ordered:
-            if not any(one.cost + self._gap(step, one.tensors, tensors) <= cost for one in best[:_CHAMPIONS]):
-                best.append(_State(tensors, cost, parent, way))
-                if len(best) == BEAM:
+        for state in ordered:
+            near = (one.cost + distance(step, one.tensors, state.tensors) <= state.cost for one in best[:_CHAMPIONS])
+            if not any(near):
+                best.append(state)
+                if len(best) > BEAM:
                     break
         return best
 
@@ -250,16 +291,40 @@ class _Search:
                 assert memory is not None
                 yield memory
 
-    def _gap(self, step: _Step, one: _Tensors, other: _Tensors) -> float:
-        """What it would cost to convert the tensors of one state to those of another."""
+    def _regret(self, step: _Step, one: _Tensors, other: _Tensors) -> float:
+        """What the remaining ops can cost more from the one state than from the other, at most; inf: they may do from the other what they
+        may not do from the one.
+        """
         return sum(
-            self._gap_between(number, a, b) for number, a, b in zip(step.alive, one, other, strict=True) if a != b
+            self._regret_of(kind, left, a, b)
+            for kind, left, a, b in zip(step.alive, step.reads_left, one, other, strict=True)
+            if a != b
         )
 
-    def _gap_between(self, number: int, a: int, b: int) -> float:
-        key = number, a, b
+    def _regret_of(self, kind: int, left: int, a: int, b: int) -> float:
+        """Of one tensor: each read wants it in some layout, and a conversion is paid for once, so it is the sum over those layouts, as many
+        as there are reads, for which the difference between the two prices is largest.
+        """
+        key = kind, left, a, b
+        if key not in self._regrets:
+            tensor, price = self._tensors[kind], self._problem.price
+            one, other = self._held[a], self._held[b]
+            if one[0] != other[0] and (tensor.tied or not self._offers(one[0], other[0], flows=tensor.flows)):
+                self._regrets[key] = inf
+            else:
+                wanted = {*one[1], *other[1], other[0], *self._layouts(len(tensor.spec.shape))}
+                differences = [_paid(tensor, one, want, price) - _paid(tensor, other, want, price) for want in wanted]
+                self._regrets[key] = sum(sorted((d for d in differences if d > 0), reverse=True)[:left])
+        return self._regrets[key]
+
+    def _gap(self, step: _Step, one: _Tensors, other: _Tensors) -> float:
+        """What it costs to convert the tensors of one state to those of another: an estimate of the regret that is mostly below it."""
+        return sum(self._gap_between(kind, a, b) for kind, a, b in zip(step.alive, one, other, strict=True) if a != b)
+
+    def _gap_between(self, kind: int, a: int, b: int) -> float:
+        key = kind, a, b
         if key not in self._gaps:
-            tensor = self._tensors[number]
+            tensor = self._tensors[kind]
             (have, converted), (want, too) = self._held[a], self._held[b]
             if not tensor.may_be(have, want):
                 self._gaps[key] = inf
@@ -267,6 +332,16 @@ class _Search:
                 missing = {want, *too} - {have} - converted
                 self._gaps[key] = sum(tensor.converting(have, layout, self._problem.price) for layout in missing)
         return self._gaps[key]
+
+    def _offers(self, one: Layout, other: Layout, *, flows: bool) -> bool:
+        """Whether all strategies that read the other layout may read the one; those of some ops depend on what is cut already."""
+        return (self._one_list or other.kind != "cut") and (flows or one != WHOLE)
+
+    def _layouts(self, dims: int) -> Iterator[Layout]:
+        """All that may be asked for."""
+        yield from _OTHERS
+        for by in self._lists:
+            yield from (cut(dim, by) for dim in range(dims))
 
     def _wanted_cost(self, state: _State, alive: Sequence[Ref]) -> int:
         total = 0
@@ -280,7 +355,7 @@ class _Search:
     def _kind(self, ref: Ref) -> int:
         """Tensors of one kind are converted alike."""
         tensor = tensor_of(ref, self._problem, tied=self._problem.graph.memory_of(ref.name) in self._written)
-        kind = tensor.bytes, tensor.flows, tensor.tied
+        kind = tensor.bytes, len(tensor.spec.shape), tensor.flows, tensor.tied
         if kind not in self._kinds:
             self._kinds[kind] = len(self._tensors)
             self._tensors.append(tensor)
@@ -294,3 +369,9 @@ class _Search:
 
     def _told(self, numbers: Sequence[int]) -> tuple[Held | None, ...]:
         return tuple(None if number < 0 else self._held[number] for number in numbers)
+
+
+def _paid(tensor: Tensor, held: Held, want: Layout, price: Price) -> int:
+    """By the next op that wants it so."""
+    have, converted = held
+    return 0 if want == have or want in converted else tensor.converting(have, want, price)
