@@ -15,7 +15,9 @@ from heterodyne.runtime.meeting.distributed import init_distributed
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.judge import WatchLimits
 
-QUICK = WatchLimits(interval_s=0.1, silence_s=2.0, phase_silence_s=2.0, stuck_s=2.0, phase_s=60.0)
+QUICK = WatchLimits(
+    interval_s=0.1, silence_s=2.0, phase_silence_s=2.0, stuck_s=2.0, phase_s=60.0, publish_s=0.5, handle_s=2.0
+)
 ACTIONS = 6
 FOREVER_S = 3600.0
 

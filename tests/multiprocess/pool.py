@@ -35,6 +35,7 @@ __all__ = ["Pool", "RemoteError", "Shared", "World"]
 PRELOADED = (
     "torch.distributed",
     "torch.optim",
+    "torch._dynamo",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",

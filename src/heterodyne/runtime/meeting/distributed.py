@@ -62,8 +62,9 @@ def init_distributed(
         WorkerError: a rank came twice or never, or a peer died or hangs.
     """
     keeps_store = not environment.store_is_hosted
+    limits = limits or WatchLimits()
     store = open_store(environment, timeout_s=timeout_s)
-    members = meet(store, environment, timeout_s=timeout_s)
+    members = meet(store, environment, timeout_s=timeout_s, linger_s=limits.publish_s)
     with Watchdog(
         store,
         rank=environment.rank,

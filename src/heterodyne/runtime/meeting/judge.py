@@ -30,6 +30,8 @@ class WatchLimits:
         stuck_factor: as many times the longest action seen of that worker, if that is more than `stuck_s`.
         phase_s: the longest that a phase may take unless it says otherwise; also for the very first action.
         call_s: how long a worker waits in a call that others have not come to before people are told.
+        publish_s: how long a worker that gives up stays to let the others read why; rank 0 keeps the store.
+        handle_s: how long the main thread may take to end by itself once it asked who is at fault.
     """
 
     interval_s: float = 1.0
@@ -39,6 +41,8 @@ class WatchLimits:
     stuck_factor: float = 20.0
     phase_s: float = 600.0
     call_s: float = 15.0
+    publish_s: float = 2.0
+    handle_s: float = 5.0
 
     @property
     def longest_round_s(self) -> float:

@@ -24,7 +24,6 @@ __all__ = ["meet", "open_store"]
 _POLL_S = 0.1
 _STORE_TIMEOUT_S = 30.0  # of one request
 _CONFLICT = "conflict"
-_LINGER_S = 2.0  # how long the worker that keeps the store stays after a failed start, to let the others read why
 
 
 def open_store(environment: WorkerEnvironment, *, timeout_s: float) -> Store:
@@ -72,8 +71,13 @@ def _connect(environment: WorkerEnvironment, *, keeps_it: bool, timeout_s: float
         raise
 
 
-def meet(store: Store, environment: WorkerEnvironment, *, timeout_s: float) -> tuple[Member, ...]:
+def meet(
+    store: Store, environment: WorkerEnvironment, *, timeout_s: float, linger_s: float = 2.0
+) -> tuple[Member, ...]:
     """Claim this worker's rank and wait for the others. Returns all workers in order of rank.
+
+    Args:
+        linger_s: how long the worker that keeps the store stays after a failed start, to let the others read why.
 
     Raises:
         WorkerError: the rank is claimed already, or ranks are missing when the time is over; every worker that waits
@@ -89,7 +93,7 @@ def meet(store: Store, environment: WorkerEnvironment, *, timeout_s: float) -> t
         return _wait_for_all(store, environment, timeout_s)
     except WorkerError:
         if me.rank == 0 and not environment.store_is_hosted:
-            time.sleep(_LINGER_S)
+            time.sleep(linger_s)
         raise
 
 

@@ -28,8 +28,6 @@ from heterodyne.runtime.meeting.members import Member
 __all__ = ["Watchdog", "end_process"]
 
 _VERDICT = "verdict"
-_PUBLISH_S = 2.0  # how long a worker that gives up stays to let the others read why: rank 0 keeps the store
-_HANDLE_S = 5.0  # how long the main thread may take to end by itself once it asked who is at fault
 _INTERRUPTED = 130
 
 
@@ -114,8 +112,8 @@ class Watchdog:
             self._decide(self._own_failure(error))
             self._asked.set()
             if len(self._members) > 1:
-                self._published.wait(_PUBLISH_S)
-                time.sleep(min(_PUBLISH_S, 2 * self._limits.interval_s) if self._rank == self._store_keeper else 0.0)
+                self._published.wait(self._limits.publish_s)
+                time.sleep(min(self._limits.publish_s, 2 * self._limits.interval_s) if self._rank == self._store_keeper else 0.0)
         self._left.set()
         self._news.set()
         for thread in self._threads:
@@ -168,7 +166,7 @@ class Watchdog:
             if left and self._rounds > rounds + 1:  # nobody has said anything worse since
                 self._decide(self._blame(left[0], "left while others still need it"))
         if self._decided.is_set():
-            self._published.wait(_PUBLISH_S)  # another worker may have judged first
+            self._published.wait(self._limits.publish_s)  # another worker may have judged first
         verdict = self._verdict
         return None if verdict is None else WorkerError(verdict.text, rank=verdict.rank, host=verdict.host)
 
@@ -278,10 +276,10 @@ class Watchdog:
 
     def _give_up(self, verdict: Verdict) -> None:
         """End this process, unless its main thread is doing so by itself."""
-        self._published.wait(_PUBLISH_S)
+        self._published.wait(self._limits.publish_s)
         # A moment for the main thread, which may be about to fail of the same cause; and, where the store is kept, for
         # the others to read the verdict from here.
-        if self._left.wait(_PUBLISH_S) or (self._asked.is_set() and self._left.wait(_HANDLE_S)):
+        if self._left.wait(self._limits.publish_s) or (self._asked.is_set() and self._left.wait(self._limits.handle_s)):
             return
         me = self._members[self._rank]
         os.write(2, f"heterodyne: rank {me.rank} on {me.host} stops: {verdict.text}\n".encode())
