@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup train test check bench docs clean
+.PHONY: setup train test fuzz check bench docs clean
 
 setup: $(STAMP)
 
@@ -19,11 +19,21 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	@$(BIN)/python examples/first_light.py
 
-# What starts no processes is run beside itself; what does has the machine for itself.
-ALONE := tests/multiprocess tests/runtime tests/measure tests/emulate tests/gpu
+# What asserts what a machine gives (times, shares, memory) has it for itself; the rest runs beside itself, a file at a time, so that what
+# its tests capture is captured once. Byte code is written, whatever the shell says: dozens of processes load the same package.
+ALONE := tests/measure tests/emulate tests/gpu tests/multiprocess/test_emulate.py tests/multiprocess/test_failures.py \
+	tests/multiprocess/test_measure.py
+BESIDE := --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+test fuzz: export PYTHONDONTWRITEBYTECODE :=
 test: setup
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal $(filter-out $(ALONE) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-	$(BIN)/python -m pytest $(ALONE)
+	@status=0; \
+	$(BIN)/python -m pytest $(BESIDE) tests $(ALONE:%=--ignore=%) < /dev/null || status=1; \
+	$(BIN)/python -m pytest $(ALONE) < /dev/null || status=1; \
+	exit $$status
+
+# The random tests with new seeds, round after round, until Ctrl-C. TESTS confines them; HETERODYNE_FUZZ_SEED=N runs one round again.
+fuzz: setup
+	@$(BIN)/python tests/fuzz.py $(TESTS)
 
 check: setup
 	$(BIN)/ruff check .

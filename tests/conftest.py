@@ -1,8 +1,43 @@
-"""Random tests have no deadline: how long one takes says something about the machine, nothing about the code."""
+"""Random cases are the same in each run and on each machine; `make fuzz` draws new ones, and says how to draw them again.
+
+Random tests have no deadline: how long one takes says something about the machine, nothing about the code.
+"""
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+import random
+import sys
 
-settings.register_profile("heterodyne", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+
+FUZZ = "fuzz"
+
+settings.register_profile(
+    "heterodyne", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+)
+settings.register_profile(FUZZ, settings.get_profile("heterodyne"), derandomize=False)
 settings.load_profile("heterodyne")
+
+# Hypothesis also draws numbers that it finds in the modules loaded so far, so cases would depend on which tests ran before.
+providers._get_local_constants = providers.Constants
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws by itself does not depend on those before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """A line for each failure with new cases: the command that draws the same."""
+    if config.getoption("--hypothesis-profile") != FUZZ:
+        return
+    seed = config.getoption("--hypothesis-seed")
+    for report in (*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")):
+        again = f"-m pytest --hypothesis-profile={FUZZ} --hypothesis-seed={seed}"
+        terminalreporter.write_line(f"replay: {sys.executable} {again} '{report.nodeid}'")

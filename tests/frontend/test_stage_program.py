@@ -105,7 +105,7 @@ def test_stages_cut_anywhere_are_the_model(name: str) -> None:
     before = copy.deepcopy(model)
     loss, expected = eager(model, batch)
 
-    @settings(max_examples=4, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=4, deadline=None)
     @given(cuts(captured))
     def check(starts: list[int]) -> None:
         other = copy.deepcopy(before)
@@ -232,7 +232,7 @@ def noisy() -> tuple[Noisy, Batch, Captured]:
     return copy.deepcopy(model), batch, captured
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_masks_of_the_samples_are_those_of_the_model(data: st.DataObject) -> None:
     model, batch, captured = noisy()

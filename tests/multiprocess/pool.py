@@ -146,7 +146,9 @@ class _Worker:
 
     def stop(self, template: _Template) -> None:
         self.pipe.close()
-        os.kill(self.pid, signal.SIGKILL)  # its template has not asked for its status yet, so the number is still its own
+        os.kill(
+            self.pid, signal.SIGKILL
+        )  # its template has not asked for its status yet, so the number is still its own
         template.status(self.pid)
 
 

@@ -210,7 +210,6 @@ def within(examples: int) -> settings:
     return settings(
         max_examples=examples,
         deadline=None,
-        derandomize=True,
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
 

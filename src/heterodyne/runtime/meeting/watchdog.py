@@ -113,7 +113,11 @@ class Watchdog:
             self._asked.set()
             if len(self._members) > 1:
                 self._published.wait(self._limits.publish_s)
-                time.sleep(min(self._limits.publish_s, 2 * self._limits.interval_s) if self._rank == self._store_keeper else 0.0)
+                time.sleep(
+                    min(self._limits.publish_s, 2 * self._limits.interval_s)
+                    if self._rank == self._store_keeper
+                    else 0.0
+                )
         self._left.set()
         self._news.set()
         for thread in self._threads:
