@@ -55,11 +55,21 @@ def test_a_run_leaves_all_that_it_promises(place: Place, undisturbed: dict[tuple
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
 
 
-def test_a_worker_that_is_killed_is_named_and_the_run_goes_on_under_emulation(
+def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_under_emulation(
     place: Place, undisturbed: dict[tuple[int, str], float]
 ) -> None:
-    process = place.start(*TRAIN, "--run-dir", "killed")
-    place.wait_for_step("killed", 130, process)
+    """One run, and all that can end it early; each time it says why, and leaves nobody behind."""
+    process = place.start(*TRAIN, "--run-dir", "disturbed")
+    place.wait_for_step("disturbed", 20, process)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopping after step" in said
+    assert "Traceback" not in said
+    assert main(["report", str(place.path / "disturbed")]) == 0, "what there is can be read"
+
+    process = place.start(*TRAIN, "--run-dir", "disturbed", "--resume")
+    place.wait_for_step("disturbed", 130, process)
     worker(process, 1).send_signal(signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
@@ -67,31 +77,15 @@ def test_a_worker_that_is_killed_is_named_and_the_run_goes_on_under_emulation(
     assert "was killed by SIGKILL" in said
     assert "Traceback" not in said
     assert_nobody_is_left(place)
-    heterodyne = (sys.executable, "-m", "heterodyne", *TRAIN, "--run-dir", "killed", "--resume")
+
+    process = place.start(*TRAIN, "--run-dir", "disturbed", "--resume")
+    place.wait_for_step("disturbed", random.Random(7).randrange(200, 300), process)
+    kill_all(process)
+    heterodyne = (sys.executable, "-m", "heterodyne", *TRAIN, "--run-dir", "disturbed", "--resume")
     status, said = place.run("emulate", "--speeds", "0.9,0.9", "--", *heterodyne)
     assert status == 0, said
     assert "resuming after step" in said
-    assert place.losses("killed") == undisturbed
-
-
-def test_interrupted_and_killed_as_a_whole_it_goes_on_bit_for_bit(
-    place: Place, undisturbed: dict[tuple[int, str], float]
-) -> None:
-    process = place.start(*TRAIN, "--run-dir", "stopped")
-    place.wait_for_step("stopped", 20, process)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopping after step" in said
-    assert "Traceback" not in said
-    assert main(["report", str(place.path / "stopped")]) == 0, "what there is can be read"
-
-    process = place.start(*TRAIN, "--run-dir", "stopped", "--resume")
-    place.wait_for_step("stopped", random.Random(7).randrange(200, 300), process)
-    kill_all(process)
-    status, said = place.run(*TRAIN, "--run-dir", "stopped", "--resume")
-    assert status == 0, said
-    assert place.losses("stopped") == undisturbed
+    assert place.losses("disturbed") == undisturbed
     assert_nobody_is_left(place)
 
 

@@ -41,7 +41,10 @@ def errors_of(
         seed=SEED,
         step=STEP,
     )
-    found = compare(loss, gradients or expected, expected_loss, expected)
+    if shares[world.rank] is None:
+        assert not gradients, "an idle rank has none"
+        return [("loss", compare(loss, {}, expected_loss, {}).loss)]
+    found = compare(loss, gradients, expected_loss, expected)
     return [("loss", found.loss), *found.gradients[:2]]
 
 

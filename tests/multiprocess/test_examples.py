@@ -1,4 +1,4 @@
-"""Each example runs from its file, as a user would start it, small."""
+"""Each example runs from its file, small: one on emulated workers, as a user starts it, the others as under a launcher."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from heterodyne.processes import WorkerSpec, launch_workers
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(tmp_path: Path, *command: str) -> str:
+MEASURE = ("--measure", "2")
+
+
+def emulated(tmp_path: Path, capfd: pytest.CaptureFixture[str], *command: str) -> str:
+    """As a user starts it: on workers that have a part of a core each. What it prints."""
     done = subprocess.run(
-        [sys.executable, *command, "--measure", "2"],
+        [sys.executable, *command, *MEASURE],
         cwd=EXAMPLES,
-        env={**os.environ, "HETERODYNE_CACHE": str(tmp_path)},
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -25,19 +32,39 @@ def run(tmp_path: Path, *command: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "emulating 3 workers" in done.stdout
     return done.stdout
+
+
+def launched(tmp_path: Path, capfd: pytest.CaptureFixture[str], *command: str) -> str:
+    """On as many workers, as under any launcher. What rank 0 prints."""
+    worker = WorkerSpec(
+        command=(sys.executable, str(EXAMPLES / command[0]), *command[1:], *MEASURE),
+        environment={"XDG_CACHE_HOME": str(tmp_path)},
+    )
+    said: list[str] = []
+    assert launch_workers([worker] * 3, logs=tmp_path / "logs", say=said.append) == 0, said
+    return capfd.readouterr().out
 
 
 def losses(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss ([0-9.]+)", output)]
 
 
+SMALL = ("--width", "16", "--layers", "1", "--steps", "6")
+
+
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("start", "command", "told"),
     [
-        (("classify_100k.py", "--classes", "3000", "--batch", "16", "--steps", "6"), "its TaskGraphs ask for it"),
-        (("m6_moe.py", "--width", "16", "--layers", "1", "--batch", "8", "--steps", "6"), "its TaskGraphs ask for it"),
         (
+            launched,
+            ("classify_100k.py", "--classes", "3000", "--batch", "16", "--steps", "6"),
+            "its TaskGraphs ask for it",
+        ),
+        (launched, ("m6_moe.py", "--batch", "8", *SMALL), "its TaskGraphs ask for it"),
+        (
+            emulated,
             (
                 "llama_hybrid.py",
                 "--strategy",
@@ -53,12 +80,14 @@ def losses(output: str) -> list[float]:
             ),
             "weights split",
         ),
-        (("long_context.py", "--width", "16", "--layers", "1", "--length", "96", "--steps", "6"), "sequences split"),
+        (launched, ("long_context.py", "--length", "96", *SMALL), "sequences split"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_examples_train(tmp_path: Path, command: tuple[str, ...], told: str) -> None:
-    output = run(tmp_path, *command)
+def test_examples_train(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], start: Callable[..., str], command: tuple[str, ...], told: str
+) -> None:
+    output = start(tmp_path, capfd, *command)
     assert told in output
     assert len(losses(output)) == 6
     assert losses(output)[-1] < losses(output)[0]

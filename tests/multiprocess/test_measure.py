@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
 from heterodyne.measure import Cache, discover_cluster, measure
 from heterodyne.measure.exchanges import PART_BYTES, measure_exchanges
-from heterodyne.measure.links import measure_all_reduce, measure_overlap, measure_sends
+from heterodyne.measure.links import measure_all_reduce, measure_sends
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.workbench import Workbench
 from heterodyne.runtime.meeting.communicator import Communicator
@@ -186,16 +185,3 @@ def test_exchanges_are_measured_alike_on_all_ranks_or_left_out_on_all(pool: Pool
     for found, told in pool.run(3, exchanges, 0.0):
         assert found == ()
         assert "were not measured" in told[0]
-
-
-def overlaps(world: World) -> list[float]:
-    with communicator_of(world) as peers:
-        channel = peers.channel(range(world.world_size))
-        assert channel is not None
-        bench = Workbench(device=CPU, sampling=QUICK)
-        return [measure_overlap(peers, channel, bench, message_bytes=2**16, rounds=3) for _ in range(3)]
-
-
-def test_the_overlap_is_a_fraction(pool: Pool) -> None:
-    for values in pool.run(2, overlaps):
-        assert 0 <= median(values) <= 1

@@ -1,0 +1,54 @@
+"""What a collective takes from the computation beside it, on a device whose clock is made of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from heterodyne.measure.links import measure_overlap
+from heterodyne.measure.sampling import Sampling
+from heterodyne.measure.workbench import Workbench
+from measure.fake_device import FakeClock
+
+COLLECTIVE_S, UNIT_S = 1e-3, 1e-6
+
+
+class Together:
+    """Two ranks, of which this one computes at a part of its speed while a collective is in flight; also the channel."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, clock: FakeClock, lost: float) -> None:
+        self._clock, self._lost = clock, lost
+        self._over_s = 0.0
+
+    def barrier(self) -> None:
+        return
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        return value
+
+    def buffers(self, shapes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=dtype) for size, dtype in shapes]
+
+    def all_reduce(self, tensor: torch.Tensor) -> Together:
+        self._over_s = self._clock.time + COLLECTIVE_S
+        return self
+
+    def wait(self) -> None:
+        self._clock.time = max(self._clock.time, self._over_s)
+
+    def compute(self) -> None:
+        in_flight = self._clock.time < self._over_s
+        self._clock.run(UNIT_S / (1 - self._lost) if in_flight else UNIT_S)
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.25, 0.9])
+def test_the_overlap_is_what_is_lost_of_each_second_in_flight(lost: float) -> None:
+    clock = FakeClock()
+    peers: Any = Together(clock, lost)
+    bench = Workbench(device=torch.device("cpu"), sampling=Sampling(sample_s=0.01), clock=clock)
+    assert measure_overlap(peers, peers, bench, compute=peers.compute) == pytest.approx(lost, abs=0.02)
