@@ -7,20 +7,27 @@ from typing import Any
 
 import pytest
 
+from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
 from multiprocess.models import makers
 from multiprocess.pool import Pool, Shared
+from multiprocess.split.random_graphs import Program, captured_program
 from multiprocess.work import program_of
 
 
-def _graphs(arguments: Sequence[Any]) -> set[str]:
-    """Jobs on a graph of ours cut stages out of its capture."""
-    return {argument.name for argument in arguments if isinstance(argument, ModelGraph)} & set(makers())
+def _captured(arguments: Sequence[Any]) -> set[str | Program]:
+    """Jobs on a graph of ours, or on a program that chance has written, cut stages out of its capture."""
+    graphs = {argument.name for argument in arguments if isinstance(argument, ModelGraph)} & set(makers())
+    return graphs | {argument for argument in arguments if isinstance(argument, Program)}
+
+
+def capture(name: str | Program) -> Captured:
+    return captured_program(name) if isinstance(name, Program) else program_of(name)
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """``pool.run(world_size, function, *args)``; see `multiprocess.pool`."""
-    pool = Pool(Shared(names=_graphs, make=program_of))
+    pool = Pool(Shared(names=_captured, make=capture))
     yield pool
     pool.close()

@@ -61,8 +61,8 @@ class World:
 class Shared:
     """What is slow to make and read by many jobs: made once, in the template, before workers are forked from it."""
 
-    names: Callable[[Sequence[Any]], set[str]]  # what a call with these arguments reads
-    make: Callable[[str], object]  # at the top level of a module; it keeps what it returns
+    names: Callable[[Sequence[Any]], set[Any]]  # what a call with these arguments reads; hashable, pickled
+    make: Callable[[Any], object]  # at the top level of a module; it keeps what it returns
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class _Template:
         self._process.start()
         remote.close()
 
-    def make(self, function: _Function, name: str) -> None:
-        self._ask(("make", function, name))
+    def make(self, function: _Function, name: object) -> None:
+        self._ask(("make", function, pickle.dumps(name)))
 
     def fork(self) -> tuple[int, connection.Connection]:
         """The process id of a new worker, and the pipe to it."""
@@ -157,7 +157,7 @@ class Pool:
 
     def __init__(self, shared: Shared | None = None) -> None:
         self._shared = shared
-        self._made: set[str] = set()
+        self._made: set[Any] = set()
         self._template: _Template | None = None
         self._workers: list[_Worker] = []
 
@@ -199,7 +199,7 @@ class Pool:
         missing = self._shared.names(arguments) - self._made if self._shared else set()
         if self._shared and missing:
             self._stop_workers()
-            for name in sorted(missing):
+            for name in missing:
                 template.make(_Function.of(self._shared.make), name)
                 self._made.add(name)
 
@@ -253,7 +253,8 @@ def _template(pipe: connection.Connection) -> None:
         try:
             match kind:
                 case "make":
-                    _loaded(what[0])(what[1])
+                    make = _loaded(what[0])
+                    make(pickle.loads(what[1]))
                     answer: Any = None
                 case "fork":
                     answer = _fork(connection.Connection(reduction.recv_handle(pipe)), pipe)

@@ -6,6 +6,7 @@ it was kept. What a seed gives is the same in every process.
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections import Counter
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import heterodyne as hd
+from heterodyne.frontend import Captured, trace
 
 BATCHES = (5, 3)  # sizes that nothing else has in common
 WIDTHS = (1, 2, 3, 4, 6, 8, 12)
@@ -814,6 +816,14 @@ def _gathered(a: Author) -> str:
         if a.write(f"{made} = {hidden} + 0.1 * {term}"):
             hidden = made
     return hidden
+
+
+@functools.cache
+def captured_program(written: Program) -> Captured:
+    """Captured once a process, and by processes that are forked from it not at all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ops that chance has chosen may warn
+        return trace(Written(written).train(), written.batch(4))
 
 
 def program(seed: int) -> Program | None:

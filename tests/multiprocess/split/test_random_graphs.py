@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.errors import CaptureError
-from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.check import violations
@@ -26,7 +25,7 @@ from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.worker import Worker
 from multiprocess.pool import Pool, World
-from multiprocess.split.random_graphs import Program, Written, program
+from multiprocess.split.random_graphs import Program, Written, captured_program, program
 from multiprocess.test_exactness_pipelines import BAR, SEED, STEP, with_box
 from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan
 
@@ -81,7 +80,7 @@ def plan_of(graph: ModelGraph, way: Lie) -> Plan:
 def errors_of(world: World, written: Program, ways: list[Lie]) -> list[float]:
     """One step for each way to lie against one device: the largest errors over all that this rank holds."""
     warnings.simplefilter("ignore")  # ops that chance has chosen may warn
-    captured = trace(Written(written).train(), written.batch(4))
+    captured = captured_program(written)
     device = torch.device("cpu")
     with Communicator(rank=world.rank, world_size=world.world_size, device=device, timeout_s=20.0) as communicator:
         found = []
@@ -144,9 +143,7 @@ def test_any_graph_in_parts_gives_the_gradients_of_one_device(pool: Pool, seed: 
     assume(written is not None)
     assert written is not None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            graph = trace(Written(written).train(), written.batch(4)).graph
+        graph = captured_program(written).graph
     except CaptureError:
         assume(False)
     ways = [lie for lie in lies(graph, Random(seed)) if _runs(lie, graph)]
