@@ -34,7 +34,7 @@ def main() -> int:
     options = arguments(__doc__)
     results = Results("kill_and_resume")
     kills = 4 if options.quick else 20
-    steps = 300 if options.quick else 3000
+    steps = 300 if options.quick else 2000
     draw = random.Random(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -55,7 +55,7 @@ def main() -> int:
             if killed == 1:
                 wait_for_steps(folder, process)
             try:
-                _, said = process.communicate(timeout=None if killed == kills else draw.uniform(1.0, 30.0))
+                _, said = process.communicate(timeout=None if killed == kills else draw.uniform(1.0, 20.0))
             except subprocess.TimeoutExpired:
                 os.kill(process.pid, signal.SIGKILL)
                 process.communicate()

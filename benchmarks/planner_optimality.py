@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from heterodyne.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import drawn, search_of
 
-CASES, QUICK_CASES = 300, 60
+ALL_CASES, CASES, QUICK_CASES = 300, 150, 60
 EQUAL = 1e-9
 SIZES = (
     (3, 6, 3),
@@ -44,9 +44,9 @@ class Judged:
 
 
 def main() -> int:
-    options = arguments(__doc__)
+    options = arguments(__doc__, whole=f"{ALL_CASES} instances, not the first {CASES}")
     results = Results("planner_optimality")
-    count = QUICK_CASES if options.quick else CASES
+    count = QUICK_CASES if options.quick else ALL_CASES if options.all else CASES
     found = []
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for judged in pool.map(judge, range(count)):

@@ -21,11 +21,13 @@ __all__ = ["Results", "arguments", "spread"]
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """``--quick`` for a form of at most two minutes, ``--json FILE`` for a machine."""
+def arguments(description: str | None, *, whole: str | None = None) -> argparse.Namespace:
+    """``--quick`` for a form of at most two minutes, ``--json FILE`` for a machine; ``--all``, if there is more than ten minutes hold."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a form of at most two minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here as JSON")
+    if whole:
+        parser.add_argument("--all", action="store_true", help=whole)
     return parser.parse_args()
 
 
