@@ -11,26 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
-import inspect
 import io
 import json
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from heterodyne.errors import JobError
+from heterodyne.factories import call_factory, named_function
 from heterodyne.job import ModelSection
 
-__all__ = ["build"]
-
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(importlib.__file__).parent), str(Path(__file__).parent))
+__all__ = ["build", "build_count"]
 
 
 def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] = "cpu", seed: int = 0) -> nn.Module:
@@ -60,7 +54,7 @@ def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] =
 def build_count(section: ModelSection, *, base: Path) -> Literal["samples", "sum"] | Callable[..., Any] | None:
     """What a job says that the loss of its model divides by. Raises JobError for a function that is not there."""
     given = section.loss_count
-    return given if given is None or given in ("samples", "sum") else _function(given, base, "loss_count")  # type: ignore[return-value]
+    return given if given is None or given in ("samples", "sum") else named_function(given, base=base, key="model.loss_count")  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -90,82 +84,10 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_factory(factory: str, arguments: Mapping[str, Any], base: Path) -> nn.Module:
-    function = _function(factory, base, "factory")
-    _check_arguments(factory, function, arguments)
-    try:
-        model = function(**arguments)
-    except Exception as error:  # whatever the user's own code raises, it is told as that
-        raise JobError(f"model.factory: {factory} failed with {_told(error)}") from error
+    model = call_factory(factory, arguments, base=base, key="model.factory")
     if not isinstance(model, nn.Module):
         raise JobError(f"model.factory: {factory} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
-
-
-def _function(named: str, base: Path, field: str) -> Callable[..., Any]:
-    """The function of that name. Raises JobError, which speaks of the ``field`` of the section."""
-    place, separator, name = named.rpartition(":")
-    if not separator or not place or not name:
-        raise JobError(f"model.{field} {named!r}: write package.module:function or path/to/file.py:function")
-    module = _load_file(base / place, field) if place.endswith(".py") else _load_module(place, field)
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [
-            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__
-        ]
-        raise JobError(f"model.{field}: {place} has no function {name!r}; it has: {', '.join(known) or 'none'}")
-    return function  # type: ignore[no-any-return]  # the test narrows it
-
-
-def _load_module(name: str, field: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # A module that the user's own module fails to import is another matter than the module itself.
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise JobError(
-                f"model.{field}: there is no module {name!r}; install it, or name a file: path/to/file.py:function"
-            ) from error
-        raise JobError(f"model.{field}: {name} cannot be imported: {_told(error)}") from error
-    except Exception as error:  # whatever the user's own code raises, it is told as that
-        raise JobError(f"model.{field}: {name} cannot be imported: {_told(error)}") from error
-
-
-def _load_file(path: Path, field: str) -> ModuleType:
-    if not path.is_file():
-        raise JobError(f"model.{field}: there is no file {path}; the path is relative to the job file")
-    name = f"heterodyne_model_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses, pickling and inspect look a module up by its name; a second job's file of that name replaces it.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's own code raises, it is told as that
-        del sys.modules[name]
-        raise JobError(f"model.{field}: {path} cannot be imported: {_told(error)}") from error
-    return module
-
-
-def _told(error: Exception) -> str:
-    """The error as Python names it, and the deepest line of the user's own code that led to it."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    own = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_FOREIGN))
-    ]
-    return f"{text}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else text
-
-
-def _check_arguments(factory: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C tell nothing of their arguments
-        return
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise JobError(f"model.arguments: {error}; {factory} takes {signature}") from error
 
 
 # ---- Hugging Face -------------------------------------------------------------------------------------------------

@@ -25,19 +25,22 @@ from heterodyne.processes.signals import StopRequest, stop_requests
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
-from heterodyne.runtime.data.text import GlobalBatch, TextData
+from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.records.metrics import MetricsFile, StepRecord, TensorBoard, Validation
 from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.runtime.slices import BatchSource
 
 __all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker", "identity_of"]
 
+_DATA = "data"
 
-def identity_of(job: Job, data: TextData) -> dict[str, Any]:
+
+def identity_of(job: Job, data: DataSource) -> dict[str, Any]:
     """What a run must agree in to continue another one: what decides its losses."""
-    return {"job": job.decisive, "data": data.identity}
+    return {"job": job.decisive, "data": dict(data.identity)}
 
 
 class StepResult(Protocol):
@@ -62,10 +65,10 @@ class TrainingWorker(Protocol):
     def borrowed_bytes(self) -> int:
         """Bytes that are resident in this process, but belong to other ranks."""
 
-    def step(self, batch: GlobalBatch) -> StepResult:
+    def step(self, batch: BatchSource) -> StepResult:
         """One optimizer step on the global batch."""
 
-    def evaluate_sum(self, batch: GlobalBatch) -> tuple[float, float]:
+    def evaluate_sum(self, batch: BatchSource) -> tuple[float, float]:
         """Sum and count of the losses of a batch of any size, without training on it."""
 
     def own_state(self) -> Mapping[str, Any]:
@@ -120,7 +123,7 @@ class Trainer:
         self,
         *,
         worker: TrainingWorker,
-        data: TextData,
+        data: DataSource,
         job: Job,
         plan: Plan,
         run: RunDirectory,
@@ -216,7 +219,7 @@ class Trainer:
         step_s = time.perf_counter() - started
         self._done += 1
         samples_per_s = self._data.batch_size / step_s
-        ideal = self._ideal_samples_per_s
+        ideal, length = self._ideal_samples_per_s, self._data.sequence_length
         record = StepRecord(
             step=self._done,
             loss=result.loss,
@@ -224,7 +227,7 @@ class Trainer:
             lr=result.lr,
             step_s=step_s,
             samples_per_s=samples_per_s,
-            tokens_per_s=samples_per_s * self._data.sequence_length,
+            tokens_per_s=None if length is None else samples_per_s * length,
             efficiency=samples_per_s / ideal if ideal else None,
             memory_bytes=self._peak_memory_bytes(),
             time_s=time.time(),
@@ -255,17 +258,26 @@ class Trainer:
 
     def _save(self) -> None:
         with self._phase("writing a checkpoint"):
-            self._checkpoints.save(
-                self._done, self._worker.own_state(), identity=self._identity, plan=self._plan.dump()
-            )
+            state = dict(self._worker.own_state())
+            read = self._data.state_dict()
+            if read is not None:
+                state[_DATA] = read
+            self._checkpoints.save(self._done, state, identity=self._identity, plan=self._plan.dump())
         self._saved = self._done
 
     def _restore(self, found: Checkpoint) -> None:
-        restored = self._checkpoints.load(found, identity=self._identity, wanted=self._worker.needs)
-        self._worker.load_state_dict(restored.state)
+        restored = self._checkpoints.load(found, identity=self._identity, wanted=self._wanted)
+        state = dict(restored.state)
+        read = state.pop(_DATA, None)
+        if read is not None:
+            self._data.load_state_dict(read)
+        self._worker.load_state_dict(state)
         if restored.random is not None:
             restore_random_state(restored.random)
         self._done = self._saved = restored.step
+
+    def _wanted(self, keys: Sequence[str]) -> bool:
+        return keys[0] == _DATA or self._worker.needs(keys)
 
     def _open_sinks(self) -> list[_Sink]:
         """On rank 0; an error there is every rank's."""

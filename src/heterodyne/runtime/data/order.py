@@ -1,4 +1,4 @@
-"""The order of the samples: a permutation that is computed, not stored.
+"""The order of the samples: a permutation that is computed, not stored, and the position in it.
 
 Which sample stands at a place is a pure function of (seed, epoch, place, count): it knows nothing of ranks, devices or plans,
 needs no memory, and any place can be asked for, which is what makes a position resumable. It is a balanced Feistel
@@ -10,16 +10,52 @@ Finite Domains", CT-RSA 2002). The mixer of the rounds is that of SplitMix64 (St
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["shuffled"]
+__all__ = ["EpochOrder", "Indices", "held_out", "shuffled"]
 
 Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 ROUNDS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochOrder:
+    """Epoch after epoch of ``count`` samples, each epoch in an order of its own.
+
+    Position ``p`` of the training run is place ``p mod count`` of epoch ``p div count``. Step t of a batch of G samples takes
+    positions ``[t G, (t + 1) G)``: a batch may begin in one epoch and end in the next, no sample is dropped, and the
+    position is all that there is to remember, under any plan and any number of ranks.
+
+    Args:
+        seed: decides the order.
+        shuffle: False: every epoch goes through the samples as they are.
+    """
+
+    count: int
+    seed: int
+    shuffle: bool = True
+
+    def between(self, first: int, stop: int) -> Indices:
+        """The samples at positions ``[first, stop)``.  # [stop - first]"""
+        epochs, places = np.divmod(np.arange(first, stop, dtype=np.int64), self.count)
+        if not self.shuffle:
+            return places
+        chosen = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            chosen[here] = shuffled(places[here], self.count, seed=self.seed, epoch=int(epoch))
+        return chosen
+
+
+def held_out(count: int, fraction: float) -> NDArray[np.bool_]:
+    """For each of ``count`` samples whether it is kept apart for validation: ``fraction`` of them, evenly spread."""
+    kept: NDArray[np.bool_] = np.diff(np.floor(np.arange(count + 1) * fraction + 0.5)) > 0
+    return kept
 
 
 def shuffled(places: Indices, count: int, *, seed: int, epoch: int) -> Indices:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.corpus import text_sources
-from heterodyne.runtime.data.order import shuffled
+from heterodyne.runtime.data.order import EpochOrder, held_out
+from heterodyne.runtime.data.source import ByStep
 from heterodyne.runtime.data.tokens import VOCABULARY, TokenFile, open_tokens
 
 __all__ = ["GlobalBatch", "TextData", "open_text", "require_vocabulary"]
@@ -61,7 +62,7 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TextData:
+class TextData(ByStep):
     """Training and validation samples of one text.
 
     Args:
@@ -103,8 +104,7 @@ class TextData:
         count = len(self.file.tokens) // self.sequence_length
         run = max(1, min(LONGEST_RUN, int(count * self.validation_fraction) // 8))
         runs = -(-count // run)
-        kept = np.diff(np.floor(np.arange(runs + 1) * self.validation_fraction + 0.5)) > 0
-        return np.repeat(kept, run)[:count]
+        return np.repeat(held_out(runs, self.validation_fraction), run)[:count]
 
     @cached_property
     def training_windows(self) -> NDArray[np.int64]:
@@ -129,12 +129,8 @@ class TextData:
         """The global batch of a step, counted from 0."""
         if step < 0:
             raise ValueError(f"there is no step {step}")
-        positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
-        epochs, places = np.divmod(positions, self.samples_per_epoch)
-        chosen = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            chosen[here] = shuffled(places[here], self.samples_per_epoch, seed=self.seed, epoch=int(epoch))
+        order = EpochOrder(count=self.samples_per_epoch, seed=self.seed)
+        chosen = order.between(step * self.batch_size, (step + 1) * self.batch_size)
         return self._of(self.training_windows[chosen])
 
     def validation_batches(self, samples: int) -> tuple[GlobalBatch, ...]:

@@ -1,0 +1,29 @@
+"""Random numbers of a dataset that belong to the sample: its augmentation is the same whoever reads it, and when."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+__all__ = ["draws_of"]
+
+
+@contextmanager
+def draws_of(*key: int) -> Iterator[None]:
+    """Seeds the generators of Python, NumPy and torch (on the CPU) with ``key``, and gives them back as they were."""
+    words = np.frombuffer(hashlib.blake2b(repr(key).encode(), digest_size=16).digest(), dtype="<u4")
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.default_generator.manual_seed(int(words[2]) << 32 | int(words[3]))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
