@@ -8,6 +8,7 @@ Nothing here says *where* it runs: that is the cluster's and the plan's part. ``
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -27,6 +28,7 @@ __all__ = [
     "OptimizerSection",
     "ParallelismSection",
     "TrainingSection",
+    "decisive",
 ]
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
@@ -98,6 +100,9 @@ class OptimizerSection(Section):
 
     ``weight_decay`` is of the matrices; of normalisations, biases and other parameters with fewer than two dims only with
     ``decay_norms_and_biases``.
+
+    ``schedule_steps``: the length of the cosine; later steps stay at its end. None: ``training.steps`` when the run begins; it is
+    recorded in the run, and stays what it was when the run is extended.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -110,6 +115,7 @@ class OptimizerSection(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_ratio: Fraction = 0.1
+    schedule_steps: Positive | None = None
 
 
 class ParallelismSection(Section):
@@ -174,23 +180,60 @@ class Job(Section):
         return validate(cls, content, error=JobError, path=str(path), lines=lines, overrides=given)
 
     @property
+    def schedule_steps(self) -> int:
+        """The length of the schedule of the learning rate."""
+        return self.optimizer.schedule_steps or self.training.steps
+
+    @property
     def decisive(self) -> dict[str, Any]:
-        """What decides the losses, as plain JSON values: not where files are kept, nor how it is spread or reported."""
-        return self.model_dump(
-            mode="json",
-            exclude={
-                "parallelism": True,
-                "checkpoint": True,
-                "metrics": True,
-                "data": {"cache"},
-                "model": {"loss_count"},
-            },
-        )
+        """What decides the losses, as plain JSON values: not how long it goes on, where files are kept, nor how it is spread,
+        validated or reported.
+        """
+        return decisive(self.model_dump(mode="json"))
+
+    def continuing(self, recorded: Mapping[str, Any]) -> Job:
+        """This job, to go on with a run that recorded those fields: its schedule keeps the length that it had, unless this job
+        gives another one.
+        """
+        length = decisive(recorded).get("optimizer", {}).get("schedule_steps")
+        if length is None or self.optimizer.schedule_steps is not None:
+            return self
+        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"schedule_steps": length})})
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits of what is `decisive`."""
         return hashlib.sha256(yaml.safe_dump(self.decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the fields of a job, those that decide the losses; fields that have no value are left out.
+
+    The number of steps is none of them, but it is the length of a cosine schedule that has no ``schedule_steps``. Of fields that
+    are decisive already nothing is changed, so what an older release has recorded can be compared with this.
+    """
+    kept = {
+        section: {
+            name: value
+            for name, value in fields[section].items()
+            if (section, name) not in _ANY_TIME and value is not None
+        }
+        for section in _DECISIVE
+        if section in fields
+    }
+    optimizer, steps = kept.get("optimizer", {}), fields.get("training", {}).get("steps")
+    if optimizer.get("schedule") != "cosine":
+        optimizer.pop("schedule_steps", None)
+    elif steps is not None:
+        optimizer.setdefault("schedule_steps", steps)
+    return kept
+
+
+_DECISIVE = ("model", "data", "training", "optimizer")
+_ANY_TIME = frozenset({
+    ("data", "cache"), ("data", "prefetch"), ("data", "validation"), ("data", "workers"), ("model", "loss_count"),
+    ("training", "steps"), ("training", "validate_every"), ("training", "validation_samples"),
+})  # fmt: skip
 
 
 def _override(content: dict[str, Any], override: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -103,6 +104,22 @@ def test_another_job_cannot_resume_and_touches_nothing(
     assert main(["train", "job.yaml", "--run-dir", "undisturbed", "--resume", "--set", "training.seed=4"]) == 2
     assert "job.training.seed: 3 there, 4 here" in capsys.readouterr().err
     assert content(place.path / "undisturbed") == before
+
+
+def test_a_finished_run_is_extended_and_is_then_complete_again(
+    place: Place, undisturbed: dict[tuple[int, str], float]
+) -> None:
+    shutil.copytree(place.path / "undisturbed", place.path / "extended")
+    longer = ("--run-dir", "extended", "--resume", "--set", "training.steps=404")
+    status, said = place.run(*TRAIN, *longer)
+    assert status == 0, said
+    assert "keeps its schedule over 400 steps" in said
+    assert {**place.losses("extended"), **undisturbed} == place.losses("extended")
+    assert (404, "loss") in place.losses("extended")
+    assert json.loads((place.path / "extended" / "summary.json").read_text())["steps"] == 404
+    for again in (longer, (*longer[:-1], "training.steps=402")):
+        status, said = place.run(*TRAIN, *again)
+        assert (status, "nothing left to do" in said) == (0, True), said
 
 
 def test_any_shares_are_exact_and_a_model_that_depends_on_the_rank_is_caught(

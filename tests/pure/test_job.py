@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from heterodyne.errors import JobError
-from heterodyne.job import Job
+from heterodyne.job import Job, decisive
 
 TEXT = """\
 model:
@@ -85,12 +85,29 @@ def test_a_wrong_file_names_its_line(tmp_path: Path, line: int, text: str, says:
 def test_the_fingerprint_is_of_what_decides_the_losses(tmp_path: Path) -> None:
     base = job(tmp_path).fingerprint
     for same in (
-        "parallelism.strategy=equal",
-        "checkpoint.every=3",
-        "metrics.every=2",
-        "data.cache=elsewhere",
-        "model.loss_count=samples",
-    ):
+        "parallelism.strategy=equal", "checkpoint.every=3", "metrics.every=2", "model.loss_count=samples", "data.cache=elsewhere",
+        "training.validate_every=3", "training.validation_samples=1", "optimizer.schedule_steps=20",
+    ):  # fmt: skip
         assert job(tmp_path, same).fingerprint == base
     for other in ("training.seed=1", "optimizer.lr=0.5", "data.sequence_length=64", "model.arguments.width=65"):
         assert job(tmp_path, other).fingerprint != base
+
+
+def test_more_steps_are_another_job_only_where_they_change_the_schedule(tmp_path: Path) -> None:
+    constant = "optimizer.schedule=constant"
+    assert job(tmp_path, constant, "training.steps=99").fingerprint == job(tmp_path, constant).fingerprint
+    assert job(tmp_path, "training.steps=99").fingerprint != job(tmp_path).fingerprint
+    longer = job(tmp_path, "training.steps=99", "optimizer.schedule_steps=20")
+    assert longer.fingerprint == job(tmp_path).fingerprint
+    assert (longer.schedule_steps, job(tmp_path).schedule_steps) == (20, 20)
+
+
+def test_a_run_that_is_extended_keeps_the_schedule_that_it_recorded(tmp_path: Path) -> None:
+    before, after = job(tmp_path), job(tmp_path, "training.steps=99")
+    old_release = before.model_dump(mode="json", exclude={"parallelism", "checkpoint", "metrics"})
+    del old_release["optimizer"]["schedule_steps"]
+    for recorded in (before.decisive, old_release):
+        assert decisive(recorded) == before.decisive
+        assert after.continuing(recorded).decisive == before.decisive
+    wanted = job(tmp_path, "training.steps=99", "optimizer.schedule_steps=50")
+    assert wanted.continuing(before.decisive) == wanted

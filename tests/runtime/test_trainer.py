@@ -274,6 +274,23 @@ def test_other_ways_to_keep_and_report_are_no_other_job(data: TextData, undistur
     assert trainer(undisturbed[0], data, job=changed).resume() == 8
 
 
+def test_a_run_can_be_extended_and_validated_otherwise_but_not_with_another_schedule(
+    data: TextData, undisturbed: tuple[Path, Outcome]
+) -> None:
+    run, _ = undisturbed
+    before = losses(run)
+    longer = job(steps=10, validate_every=9, validation_samples=3)
+    with pytest.raises(CheckpointError, match=r"job\.optimizer\.schedule_steps: 8 there, 10 here"):
+        trainer(run, data, job=longer).resume()
+    extended = trainer(run, data, job=longer.continuing(job().decisive))
+    assert extended.resume() == 8
+    assert extended.train().steps == 10
+    assert losses(run)[: len(before)] == before
+    assert [(step, kind) for step, kind, _ in losses(run)[len(before) :]] == [
+        (9, "loss"), (9, "validation_loss"), (10, "loss"), (10, "validation_loss")
+    ]  # fmt: skip
+
+
 def test_a_loss_that_is_no_number_is_told_once(tmp_path: Path, data: TextData) -> None:
     (tmp_path / "run").mkdir()
     notes, worker = Notes(), Worker()

@@ -110,7 +110,7 @@ def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recor
         prepared,
         model,
         optimizer=job.optimizer,
-        total_steps=job.training.steps,
+        total_steps=job.schedule_steps,
         seed=job.training.seed,
         clip_grad_norm=job.training.clip_grad_norm,
         recorder=recorder,

@@ -27,7 +27,7 @@ from heterodyne.report.html import write_report
 from heterodyne.report.run import load_run
 from heterodyne.report.tables import prediction_rows, summary_rows
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
-from heterodyne.runtime.data.text import TextData
+from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.run_directory import RunDirectory
@@ -60,7 +60,9 @@ def train_job(
         with _gone_if_unused(session, run), _alone_in(session, run):
             session.say(f"run directory {run.path}")
             data = open_data(session, job, base)
-            found = _checkpoint(session, run, job, data) if resume else None
+            found = _checkpoint(session, run) if resume else None
+            if found is not None:
+                job = _continuing(session, job, data, found)
             if found is not None and _is_complete(session, run, job, found):
                 session.say(f"all {found.step} steps are done and {run.path} is complete: there is nothing left to do")
                 return 0
@@ -73,6 +75,8 @@ def train_job(
                 show_planned(prepared.planned)
             if kept is None:  # else it stands there as it was, with the reasons of that time
                 session.agreement.first_only(lambda: _write_down(run, job, session, prepared))
+            else:
+                session.agreement.first_only(lambda: _write_job(run, job))
             outcome = _train(session, run, job, base, data, prepared, found)
             if session.rank == 0:
                 _summarise(run, graph, outcome)
@@ -107,20 +111,38 @@ def _alone_in(session: Session, run: RunDirectory) -> Iterator[None]:
         yield
 
 
-def _checkpoint(session: Session, run: RunDirectory, job: Job, data: TextData) -> Checkpoint | None:
-    """The newest whole one, looked at before anything of the run is touched. Raises CheckpointError if it is of another job."""
+def _checkpoint(session: Session, run: RunDirectory) -> Checkpoint | None:
+    """The newest whole one, looked at before anything of the run is touched."""
     with session.phase("reading a checkpoint"):
         found = Checkpoints(run.checkpoints, agreement=session.agreement, say=session.say).latest()
     if found is None:
         session.say("there is no checkpoint yet: the run starts from its beginning")
-    else:
-        found.require(identity_of(job, data))
     return found
 
 
+def _continuing(session: Session, job: Job, data: DataSource, found: Checkpoint) -> Job:
+    """The job as it goes on from there. Raises CheckpointError if the checkpoint is of another job or of other data."""
+    continued = job.continuing(found.manifest.identity["job"])
+    found.require(identity_of(continued, data))
+    if continued.schedule_steps != job.schedule_steps and job.optimizer.schedule == "cosine":
+        session.say(
+            f"the learning rate keeps its schedule over {continued.schedule_steps} steps, and stays at its end for those after "
+            "(optimizer.schedule_steps)"
+        )
+    return continued
+
+
 def _is_complete(session: Session, run: RunDirectory, job: Job, found: Checkpoint) -> bool:
+    def summed_up() -> int | None:
+        try:
+            steps = json.loads(run.summary.read_text(encoding="utf-8"))["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return int(steps)
+
+    # The summary is the last thing that is written. That of a run which has been extended since is of an earlier step.
     return session.agreement.first(
-        lambda: found.step >= job.training.steps and run.model.is_dir() and run.summary.is_file()
+        lambda: found.step >= job.training.steps and run.model.is_dir() and summed_up() == found.step
     )
 
 
@@ -147,12 +169,20 @@ def _kept(
     return plan, profile
 
 
+def _write_job(run: RunDirectory, job: Job) -> None:
+    text = yaml.safe_dump(job.model_dump(mode="json", exclude_none=True), sort_keys=False)
+    try:
+        run.job.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HeterodyneError(
+            f"{run.job} cannot be written ({error.strerror}); make the run directory writable"
+        ) from error
+
+
 def _write_down(run: RunDirectory, job: Job, session: Session, prepared: Prepared) -> None:
     """Everything that is known before the first step. On rank 0. Raises HeterodyneError if it cannot be written."""
     try:
-        run.job.write_text(
-            yaml.safe_dump(job.model_dump(mode="json", exclude_none=True), sort_keys=False), encoding="utf-8"
-        )
+        _write_job(run, job)
     except OSError as error:
         raise HeterodyneError(
             f"{error.filename or run.path} cannot be written ({error.strerror}); make room or make the run directory writable"
@@ -165,7 +195,7 @@ def _train(
     run: RunDirectory,
     job: Job,
     base: Path,
-    data: TextData,
+    data: DataSource,
     prepared: Prepared,
     found: Checkpoint | None,
 ) -> Outcome:

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_entries
 from torch.distributed.checkpoint.state_dict_saver import save as write_entries
 
 from heterodyne.errors import CheckpointError
+from heterodyne.job import decisive
 from heterodyne.runtime.checkpoint.manifest import Manifest, differences, record
 from heterodyne.runtime.checkpoint.random_state import random_state
 from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, strip
@@ -66,7 +67,10 @@ class Checkpoint:
 
     def require(self, identity: Mapping[str, Any]) -> None:
         """Raises CheckpointError, with the fields that differ, if it is of a run of another identity."""
-        other = differences(self.manifest.identity, identity)
+        there = dict(self.manifest.identity)
+        if "job" in there:
+            there["job"] = decisive(there["job"])  # an older release recorded more fields
+        other = differences(there, identity)
         if other:
             raise CheckpointError(
                 f"{self.path} belongs to another job:\n  - "
