@@ -34,6 +34,9 @@ class DataSource(Protocol):
     def validation_batches(self, samples: int) -> tuple[BatchSource, ...]:
         """At most ``samples`` of the validation samples, always the same; empty without validation."""
 
+    def vocabulary(self) -> int | None:
+        """The number of token ids that a model needs; None where that is not known."""
+
     def state_dict(self) -> Mapping[str, Any] | None:
         """What spares a resumed run to read again what came before; None where nothing would. The same on every rank."""
 
@@ -46,6 +49,9 @@ class DataSource(Protocol):
 
 class ByStep:
     """The part of a `DataSource` for data that is found by the number of the step: nothing is kept and nothing is open."""
+
+    def vocabulary(self) -> int | None:
+        return None
 
     def state_dict(self) -> Mapping[str, Any] | None:
         return None

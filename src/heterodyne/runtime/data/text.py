@@ -1,4 +1,4 @@
-"""The data of a job: batches of byte sequences, in an order that the plan has no part in.
+"""Text as training data: windows of a long row of tokens, in an order that the plan has no part in.
 
 The text is cut into windows of T tokens that do not overlap; what is left over at the end is not used. Some windows, in
 runs that are spread evenly over the text, are kept apart for validation. The others are the training samples. Sample
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,12 +38,12 @@ class GlobalBatch:
     """All samples of one optimizer step; only those that are asked for are read.
 
     Args:
-        tokens: the whole text.  # uint8 [count]
+        tokens: the whole text.  # unsigned [count]
         windows: the window of each sample.  # int64 [size]
         length: T, the tokens of a window.
     """
 
-    tokens: NDArray[np.uint8]
+    tokens: NDArray[Any]
     windows: NDArray[np.int64]
     length: int
 
@@ -67,6 +68,7 @@ class TextData(ByStep):
 
     Args:
         file: the tokens.
+        validation: those of a text of its own; None: ``validation_fraction`` of the file.
         sequence_length: T.
         validation_fraction: share of the windows that is kept apart, 0 for none.
         batch_size: samples of a training batch.
@@ -80,31 +82,39 @@ class TextData(ByStep):
     validation_fraction: float
     batch_size: int
     seed: int
+    validation: TokenFile | None = None
 
     def __post_init__(self) -> None:
-        has, needs = len(self.file.tokens), self.sequence_length
-        if has < needs:
-            raise DataError(
-                f"the text has {has} bytes, one sequence needs {needs}: give more text or a smaller data.sequence_length"
-            )
-        if self.validation_fraction and not len(self.validation_windows):
+        needs, unit = self.sequence_length, self.file.unit
+        for file in (self.file, self.validation):
+            if file is not None and len(file.tokens) < needs:
+                raise DataError(
+                    f"the text has {len(file.tokens)} {unit}, one sequence needs {needs}: "
+                    "give more text or a smaller data.sequence_length"
+                )
+        has = len(self.file.tokens)
+        if self._fraction and not len(self.validation_windows):
             least = int(np.ceil(0.5 / self.validation_fraction)) * needs
             raise DataError(
-                f"the text has {has} bytes, too few to keep {self.validation_fraction:g} of it for validation in sequences of {needs} "
+                f"the text has {has} {unit}, too few to keep {self.validation_fraction:g} of it for validation in sequences of {needs} "
                 f"(that takes {least}): give more text, a larger data.validation_fraction, or 0 for none"
             )
         if not len(self.training_windows):
             raise DataError(
-                f"the text has {has} bytes, of which validation takes all: give more text or a smaller data.validation_fraction"
+                f"the text has {has} {unit}, of which validation takes all: give more text or a smaller data.validation_fraction"
             )
+
+    @property
+    def _fraction(self) -> float:
+        return self.validation_fraction if self.validation is None else 0.0
 
     @cached_property
     def _is_validation(self) -> NDArray[np.bool_]:
         """For each window whether it is kept apart: runs of equal length at equal distances."""
         count = len(self.file.tokens) // self.sequence_length
-        run = max(1, min(LONGEST_RUN, int(count * self.validation_fraction) // 8))
+        run = max(1, min(LONGEST_RUN, int(count * self._fraction) // 8))
         runs = -(-count // run)
-        return np.repeat(held_out(runs, self.validation_fraction), run)[:count]
+        return np.repeat(held_out(runs, self._fraction), run)[:count]
 
     @cached_property
     def training_windows(self) -> NDArray[np.int64]:
@@ -113,7 +123,9 @@ class TextData(ByStep):
 
     @cached_property
     def validation_windows(self) -> NDArray[np.int64]:
-        """By rising position in the text; none of them is a training window."""
+        """By rising position in their text; none of them is a training window."""
+        if self.validation is not None:
+            return np.arange(len(self.validation.tokens) // self.sequence_length)
         return np.flatnonzero(self._is_validation)
 
     @property
@@ -131,17 +143,23 @@ class TextData(ByStep):
             raise ValueError(f"there is no step {step}")
         order = EpochOrder(count=self.samples_per_epoch, seed=self.seed)
         chosen = order.between(step * self.batch_size, (step + 1) * self.batch_size)
-        return self._of(self.training_windows[chosen])
+        return self._of(self.file, self.training_windows[chosen])
 
     def validation_batches(self, samples: int) -> tuple[GlobalBatch, ...]:
         """At most ``samples`` of the validation samples, evenly spread, always the same, in batches of `batch_size` or fewer."""
         available = len(self.validation_windows)
         count = min(samples, available)
         windows = self.validation_windows[np.arange(count, dtype=np.int64) * available // max(1, count)]
-        return tuple(self._of(windows[first : first + self.batch_size]) for first in range(0, count, self.batch_size))
+        file = self.validation or self.file
+        return tuple(self._of(file, windows[first : first + self.batch_size]) for first in range(0, count, self.batch_size))
 
-    def _of(self, windows: NDArray[np.int64]) -> GlobalBatch:
-        return GlobalBatch(tokens=self.file.tokens, windows=windows, length=self.sequence_length)
+    def vocabulary(self) -> int:
+        """The number of ids that a model needs. All tokens are read where they come in a file of the user's."""
+        files = [file for file in (self.file, self.validation) if file is not None]
+        return max(int(file.tokens.max()) + 1 if file.vocabulary is None else file.vocabulary for file in files)
+
+    def _of(self, file: TokenFile, windows: NDArray[np.int64]) -> GlobalBatch:
+        return GlobalBatch(tokens=file.tokens, windows=windows, length=self.sequence_length)
 
 
 def open_text(
@@ -172,9 +190,8 @@ def open_text(
     )
 
 
-def require_vocabulary(size: int, *, model: str) -> None:
-    """Raises DataError if a model has too few token ids for bytes."""
-    if size < VOCABULARY:
-        raise DataError(
-            f"{model} has a vocabulary of {size}, text as bytes needs {VOCABULARY}: set its vocabulary to {VOCABULARY} or more"
-        )
+def require_vocabulary(size: int, *, model: str, needed: int = VOCABULARY) -> None:
+    """Raises DataError if a model has fewer token ids than the data has."""
+    if size < needed:
+        what = f"text as bytes needs {needed}" if needed == VOCABULARY else f"the tokens of the data need {needed}"
+        raise DataError(f"{model} has a vocabulary of {size}, {what}: set its vocabulary to {needed} or more")

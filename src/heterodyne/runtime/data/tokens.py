@@ -1,11 +1,11 @@
-"""Token files: all the text as one array of bytes, written once, then memory-mapped.
+"""Token files: all the text as one array of tokens, written once, then memory-mapped.
 
-    4096 bytes   magic, then a line of JSON (version, dtype, count, hash of the source list, hash of the tokens), zero padded
-    count bytes  the tokens
+    4096 bytes     magic, then a line of JSON (version, dtype, count, hash of the source list, hash of the tokens), zero padded
+    count numbers  the tokens
 
-A token is a byte: the vocabulary is 0 to 255. Files are joined by one byte 0, which text does not contain. A file is
-written under a name of its own and renamed when it is whole, so that processes which build at the same time do not
-disturb each other and a reader never sees half of one.
+Without a tokenizer a token is a byte: the vocabulary is 0 to 255, and files are joined by one byte 0, which text does not
+contain. A file is written under a name of its own and renamed when it is whole, so that processes which build at the same time
+do not disturb each other and a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.corpus import Source, fingerprint
 
-__all__ = ["VOCABULARY", "TokenFile", "open_tokens", "read_tokens"]
+__all__ = ["VOCABULARY", "TokenFile", "open_cached", "open_tokens", "read_tokens"]
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
@@ -33,6 +33,7 @@ MAGIC = b"HETERODYNE TOKENS\n"
 VERSION = 1
 HEADER_BYTES = 4096
 CHUNK_BYTES = 1 << 20
+_DTYPES = ("uint8", "uint16", "uint32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +42,17 @@ class TokenFile:
 
     Args:
         path: where it is.
-        tokens: memory-mapped, read only.  # uint8 [count]
+        tokens: memory-mapped, read only.  # unsigned [count]
         digest: a hash of the tokens, the same wherever the text was read from.
+        vocabulary: the number of ids that a model needs; None: one more than the largest token, which has to be looked for.
+        unit: what a token is, for people.
     """
 
     path: Path
-    tokens: NDArray[np.uint8]
+    tokens: NDArray[Any]
     digest: str
+    vocabulary: int | None = VOCABULARY
+    unit: str = "bytes"
 
 
 def open_tokens(sources: Sequence[Source], cache: Path, *, say: Callable[[str], None]) -> TokenFile:
@@ -56,6 +61,23 @@ def open_tokens(sources: Sequence[Source], cache: Path, *, say: Callable[[str], 
     Raises DataError if a source cannot be read or the cache cannot be written.
     """
     wanted = fingerprint(sources)
+    what = f"{len(sources)} files of text"
+    return open_cached(cache, wanted, what, lambda file: _write(file, sources), say=say)
+
+
+def open_cached(
+    cache: Path,
+    wanted: str,
+    what: str,
+    write: Callable[[BinaryIO], None],
+    *,
+    say: Callable[[str], None],
+    dtype: str = "uint8",
+) -> TokenFile:
+    """The token file of this fingerprint, from the cache if it is there whole, else made by ``write``, which appends the tokens.
+
+    Raises DataError if the cache cannot be written.
+    """
     path = cache / f"tokens-{wanted[:16]}.bin"
     if path.exists():
         try:
@@ -63,8 +85,8 @@ def open_tokens(sources: Sequence[Source], cache: Path, *, say: Callable[[str], 
         except DataError as error:
             say(f"{error}; reading the text again")
     else:
-        say(f"reading {len(sources)} files of text into {path}")
-    _build(path, sources, wanted)
+        say(f"reading {what} into {path}")
+    _build(path, write, wanted, dtype)
     return read_tokens(path, wanted)
 
 
@@ -76,14 +98,15 @@ def read_tokens(path: Path, source_hash: str | None = None) -> TokenFile:
             tokens_hash = _hash(file)
     except OSError as error:
         raise DataError(f"the token file {path} cannot be read ({error.strerror})") from error
-    has, needs = path.stat().st_size, HEADER_BYTES + header["count"]
+    dtype = np.dtype(header["dtype"])
+    has, needs = path.stat().st_size, HEADER_BYTES + header["count"] * dtype.itemsize
     if has != needs:
         raise DataError(f"the token file {path} has {has} bytes, its header says {needs}")
     if tokens_hash != header["tokens"]:
         raise DataError(f"the token file {path} is corrupt: its content is not what was written")
     if source_hash is not None and source_hash != header["sources"]:
         raise DataError(f"the token file {path} was made of other text")
-    mapped = np.memmap(path, dtype=np.uint8, mode="r", offset=HEADER_BYTES, shape=(header["count"],))
+    mapped = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(header["count"],))
     return TokenFile(path=path, tokens=mapped, digest=tokens_hash)
 
 
@@ -96,7 +119,7 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
         raise not_ours
     try:
         header = json.loads(raw[len(MAGIC) :].rstrip(b"\0"))
-        good = header["version"] == VERSION and header["dtype"] == "uint8" and header["count"] > 0
+        good = header["version"] == VERSION and header["dtype"] in _DTYPES and header["count"] > 0
         known = isinstance(header["sources"], str) and isinstance(header["tokens"], str)
     except (ValueError, KeyError, TypeError) as error:
         raise not_ours from error
@@ -105,13 +128,15 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     return dict(header)
 
 
-def _build(path: Path, sources: Sequence[Source], source_hash: str) -> None:
+def _build(path: Path, write: Callable[[BinaryIO], None], source_hash: str, dtype: str) -> None:
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with partial.open("w+b") as file:
-                _write(file, sources, source_hash)
+                file.write(bytes(HEADER_BYTES))
+                write(file)
+                _finish(file, source_hash, dtype)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -122,16 +147,19 @@ def _build(path: Path, sources: Sequence[Source], source_hash: str) -> None:
         ) from error
 
 
-def _write(file: BinaryIO, sources: Sequence[Source], source_hash: str) -> None:
-    file.write(bytes(HEADER_BYTES))
+def _write(file: BinaryIO, sources: Sequence[Source]) -> None:
     for number, source in enumerate(sources):
         if number:
             file.write(SEPARATOR)
         _copy(source.path, file)
-    count = file.tell() - HEADER_BYTES
+
+
+def _finish(file: BinaryIO, source_hash: str, dtype: str) -> None:
+    """The header goes in last: a file without it is not taken."""
+    count = (file.tell() - HEADER_BYTES) // np.dtype(dtype).itemsize
     file.seek(HEADER_BYTES)
     tokens_hash = _hash(file)
-    header = {"version": VERSION, "dtype": "uint8", "count": count, "sources": source_hash, "tokens": tokens_hash}
+    header = {"version": VERSION, "dtype": dtype, "count": count, "sources": source_hash, "tokens": tokens_hash}
     file.seek(0)
     file.write(MAGIC + json.dumps(header).encode())
     file.flush()
