@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from heterodyne.annotate import replicate, set_default_strategy, split
-    from heterodyne.api import Callback, Distributed, capture, distribute, open_session
+    from heterodyne.api import Batches, Callback, Distributed, batches, capture, distribute, open_session
     from heterodyne.cluster import Cluster, Profile
     from heterodyne.errors import HeterodyneError
     from heterodyne.graph import ModelGraph
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Batches": "heterodyne.api",
     "Callback": "heterodyne.api",
     "Cluster": "heterodyne.cluster",
     "Distributed": "heterodyne.api",
@@ -38,6 +39,7 @@ _HOMES = {
     "Plan": "heterodyne.plan",
     "Profile": "heterodyne.cluster",
     "Timeline": "heterodyne.timeline",
+    "batches": "heterodyne.api",
     "capture": "heterodyne.api",
     "distribute": "heterodyne.api",
     "open_session": "heterodyne.api",
@@ -47,6 +49,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Batches",
     "Callback",
     "Cluster",
     "Distributed",
@@ -58,6 +61,7 @@ __all__ = [
     "Profile",
     "Timeline",
     "__version__",
+    "batches",
     "capture",
     "distribute",
     "open_session",

@@ -68,19 +68,80 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Byte-level text.
+    """What to train on: at most one of `text`, `jsonl`, `tokens`, `dataset`, `images`; ``text: stdlib`` if none is given.
 
     Args:
-        text: ``stdlib`` (the sources of Python's standard library), or files and directories of the user's.
+        text: ``stdlib`` (the sources of Python's standard library), or files and directories of the user's. Bytes, or tokens of
+            `tokenizer`.
+        jsonl: files of JSON lines; the text of a document is in its `field`.
+        tokens: a row of token ids: a ``.npy``, or a ``.bin`` of `token_dtype`.
+        dataset: ``path/to/file.py:function`` or ``package.module:function``, called with `arguments`. It returns a dataset
+            (``__len__`` and ``__getitem__``) or a stream (``__iter__``), or a pair of one and a collator.
+        images: a directory with a folder of images for each class, read in `image_size` pixels squared.
+        tokenizer: a local Hugging Face directory; by default that of `model.directory`.
         sequence_length: tokens of a sample.
-        validation_fraction: share of the text that is kept apart, never trained on.
+        packing: documents are joined and cut into samples without padding. False: one document a sample, cut or padded to
+            `sequence_length`. By default true for text, and false for a dataset.
+        balance: the samples of a global batch are put into an order in which every part has its share of the tokens; the dataset
+            says how many each sample has in its attribute ``lengths``.
+        shuffle_buffer: samples of a stream among which the next one is chosen; 0 for the order of the stream.
+        validation: data of its own, of the same kind; the named function of a dataset is called with `arguments` too.
+        validation_fraction: without it, the share of the data that is kept apart, never trained on. A stream has none.
         cache: where token files are kept; None: beside the run.
     """
 
-    text: str | tuple[str, ...] = "stdlib"
+    text: str | tuple[str, ...] | None = None
+    jsonl: str | tuple[str, ...] | None = None
+    tokens: str | None = None
+    dataset: str | None = None
+    images: str | None = None
+    arguments: dict[str, Any] | None = None
+    field: str | None = None
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    image_size: Positive | None = None
+    tokenizer: str | None = None
     sequence_length: Positive = 128
+    packing: bool | None = None
+    balance: bool | None = None
+    shuffle_buffer: Annotated[int, Field(ge=0)] | None = None
+    validation: str | tuple[str, ...] | None = None
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     cache: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_if_nothing_else(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and all(fields.get(kind) is None for kind in _KINDS):
+            return {**fields, "text": "stdlib"}
+        return fields
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give at most one of {', '.join(_KINDS)} (given: {', '.join(given)})")
+        for name, kinds in _GOES_WITH.items():
+            if getattr(self, name) not in (None, False) and given[0] not in kinds:
+                raise ValueError(f"{name} goes with {' or '.join(kinds)}, not with {given[0]}")
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The one that is given."""
+        return next(kind for kind in _KINDS if getattr(self, kind) is not None)
+
+
+_KINDS = ("text", "jsonl", "tokens", "dataset", "images")
+_GOES_WITH = {
+    "arguments": ("dataset",),
+    "balance": ("dataset",),
+    "field": ("jsonl",),
+    "image_size": ("images",),
+    "packing": ("text", "jsonl", "dataset"),
+    "shuffle_buffer": ("dataset",),
+    "token_dtype": ("tokens",),
+    "tokenizer": ("text", "jsonl"),
+}
 
 
 class TrainingSection(Section):
@@ -231,7 +292,7 @@ def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 _DECISIVE = ("model", "data", "training", "optimizer")
 _ANY_TIME = frozenset({
-    ("data", "cache"), ("data", "prefetch"), ("data", "validation"), ("data", "workers"), ("model", "loss_count"),
+    ("data", "cache"), ("data", "validation"), ("model", "loss_count"),
     ("training", "steps"), ("training", "validate_every"), ("training", "validation_samples"),
 })  # fmt: skip
 

@@ -3,6 +3,7 @@
 session      one rank among the others: the communicator, the cluster, the device
 preparation  model -> graph -> profile -> plan -> program, the same on every rank
 distribute   for one's own training loop
+batches      datasets and streams for it, of which each rank reads its own samples
 train, verify, measure, plan, simulate   for job files: the verbs of the command line
 on_paper     plans for devices that are not here; without torch, as long as the model has not to be captured
 workers      starts one process a device where nobody else did
@@ -16,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from heterodyne.api.global_batches import Batches, batches
     from heterodyne.api.distributed import Distributed, distribute
     from heterodyne.api.loop.callbacks import Callback
     from heterodyne.api.measure import measure_job
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
     from heterodyne.frontend import capture
 
 _HOMES = {
+    "Batches": "heterodyne.api.global_batches",
     "Callback": "heterodyne.api.loop.callbacks",
     "Distributed": "heterodyne.api.distributed",
     "Session": "heterodyne.api.session",
     "Simulated": "heterodyne.api.simulate",
+    "batches": "heterodyne.api.global_batches",
     "capture": "heterodyne.frontend",
     "distribute": "heterodyne.api.distributed",
     "measure_job": "heterodyne.api.measure",
@@ -44,10 +48,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "Batches",
     "Callback",
     "Distributed",
     "Session",
     "Simulated",
+    "batches",
     "capture",
     "distribute",
     "measure_job",

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heterodyne.api.as_it_is import AsItIs
+from heterodyne.api.job_data import data_of
 from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker
 from heterodyne.api.session import Session
+from heterodyne.errors import DataError
 from heterodyne.frontend import CapturedModel, loss_of
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.measure.cache import default_folder
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.models import build, build_count
-from heterodyne.runtime.data.text import TextData, open_text, require_vocabulary
+from heterodyne.runtime.data.source import DataSource
+from heterodyne.runtime.data.text import require_vocabulary
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.worker import Worker
 
@@ -46,32 +50,22 @@ def settings_of(job: Job) -> Settings:
     )
 
 
-def open_data(session: Session, job: Job, base: Path) -> TextData:
-    """The text of the job, on every rank. Raises DataError."""
-    data = job.data
-    cache = default_folder(os.environ) / "tokens" if data.cache is None else base / data.cache
+def open_data(session: Session, job: Job, base: Path) -> DataSource:
+    """The data of the job, on every rank. Raises DataError or JobError."""
+    cache = default_folder(os.environ) / "tokens" if job.data.cache is None else base / job.data.cache
 
-    def read() -> TextData:
-        return open_text(
-            data.text,
-            sequence_length=data.sequence_length,
-            validation_fraction=data.validation_fraction,
-            batch_size=job.training.global_batch_size,
-            seed=job.training.seed,
-            cache=cache,
-            base=base,
-            say=session.say,
-        )
+    def read() -> DataSource:
+        return data_of(job, base, cache, say=session.say)
 
-    with session.phase("reading the text"):
+    with session.phase("reading the data"):
         session.agreement.first_only(read)  # one rank writes the token file; the others find it
         return session.together(read)
 
 
-def capture_job(session: Session, job: Job, base: Path, data: TextData) -> JobModel:
+def capture_job(session: Session, job: Job, base: Path, data: DataSource) -> JobModel:
     """Capture the model of the job without its weights. Raises JobError, CaptureError or DataError."""
     model = session.together(lambda: build(job.model, base=base, device="meta"))
-    example = data.batch(0).samples(0, min(_EXAMPLE_SAMPLES, data.batch_size))
+    example = session.together(lambda: _example(data))
 
     def whole(device: torch.device) -> nn.Module:
         return build(job.model, base=base, seed=job.training.seed).to(device)
@@ -85,8 +79,7 @@ def capture_job(session: Session, job: Job, base: Path, data: TextData) -> JobMo
     captured = capture_everywhere(session, model, example, as_it_is)
     vocabulary = _vocabulary(captured.graph)
     if vocabulary is not None:
-        require_vocabulary(vocabulary, model=captured.graph.name)
-
+        _require_vocabulary(session, data, vocabulary, captured.graph.name)
     return JobModel(
         captured=captured,
         whole=WholeModel(
@@ -115,6 +108,25 @@ def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recor
         clip_grad_norm=job.training.clip_grad_norm,
         recorder=recorder,
     )
+
+
+def _example(data: DataSource) -> Mapping[str, Tensor]:
+    example = data.batch(0).samples(0, min(_EXAMPLE_SAMPLES, data.batch_size))
+    if not isinstance(example, Mapping):
+        raise DataError(
+            f"the samples of data.dataset make a {type(example).__name__} of tensors; let each be a dict, by the names of the "
+            "arguments of the model's forward, or give a collator that makes one"
+        )
+    return example
+
+
+def _require_vocabulary(session: Session, data: DataSource, vocabulary: int, model: str) -> None:
+    def check() -> None:
+        needed = data.vocabulary()
+        if needed is not None:
+            require_vocabulary(vocabulary, model=model, needed=needed)
+
+    session.agreement.first_only(check)  # a token file is read from end to end for it
 
 
 def _vocabulary(graph: ModelGraph) -> int | None:

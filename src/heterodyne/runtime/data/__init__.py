@@ -1,1 +1,1 @@
-"""Text as training data, in an order that no plan changes."""
+"""Training data of every kind, in an order that no plan changes."""

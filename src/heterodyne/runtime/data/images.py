@@ -49,7 +49,9 @@ class ImageFolder:
             if path.suffix.lower() in _SUFFIXES
         ]
         if not found:
-            raise DataError(f"data.images: the folders of {self.directory} have no images ({', '.join(sorted(_SUFFIXES))})")
+            raise DataError(
+                f"data.images: the folders of {self.directory} have no images ({', '.join(sorted(_SUFFIXES))})"
+            )
         return tuple(found)
 
     def __len__(self) -> int:

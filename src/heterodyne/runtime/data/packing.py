@@ -41,7 +41,9 @@ class PackedRows:
         self._ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
         total = int(self._ends[-1]) if len(self._ends) else 0
         if total < length:
-            raise DataError(f"the documents have {total} tokens, one packed row needs {length}: give more or shorter rows")
+            raise DataError(
+                f"the documents have {total} tokens, one packed row needs {length}: give more or shorter rows"
+            )
 
     def __len__(self) -> int:
         return int(self._ends[-1]) // self._length

@@ -40,7 +40,9 @@ class PadTo:
 
     def _padded(self, sample: Any) -> dict[str, Tensor]:
         if not isinstance(sample, Mapping):
-            raise DataError(f"padding needs samples that are mappings of names to sequences, not a {type(sample).__name__}")
+            raise DataError(
+                f"padding needs samples that are mappings of names to sequences, not a {type(sample).__name__}"
+            )
         tensors = {name: torch.as_tensor(value) for name, value in sample.items()}
         if "input_ids" in tensors and "attention_mask" not in tensors:
             tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])

@@ -151,7 +151,9 @@ class TextData(ByStep):
         count = min(samples, available)
         windows = self.validation_windows[np.arange(count, dtype=np.int64) * available // max(1, count)]
         file = self.validation or self.file
-        return tuple(self._of(file, windows[first : first + self.batch_size]) for first in range(0, count, self.batch_size))
+        return tuple(
+            self._of(file, windows[first : first + self.batch_size]) for first in range(0, count, self.batch_size)
+        )
 
     def vocabulary(self) -> int:
         """The number of ids that a model needs. All tokens are read where they come in a file of the user's."""

@@ -17,7 +17,15 @@ from heterodyne.runtime.data.tokens import TokenFile, open_cached
 
 __all__ = ["has_tokenizer", "load_tokenizer", "open_tokenized"]
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
 _AT_ONCE = 256
 
 
@@ -52,14 +60,15 @@ def open_tokenized(
     directory: Path,
     cache: Path,
     *,
+    form: str = "text",
     say: Callable[[str], None],
 ) -> TokenFile:
     """The documents of these files as tokens, each followed by the tokenizer's end of sequence if it has one.
 
-    They are tokenized once and kept in ``cache``. Raises DataError.
+    They are tokenized once and kept in ``cache``. ``form``: how documents are found in the files. Raises DataError.
     """
     tokenizer = load_tokenizer(directory)
-    digest = hashlib.sha256(fingerprint(sources).encode())
+    digest = hashlib.sha256(f"{form} {fingerprint(sources)}".encode())
     for name in _FILES:
         if (directory / name).is_file():
             digest.update((directory / name).read_bytes())
