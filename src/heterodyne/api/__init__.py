@@ -17,8 +17,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from heterodyne.api.global_batches import Batches, batches
     from heterodyne.api.distributed import Distributed, distribute
+    from heterodyne.api.global_batches import Batches, batches
     from heterodyne.api.loop.callbacks import Callback
     from heterodyne.api.measure import measure_job
     from heterodyne.api.plan import plan_job
