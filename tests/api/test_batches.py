@@ -52,3 +52,5 @@ def test_streams_and_packing_have_the_same_face() -> None:
             hd.batches(lambda: iter(documents), global_batch_size=3, **wrong)
     with pytest.raises(DataError, match="a int is no data"):
         hd.batches(3, global_batch_size=3)
+    with pytest.raises(DataError, match="the samples make a list; let each be a dict"):
+        hd.batches([(1, 2), (3, 4)], global_batch_size=2).example()

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.balance import balanced
 from heterodyne.runtime.data.dataset import DatasetSource
-from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.slices import BatchSource, OneShape
 from runtime.schedules import live_through
 
 
@@ -140,3 +140,17 @@ def test_a_sample_that_cannot_be_read_or_collated_is_named_with_the_line() -> No
         DatasetSource(dataset=Broken(6), batch_size=6, seed=0, shuffle=False).batch(0).samples(5, 1)
     with pytest.raises(DataError, match="samples 2, 3 cannot be collated: RuntimeError"):
         DatasetSource(dataset=Broken(6), batch_size=6, seed=0, shuffle=False).batch(0).samples(2, 2)
+
+
+def test_where_the_model_is_cut_slices_of_several_shapes_are_refused() -> None:
+    class Texts:
+        size = 4
+
+        def samples(self, first: int, count: int) -> dict[str, torch.Tensor]:
+            return {"x": torch.zeros(count, 5 if first < 2 else 6)}
+
+    source = OneShape(Texts(), {"x": 0})
+    assert source.samples(0, 1)["x"].shape == (1, 5)
+    assert source.samples(1, 3)["x"].shape == (3, 5)
+    with pytest.raises(DataError, match=r"samples 2 to 4 have x of shape \[6\], others of the same batch \[5\]"):
+        source.samples(2, 2)

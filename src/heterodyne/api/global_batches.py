@@ -43,9 +43,15 @@ class Batches:
         return self._last
 
     def example(self, samples: int = 4) -> Mapping[str, Tensor]:
-        """The first samples of the run, to be given to `heterodyne.distribute`."""
+        """The first samples of the run, to be given to `heterodyne.distribute`. Raises DataError if they are no mapping."""
         batch = self._source.batch(0)
-        return batch.samples(0, min(samples, batch.size))
+        example = batch.samples(0, min(samples, batch.size))
+        if not isinstance(example, Mapping):
+            raise DataError(
+                f"the samples make a {type(example).__name__}; let each be a dict, by the names of the model's inputs, or give a "
+                "collate that makes one"
+            )
+        return example
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch that was given last, the same on every rank: take it when that one's step is done."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from heterodyne.errors import DataError
 from heterodyne.graph.ir import ModelGraph
 
-__all__ = ["BatchSource", "GlobalBatchLike", "as_source", "union"]
+__all__ = ["BatchSource", "GlobalBatchLike", "OneShape", "as_source", "union"]
 
 
 @runtime_checkable
@@ -57,6 +57,40 @@ def as_source(batch: GlobalBatchLike, graph: ModelGraph) -> BatchSource:
     if len(set(sizes.values())) != 1:
         raise DataError(f"the inputs of the batch do not agree on its size: {sizes}")
     return _Tensors(tensors=given, batch_dims=dims, size=next(iter(sizes.values())))
+
+
+class OneShape:
+    """A batch of which all slices must have the shapes of the first one that is read, but for their samples.
+
+    The stages of a cut model exchange tensors whose shapes all ranks work out for themselves, from one sample. Slices that were padded
+    each to its own longest sample would not meet. `samples` raises DataError for one of another shape.
+    """
+
+    def __init__(self, source: BatchSource, batch_dims: Mapping[str, int | None]) -> None:
+        self._source = source
+        self._follows = batch_dims
+        self._first: dict[str, tuple[int, ...]] | None = None
+
+    @property
+    def size(self) -> int:
+        return self._source.size
+
+    def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
+        slice_ = self._source.samples(first, count)
+        shapes = {
+            name: tuple(size for dim, size in enumerate(tensor.shape) if dim != self._follows.get(name))
+            for name, tensor in slice_.items()
+        }
+        if self._first is None:
+            self._first = shapes
+        for name, shape in shapes.items():
+            if shape != self._first.get(name, shape):
+                raise DataError(
+                    f"samples {first} to {first + count} have {name} of shape {list(shape)}, others of the same batch "
+                    f"{list(self._first[name])}: where the plan cuts the model, all of a global batch has one shape. Pad to a fixed "
+                    "length, or take a plan in which each device runs the whole model (strategy data)"
+                )
+        return slice_
 
 
 def union(source: BatchSource, spans: Sequence[tuple[int, int]], graph: ModelGraph) -> dict[str, Tensor]:

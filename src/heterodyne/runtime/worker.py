@@ -24,7 +24,7 @@ from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, as_source
+from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source
 from heterodyne.runtime.stages.assembly import Assembly, Parts, StagePrograms, bucket_channels, completed_gradients
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
@@ -231,7 +231,7 @@ class Worker:
         return (loss * count if count else 0.0), count
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
-        source = as_source(batch, self.graph)
+        source = self._source(batch)
         return evaluate(
             self.module,
             source,
@@ -296,7 +296,7 @@ class Worker:
         return self.placement.places[self.rank]
 
     def _work(self, batch: GlobalBatchLike, number: int) -> Step:
-        source = as_source(batch, self.graph)
+        source = self._source(batch)
         if source.size != self.plan.global_batch_size:
             raise DataError(
                 f"the batch has {source.size} samples, the plan was made for {self.plan.global_batch_size}: "
@@ -316,6 +316,12 @@ class Worker:
             weights=Weights(self._loss_count, own, source.size, self._communicator.control, answers=answers),
             learning_rate=None if self._section is None else learning_rate(self._section, number, self._total_steps),
         )
+
+    def _source(self, batch: GlobalBatchLike) -> BatchSource:
+        source = as_source(batch, self.graph)
+        if not (self._assembly.cut and isinstance(batch, BatchSource)):
+            return source
+        return OneShape(source, {entry.name: entry.batch_dim for entry in self.graph.inputs})
 
     def _parts(self, source: BatchSource) -> Parts:
         return self._assembly.parts(source.samples(0, 1) if self._assembly.cut else None)
