@@ -14,7 +14,7 @@ from heterodyne.api.session import Session, open_session
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
 from heterodyne.report.tables import Verified, verified_rows, verify_rows
-from heterodyne.runtime.data.text import TextData
+from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.exact.small_batch import without_counts
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.placement import Placement
@@ -63,7 +63,7 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
 
 
 def _batches(
-    session: Session, source: JobModel, data: TextData, placement: Placement, module: nn.Module | None, count: int
+    session: Session, source: JobModel, data: DataSource, placement: Placement, module: nn.Module | None, count: int
 ) -> Iterator[tuple[str, GlobalBatchLike]]:
     """Those of the first steps; the last one, if there are several, with samples of one device that count nothing. Collective."""
     for step in range(max(1, count - 1)):
