@@ -54,7 +54,9 @@ def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] =
 def build_count(section: ModelSection, *, base: Path) -> Literal["samples", "sum"] | Callable[..., Any] | None:
     """What a job says that the loss of its model divides by. Raises JobError for a function that is not there."""
     given = section.loss_count
-    return given if given is None or given in ("samples", "sum") else named_function(given, base=base, key="model.loss_count")  # type: ignore[return-value]
+    if given is None or given == "samples" or given == "sum":
+        return given
+    return named_function(given, base=base, key="model.loss_count")
 
 
 @contextlib.contextmanager
