@@ -122,7 +122,7 @@ def with_table(readme: str, found: list[dict[str, Any]]) -> str:
     bars = {(run["name"], name): bar["value"] for run in found for name, bar in run["bars"].items()}
     rows = [f"| {words} | {scale(bars[of])} |" for of, words, scale in HEADLINES if of in bars]
     missed = sum(not bar["ok"] for run in found for bar in run["bars"].values())
-    every = f"All {len(bars)} bars, the {missed} that are missed first, with machine, command and spread: [RESULTS.md](benchmarks/RESULTS.md)."
+    every = f"All {len(bars)} bars with machine, command and spread, the {missed} missed ones first: [RESULTS.md](benchmarks/RESULTS.md)."
     return before + "\n".join([MARKS[0], "", "| measured | |", "|---|---|", *rows, "", every, MARKS[1]]) + after
 
 

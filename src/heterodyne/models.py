@@ -137,7 +137,9 @@ def _read_configuration(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise JobError(
-            f"model: {path} cannot be read: {error.strerror}; the path is relative to the job file"
+            f"model: {path} cannot be read: {error.strerror}. It is a path, relative to the job file; nothing is fetched from the "
+            "Hugging Face hub. Download the model first (hf download NAME --local-dir DIR) and write directory: DIR, or write "
+            "huggingface: {model_type: ...}"
         ) from error
     except ValueError as error:
         raise JobError(f"model: {path} is not JSON: {error}") from error

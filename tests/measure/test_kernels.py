@@ -206,7 +206,7 @@ def test_what_does_not_fit_into_the_time_is_continued_and_said() -> None:
     assert continued[0].forward_s == pytest.approx(
         program.forward_s(64)
     )  # the cost is affine, and so is the continuation
-    assert said == ["the time for measuring is used up: a at 64 samples continued from fewer"]
+    assert said == ["the time for measuring is used up: a at 64 samples: extrapolated"]
     assert clock.time < 300
 
 
@@ -217,7 +217,7 @@ def test_out_of_memory_leaves_out_that_size_and_all_larger_ones() -> None:
         {"a": FakeProgram(clock, 0.1, 0.1, most=2)}, [1, 2, 4, 8], bench_of(clock, say=said.append)
     )
     assert [s.extrapolated for s in profile["a"]] == [False, False, True, True]
-    assert said == ["the device is out of memory: a at 4 and 8 samples continued from fewer"]
+    assert said == ["the device is out of memory: a at 4 and 8 samples: extrapolated"]
 
 
 def test_what_needs_more_memory_than_there_is_is_not_tried() -> None:

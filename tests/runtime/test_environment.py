@@ -60,3 +60,49 @@ def test_contradictions_are_named(change: dict[str, str | None], message: str) -
     given = {name: value for name, value in (GIVEN | change).items() if value is not None}
     with pytest.raises(WorkerError, match=message):
         WorkerEnvironment.read(given)
+
+
+SLURM = {
+    "SLURM_STEP_ID": "1",
+    "SLURM_JOB_ID": "90210",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[03-05],cpu1",
+}
+
+
+def test_tasks_of_slurm_are_ranks() -> None:
+    assert WorkerEnvironment.read(SLURM) == WorkerEnvironment(
+        rank=6, world_size=7, local_rank=0, local_world_size=1, node_rank=3, master_address="gpu03", master_port=20211
+    )
+    second = WorkerEnvironment.read(SLURM | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"})
+    assert second is not None
+    assert (second.local_rank, second.local_world_size) == (1, 2)
+    given = WorkerEnvironment.read(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert given is not None
+    assert (given.master_address, given.master_port) == ("head", 1234)
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("a1,b2", "a1"), ("n7", "n7"), ("n[1,4]", "n1"), ("x[001-128]", "x001")])
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    found = WorkerEnvironment.read(SLURM | {"SLURM_STEP_NODELIST": nodes})
+    assert found is not None
+    assert found.master_address == first
+
+
+def test_torchrun_within_a_step_of_slurm_counts_and_one_task_is_alone() -> None:
+    within = WorkerEnvironment.read(SLURM | GIVEN)
+    assert within is not None
+    assert within.rank == 1
+    assert WorkerEnvironment.read(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert WorkerEnvironment.read({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}) is None, "a batch script is no task"
+
+
+def test_what_slurm_cannot_mean_is_refused() -> None:
+    with pytest.raises(WorkerError, match="SLURM_PROCID=7 must be less than SLURM_STEP_NUM_TASKS=7"):
+        WorkerEnvironment.read(SLURM | {"SLURM_PROCID": "7"})
+    with pytest.raises(WorkerError, match="SLURM_STEP_TASKS_PER_NODE=two is not a list"):
+        WorkerEnvironment.read(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"})

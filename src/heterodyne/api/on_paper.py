@@ -58,7 +58,7 @@ def plan_on_paper(
         say(f"planning on paper for {count}: from datasheets; nothing is measured")
         for kind in _without_units(then, job.training.precision):
             say(
-                f"{kind} has no units for {job.training.precision} by its datasheet; its seconds are those of the nearest that it has"
+                f"{kind} has no {job.training.precision} tensor cores by its datasheet; the speed of the nearest precision is assumed"
             )
     space = _space(wishes)
     planner, found = _planned(job, then, costs_of, wishes, space, say, out)

@@ -18,7 +18,7 @@ from heterodyne.job import Job, ModelSection
 from heterodyne.predictor.from_config import transformer_of
 from heterodyne.predictor.graph_costs import graph_layers
 from heterodyne.predictor.layer_costs import predicted_layers
-from heterodyne.predictor.software import software_of
+from heterodyne.predictor.software import framework_names, software_of
 
 __all__ = ["captured", "costs_of_job", "shape_of"]
 
@@ -32,6 +32,10 @@ def costs_of_job(
     Args:
         framework: who will run the plan, as far as it changes seconds and bytes; None: this library on PyTorch.
     """
+    if framework is not None and not any(name in framework.lower() for name in framework_names()):
+        raise HeterodyneError(
+            f"--framework {framework}: nothing is known of it; known are {', '.join(framework_names())}"
+        )
     software = software_of(framework)
     shape = shape_of(job.model, base)
     precision = job.training.precision

@@ -160,7 +160,7 @@ class _Survey:
                 result[kind] = (*samples, *(extrapolate(samples, size) for size in missing))
             if kind in self._reasons:
                 name = self._bench.name_of(kind)
-                what = f"{name} at {_samples(*missing)} continued from fewer" if missing else f"{name} left out"
+                what = f"{name} at {_samples(*missing)}: extrapolated" if missing else f"{name}: left out"
                 left_out.setdefault(self._reasons[kind], []).append(what)
         for reason, items in left_out.items():
             self._bench.say(f"{reason}: {'; '.join(items)}")

@@ -176,6 +176,12 @@ class Plan(_Part):
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"not JSON: {error.msg} (column {error.colno})", path=path, line=error.lineno) from error
+        if isinstance(content, dict) and "kind" in content and "pipelines" not in content:
+            raise PlanError(
+                "this is a plan on paper: pools and counts, not the devices that are here. Write one that runs with 'heterodyne plan JOB "
+                "--cluster FLEET --runnable FILE', or plan on the devices themselves with 'heterodyne plan JOB'",
+                path=path,
+            )
         version = content.get("version") if isinstance(content, dict) else None
         if version != PLAN_VERSION:
             raise PlanError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from heterodyne.documents import Section, read_yaml, validate
 from heterodyne.errors import ClusterError
 
-__all__ = ["Software", "software_of"]
+__all__ = ["Software", "framework_names", "software_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,11 @@ def _entries() -> tuple[_Entry, ...]:
     path = Path(str(files("heterodyne.predictor") / "software.yaml"))
     content, lines = read_yaml(path, ClusterError)
     return validate(_Entries, {"entries": content}, error=ClusterError, path=str(path), lines=lines).entries
+
+
+def framework_names() -> tuple[str, ...]:
+    """The words by which `software_of` knows a framework."""
+    return tuple(name for entry in _entries() for name in entry.names)
 
 
 def software_of(framework: str | None) -> Software:

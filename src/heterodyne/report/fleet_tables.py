@@ -165,7 +165,19 @@ def in_short(plan: FleetPlan) -> str:
 def _plan_columns(seq: int | None) -> tuple[Column, ...]:
     """Of `_figures`."""
     tokens = (">tokens/s",) if seq else ()
-    return columns("plan", ">step", "", ">samples/s", *tokens, ">devices", ">usd/h", ">usd/step", ">fullest device")
+    return columns(
+        "plan",
+        ">step",
+        "",
+        ">samples/s",
+        *tokens,
+        ">devices",
+        ">usd/h",
+        ">usd/step",
+        ">J/step",
+        ">most memory",
+        ">fullest device",
+    )
 
 
 def _figures(weighed: Weighed, base: Weighed, seq: int | None) -> tuple[str, ...]:
@@ -179,7 +191,9 @@ def _figures(weighed: Weighed, base: Weighed, seq: int | None) -> tuple[str, ...
         f"{own.devices:,}",
         _money(own.usd_per_hour),
         _money(own.usd),
-        f"{byte_size(own.peak_bytes)} ({percent(own.peak_share)})",
+        _money(own.joules),
+        byte_size(own.peak_bytes),
+        percent(own.peak_share),
     )
 
 

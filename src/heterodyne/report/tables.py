@@ -16,6 +16,7 @@ from heterodyne.report.words import (
     byte_size,
     change,
     digits,
+    efficiency_text,
     kind_name,
     percent,
     pipeline_in_words,
@@ -171,6 +172,8 @@ def claim_text(claim: Claim, value: float | None) -> str:
         return seconds(value)
     if claim.unit == "bytes":
         return byte_size(value)
+    if claim.what == "efficiency":
+        return efficiency_text(value)
     return digits(value) if claim.unit == "1/s" else percent(value)
 
 
@@ -227,7 +230,7 @@ def summary_rows(run: Run, comparison: Comparison) -> Rows:
         ("validation loss", digits(metrics.validations[-1].loss, 4) if metrics.validations else DASH),
         ("samples/s", digits(metrics.median("samples_per_s"))),
         ("tokens/s", digits(metrics.median("tokens_per_s"))),
-        ("efficiency", percent(metrics.median("efficiency"))),
+        ("efficiency", efficiency_text(metrics.median("efficiency"))),
         ("step time", f"{seconds(step.measured)} measured, {seconds(step.predicted)} predicted"),
         ("prediction error", change(step.error)),
         ("speed-up over equal shares", f"{ratio(run.speed_up_over_equal)} predicted"),

@@ -18,6 +18,7 @@ __all__ = [
     "byte_size",
     "change",
     "digits",
+    "efficiency_text",
     "kind_name",
     "percent",
     "pipeline_in_words",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 DASH = "–"
+_STEADY = 1.05  # as far above what devices reach alone as noise may bring a run
 
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|[mun]?s|[kMGTP]i?B|B)(?![A-Za-z]))")
 _KINDS = {
@@ -62,6 +64,11 @@ def seconds(value: float | None) -> str:
 def byte_size(value: float | None) -> str:
     """``1.5 GiB``."""
     return DASH if value is None or not math.isfinite(value) else format_bytes(value)
+
+
+def efficiency_text(value: float | None) -> str:
+    """``93.1 %``; above 105 %, where devices were slower while they were measured than in the run, that it is not known."""
+    return "not known: measuring was unsteady" if value is not None and value > _STEADY else percent(value)
 
 
 def percent(value: float | None) -> str:

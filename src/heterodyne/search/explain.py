@@ -71,20 +71,21 @@ def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: Strateg
     among = {
         "data": " with the whole model on each device",
         "pipeline": " with the model cut into stages",
-        "split": " with layers in parts",
-        "context": " with sequences in parts",
+        "split": " with layers split",
+        "context": " with sequences split",
     }.get(strategy, "")
     asked = {"given": "it was given", "marked": "its TaskGraphs ask for it"}.get(chosen.kind, asked)
     if chosen.step_s is None or chosen.step_s <= 0 or not others:
-        return f"{chosen.name}: {asked or 'no other way can be'}"
+        return f"{chosen.name}: {asked or 'only one device, so only one plan'}"
     compared = [f"{c.name} would take {ratio_in_words(_over(c, chosen))}" for c in _telling(others)]
     weighed = sum(serves(c.kind, strategy) for c in others) + 1
     rehearsed = sum(c.rehearsed_s is not None for c in candidates)
     if rehearsed > 1 and chosen.rehearsed_s is not None:
-        asked = asked or f"fastest of {rehearsed} ways that were rehearsed, of {weighed} that were weighed"
-    why = asked or (
-        f"fastest of {weighed} ways{among} that were weighed" if weighed > 1 else f"the only way{among} that can be"
-    )
+        asked = (
+            asked
+            or f"fastest of the {rehearsed} closest contenders, which were run for a few seconds, of {weighed} candidates"
+        )
+    why = asked or (f"fastest of {weighed} candidates{among}" if weighed > 1 else f"the only candidate{among}")
     return f"{chosen.name}: {why}; " + ", ".join(compared)
 
 

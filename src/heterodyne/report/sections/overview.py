@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heterodyne.report.compare import Comparison
 from heterodyne.report.run import Run
-from heterodyne.report.words import change, digits, percent, ratio, seconds
+from heterodyne.report.words import change, digits, efficiency_text, percent, ratio, seconds
 from heterodyne.units import format_count
 
 __all__ = ["key_figures", "status"]
@@ -46,7 +46,7 @@ def key_figures(run: Run, comparison: Comparison) -> list[dict[str, str]]:
     return [
         {
             "name": "Efficiency",
-            "value": percent(efficiency.measured),
+            "value": efficiency_text(efficiency.measured),
             "note": f"of what the devices reach without communicating; {percent(efficiency.predicted)} predicted",
         },
         {

@@ -1,11 +1,13 @@
 """The one place that reads the environment: who this worker is and where the workers meet.
 
-The variables are those of `torchrun`; our launcher and the emulator set the same ones, Slurm and Ray can.
+The variables are those of `torchrun`; our launcher and the emulator set the same ones. Those of Slurm's ``srun`` are read where there
+are none.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,7 +52,7 @@ class WorkerEnvironment:
         """
         given = os.environ if variables is None else variables
         if "RANK" not in given and "WORLD_SIZE" not in given:
-            return None
+            return cls._of_slurm(given)
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if name not in given]
         if missing:
@@ -73,6 +75,51 @@ class WorkerEnvironment:
             store_is_hosted=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", low=0, default=0),
         )
+
+    @classmethod
+    def _of_slurm(cls, given: Mapping[str, str]) -> WorkerEnvironment | None:
+        """One task of several that ``srun`` started; None for a single task, which may start workers itself.
+
+        The first node of the step is where the workers meet, at a port that follows from the number of the step.
+        """
+        if "SLURM_STEP_ID" not in given or _number(given, "SLURM_STEP_NUM_TASKS", low=1, default=1) == 1:
+            return None
+        world_size = _number(given, "SLURM_STEP_NUM_TASKS", low=1)
+        node_rank = _number(given, "SLURM_NODEID", low=0, default=0)
+        local_rank = _number(given, "SLURM_LOCALID", low=0, default=0)
+        step = _number(given, "SLURM_JOB_ID", low=0, default=0) + _number(given, "SLURM_STEP_ID", low=0)
+        return cls(
+            rank=_number(given, "SLURM_PROCID", low=0, below=("SLURM_STEP_NUM_TASKS", world_size)),
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=_tasks_of_nodes(given.get("SLURM_STEP_TASKS_PER_NODE", str(local_rank + 1)))[node_rank:][
+                0
+            ],
+            node_rank=node_rank,
+            master_address=given.get("MASTER_ADDR") or _first_node(given.get("SLURM_STEP_NODELIST", "localhost")),
+            master_port=_number(
+                given, "MASTER_PORT", low=1, below=("the number of ports", 65_536), default=20_000 + step % 10_000
+            ),
+        )
+
+
+def _first_node(nodes: str) -> str:
+    """Of Slurm's list of nodes: ``gpu[03-07,9],cpu1`` gives ``gpu03``."""
+    name, bracket, inside = nodes.partition("[")
+    if not bracket or "," in name:
+        return nodes.partition(",")[0]
+    return name + re.split(r"[-,\]]", inside)[0]
+
+
+def _tasks_of_nodes(counts: str) -> list[int]:
+    """Of Slurm's list of tasks: ``2(x3),1`` gives ``[2, 2, 2, 1]``. Raises WorkerError."""
+    found: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise WorkerError(f"SLURM_STEP_TASKS_PER_NODE={counts} is not a list such as 2(x3),1")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
 
 
 def _number(

@@ -21,6 +21,9 @@ REFRESHES_PER_S = 2  # drawing takes time from the worker that draws
 RECENT_STEPS = 50
 
 
+_STEADY = 1.05  # as far above what devices reach alone as noise may bring a run
+
+
 class Reporter(ABC):
     """Told of everything that a run does; ``total`` steps are to be done."""
 
@@ -49,7 +52,10 @@ class Reporter(ABC):
         left_s = (self.total - record.step) * sum(self._recent) / len(self._recent)
         parts = [f"loss {record.loss:.4f}", f"{record.samples_per_s:.4g} samples/s"]
         if record.efficiency is not None:
-            parts.append(f"efficiency {record.efficiency:.0%}")
+            # Faster than all devices alone: they were slower while they were measured.
+            parts.append(
+                f"efficiency {record.efficiency:.0%}" if record.efficiency <= _STEADY else "measuring was unsteady"
+            )
         return " · ".join([*parts, f"{format_seconds(left_s)} left"])
 
 

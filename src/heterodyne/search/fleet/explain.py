@@ -18,10 +18,10 @@ def step_in_words(planned: Planned) -> str:
     gradients = f"gradients {format_seconds(own.sync_s)}, " if own.sync_s else ""
     said = (
         f"Of a step of {format_seconds(own.step_s)}, pipelines take {format_seconds(own.pipelines_s)}, {gradients}"
-        f"the update {format_seconds(own.update_s)}. The fullest device holds {format_bytes(own.peak_bytes)}."
+        f"the update {format_seconds(own.update_s)}. The most that a device holds is {format_bytes(own.peak_bytes)}."
     )
     if 0 < planned.bound_s <= own.step_s:
-        said += f" No plan of those that were looked at can take less than {format_seconds(planned.bound_s)}."
+        said += f" Lower bound of this search: {format_seconds(planned.bound_s)}."
     if planned.stopped:
         said += " The time was over before the search was; this is the best that it had found."
     return said
