@@ -191,7 +191,7 @@ def test_the_whole_model_is_measured_if_the_time_that_its_blocks_promise_is_left
         )
         assert ("*" in blocks) == there
         assert clock.time - started_s < budget_s
-    assert said == ["the time for measuring is used up: the whole model left out"]
+    assert said == ["the time for measuring is used up: the whole model: left out"]
 
 
 def test_what_does_not_fit_into_the_time_is_continued_and_said() -> None:
@@ -233,7 +233,7 @@ def test_a_whole_model_that_does_not_fit_is_left_out_and_a_block_that_does_not_i
     clock = FakeClock()
     fits, does_not = FakeProgram(clock, 0.1, 0.1), FakeProgram(clock, 0.1, 0.1, most=0)
     assert set(measure_blocks({"a": fits, "*": does_not}, [1, 2], bench_of(clock, say=said.append))) == {"a"}
-    assert said == ["the device is out of memory: the whole model left out"]
+    assert said == ["the device is out of memory: the whole model: left out"]
     with pytest.raises(MeasureError, match=r"a cannot be measured even at 1 sample: the device is out of memory"):
         measure_blocks({"a": does_not, "*": fits}, [1, 2], bench_of(clock))
 

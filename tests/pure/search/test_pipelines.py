@@ -196,7 +196,7 @@ def test_the_words_tell_stages_blocks_schedule_and_alternatives() -> None:
         "an even cut with 1F1B would take",
     ):
         assert words in text
-    assert "with the model cut into stages that were weighed" in planned.plan.reason
+    assert "candidates with the model cut into stages" in planned.plan.reason
     names = [row.name for row in alternatives(planned)]
     assert "an even cut with 1F1B" in names
     assert any(name.startswith("balanced over all 3 devices") for name in names)
