@@ -19,7 +19,8 @@ def test_its_figures_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/layout.md", "docs/design.md", "benchmarks/RESULTS.md"]
+    "page",
+    ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/layout.md", "docs/design.md", "benchmarks/RESULTS.md"],
 )
 def test_its_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
