@@ -14,7 +14,7 @@ from heterodyne.frontend.arguments import leading_to
 from heterodyne.frontend.denominator import Denominator, Statistic
 from heterodyne.frontend.example import Batch, Example
 from heterodyne.frontend.export import Traced
-from heterodyne.frontend.loss import LossReading
+from heterodyne.frontend.loss_reading import LossReading
 from heterodyne.frontend.node_copies import evaluated, on_device
 from heterodyne.frontend.sizes import size_of
 from heterodyne.model_output import DIVISOR, SAMPLES

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from heterodyne.frontend.annotations import read_annotations
 from heterodyne.frontend.arguments import mutates
 from heterodyne.frontend.export import Role, Traced, is_op
-from heterodyne.frontend.loss import Division, LossReading
+from heterodyne.frontend.loss_reading import Division, LossReading
 from heterodyne.model_output import DIVISOR, SAMPLES
 
 __all__ = ["split_loss"]
