@@ -12,12 +12,50 @@ from pydantic.fields import FieldInfo
 
 from heterodyne import errors, job
 
+_SHOWN_WHOLE = ("Distributed",)
 FOLDER = Path(__file__).resolve().parent / "reference"
 
 
-def pages() -> dict[str, str]:
-    """The generated pages by file name."""
-    return {"job.md": job_page(), "errors.md": errors_page()}
+def pages(*, with_torch: bool = False) -> dict[str, str]:
+    """The generated pages by file name; that of the API needs torch."""
+    found = {"job.md": job_page(), "errors.md": errors_page()}
+    return found | {"api.md": api_page()} if with_torch else found
+
+
+def api_page() -> str:
+    """Every public name, with its signature and docstring, and the methods of the classes that people call."""
+    import heterodyne as hd
+
+    text = [
+        "# API",
+        "",
+        "`import heterodyne as hd`. Names are loaded when they are first used, so that planning alone does not load torch.",
+    ]
+    for name in hd.__all__:
+        value = getattr(hd, name)
+        if name.startswith("_") or not callable(value):
+            continue
+        text += ["", f"## hd.{name}", "", *_described(name, value)]
+        if name in _SHOWN_WHOLE:
+            for method, found in vars(value).items():
+                function = found.fget if isinstance(found, property) else found
+                if method.startswith("_") or not inspect.isfunction(function):
+                    continue
+                text += [
+                    "",
+                    f"### {method}",
+                    "",
+                    *_described(method, function, is_property=isinstance(found, property)),
+                ]
+    return "\n".join(text) + "\n"
+
+
+def _described(name: str, value: object, *, is_property: bool = False) -> list[str]:
+    docstring = inspect.getdoc(value) or ""
+    if is_property or not inspect.isfunction(value):
+        return ["```text", docstring, "```"]
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(value).parameters.values()]
+    return ["```text", f"{name}{inspect.Signature(parameters)}", "", docstring, "```"]
 
 
 def job_page() -> str:
@@ -98,7 +136,7 @@ def _first_paragraph(kind: type) -> str:
 
 def main() -> int:
     stale = []
-    for name, text in pages().items():
+    for name, text in pages(with_torch=True).items():
         path = FOLDER / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,17 @@ def what_the_readme_takes_for_granted() -> dict[str, Any]:
 
     batch = {"x": torch.randn(8, 4)}
     return {"torch": torch, "model": Model(), "example_batch": batch, "batches": [batch, batch]}
+
+
+def test_the_reference_of_the_api_is_that_of_the_code() -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8") == generate.api_page(), (
+        "run docs/generate.py"
+    )
 
 
 @pytest.mark.parametrize(
