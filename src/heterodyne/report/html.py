@@ -22,7 +22,7 @@ from heterodyne.report.sections.overview import key_figures, status
 from heterodyne.report.sections.predictions import prediction_section
 from heterodyne.report.sections.stages import stage_section
 from heterodyne.report.sections.times import time_section
-from heterodyne.report.sections.training import efficiency_chart, loss_chart, training_lead
+from heterodyne.report.sections.training import efficiency_chart, loss_chart, norm_chart, rate_chart, training_lead
 from heterodyne.report.sections.weighed import plan_section
 from heterodyne.report.step_times import median_step, step_spans, typical
 from heterodyne.report.words import kind_name, seconds, unbroken
@@ -81,6 +81,9 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
         loss=loss_chart(run, reference),
         training_lead=training_lead(run, reference),
         efficiency=efficiency_chart(run),
+        rate=rate_chart(run),
+        norm=norm_chart(run),
+        command=_command(run),
         curves=curve_charts(run),
         environment=_environment(run),
     )
@@ -95,7 +98,7 @@ def _timelines(run: Run) -> dict[str, Any] | None:
     if run.measured is not None and (step := median_step(run.measured)) is not None:
         shown.append(("Measured", run.measured.of_step(step)))
         spans = step_spans(run.measured)
-        note = f"Measured is step {step}, the one of median length among {len(spans)} recorded"
+        note = f"Measured is step {step}, the one of median length among the last {len(spans)}, whose actions were recorded"
         note += f" ({seconds(min(spans.values()))} to {seconds(max(spans.values()))})." if len(spans) > 1 else "."
     axis_s = 1.005 * max((timeline.span_s for _, timeline in shown), default=0.0)  # room for the mark at the end
     if axis_s <= 0:
@@ -104,6 +107,13 @@ def _timelines(run: Run) -> dict[str, Any] | None:
     by_stage = has_stages(events)
     laid: list[Lanes] = [lanes(timeline, title, axis_s, by_stage=by_stage) for title, timeline in shown]
     return {"lanes": laid, "by_stage": by_stage, "legend": legend(events), "note": note}
+
+
+def _command(run: Run) -> str:
+    """How the run is repeated: its own job under its own plan."""
+    if run.job is None or run.plan is None:
+        return ""
+    return f"heterodyne train {run.directory / 'job.yaml'} --plan {run.directory / 'plan.json'}"
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Loss and efficiency over the steps."""
+"""Loss, efficiency, learning rate and gradient norm over the steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from heterodyne.report.line_chart import LineChart, Series, line_chart, smoothed
 from heterodyne.report.run import Metrics, Run
 from heterodyne.report.words import digits, percent
 
-__all__ = ["efficiency_chart", "loss_chart", "training_lead"]
+__all__ = ["efficiency_chart", "loss_chart", "norm_chart", "rate_chart", "training_lead"]
 
 
 def loss_chart(run: Run, reference: Metrics | None = None) -> LineChart | None:
@@ -41,6 +41,28 @@ def training_lead(run: Run, reference: Metrics | None = None) -> str:
         if m is not None and m.steps
     ]
     return f"Loss at the end. {'; '.join(parts)}.".replace("this run", "This run") if parts else ""
+
+
+def rate_chart(run: Run) -> LineChart | None:
+    """The learning rate of each step."""
+    points = tuple((float(s.step), s.lr) for s in run.metrics.steps if s.lr is not None)
+    return line_chart(
+        "Learning rate over steps",
+        [Series(name="learning rate", points=points, colour=0)],
+        x_title="step",
+        y_title="learning rate",
+    )
+
+
+def norm_chart(run: Run) -> LineChart | None:
+    """The global norm of the gradient before clipping, and what it is clipped to."""
+    points = tuple((float(s.step), s.grad_norm) for s in run.metrics.steps if s.grad_norm is not None)
+    series = [Series(name="gradient norm", points=points, colour=0)]
+    largest = run.job.training.clip_grad_norm if run.job is not None else 0.0
+    if points and largest:
+        ends = tuple((x, largest) for x in dict.fromkeys((points[0][0], points[-1][0])))
+        series.append(Series(name="clipped to", points=ends, colour=1, mark="dashed"))
+    return line_chart("Gradient norm over steps", series, x_title="step", y_title="gradient norm")
 
 
 def _loss_of(metrics: Metrics, name: str, colour: int) -> list[Series]:
