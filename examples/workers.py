@@ -26,7 +26,10 @@ def world_size() -> int:
 
 
 def run(
-    trainer: hd.Distributed, batch: Callable[[int], dict[str, Tensor]], steps: int, tell: Callable[[], str] | None = None
+    trainer: hd.Distributed,
+    batch: Callable[[int], dict[str, Tensor]],
+    steps: int,
+    tell: Callable[[], str] | None = None,
 ) -> None:
     """The plan, then a line a step; ``tell`` adds to each what rank 0 has to say."""
     if trainer.rank == 0:
