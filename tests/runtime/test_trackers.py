@@ -107,13 +107,13 @@ def test_one_that_hangs_is_ended_after_the_run_with_one_warning(tmp_path: Path, 
         trackers.write(step + 1, {"loss": 1.0})
     (warning,) = said
     assert warning.startswith(
-        "warning: tracker custom has not finished 0.2 s after the end of the run and was ended; it lacks "
+        "warning: tracker custom had not finished 0.2 s after the end of the run, and was ended; it lacks "
     )
 
 
 def test_one_that_hangs_while_it_is_closed_is_ended_with_one_warning(tmp_path: Path, factory: str) -> None:
     (warning,) = after(custom(factory, hangs="close"), tmp_path, flush_s=1.0)
-    assert warning.startswith("warning: tracker custom has not finished 1 s ")
+    assert warning.startswith("warning: tracker custom had not finished 1 s ")
 
 
 def test_one_that_raises_is_off_with_one_warning(tmp_path: Path, factory: str) -> None:
@@ -152,7 +152,7 @@ def test_what_is_too_much_to_keep_is_dropped_and_counted(tmp_path: Path, factory
     tracker.close(SOON_S)
     warning, end = said
     assert warning.startswith("warning: tracker custom does not keep up: 10 records wait")
-    assert end.startswith("tracker custom has not finished")
+    assert end.startswith("tracker custom had not finished")
     assert end.endswith("it lacks 5000 of 5000 records")
 
 
@@ -166,7 +166,7 @@ def test_people_hear_of_one_that_hangs_while_the_run_goes_on(tmp_path: Path, fac
     assert said == ["warning: tracker custom has taken nothing for 60 s; training goes on"]
     tracker.close(SOON_S)
     assert said[1:] == [
-        "tracker custom has not finished 0.2 s after the end of the run and was ended; it lacks 100 of 100 records"
+        "tracker custom had not finished 0.2 s after the end of the run, and was ended; it lacks 100 of 100 records"
     ]
 
 

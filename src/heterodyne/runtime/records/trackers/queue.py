@@ -34,7 +34,7 @@ class TrackerQueue:
     Args:
         kind: the file of this room that opens the tracker.
         log: where what its library prints goes.
-        flush_s: seconds that its process may go on after the training is gone.
+        flush_s: seconds that its process may go on after the end of the training.
         say: takes each line for people.
         capacity: records that may wait; later ones are dropped until there is room.
         patience_s: how long no record may be taken before people are told.
@@ -55,6 +55,7 @@ class TrackerQueue:
     ) -> None:
         self._kind = kind
         self._log = log
+        self._flush_s = flush_s
         self._say = say
         self._capacity = capacity
         self._patience_s = patience_s
@@ -107,13 +108,15 @@ class TrackerQueue:
         """Wait so long for the tracker to write everything, then end it."""
         self.end()
         until_s = self._clock() + seconds
+        if not self._is_over:  # what it has reported since, also where there is no time left
+            self._exchange()
         while not self._is_over and (left_s := until_s - self._clock()) > 0:
             self._wait(left_s)
             self._exchange()
         if self._process is None:
             return
         if not self._is_over:
-            self._tell_the_end(f"has not finished {seconds:g} s after the end of the run and was ended")
+            self._tell_the_end(f"had not finished {self._flush_s:g} s after the end of the run, and was ended")
         elif self._dropped:
             self._tell_the_end("did not keep up")
         _put_an_end_to(self._process)
