@@ -31,6 +31,8 @@ __all__ = ["END", "main"]
 END = b"end"
 
 _NICE = 5  # where training computes on the same CPU, it goes first
+_TOGETHER_S = 0.25  # records are taken so seldom, since each time takes the processor from the training
+_LATER_S = 5.0  # a parent that is still there ends this process before that, and says so
 _LONGEST = 300  # characters of a failure; the log has all
 
 
@@ -86,6 +88,7 @@ def _arrivals() -> Iterator[list[bytes]]:
         *lines, rest = (rest + chunk).split(b"\n")
         if lines:
             yield lines
+        _wait_for_the_end(_TOGETHER_S)
 
 
 def _record(line: bytes) -> Record:
@@ -93,12 +96,17 @@ def _record(line: bytes) -> Record:
     return Record(step=step, time_s=time_s, values=values)
 
 
-def _end_after_the_parent(flush_s: float) -> None:
-    """Once nobody holds the other end of standard input, whatever the tracker hangs in."""
+def _wait_for_the_end(seconds: float | None) -> None:
+    """Until nobody holds the other end of standard input, but not longer than that."""
     hang_up = select.poll()
     hang_up.register(0, 0)
-    hang_up.poll()
-    time.sleep(flush_s)
+    hang_up.poll(None if seconds is None else 1000 * seconds)
+
+
+def _end_after_the_parent(flush_s: float) -> None:
+    """Whatever the tracker hangs in."""
+    _wait_for_the_end(None)
+    time.sleep(flush_s + _LATER_S)
     os._exit(1)
 
 

@@ -145,6 +145,8 @@ class TrackerQueue:
                 finally:
                     if sent < len(line):
                         self._waiting.appendleft(line[sent:])
+            if self._ending:
+                self._stdin.close()  # which wakes the process
         except BlockingIOError:
             pass
         except BrokenPipeError:
