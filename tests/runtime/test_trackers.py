@@ -186,11 +186,12 @@ if {where == "close"}:  # also where nobody closes it
 def test_what_was_written_before_the_training_was_killed_is_tracked(tmp_path: Path, factory: str) -> None:
     got = tmp_path / "got"
     script = f"""
-import os
+import os, time
 from heterodyne.runtime.records.trackers.trackers import Trackers
 trackers = Trackers([{custom(factory, file=str(got))!r}], {str(tmp_path)!r}, flush_s={AMPLE_S})
 for step in range(20):
     trackers.write(step, {{"loss": 1.0}})
+    time.sleep(0.15 * (step == 18))  # what is written within a tenth of a second is handed on together
 os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", script], timeout=120, check=False)

@@ -22,14 +22,16 @@ from heterodyne.runtime.records.trackers.tracker import Opening, Record
 __all__ = ["TrackerQueue"]
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from heterodyne.runtime.records.trackers.process import main; main()"
+_EVERY_S = 0.1  # records are handed on so seldom where steps are short
+_AT_ONCE = 100
 _KILLED_S = 1.0  # a process that waits for a disk which does not answer cannot be ended at all
 
 
 class TrackerQueue:
     """Gives records to the process of one tracker, in order, and never waits for it until it is closed.
 
-    There is no thread: each `write` hands on what the pipe takes at that moment and reads what the process has reported. What goes
-    wrong is said once, as a warning, with the number of records that the tracker lacks.
+    There is no thread: a `write`, a few times a second, hands on what the pipe takes at that moment and reads what the process has
+    reported. What goes wrong is said once, as a warning. A tracker that lacks records at the end is named with their number.
 
     Args:
         kind: the file of this room that opens the tracker.
@@ -60,14 +62,14 @@ class TrackerQueue:
         self._capacity = capacity
         self._patience_s = patience_s
         self._clock = clock
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[Record] = deque()
         self._given = self._taken = self._dropped = 0
-        self._went_on_s = clock()
-        self._warned = self._is_over = self._ending = False
+        self._went_on_s = self._exchanged_s = clock()
+        self._warned = self._is_over = self._ending = self._end_is_said = False
         self._reported = b""
         self._process: subprocess.Popen[bytes] | None = None
         header = {"kind": kind, "flush_s": flush_s, "opening": {**asdict(opening), "directory": str(opening.directory)}}
-        self._waiting.append(json.dumps(header).encode() + b"\n")
+        self._unsent = json.dumps(header).encode() + b"\n"
         try:
             self._process = _start(log)
         except OSError as error:
@@ -84,10 +86,11 @@ class TrackerQueue:
         if self._taken + self._dropped == self._given - 1:
             self._went_on_s = self._clock()  # until now there was nothing to take
         if len(self._waiting) < self._capacity:
-            self._waiting.append(json.dumps([record.step, record.time_s, dict(record.values)]).encode() + b"\n")
+            self._waiting.append(record)
         else:
             self._dropped += 1
-        self._exchange()
+        if self._clock() - self._exchanged_s >= _EVERY_S:
+            self._exchange()
         if self._is_over or self._warned:
             return
         if self._dropped:
@@ -101,7 +104,6 @@ class TrackerQueue:
         """No more records come. Returns at once."""
         if not self._is_over and not self._ending:
             self._ending = True
-            self._waiting.append(END + b"\n")
             self._exchange()
 
     def close(self, seconds: float) -> None:
@@ -136,21 +138,14 @@ class TrackerQueue:
 
     def _exchange(self) -> None:
         """Hand on what the pipe takes, and read what was reported."""
+        self._exchanged_s = self._clock()
         try:
-            while self._waiting:
-                line = self._waiting.popleft()
-                sent = 0
-                try:
-                    sent = os.write(self._stdin.fileno(), line)
-                finally:
-                    if sent < len(line):
-                        self._waiting.appendleft(line[sent:])
+            while self._unsent or self._serialise():
+                self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
             if self._ending:
                 self._stdin.close()  # which wakes the process
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self._waiting.clear()  # the process has ended; what it has reported says why
+        except (BlockingIOError, BrokenPipeError):
+            pass  # the pipe is full; or the process has ended, and what it has reported says why
         try:
             while chunk := os.read(self._stdout.fileno(), 1 << 16):
                 self._reported += chunk
@@ -160,6 +155,16 @@ class TrackerQueue:
             self._read_reports()
             if not self._is_over:
                 self._over(f"ended{_how(self._process)}; see {self._log}")
+
+    def _serialise(self) -> bool:
+        """Make lines of the next records; whether there are any."""
+        records = [self._waiting.popleft() for _ in range(min(_AT_ONCE, len(self._waiting)))]
+        lines = [json.dumps([each.step, each.time_s, dict(each.values)]).encode() for each in records]
+        if self._ending and not self._waiting and not self._end_is_said:
+            self._end_is_said = True
+            lines.append(END)
+        self._unsent = b"".join(line + b"\n" for line in lines)
+        return bool(lines)
 
     def _read_reports(self) -> None:
         *lines, self._reported = self._reported.split(b"\n")
@@ -197,7 +202,7 @@ class TrackerQueue:
         """Until the process takes or reports something."""
         ready = select.poll()
         ready.register(self._stdout.fileno(), select.POLLIN)
-        if self._waiting:
+        if self._unsent:
             ready.register(self._stdin.fileno(), select.POLLOUT)
         ready.poll(max(1, round(1000 * seconds)))
 
