@@ -14,7 +14,7 @@ __all__ = ["TrackerList", "TrackerOptions", "tracker_options"]
 
 
 class TensorBoardOptions(Section):
-    """None: event files go to ``tensorboard/`` of the run directory."""
+    """No options: event files go to ``tensorboard/`` of the run directory."""
 
 
 class WandbOptions(Section):
