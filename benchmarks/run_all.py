@@ -61,6 +61,7 @@ BENCHMARKS = (
     "convergence",
     "capture_large",
     "kill_and_resume",
+    "trackers",
     "simulator_speed",
     "greedy_schedules",
     "simulator_truth",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import typing
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from heterodyne import errors, job
+from heterodyne import errors, job, tracker_options
 
 _SHOWN_WHOLE = ("Distributed",)
 FOLDER = Path(__file__).resolve().parent / "reference"
@@ -68,9 +69,13 @@ def job_page() -> str:
     for name, section in job.Job.model_fields.items():
         model = _model_of(section)
         summary, described = _docstring(model)
-        text += ["", f"## {name}", "", summary, "", "| field | type | default | |", "|---|---|---|---|"]
-        for field, info in model.model_fields.items():
-            text.append(f"| `{field}` | {_type(info)} | {_default(info)} | {described.get(field, '')} |")
+        text += ["", f"## {name}", "", summary, "", *_table(model, described)]
+    text += ["", "## metrics.trackers", "", f"{_docstring(tracker_options.TrackerOptions)[0]} Each writes one run."]
+    for name, option in tracker_options.TrackerOptions.model_fields.items():
+        model = next(kind for kind in typing.get_args(option.annotation) if kind is not type(None))
+        summary, described = _docstring(model)
+        text += ["", f"### {name}", "", summary]
+        text += ["", *_table(model, described)] if model.model_fields else []
     return "\n".join(text) + "\n"
 
 
@@ -88,6 +93,17 @@ def errors_page() -> str:
         *(f"| `{kind.__name__}` | {_first_paragraph(kind)} |" for kind in kinds),
     ]
     return "\n".join(text) + "\n"
+
+
+def _table(model: type[BaseModel], described: dict[str, str]) -> list[str]:
+    return [
+        "| field | type | default | |",
+        "|---|---|---|---|",
+        *(
+            f"| `{f}` | {_type(info)} | {_default(info)} | {described.get(f, '')} |"
+            for f, info in model.model_fields.items()
+        ),
+    ]
 
 
 def _model_of(section: FieldInfo) -> type[BaseModel]:
@@ -119,7 +135,9 @@ def _type(info: FieldInfo) -> str:
     if typing.get_origin(found) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(found))
     shown = (
-        found.__name__ if isinstance(found, type) and not typing.get_args(found) else str(found).replace("typing.", "")
+        found.__name__
+        if isinstance(found, type) and not typing.get_args(found)
+        else re.sub(r"typing\.|heterodyne\.\w+\.", "", str(found))
     )
     return f"`{shown}`".replace("|", "\\|")
 

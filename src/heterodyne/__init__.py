@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from heterodyne.annotate import replicate, set_default_strategy, split
-    from heterodyne.api import Batches, Callback, Distributed, batches, capture, distribute, open_session
+    from heterodyne.api import Batches, Callback, Distributed, Trackers, batches, capture, distribute, open_session
     from heterodyne.cluster import Cluster, Profile
     from heterodyne.errors import HeterodyneError
     from heterodyne.graph import ModelGraph
@@ -39,6 +39,7 @@ _HOMES = {
     "Plan": "heterodyne.plan",
     "Profile": "heterodyne.cluster",
     "Timeline": "heterodyne.timeline",
+    "Trackers": "heterodyne.api",
     "batches": "heterodyne.api",
     "capture": "heterodyne.api",
     "distribute": "heterodyne.api",
@@ -60,6 +61,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Timeline",
+    "Trackers",
     "__version__",
     "batches",
     "capture",

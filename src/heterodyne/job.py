@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from heterodyne.documents import Section, read_yaml, validate
 from heterodyne.errors import JobError
+from heterodyne.tracker_options import TrackerList, TrackerOptions, tracker_options
 from heterodyne.units import parse_bytes
 
 __all__ = [
@@ -210,10 +211,24 @@ class CheckpointSection(Section):
 
 
 class MetricsSection(Section):
-    """A line of metrics every so many steps, in ``metrics.jsonl`` and, if wanted and installed, TensorBoard."""
+    """A line of metrics every so many steps, in ``metrics.jsonl`` and in trackers.
+
+    Args:
+        tensorboard: TensorBoard events, if it is installed.
+        trackers: others, each a name or a mapping from the name to its options: ``[{wandb: {project: mine, mode: offline}}]``.
+        flush_s: the seconds that trackers may take to finish after the last step.
+    """
 
     every: Positive = 1
     tensorboard: bool = True
+    trackers: TrackerList = ()
+    flush_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+
+    @property
+    def wanted(self) -> tuple[TrackerOptions, ...]:
+        """All trackers, TensorBoard first."""
+        board = self.tensorboard and all(each.name != "tensorboard" for each in self.trackers)
+        return (*tracker_options(["tensorboard"] if board else []), *self.trackers)
 
 
 class Job(Section):

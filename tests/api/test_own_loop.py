@@ -22,6 +22,19 @@ from heterodyne.job import OptimizerSection
 from heterodyne.report.html import write_report
 
 CLASSES = 3
+NOTING_TRACKER = """
+import json
+
+class Tracker:
+    def __init__(self, opening):
+        self.path, self.seen = opening.directory / "tracked.json", []
+
+    def write(self, records):
+        self.seen += [[r.step, r.values.get("train/loss", r.values.get("validation/loss"))] for r in records]
+
+    def close(self):
+        self.path.write_text(json.dumps(self.seen))
+"""
 
 
 def classifier(seed: int = 0) -> nn.Sequential:
@@ -83,7 +96,9 @@ def test_a_loop_with_a_criterion_a_scheduler_and_a_run_directory(tmp_path: Path)
             model, batches[0], loss=nn.CrossEntropyLoss(), optimizer=groups, measure_budget_s=1.0, run_dir=run, **more
         )
 
-    with start(model, callbacks=[noted]) as trainer:
+    (tmp_path / "noting.py").write_text(NOTING_TRACKER)
+    tracker = {"custom": {"factory": f"{tmp_path / 'noting.py'}:Tracker"}}
+    with start(model, callbacks=[noted], trackers=[tracker]) as trainer:
         assert trainer.module is model
         assert trainer.graph.name == "Sequential"
         scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, gamma=0.5)
@@ -98,6 +113,8 @@ def test_a_loop_with_a_criterion_a_scheduler_and_a_run_directory(tmp_path: Path)
         trainer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})
         assert trainer.save_pretrained(tmp_path / "model").name == "model"
     assert noted.seen == ["step 0", "step 1", "loss accuracy", "step-2", "model"]
+    losses = [found[0][0], found[1][0], validation["loss"]]
+    assert json.loads((run / "tracked.json").read_text()) == [[1, losses[0]], [2, losses[1]], [2, losses[2]]]
 
     optimizer = groups(plain.named_parameters())
     reference = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

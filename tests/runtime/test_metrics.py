@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from heterodyne.errors import HeterodyneError
-from heterodyne.runtime.records.metrics import MetricsFile, StepRecord, TensorBoard, Validation
+from heterodyne.runtime.records.metrics import MetricsFile, StepRecord, Validation
 from heterodyne.runtime.records.peak_memory import peak_memory_bytes
 from heterodyne.runtime.records.progress import BarReporter, LineReporter, reporter_for
 
@@ -80,23 +80,6 @@ def test_a_line_says_everything_and_is_there_at_once(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(HeterodyneError, match=r"metrics\.jsonl cannot be written"):
         MetricsFile(tmp_path / "nowhere" / "metrics.jsonl")
-
-
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for done in (0, 2):  # killed after 3 steps, resumed from 2
-        board = TensorBoard.open(tmp_path, done=done, say=lambda _: None)
-        assert board is not None
-        for step in range(done + 1, done + 4):
-            board.write(record(step))
-        board.write(Validation(step=5, validation_loss=2.0, time_s=0.0))
-        board.close()
-    events = accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([5.0 / n for n in range(1, 6)])
-    assert events.Scalars("validation/loss")[-1].value == 2.0
-    assert "train/efficiency" in events.Tags()["scalars"]
 
 
 def test_memory_is_at_least_what_was_used_at_once() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from heterodyne.errors import CheckpointError
-from heterodyne.job import Job
+from heterodyne.job import Job, MetricsSection
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.checkpoint.export import WEIGHTS
 from heterodyne.runtime.data.text import GlobalBatch, TextData, open_text
@@ -300,3 +300,20 @@ def test_a_loss_that_is_no_number_is_told_once(tmp_path: Path, data: TextData) -
         "step 1: the loss is nan; a smaller optimizer.lr may help"
     ]
     assert lines(tmp_path / "run")[0]["loss"] is None
+
+
+@pytest.mark.parametrize("fault", ["threading.Event().wait()", "raise RuntimeError('no more')"])
+def test_a_tracker_that_hangs_or_raises_costs_a_warning_and_no_bit_of_the_run(
+    fault: str, tmp_path: Path, data: TextData, undisturbed: tuple[Path, Outcome]
+) -> None:
+    (tmp_path / "bad.py").write_text(f"import threading\ndef bad(opening):\n    {fault}\n")
+    (tmp_path / "run").mkdir()
+    trackers = [{"custom": {"factory": f"{tmp_path / 'bad.py'}:bad"}}]
+    metrics = MetricsSection.model_validate({"tensorboard": False, "trackers": trackers, "flush_s": 2.0})
+    notes = Notes()
+    wanted = job().model_copy(update={"metrics": metrics})
+    trainer(tmp_path / "run", data, job=wanted, notes=notes).train()
+    (warning,) = [text for text in notes.said if text.startswith("warning:")]
+    assert "tracker custom" in warning
+    assert losses(tmp_path / "run") == losses(undisturbed[0])
+    assert checkpoints(tmp_path / "run") == [3, 6, 8]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from heterodyne.api.verify import verify_job
     from heterodyne.api.workers import on_every_device
     from heterodyne.frontend import capture
+    from heterodyne.runtime.records.trackers.trackers import Trackers
 
 _HOMES = {
     "Batches": "heterodyne.api.global_batches",
@@ -35,6 +36,7 @@ _HOMES = {
     "Distributed": "heterodyne.api.distributed",
     "Session": "heterodyne.api.session",
     "Simulated": "heterodyne.api.simulate",
+    "Trackers": "heterodyne.runtime.records.trackers.trackers",
     "batches": "heterodyne.api.global_batches",
     "capture": "heterodyne.frontend",
     "distribute": "heterodyne.api.distributed",
@@ -53,6 +55,7 @@ __all__ = [
     "Distributed",
     "Session",
     "Simulated",
+    "Trackers",
     "batches",
     "capture",
     "distribute",

@@ -43,6 +43,7 @@ from heterodyne.runtime.weights.optimizer import OptimizerFactory
 from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline
+from heterodyne.tracker_options import tracker_options
 
 __all__ = ["Distributed", "distribute"]
 
@@ -319,6 +320,7 @@ def distribute(
     loss_count: CountGiven | None = None,
     run_dir: Path | str | None = None,
     resume: bool = False,
+    trackers: Sequence[str | Mapping[str, Any]] = (),
     callbacks: Sequence[Callback] = (),
     weights_at_end: WeightsAtEnd = "all",
     check_s: float = 10.0,
@@ -351,6 +353,8 @@ def distribute(
             count alike), ``sum``, or a function of a batch, or part of one, that counts. Such a model is trained by data parallelism.
         run_dir: a new directory for metrics, plan, timelines and checkpoints, which ``heterodyne report`` reads.
         resume: the run directory may be that of a run, which goes on from its newest checkpoint if it has one.
+        trackers: that get the metrics beside the run directory, as in ``metrics.trackers`` of a job: ``["tensorboard", {"wandb":
+            {"project": "mine"}}]``. One that hangs or fails costs a warning.
         callbacks: called on every rank after steps, validations and saves.
         weights_at_end: the ranks in whose model all trained weights are when it is closed, in host memory where the plan cuts the model.
         check_s: those that may be spent on comparing the captured graph and the parts of a batch with the model itself, once a model
@@ -418,7 +422,7 @@ def distribute(
             prepared=prepared,
             worker=worker,
             recorder=recorder,
-            records=RunRecords(run, here, prepared, worker),
+            records=RunRecords(run, here, prepared, worker, tracker_options(trackers)),
             callbacks=callbacks,
             weights_at_end=weights_at_end,
             closing=ExitStack(),

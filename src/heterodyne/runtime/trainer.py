@@ -27,10 +27,11 @@ from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.meeting.agreement import Agreement
-from heterodyne.runtime.records.metrics import MetricsFile, StepRecord, TensorBoard, Validation
+from heterodyne.runtime.records.metrics import StepRecord, Validation
 from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.runtime.records.sinks import Sinks
 from heterodyne.runtime.slices import BatchSource
 
 __all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker", "identity_of"]
@@ -176,8 +177,9 @@ class Trainer:
             if self._saved != self._done:
                 self._save()
         finally:
-            for sink in sinks:
-                sink.close()
+            if sinks is not None:
+                with self._phase("finishing the trackers"):
+                    sinks.close()
             self._reporter.close()
         return Outcome(
             steps=self._done,
@@ -194,7 +196,7 @@ class Trainer:
             weights = self._worker.weights()
             return self._ranks.first(lambda: export_model(self._worker.module, self._run.model, weights))
 
-    def _loop(self, stop: StopRequest, sinks: list[_Sink]) -> bool:
+    def _loop(self, stop: StopRequest, sinks: Sinks | None) -> bool:
         """Whether it was interrupted."""
         steps, every = self._job.training.steps, self._job.checkpoint.every
         while self._done < steps:
@@ -213,7 +215,7 @@ class Trainer:
     def _peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self._worker.device) - self._worker.borrowed_bytes
 
-    def _step(self, sinks: list[_Sink]) -> None:
+    def _step(self, sinks: Sinks | None) -> None:
         started = time.perf_counter()
         result = self._worker.step(self._data.batch(self._done))
         step_s = time.perf_counter() - started
@@ -235,16 +237,16 @@ class Trainer:
         if not math.isfinite(record.loss) and (self._last is None or math.isfinite(self._last.loss)):
             self._say_first(f"step {self._done}: the loss is {record.loss}; a smaller optimizer.lr may help")
         self._last = record
-        if self._done % self._job.metrics.every == 0 or self._done == self._job.training.steps:
-            for sink in sinks:
-                sink.write(record)
+        due = self._done % self._job.metrics.every == 0 or self._done == self._job.training.steps
+        if due and sinks is not None:
+            sinks.write(record)
         self._reporter.step(record)
 
     def _validation_is_due(self) -> bool:
         every = self._job.training.validate_every
         return self._done == self._job.training.steps or (every > 0 and self._done % every == 0)
 
-    def _validate(self, sinks: list[_Sink]) -> None:
+    def _validate(self, sinks: Sinks | None) -> None:
         batches = self._data.validation_batches(self._job.training.validation_samples)
         if not batches:
             return
@@ -252,8 +254,8 @@ class Trainer:
             sums, counts = zip(*(self._worker.evaluate_sum(batch) for batch in batches), strict=True)
         loss = math.fsum(sums) / math.fsum(counts)
         self._validation = Validation(step=self._done, validation_loss=loss, time_s=time.time())
-        for sink in sinks:
-            sink.write(self._validation)
+        if sinks is not None:
+            sinks.write(self._validation)
         self._reporter.validation(self._validation)
 
     def _save(self) -> None:
@@ -279,22 +281,20 @@ class Trainer:
     def _wanted(self, keys: Sequence[str]) -> bool:
         return keys[0] == _DATA or self._worker.needs(keys)
 
-    def _open_sinks(self) -> list[_Sink]:
+    def _open_sinks(self) -> Sinks | None:
         """On rank 0; an error there is every rank's."""
-        return self._ranks.first_only(self._open_sinks_here) or []
+        return self._ranks.first_only(self._open_sinks_here)
 
-    def _open_sinks_here(self) -> list[_Sink]:
-        sinks: list[_Sink] = [MetricsFile(self._run.metrics, done=self._done)]
-        if self._job.metrics.tensorboard:
-            board = TensorBoard.open(self._run.tensorboard, done=self._done, say=self._reporter.say)
-            sinks += [] if board is None else [board]
-        return sinks
+    def _open_sinks_here(self) -> Sinks:
+        return Sinks.open(
+            self._run,
+            self._job.metrics.wanted,
+            done=self._done,
+            config=self._job.model_dump(mode="json", exclude_none=True),
+            flush_s=self._job.metrics.flush_s,
+            say=self._reporter.say,
+        )
 
     def _say_first(self, text: str) -> None:
         if self._ranks.rank == 0:
             self._reporter.say(text)
-
-
-class _Sink(Protocol):
-    def write(self, line: StepRecord | Validation) -> None: ...
-    def close(self) -> None: ...

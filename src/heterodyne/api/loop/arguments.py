@@ -12,11 +12,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from heterodyne.api.loop.weights_back import WeightsAtEnd
-from heterodyne.errors import HeterodyneError
+from heterodyne.errors import HeterodyneError, JobError
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
 from heterodyne.search.planned import Strategy
+from heterodyne.tracker_options import tracker_options
 
 __all__ = ["chosen_optimizer", "require_sound", "wanted_plan"]
 
@@ -80,8 +81,21 @@ def _faults(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"weights_at_end is {_described(given['weights_at_end'])}, not one of {', '.join(get_args(WeightsAtEnd))}"
     if given["resume"] and given["run_dir"] is None:
         yield "resume goes on with the run in a directory: pass run_dir= too"
+    yield from _of_trackers(given["trackers"], given["run_dir"])
     if isinstance(given["loss_inputs"], str):
         yield f"loss_inputs is a text; write a tuple, ({given['loss_inputs']!r},)"
+
+
+def _of_trackers(trackers: object, run_dir: object) -> Iterator[str]:
+    if not isinstance(trackers, tuple | list):
+        yield f"trackers is {_described(trackers)}; it is a list of names, or of mappings from a name to its options"
+        return
+    try:
+        tracker_options(trackers)
+    except JobError as error:
+        yield str(error)
+    if trackers and run_dir is None:
+        yield "trackers write into the directory of the run: pass run_dir= too"
 
 
 def _of_optimizer(optimizer: object) -> Iterator[str]:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from heterodyne.api.preparation import Prepared
 from heterodyne.api.run_files import environment, write_plan_files
 from heterodyne.api.session import Session
+from heterodyne.job import MetricsSection
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
-from heterodyne.runtime.records.metrics import MetricsFile, StepRecord, Validation
+from heterodyne.runtime.records.metrics import StepRecord, Validation
 from heterodyne.runtime.records.peak_memory import peak_memory_bytes
 from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.runtime.records.sinks import Sinks
 from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.timeline import Timeline
+from heterodyne.tracker_options import TrackerOptions
 
 __all__ = ["RunRecords", "open_run"]
+
+_FLUSH_S = MetricsSection().flush_s
 
 
 def open_run(session: Session, path: Path, *, resume: bool) -> RunDirectory:
@@ -36,14 +41,23 @@ class RunRecords:
 
     Args:
         run: None: nothing is written.
+        trackers: that get the same numbers.
     """
 
-    def __init__(self, run: RunDirectory | None, session: Session, prepared: Prepared, worker: Worker) -> None:
+    def __init__(
+        self,
+        run: RunDirectory | None,
+        session: Session,
+        prepared: Prepared,
+        worker: Worker,
+        trackers: Sequence[TrackerOptions] = (),
+    ) -> None:
         self._run = run
         self._session = session
         self._prepared = prepared
         self._worker = worker
-        self._file: MetricsFile | None = None
+        self._trackers = trackers
+        self._sinks: Sinks | None = None
         self._started_s = time.monotonic()
         self._last: StepResult | None = None
         self._validation: float | None = None
@@ -79,13 +93,13 @@ class RunRecords:
             memory_bytes=self._peak_memory_bytes(),
             time_s=time.time(),
         )
-        self._metrics(result.step).write(record)
+        self._opened(result.step).write(record)
 
     def validation(self, loss: float) -> None:
         self._validation = loss
         if self._run is not None and self._session.rank == 0:
             done = self._worker.steps_done
-            self._metrics(done).write(Validation(step=done, validation_loss=loss, time_s=time.time()))
+            self._opened(done).write(Validation(step=done, validation_loss=loss, time_s=time.time()))
 
     def finish(self, measured: Timeline | None) -> None:
         """Write timeline and summary."""
@@ -110,16 +124,22 @@ class RunRecords:
             run.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Waits on rank 0 for the trackers, for a bounded time."""
+        if self._sinks is not None:
+            self._sinks.close()
+            self._sinks = None
 
-    def _metrics(self, done: int) -> MetricsFile:
+    def _opened(self, done: int) -> Sinks:
         """Opened with the first line, when it is known how many steps were done before: lines after that are of another past."""
-        if self._file is None:
+        if self._sinks is None:
             assert self._run is not None
-            self._file = MetricsFile(self._run.metrics, done=done)
-        return self._file
+            config = {
+                "model": self._prepared.captured.graph.name,
+                "global_batch_size": self._prepared.plan.global_batch_size,
+            }
+            say = self._session.say
+            self._sinks = Sinks.open(self._run, self._trackers, done=done, config=config, flush_s=_FLUSH_S, say=say)
+        return self._sinks
 
     def _peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self._worker.device) - self._worker.borrowed_bytes

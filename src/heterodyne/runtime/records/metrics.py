@@ -1,4 +1,4 @@
-"""What a run writes about itself as it goes: a line a step in ``metrics.jsonl``, and TensorBoard events.
+"""What a run writes about itself as it goes: a line a step in ``metrics.jsonl``, the same numbers for trackers.
 
 A step has the number of steps that are done when it is over: the first is 1, and ``checkpoint/step-N`` goes with line N.
 Where the numbers come from:
@@ -20,13 +20,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.processes import to_standard_error
 
-__all__ = ["MetricsFile", "StepRecord", "TensorBoard", "Validation"]
+__all__ = ["MetricsFile", "StepRecord", "Validation", "tracked"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,69 +60,65 @@ Line = StepRecord | Validation
 
 
 class MetricsFile:
-    """``metrics.jsonl``: appended to, and flushed, line by line.
+    """``metrics.jsonl``: appended to line by line. A disk that is full later on costs lines and one warning, not the run.
 
     Args:
         path: the file.
         done: steps that were done before. Lines of later steps, left by a run that got further than its last checkpoint, are
             cut off, and so is a last line that is not whole; so no step stands there twice.
+        say: takes the warning.
 
-    Raises HeterodyneError if the file cannot be written.
+    Raises HeterodyneError if the file cannot be opened for writing.
     """
 
-    def __init__(self, path: Path, *, done: int = 0) -> None:
+    def __init__(self, path: Path, *, done: int = 0, say: Callable[[str], None] = to_standard_error) -> None:
+        self._path = path
+        self._say = say
+        self._warned = False
         try:
-            keep = _length_until(path, done)
-            self._file: TextIO = path.open("a", encoding="utf-8")
-            self._file.truncate(keep)
+            self._length = _length_until(path, done)
+            self._file = path.open("ab", buffering=0)
+            self._file.truncate(self._length)
         except OSError as error:
             raise HeterodyneError(
                 f"{path} cannot be written ({error.strerror}); make the run directory writable"
             ) from error
 
     def write(self, line: Line) -> None:
-        """Append a line. Numbers that are not finite become null, which JSON can say."""
+        """Append a line, whole or not at all. Numbers that are not finite become null, which JSON can say."""
         fields = {name: _json_number(value) for name, value in asdict(line).items()}
-        self._file.write(json.dumps(fields) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _EventWriter(Protocol):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    """The same lines as TensorBoard scalars, ``train/loss``, ``validation/loss`` and so on."""
-
-    def __init__(self, writer: _EventWriter) -> None:
-        self._writer = writer
-
-    @classmethod
-    def open(cls, directory: Path, *, done: int = 0, say: Callable[[str], None]) -> TensorBoard | None:
-        """None, and a word about it, where TensorBoard is not installed. Events of steps after ``done`` are hidden."""
+        text = (json.dumps(fields) + "\n").encode()
         try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError:
-            say("no TensorBoard events: it is not installed (pip install 'heterodyne[tensorboard]')")
-            return None
-        writer: Any = SummaryWriter(str(directory), purge_step=done + 1)
-        return cls(writer)
-
-    def write(self, line: Line) -> None:
-        values = asdict(line)
-        step, time_s = values.pop("step"), values.pop("time_s")
-        for name, value in values.items():
-            if value is not None:
-                tag = "validation/loss" if name == "validation_loss" else f"train/{name}"
-                self._writer.add_scalar(tag, value, global_step=step, walltime=time_s)
+            written = self._file.write(text)
+            if written < len(text):  # the disk is full in the middle of the line: the rest says why it fails
+                self._file.write(text[written:])
+        except OSError as error:
+            self._take_back(error)
+        else:
+            self._length += len(text)
 
     def close(self) -> None:
-        self._writer.close()
+        with suppress(OSError):  # some file systems report only now that they have no room
+            self._file.close()
+
+    def _take_back(self, error: OSError) -> None:
+        """What is there of the line, so that later lines, if there is room again, stand by themselves."""
+        with suppress(OSError):
+            self._file.truncate(self._length)
+        if not self._warned:
+            self._warned = True
+            self._say(
+                f"warning: {self._path} cannot be written ({error.strerror}): training goes on, and the file lacks the steps until "
+                "it can; make room on that disk"
+            )
+
+
+def tracked(line: Line) -> dict[str, float]:
+    """The numbers of a line as trackers show them: ``train/loss`` and so on, ``validation/loss``."""
+    values = asdict(line)
+    del values["step"], values["time_s"]
+    names = {name: "validation/loss" if name == "validation_loss" else f"train/{name}" for name in values}
+    return {names[name]: value for name, value in values.items() if value is not None}
 
 
 def _length_until(path: Path, done: int) -> int:
