@@ -19,23 +19,25 @@ from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
 from multiprocess.work import cluster_of
 
 
+CALLS: list[int] = []
+
+
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        self.calls = 0
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.layers(self.norm(x)).squeeze(-1) - y).pow(2).mean()
 
 
 class Counting(Small):
-    """What it computes depends on how often it was called, which no tensor tells."""
+    """What it computes depends on how often it was called, which neither a tensor nor the module tells."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        self.calls += 1
-        return (self.layers[0](x) * self.calls - y[:, None]).pow(2).mean()
+        CALLS.append(1)
+        return (self.layers[0](x) * len(CALLS) - y[:, None]).pow(2).mean()
 
 
 BATCH = {"x": torch.randn(6, 4), "y": torch.randn(6)}
