@@ -218,6 +218,9 @@ TOGETHER: dict[str, LossFunction] = {
     "in-batch negatives, the cross entropy last": lambda n, z, y, m: F.cross_entropy(
         z.flatten(1) @ z.flatten(1).T, torch.arange(len(z))
     ),
+    "a token of each sample, behind which weights come": lambda n, z, y, m: F.cross_entropy(
+        (taken := z[torch.arange(len(z)), m.argmax(1)] @ n.linear.weight) @ taken.T, torch.arange(len(z))
+    ),
     "joined inputs against each other": lambda n, z, y, m: F.cross_entropy(
         (both := (torch.cat([z, z * m[..., None]]) @ n.linear.weight).flatten(1)) @ both.T,
         (torch.arange(2 * len(z)) + len(z)) % (2 * len(z)),
