@@ -2,8 +2,8 @@
 
 Each family is trained for two steps of SGD with momentum on batches whose samples count unevenly: by plain PyTorch in one process, and in
 real processes under each plan. *Exact*: losses, gradients, momentum, weights and buffers within 1e-5 of plain PyTorch's, in fp32, relative
-to their norms. *Refused*: before the first step, with a message that names a line. Wrong, crashed, hung, refused without a line or after
-the first step began is a failure.
+to their norms (or as near as plain PyTorch in fp32 is to itself in double precision). *Refused*: before the first step, with a message that
+names a line. Wrong, crashed, hung, refused without a line or after the first step began is a failure.
 """
 
 from __future__ import annotations
