@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from unseen.family import (
+    NO_GRAPH,
     NOT_IN_A_CUT_PLAN,
     OWN_BACKWARD,
     VOCABULARY,
@@ -195,7 +196,13 @@ FAMILIES = (
         name="ALBERT, pretraining", build=of_config("AlbertForPreTraining", **PAIRS, embedding_size=8), batch=_order
     ),
     encoder("ELECTRA, masked", "ElectraForMaskedLM", embedding_size=8),
-    Family(name="ELECTRA", build=of_config("ElectraForPreTraining", **PAIRS, embedding_size=8), batch=_replaced),
+    Family(
+        name="ELECTRA",
+        build=of_config("ElectraForPreTraining", **PAIRS, embedding_size=8),
+        batch=_replaced,
+        impossible=NO_GRAPH,
+        count=lambda part: part["attention_mask"].sum(),
+    ),
     encoder("DeBERTa v2", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["c2p", "p2c"]),
     Family(
         name="XLNet",
