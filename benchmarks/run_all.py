@@ -58,6 +58,7 @@ BENCHMARKS = (
     "large_head_simulated",
     "overlap",
     "moe",
+    "families",
     "convergence",
     "capture_large",
     "kill_and_resume",

@@ -71,6 +71,10 @@ PLACES: dict[str, Change] = {
     "rows of other samples": lambda n, h, last: h + h[(rows(h) + 1) % h.shape[0]],
     "reversed rows": lambda n, h, last: h + h[rows(h).flip(0)],
     "flat rows of others": lambda n, h, last: h.flatten(0, 1)[rows(h)],
+    "bags of several samples": lambda n, h, last: h + F.embedding_bag(last.repeat(2), n.table, rows(h))[:, None],
+    "bags of rows of others": lambda n, h, last: (
+        h + F.embedding_bag(torch.stack([last, last], 1).flatten(), n.table, rows(h))[:, None]
+    ),
     "flat rows past the end": lambda n, h, last: h.flatten(0, 1)[rows(h) * 5 + last],
 }
 ALLOWED: dict[str, Change] = {
@@ -87,6 +91,7 @@ ALLOWED: dict[str, Change] = {
     "neighbours of each token": lambda n, h, last: h.flatten(0, 1)[
         (h @ h.transpose(1, 2)).topk(2, -1).indices + rows(h)[:, None, None] * 5
     ],
+    "bags of each sample": lambda n, h, last: h + F.embedding_bag(torch.stack([last, last], 1), n.table)[:, None],
     "all rows of all tokens": lambda n, h, last: h.flatten(0, 1)[torch.arange(h.shape[0] * h.shape[1])],
     "tokens from places": lambda n, h, last: h.flatten(0, 1) + n.table[torch.arange(h.shape[0] * 5) % 5],
     "samples from places": lambda n, h, last: h.sum(1)[torch.arange(h.shape[0] * 5) // 5],

@@ -215,6 +215,20 @@ TOGETHER: dict[str, LossFunction] = {
     "attention over the samples": lambda n, z, y, m: (
         F.scaled_dot_product_attention(*[z.transpose(0, 1)] * 3).pow(2).mean()
     ),
+    "in-batch negatives, the cross entropy last": lambda n, z, y, m: F.cross_entropy(
+        z.flatten(1) @ z.flatten(1).T, torch.arange(len(z))
+    ),
+    "a token of each sample, behind which weights come": lambda n, z, y, m: F.cross_entropy(
+        (taken := z[torch.arange(len(z)), m.argmax(1)] @ n.linear.weight) @ taken.T, torch.arange(len(z))
+    ),
+    "joined inputs against each other": lambda n, z, y, m: F.cross_entropy(
+        (both := (torch.cat([z, z * m[..., None]]) @ n.linear.weight).flatten(1)) @ both.T,
+        (torch.arange(2 * len(z)) + len(z)) % (2 * len(z)),
+    ),
+    "joined behind the weights, with labels repeated": lambda n, z, y, m: (
+        ((both := torch.cat([z, z.sin()]).flatten(1)) @ both.T).log_softmax(-1)
+        * (y[:, 0].repeat(2)[:, None] == y[:, 0].repeat(2))
+    ).mean(),
     "samples against samples": lambda n, z, y, m: (z.flatten(1) @ z.flatten(1).T).softmax(-1).mean(),
 }
 

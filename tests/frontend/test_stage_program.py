@@ -174,6 +174,7 @@ def test_what_crosses_is_what_it_says_and_what_the_planner_expects(name: str) ->
     for index, (program, made) in enumerate(zip(pipeline.programs, done.made, strict=True)):
         assert all(value.producer == index for value in program.sends)
         assert program.receives == tuple(value for value in sent if index in value.consumers)
+        assert all(".py:" in value.source for value in program.sends)
         for value in program.sends:
             assert tuple(made[value.name].shape) == tuple(size(samples_of(batch)) for size in value.shape)
             assert made[value.name].requires_grad == value.differentiable

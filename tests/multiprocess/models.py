@@ -466,16 +466,17 @@ class Contrastive(nn.Module):
 
 
 class Similar(nn.Module):
-    """SimCLR's loss over two views of each sample, with the labels as further positives."""
+    """SimCLR's loss over two views of each sample, joined to one batch, with the labels as further positives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
 
     def forward(self, first: Tensor, second: Tensor, labels: Tensor) -> Tensor:
-        views = [F.normalize(self.encoder(view), dim=-1) for view in (first, second)]
-        similarity = views[0] @ views[1].T / 0.5
-        positive = (labels[:, None] == labels[None, :]).float()
+        views = F.normalize(self.encoder(torch.cat([first, second])), dim=-1)
+        alone = torch.eye(len(views), dtype=torch.bool)
+        similarity = (views @ views.T / 0.5).masked_fill(alone, -1e9)
+        positive = (labels.repeat(2)[:, None] == labels.repeat(2)).float() * ~alone
         return -(similarity.log_softmax(-1) * positive).sum() / positive.sum()
 
 

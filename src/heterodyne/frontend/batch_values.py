@@ -193,6 +193,8 @@ class _Values:
 
     def _of_places(self, node: fx.Node, name: str, read: list[fx.Node]) -> Place | Dependence | None:
         refused = Dependence(on="place", cause=node)
+        if name == "embedding_bag":
+            return None if self._own_bags(node, read) else refused
         if any(degree(t) != 1 for t in tensors_of(node)):
             return refused
         source = argument(node, "self")
@@ -243,6 +245,18 @@ class _Values:
             return False
         given = argument(node, "indices") if "indices" in _argument_names(node) else [argument(node, "index")]
         return all(index is None or (index not in self.places and _is_order(index)) for index in given)
+
+    def _own_bags(self, node: fx.Node, read: list[fx.Node]) -> bool:
+        """Whether places only say where the bag of each sample begins: with its first row, as `nn.EmbeddingBag` has it of [B, L]."""
+        begins, rows = argument(node, "offsets"), self._order[argument(node, "indices")]
+        place = self.places.get(begins)
+        return (
+            place == Place(scale=rows.rows, low=0, high=0)
+            and rows.ordered
+            and not argument(node, "include_last_offset")
+            and all(n is begins or n not in self.places for n in read)
+            and all(taken.args[1] == 0 or not taken.users for taken in node.users)
+        )
 
     def _chosen(self, node: fx.Node, name: str) -> bool:
         """Whether places only choose rows of the samples that they belong to."""

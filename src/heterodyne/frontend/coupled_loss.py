@@ -51,12 +51,16 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """A tensor that the tail needs of all replicas: ``rows`` of samples along ``dim``, or a ``sum`` or ``mean`` over the samples."""
+    """A tensor that the tail needs of all replicas: ``rows`` of samples along ``dim``, or a ``sum`` or ``mean`` over the samples.
+
+    The rows lie in so many ``groups`` (`Samples`): 2 for two inputs of the batch that were joined.
+    """
 
     node: fx.Node
     kind: Literal["rows", "sum", "mean"]
     dim: int = 0
     rows: int = 0
+    groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,9 @@ class BoundCoupledLoss:
 
     def _meet(self, meeting: Meeting, value: Tensor, samples: int, whole: int) -> Tensor:
         if meeting.kind == "rows":
-            return self._exchange.rows(value, meeting.dim, meeting.rows)
+            groups = value.tensor_split(meeting.groups, meeting.dim)
+            gathered = [self._exchange.rows(own, meeting.dim, meeting.rows // meeting.groups) for own in groups]
+            return gathered[0] if len(gathered) == 1 else torch.cat(gathered, meeting.dim)
         return self._exchange.total(value, samples / whole if meeting.kind == "mean" else 1.0)
 
 
@@ -157,26 +163,30 @@ def coupled_loss(traced: Traced, cause: CaptureError) -> CoupledLoss:
                 sums[node] = kind
     if not tail:
         raise cause
-    _refuse(traced, tail, from_inputs, cause)
-    read = dict.fromkeys(n for node in traced.graph.nodes if node in tail for n in node.all_input_nodes)
-    meetings = []
+    meetings: dict[fx.Node, Meeting] = {}
+    read = [n for node in traced.graph.nodes if node in tail for n in node.all_input_nodes]
     for node in read:
-        if node in tail or node not in from_inputs:
-            continue
-        if node in sums:
-            meetings.append(Meeting(node=node, kind=sums[node]))
+        if node in tail or node in meetings or node not in from_inputs:
             continue
         samples = order.get(node)
-        if samples is None or samples.dim is None or not samples.ordered:
+        if node in sums:
+            meetings[node] = Meeting(node=node, kind=sums[node])
+        elif samples is not None and samples.dim is not None and samples.groups:
+            meetings[node] = Meeting(node=node, kind="rows", dim=samples.dim, rows=samples.rows, groups=samples.groups)
+        elif node.op == "call_function":
+            tail.add(node)  # what samples cannot be cut out of is made of all of them again
+            read += node.all_input_nodes
+        else:
             raise cause
-        meetings.append(Meeting(node=node, kind="rows", dim=samples.dim, rows=samples.rows))
-    refuse_sizes(traced, [meeting.node for meeting in meetings], ())  # the tail has the whole batch
-    return CoupledLoss(meetings=tuple(meetings), tail=frozenset(tail))
+    _refuse(traced, tail, from_inputs, cause)
+    in_order = [meetings[node] for node in traced.graph.nodes if node in meetings]
+    refuse_sizes(traced, list(meetings), ())  # the tail has the whole batch
+    return CoupledLoss(meetings=tuple(in_order), tail=frozenset(tail))
 
 
 def divide_labelled_means(traced: Traced) -> Traced:
     """With each mean loss of labels as a sum divided by their count, which both add up over the samples. Changes the graph."""
-    graph = traced.graph
+    graph, loss = traced.graph, traced.loss
     for node in list(graph.nodes):
         if (
             operator_name(node) not in LABELLED
@@ -204,8 +214,9 @@ def divide_labelled_means(traced: Traced) -> Traced:
             counted.meta = {**node.meta, "val": torch.ops.aten.ne.Scalar(target.meta["val"], -1)}
         total.meta = mean.meta = dict(node.meta)
         node.replace_all_uses_with(mean, lambda user, mean=mean: user is not mean)
+        loss = mean if node is loss else loss
     ops = tuple(node for node in graph.nodes if is_op(node))
-    return replace(traced, ops=ops, annotations=read_annotations(ops))
+    return replace(traced, ops=ops, loss=loss, annotations=read_annotations(ops))
 
 
 def _kind_of_sum(walk: Walk, node: fx.Node) -> Literal["sum", "mean"] | None:

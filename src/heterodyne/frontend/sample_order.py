@@ -100,6 +100,8 @@ def _groups(node: fx.Node, dim: int, rows: int, spec: TensorSpec, found: Mapping
     like = {found[n].groups for n in of_samples if found[n].rows == rows and found[n].groups}
     if name in _JOINS and like:
         return min(like)
+    if name == "index" and _own_rows(producer, found):
+        return 1
     if any(not found[n].groups or found[n].dim is None for n in sources):
         return 0
     first = found[sources[0]]
@@ -115,6 +117,21 @@ def _groups(node: fx.Node, dim: int, rows: int, spec: TensorSpec, found: Mapping
         return 0
     (groups,) = like
     return 0 if name in _ALONG and _along_the_samples(producer, dim, len(spec.shape)) else groups
+
+
+def _own_rows(node: fx.Node, found: Mapping[fx.Node, Samples]) -> bool:
+    """Whether something is taken of each sample, in their order: ``hidden[torch.arange(len(hidden)), last]``."""
+    source, indices = found[argument(node, "self")], argument(node, "indices")
+    if source.dim is None or not source.ordered or source.rows != 1 or source.dim >= len(indices):
+        return False
+    at = indices[source.dim]
+    return (
+        isinstance(at, fx.Node)
+        and operator_name(at) == "arange"
+        and (argument(at, "start") or 0, argument(at, "step") or 1) == (0, 1)
+        and found[at].rows == 1
+        and all(index is None or index.meta["val"].dim() == 1 for index in indices)
+    )
 
 
 def _regrouped(runs: float, before: float, rows: int) -> int | None:

@@ -103,6 +103,7 @@ def _value(pieces: Pieces, starts: Sequence[int], node: fx.Node, consumers: tupl
         rows_a_sample=samples.rows,
         ordered=samples.ordered,
         differentiable=any(differentiable(pieces.traced, pieces.observed, n) for n in (node, *written)),
+        source=line_of(node),
     )
 
 

@@ -53,6 +53,7 @@ class Value:
         ordered: whether sample i has rows ``i * rows_a_sample`` to ``(i + 1) * rows_a_sample``. If not, samples cannot be cut out
             of it or put together, and producer and consumers must hold the same samples.
         differentiable: gradients come back for it.
+        source: the line of the model that makes it.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Value:
     rows_a_sample: int
     ordered: bool
     differentiable: bool
+    source: str = ""
 
 
 def crossings(graph: ModelGraph, starts: Sequence[int]) -> tuple[Crossing, ...]:

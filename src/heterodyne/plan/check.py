@@ -79,7 +79,7 @@ def _of_shares(plan: Plan, graph: ModelGraph) -> list[str]:
     if graph.batch_statistics and len(counts) > 1:
         # The statistics are those of one micro-batch over all replicas, so each replica must have its part of each.
         broken.append(
-            f"{graph.batch_statistics[0]} mixes the samples of a micro-batch, so every pipeline needs the same number of micro-batches "
+            f"{_mixer(graph)} mixes the samples of a micro-batch, so every pipeline needs the same number of micro-batches "
             f"(they have {', '.join(map(str, sorted(counts)))})"
         )
     return broken
@@ -102,7 +102,7 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
     if graph.batch_statistics and len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
         # Replicas meet in each op that takes statistics, and they must come to them in one order.
         broken.append(
-            f"{graph.batch_statistics[0]} takes statistics over all pipelines, so they must be cut alike, run in the same order "
+            f"{_mixer(graph)} takes statistics over all pipelines, so they must be cut alike, run in the same order "
             "and recompute the same"
         )
     return broken
@@ -112,7 +112,8 @@ def _of_coupled(plan: Plan, graph: ModelGraph) -> list[str]:
     """What a loss that compares samples asks of a plan."""
     if graph.loss.reduction != "coupled":
         return []
-    why = "samples see each other in the loss of this model"
+    output = graph.output and graph.op_by_name.get(graph.output.name)
+    why = f"samples see each other in the loss of this model{f' ({output.source})' if output else ''}"
     broken = []
     for number, pipeline in enumerate(plan.pipelines):
         where = f"pipeline {number}"
@@ -181,12 +182,18 @@ def _of_cuts(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
                 not n for size in pipeline.micro_batches.sizes for _, n in slices(size, stage.shares)
             ):
                 broken.append(
-                    f"stage {index} leaves a device without a sample of a micro-batch, and {graph.batch_statistics[0]} takes statistics "
+                    f"stage {index} leaves a device without a sample of a micro-batch, and {_mixer(graph)} takes statistics "
                     "over all of them: make the micro-batches larger, or take fewer devices"
                 )
     if reached != len(graph.ops):
         broken.append(f"ends at op {reached}, the model has {len(graph.ops)}: the last stage runs to its end")
     return broken
+
+
+def _mixer(graph: ModelGraph) -> str:
+    """The first op that takes statistics over samples, with its line."""
+    name = graph.batch_statistics[0]
+    return f"{name} ({graph.op_by_name[name].source})"
 
 
 def _has_shares(stage: Stage) -> bool:
@@ -231,7 +238,7 @@ def _of_overlap(pipeline: Pipeline, index: int, graph: ModelGraph) -> list[str]:
         return ["has 'overlap' and recomputes: leave out one of them"]
     if graph.batch_statistics:
         return [
-            f"has 'overlap', and {graph.batch_statistics[0]} mixes the samples of a micro-batch, which has no halves then: leave it out"
+            f"has 'overlap', and {_mixer(graph)} mixes the samples of a micro-batch, which has no halves then: leave it out"
         ]
     return []
 

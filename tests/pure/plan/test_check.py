@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.errors import PlanError
-from heterodyne.graph import ModuleOnly
+from heterodyne.graph import Loss, ModuleOnly, Ref
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.check import require_valid, violations
 from pure.build import cluster, graph
@@ -103,10 +103,17 @@ def test_batch_statistics_need_one_number_of_micro_batches() -> None:
     model = graph(2, batch_statistics=True)
     uneven = valid_plan(model, MACHINES, [MicroBatches((4, 4)), MicroBatches((2,)), None])
     (sentence,) = violations(uneven, model, MACHINES)
-    assert "mixes the samples of a micro-batch" in sentence
+    assert "layer0.up (model.py:1) mixes the samples of a micro-batch" in sentence
     assert "they have 1, 2" in sentence
     even = valid_plan(model, MACHINES, [MicroBatches((4, 4)), MicroBatches((1, 1)), MicroBatches()])
     assert violations(even, model, MACHINES) == ()
+
+
+def test_a_loss_that_compares_samples_is_named_with_its_line() -> None:
+    compared = replace(MODEL, loss=Loss(reduction="coupled"), output=Ref(MODEL.ops[-1].name))
+    plan = valid_plan(compared, MACHINES, [MicroBatches((4, 4)), MicroBatches((2,)), None])
+    (sentence,) = violations(plan, compared, MACHINES)
+    assert "has 2 micro-batches, and samples see each other in the loss of this model (model.py:1)" in sentence
 
 
 def test_pieces_of_a_model_that_only_the_module_trains_are_refused() -> None:

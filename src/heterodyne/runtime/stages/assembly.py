@@ -349,6 +349,6 @@ def _require_cuttable(edges: Sequence[Edge], team: Team) -> None:
         for value in edge.values:
             if not value.ordered and len(team.ranks[edge.maker]) + len(team.ranks[edge.reader]) > 2:
                 raise PlanError(
-                    f"{value.name} crosses from stage {edge.maker} to stage {edge.reader}, and samples cannot be cut out of it: "
-                    "give both stages one device each, or cut elsewhere"
+                    f"{value.name} ({value.source}) crosses from stage {edge.maker} to stage {edge.reader}, and samples cannot be cut out "
+                    "of it: give both stages one device each, or cut elsewhere"
                 )
