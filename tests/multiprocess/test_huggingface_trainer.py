@@ -1,8 +1,7 @@
-"""A script for the Trainer of Transformers, under unequal shares and a pipeline: what it logs, writes and returns is that of one process."""
+"""A script for the Trainer of Transformers under a plan: what it logs, writes and returns is that of one process."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heterodyne.api.loop.batches import batch_format
+from heterodyne.api.loop.model_with_loss import with_loss
 from heterodyne.errors import HeterodyneError
 from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
@@ -26,9 +27,9 @@ from pure.build import linear, profile
 
 pytest.importorskip("accelerate")
 
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from heterodyne.integrations.huggingface import HeterodyneArguments, HeterodyneTrainer  # noqa: E402
+from heterodyne.integrations.huggingface import HeterodyneArguments, HeterodyneTrainer
 
 GLOBAL = 8
 SHARES = ((5,), (2,), (1,))
@@ -114,13 +115,16 @@ def script(trainer_class: Any, args: Any, resume: bool | str = False, **more: An
     result = trainer.train(resume_from_checkpoint=resume)
     predicted = trainer.predict(data(5, 3))
     trainer.save_model()
+    if isinstance(trainer, HeterodyneTrainer):
+        trainer.end()
     return {
         "history": [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry],
         "loss": result.training_loss,
         "predictions": torch.as_tensor(predicted.predictions),
         "labels": torch.as_tensor(predicted.label_ids),
         "calls": calls.calls,
-        "best": trainer.state.best_model_checkpoint,
+        "best": Path(trainer.state.best_model_checkpoint or "").name,
+        "weights": {name: weight.detach().clone() for name, weight in trainer.model.state_dict().items()},
     }
 
 
@@ -147,22 +151,26 @@ def on_ranks(
 
 
 @functools.cache
-def graph() -> ModelGraph:
+def graph(smoothing: float = 0.0) -> ModelGraph:
     """Of the batch that the Trainer begins with: the plans below are made for it."""
-    args = TrainingArguments(**options_of("unused", save_strategy="no", per_device_train_batch_size=GLOBAL))
-    trainer = Trainer(model_of(), args, data_collator=collated, train_dataset=data(), eval_dataset=data(11, 2))
-    (batch,), items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
-    batch["num_items_in_batch"] = items
-    return trace(trainer.model, batch, name=type(trainer.model).__name__).graph
+    options = options_of("unused", save_strategy="no", label_smoothing_factor=smoothing)
+    args = HeterodyneArguments(global_batch_size=GLOBAL, **options)
+    trainer = HeterodyneTrainer(
+        model_of(), args, data_collator=collated, train_dataset=data(), eval_dataset=data(11, 2)
+    )
+    batch = trainer._batch(next(iter(trainer.get_train_dataloader())))
+    loss, module = trainer._loss(), trainer.model.train()
+    if loss is not None:
+        module = with_loss(module, loss, batch_format(module, batch, has_loss=True), batch, withheld=("labels",))
+    return trace(module, batch, name=type(trainer.model).__name__).graph
 
 
 def data_plan(shares: Sequence[Sequence[int]] = SHARES) -> Plan:
     return plan_of(graph(), cluster_of(len(shares)), shares)
 
 
-def pipeline_plan() -> Plan:
-    found = graph()
-    cut = found.blocks[0].stop if hasattr(found.blocks[0], "stop") else len(found.ops) // 2
+def pipeline_plan(found: ModelGraph) -> Plan:
+    cut = max(number for number, op in enumerate(found.ops) if "transformer.h.0" in op.module) + 1
     stages = (StageOf(cut, (0,), (1,)), StageOf(len(found.ops), (1,), (1,)))
     return staged_plan(found, cluster_of(2), [PipelineOf((4, 4), stages)], "1F1B")
 
@@ -176,18 +184,23 @@ def require_equal(found: dict[str, Any], plain: dict[str, Any], since: int = 0) 
                 assert one[name] == pytest.approx(of[name], rel=1e-5), (name, of["step"])
     torch.testing.assert_close(found["predictions"], plain["predictions"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found["labels"], plain["labels"])
+    torch.testing.assert_close(found["weights"], plain["weights"], rtol=1e-4, atol=1e-6)
+    assert (found["calls"], found["best"]) == (plain["calls"], plain["best"])
 
 
-def require_equal_weights(folder: Path, plain: Path) -> None:
-    one, other = (GPT2LMHeadModel.from_pretrained(place).state_dict() for place in (folder, plain))
-    torch.testing.assert_close(dict(one), dict(other), rtol=1e-5, atol=1e-6)
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    return dict(GPT2LMHeadModel.from_pretrained(folder).state_dict())
+
+
+def plain_script(folder: Path, resume: bool | str = False, **more: Any) -> dict[str, Any]:
+    sizes = {"per_device_train_batch_size": GLOBAL, "per_device_eval_batch_size": 12}
+    return script(Trainer, TrainingArguments(**options_of(str(folder), **sizes, **more)), resume)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("plain")
-    args = TrainingArguments(**options_of(str(folder), per_device_train_batch_size=GLOBAL, per_device_eval_batch_size=12))
-    return script(Trainer, args), folder
+    return plain_script(folder), folder
 
 
 def test_a_script_under_unequal_shares_is_that_of_one_process(
@@ -197,14 +210,52 @@ def test_a_script_under_unequal_shares_is_that_of_one_process(
     results = pool.run(3, on_ranks, graph(), data_plan(), options_of(str(tmp_path)), timeout_s=200)
     for found in results:
         require_equal(found, expected)
-        assert found["calls"] == expected["calls"]
-    require_equal_weights(tmp_path, files)
+    torch.testing.assert_close(saved_weights(tmp_path), expected["weights"], rtol=1e-4, atol=1e-6)
     names = {path.name for path in files.iterdir()}
     assert {path.name for path in tmp_path.iterdir()} == names
 
-    again = pool.run(
-        2, on_ranks, graph(), data_plan(((3, 3), (2,))), options_of(str(tmp_path)), str(tmp_path / "checkpoint-8"), timeout_s=200
-    )
-    for found in again:
+    for name in ("trainer_state.json", "rng_state.pth", "scheduler.pt", "model.safetensors"):
+        assert (tmp_path / "checkpoint-8" / name).exists()
+    expected = plain_script(
+        files, str(files / "checkpoint-8")
+    )  # its collator draws again, so it is no part of the first run
+    plan, options = data_plan(((3, 3), (2,))), options_of(str(tmp_path), per_device_eval_batch_size=6)
+    for found in pool.run(2, on_ranks, graph(), plan, options, str(tmp_path / "checkpoint-8"), timeout_s=200):
         require_equal(found, expected, since=8)
-    require_equal_weights(tmp_path, files)
+    torch.testing.assert_close(saved_weights(tmp_path), expected["weights"], rtol=1e-4, atol=1e-6)
+
+
+def test_under_a_pipeline_the_best_model_is_back_at_the_end(pool: Pool, tmp_path: Path) -> None:
+    """Label smoothing stands outside of the model, and no rank holds all of it."""
+    more = {
+        "label_smoothing_factor": 0.1,
+        "load_best_model_at_end": True,
+        "max_steps": 10,
+        "eval_steps": 5,
+        "save_steps": 5,
+    }
+    more |= {"metric_for_best_model": "hits", "greater_is_better": True, "learning_rate": 0.05}
+    expected = plain_script(tmp_path / "plain", **more)
+    options = options_of(str(tmp_path / "ranks"), **{**more, "per_device_eval_batch_size": 6})
+    for found in pool.run(2, on_ranks, graph(0.1), pipeline_plan(graph(0.1)), options, timeout_s=200):
+        require_equal(found, expected)
+
+
+def test_what_no_plan_can_honour_is_refused_with_a_way_out() -> None:
+    with pytest.raises(HeterodyneError, match="HeterodyneArguments as TrainingArguments"):
+        HeterodyneTrainer(model_of(), TrainingArguments("unused", use_cpu=True))
+    args = HeterodyneArguments("unused", use_cpu=True, optim="adafactor", auto_find_batch_size=True)
+    with pytest.raises(
+        HeterodyneError, match=r"(?s)auto_find_batch_size: the planner finds.*optim=adafactor: it is none of"
+    ):
+        HeterodyneTrainer(model_of(), args)
+
+    class Own(HeterodyneTrainer):
+        def compute_loss(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(HeterodyneError, match="Own overrides compute_loss: pass the loss as compute_loss_func="):
+        Own(model_of(), HeterodyneArguments("unused", use_cpu=True))
+    made = torch.optim.SGD(model_of().parameters())
+    with pytest.raises(HeterodyneError, match="optimizers are made already"):
+        HeterodyneTrainer(model_of(), HeterodyneArguments("unused", use_cpu=True), optimizers=(made, None))

@@ -42,7 +42,7 @@ class HeterodyneArguments(TrainingArguments):
         self._wants_cpu = self.use_cpu
         self.use_cpu = True
         with patch_environment(**_ALONE):
-            super().__post_init__()
+            super().__post_init__()  # type: ignore[no-untyped-call]
 
     @property
     def process_index(self) -> int:

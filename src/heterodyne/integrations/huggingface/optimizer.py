@@ -26,7 +26,7 @@ class SteppedByPlan(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Nothing: the update was made by the step of the plan."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Rates and other values of the groups. Raises CheckpointError for a state that no plan has written."""
         if state_dict["state"]:
             raise CheckpointError(

@@ -46,8 +46,11 @@ def require_arguments(args: TrainingArguments | None) -> HeterodyneArguments:
             "'from heterodyne.integrations.huggingface import HeterodyneArguments as TrainingArguments'"
         )
     wrong = [f"{name}: {why}" for name, why in _SET.items() if getattr(args, name, None)]
-    if args.optim not in _ELEMENTWISE:
-        wrong.append(f"optim={args.optim!s}: it is none of {', '.join(_ELEMENTWISE)}, which update parts of a tensor as the whole")
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim not in _ELEMENTWISE:
+        wrong.append(
+            f"optim={optim}: it is none of {', '.join(_ELEMENTWISE)}, which update parts of a tensor as the whole"
+        )
     if args.load_best_model_at_end and args.save_only_model:
         wrong.append("load_best_model_at_end with save_only_model: the best model is read from a whole checkpoint")
     if args._wants_cpu and torch.accelerator.is_available():
@@ -59,7 +62,12 @@ def require_arguments(args: TrainingArguments | None) -> HeterodyneArguments:
 def require_honoured(trainer: Trainer) -> None:
     """Raises HeterodyneError with all in the trainer that no plan would run."""
     own = type(trainer).__mro__[: [kind.__name__ for kind in type(trainer).__mro__].index("HeterodyneTrainer")]
-    wrong = [f"{kind.__name__} overrides {name}: {why}" for kind in own for name, why in _OVERRIDDEN.items() if name in vars(kind)]
+    wrong = [
+        f"{kind.__name__} overrides {name}: {why}"
+        for kind in own
+        for name, why in _OVERRIDDEN.items()
+        if name in vars(kind)
+    ]
     _require_none([*wrong, *_of(trainer)])
 
 

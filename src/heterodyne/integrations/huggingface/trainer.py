@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +67,11 @@ class HeterodyneTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **options: Any) -> Any:
         if self.model_init is not None and self._distributed is not None:
-            raise HeterodyneError("model_init makes another model, and the plan is that of the first: make another trainer")
+            raise HeterodyneError(
+                "model_init makes another model, and the plan is that of the first: make another trainer"
+            )
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+            resume_from_checkpoint = get_last_checkpoint(self._folder) or True  # type: ignore[no-untyped-call]
         self._resumed = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
         with self._leaving_on_error():
             return super().train(resume_from_checkpoint, *positional, **options)
@@ -78,7 +80,8 @@ class HeterodyneTrainer(Trainer):
         if self.optimizer is None:
             distributed = self._opened()
             if self._resumed is not None and (self._resumed / _STATE).is_dir():
-                distributed.load_checkpoint(self._resumed / _STATE)
+                with _own_random_numbers():  # the Trainer brings back its own
+                    distributed.load_checkpoint(self._resumed / _STATE)
             self.optimizer = SteppedByPlan(distributed.optimizer)
         return self.optimizer
 
@@ -128,7 +131,7 @@ class HeterodyneTrainer(Trainer):
         if self._distributed is None or self._ended:
             super().save_model(output_dir, _internal_call=_internal_call)
             return
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self._folder)
         aside = self._distributed.save_pretrained(folder / f".{_STATE}-weights")
         if self.args.should_save:
             for file in aside.iterdir():
@@ -152,7 +155,7 @@ class HeterodyneTrainer(Trainer):
             super()._save_rng_state(output_dir)
 
     def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint) / _STATE
+        best = Path(str(self.state.best_model_checkpoint)) / _STATE
         if self._distributed is None or self._distributed.load_checkpoint(best) is None:
             raise CheckpointError(f"{best} holds no whole checkpoint: was it written by a plain Trainer?")
 
@@ -162,13 +165,15 @@ class HeterodyneTrainer(Trainer):
             raise HeterodyneError("the trainer has ended, and its ranks have parted: make another one")
         if self._distributed is None:
             with _own_random_numbers():
-                batch = self._batch(next(iter(self.get_train_dataloader())) if self.train_dataset is not None else example or {})
-                self.model.train()
+                batch = self._batch(
+                    next(iter(self.get_train_dataloader())) if self.train_dataset is not None else example or {}
+                )
+                self._module.train()
                 self._distributed = self._distribute(batch)
                 atexit.register(self._leave_with_the_script)
                 if self._has_smaller_batch():
                     labels = self.label_names
-                    require_completable(self._distributed, self.model, batch, _size(batch), labels)
+                    require_completable(self._distributed, self._module, batch, _size(batch), labels)
         return self._distributed
 
     def _batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,12 +182,12 @@ class HeterodyneTrainer(Trainer):
         return {**inputs} if items is None else {**inputs, _ITEMS: torch.as_tensor(items)}
 
     def _distribute(self, batch: Mapping[str, Any]) -> Distributed:
-        args, loss = self.args, self._loss()
+        args, loss, model = self.args, self._loss(), cast(Any, self.model)
         withheld = ("labels",) if self.model_accepts_loss_kwargs else ("labels", _ITEMS)
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, self.model)
-        decayed = frozenset(self.get_decay_parameter_names(self.model))
+        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, model)
+        decayed = frozenset(self.get_decay_parameter_names(self._module))
         return distribute(
-            self.model,
+            self._module,
             batch,
             **{
                 "loss": loss,
@@ -196,13 +201,22 @@ class HeterodyneTrainer(Trainer):
             },
         )
 
+    @property
+    def _module(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module)
+        return self.model
+
+    @property
+    def _folder(self) -> str:
+        return str(self.args.output_dir)
+
     def _loss(self) -> Callable[..., Tensor] | None:
         """The loss that stands outside of the model, if there is one."""
         chosen, smoother = self.compute_loss_func, self.label_smoother
         if chosen is not None:
 
             def loss_function(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-                return chosen(output, batch.get("labels"), num_items_in_batch=batch.get(_ITEMS))
+                return cast(Tensor, chosen(output, batch.get("labels"), num_items_in_batch=batch.get(_ITEMS)))
 
             return loss_function
         if smoother is None:
@@ -210,7 +224,8 @@ class HeterodyneTrainer(Trainer):
         shift = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
         def smoothed(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-            return smoother(output, batch["labels"], shift_labels=shift, num_items_in_batch=batch.get(_ITEMS))
+            items = batch.get(_ITEMS)
+            return cast(Tensor, smoother(output, batch["labels"], shift_labels=shift, num_items_in_batch=items))
 
         return smoothed
 
