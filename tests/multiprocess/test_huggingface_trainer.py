@@ -34,7 +34,7 @@ from heterodyne.integrations.huggingface import HeterodyneArguments, HeterodyneT
 GLOBAL = 8
 SHARES = ((5,), (2,), (1,))
 SAMPLES = 2 * GLOBAL * 4 + 3  # the last batch of an epoch is smaller
-STEPS = 20
+STEPS = 12
 
 
 def model_of() -> nn.Module:
@@ -88,9 +88,9 @@ def options_of(folder: str, **more: Any) -> dict[str, Any]:
         "max_grad_norm": 0.5,
         "logging_steps": 1,
         "eval_strategy": "steps",
-        "eval_steps": 8,
+        "eval_steps": 5,
         "save_strategy": "steps",
-        "save_steps": 8,
+        "save_steps": 5,
         "per_device_eval_batch_size": 4,
         "report_to": "none",
         "disable_tqdm": True,
@@ -215,13 +215,13 @@ def test_a_script_under_unequal_shares_is_that_of_one_process(
     assert {path.name for path in tmp_path.iterdir()} == names
 
     for name in ("trainer_state.json", "rng_state.pth", "scheduler.pt", "model.safetensors"):
-        assert (tmp_path / "checkpoint-8" / name).exists()
+        assert (tmp_path / "checkpoint-5" / name).exists()
     expected = plain_script(
-        files, str(files / "checkpoint-8")
+        files, str(files / "checkpoint-5")
     )  # its collator draws again, so it is no part of the first run
     plan, options = data_plan(((3, 3), (2,))), options_of(str(tmp_path), per_device_eval_batch_size=6)
-    for found in pool.run(2, on_ranks, graph(), plan, options, str(tmp_path / "checkpoint-8"), timeout_s=200):
-        require_equal(found, expected, since=8)
+    for found in pool.run(2, on_ranks, graph(), plan, options, str(tmp_path / "checkpoint-5"), timeout_s=200):
+        require_equal(found, expected, since=5)
     torch.testing.assert_close(saved_weights(tmp_path), expected["weights"], rtol=1e-4, atol=1e-6)
 
 
@@ -230,9 +230,9 @@ def test_under_a_pipeline_the_best_model_is_back_at_the_end(pool: Pool, tmp_path
     more = {
         "label_smoothing_factor": 0.1,
         "load_best_model_at_end": True,
-        "max_steps": 10,
-        "eval_steps": 5,
-        "save_steps": 5,
+        "max_steps": 6,
+        "eval_steps": 3,
+        "save_steps": 3,
     }
     more |= {"metric_for_best_model": "hits", "greater_is_better": True, "learning_rate": 0.05}
     expected = plain_script(tmp_path / "plain", **more)

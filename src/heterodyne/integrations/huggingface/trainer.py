@@ -66,22 +66,25 @@ class HeterodyneTrainer(Trainer):
         self.accelerator.device_placement = False  # the plan places model and batches
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **options: Any) -> Any:
-        if self.model_init is not None and self._distributed is not None:
+        is_open = self._distributed is not None
+        if self.model_init is not None and is_open:
             raise HeterodyneError(
                 "model_init makes another model, and the plan is that of the first: make another trainer"
             )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self._folder) or True  # type: ignore[no-untyped-call]
         self._resumed = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        if self._resumed is not None and is_open and not (self._resumed / _STATE).is_dir():
+            raise CheckpointError(f"{self._resumed} holds weights alone: resume from it before anything is evaluated")
         with self._leaving_on_error():
             return super().train(resume_from_checkpoint, *positional, **options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        distributed = self._opened()
+        if self._resumed is not None and (self._resumed / _STATE).is_dir():
+            with _own_random_numbers():  # the Trainer brings back its own
+                self._load(distributed, self._resumed)
         if self.optimizer is None:
-            distributed = self._opened()
-            if self._resumed is not None and (self._resumed / _STATE).is_dir():
-                with _own_random_numbers():  # the Trainer brings back its own
-                    distributed.load_checkpoint(self._resumed / _STATE)
             self.optimizer = SteppedByPlan(distributed.optimizer)
         return self.optimizer
 
@@ -155,9 +158,13 @@ class HeterodyneTrainer(Trainer):
             super()._save_rng_state(output_dir)
 
     def _load_best_model(self) -> None:
-        best = Path(str(self.state.best_model_checkpoint)) / _STATE
-        if self._distributed is None or self._distributed.load_checkpoint(best) is None:
-            raise CheckpointError(f"{best} holds no whole checkpoint: was it written by a plain Trainer?")
+        self._load(self._opened(), Path(str(self.state.best_model_checkpoint)))
+
+    def _load(self, distributed: Distributed, checkpoint: Path) -> None:
+        if distributed.load_checkpoint(checkpoint / _STATE) is None:
+            raise CheckpointError(
+                f"{checkpoint / _STATE} holds no whole checkpoint: was it written by a plain Trainer?"
+            )
 
     def _opened(self, example: Mapping[str, Any] | None = None) -> Distributed:
         """The model under its plan, made when it is first needed. Collective."""
