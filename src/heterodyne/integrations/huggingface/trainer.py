@@ -67,23 +67,22 @@ class HeterodyneTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **options: Any) -> Any:
         is_open = self._distributed is not None
-        if self.model_init is not None and is_open:
-            raise HeterodyneError(
-                "model_init makes another model, and the plan is that of the first: make another trainer"
-            )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self._folder) or True  # type: ignore[no-untyped-call]
         self._resumed = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
         if self._resumed is not None and is_open and not (self._resumed / _STATE).is_dir():
             raise CheckpointError(f"{self._resumed} holds weights alone: resume from it before anything is evaluated")
+        if self.model_init is not None and is_open:
+            raise HeterodyneError(
+                "model_init makes another model, and the plan is that of the first: make another trainer"
+            )
         with self._leaving_on_error():
             return super().train(resume_from_checkpoint, *positional, **options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         distributed = self._opened()
         if self._resumed is not None and (self._resumed / _STATE).is_dir():
-            with _own_random_numbers():  # the Trainer brings back its own
-                self._load(distributed, self._resumed)
+            self._load(distributed, self._resumed)
         if self.optimizer is None:
             self.optimizer = SteppedByPlan(distributed.optimizer)
         return self.optimizer
@@ -161,7 +160,9 @@ class HeterodyneTrainer(Trainer):
         self._load(self._opened(), Path(str(self.state.best_model_checkpoint)))
 
     def _load(self, distributed: Distributed, checkpoint: Path) -> None:
-        if distributed.load_checkpoint(checkpoint / _STATE) is None:
+        with _own_random_numbers():  # the Trainer brings back its own
+            found = distributed.load_checkpoint(checkpoint / _STATE)
+        if found is None:
             raise CheckpointError(
                 f"{checkpoint / _STATE} holds no whole checkpoint: was it written by a plain Trainer?"
             )
