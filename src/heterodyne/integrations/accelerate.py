@@ -1,0 +1,211 @@
+"""A loop written for Accelerate, under a plan: ``prepare``, ``model(**batch)``, ``accelerator.backward(loss)``. See docs/trainer.md.
+
+    from heterodyne.integrations.accelerate import Accelerator
+
+In train mode the model returns a promise of its loss, and ``backward`` runs the whole step on the batch: with unequal shares the loss
+of the global batch is known only then. ``optimizer.step()`` finds no gradients and does nothing. Accelerate itself is not needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from heterodyne.api import Distributed, distribute
+from heterodyne.errors import HeterodyneError
+
+__all__ = ["Accelerator", "PreparedModel", "Promise"]
+
+# They update each element by itself, so that a rank may update the part that it holds.
+_ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad)
+
+
+class Promise:
+    """The loss of a batch, or the outputs that hold it, until ``backward`` has run the step; then ``item`` and ``float`` give it."""
+
+    def __init__(self, batch: Mapping[str, Tensor]) -> None:
+        self.batch = batch
+        self.value: float | None = None
+
+    @property
+    def loss(self) -> Self:
+        return self
+
+    def item(self) -> float:
+        """Raises HeterodyneError before the step."""
+        if self.value is None:
+            raise HeterodyneError(
+                "the loss is known when accelerator.backward(loss) has run the step: read it after that"
+            )
+        return self.value
+
+    def detach(self) -> Tensor:
+        return torch.tensor(self.item())
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(f"reads .{name} of the outputs")
+
+    def _combined(self, *_: object) -> NoReturn:
+        _refuse("computes with the loss")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = _combined
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], *_: object) -> NoReturn:
+        _refuse(f"calls {getattr(function, '__name__', 'a function')} on the outputs")
+
+
+class PreparedModel:
+    """The user's model: in train mode a call returns a `Promise`, in eval mode the outputs for the whole batch, with the loss."""
+
+    def __init__(self, distributed: Distributed) -> None:
+        self._distributed = distributed
+
+    def __call__(self, **batch: Tensor) -> Any:
+        if self._distributed.module.training:
+            return Promise(batch)
+        outputs = self._distributed.predict(batch)
+        if "labels" in batch and hasattr(outputs, "loss"):
+            outputs["loss"] = torch.tensor(self._distributed.evaluate(batch))
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._distributed.module, name)
+
+
+class Accelerator:
+    """What such loops call; the ranks are those of a torchrun, or of our launcher.
+
+    Args:
+        mixed_precision: ``no`` or ``bf16``.
+        clip_grad_norm: for ``clip_grad_norm_``, which the step must know of beforehand.
+        distribution: more arguments of `hd.distribute`.
+    """
+
+    def __init__(self, *, mixed_precision: str = "no", clip_grad_norm: float = 0.0, **distribution: Any) -> None:
+        self._precision = "fp32" if mixed_precision == "no" else mixed_precision
+        self._clip = clip_grad_norm
+        self._distribution = distribution
+        self._optimizer: Optimizer | None = None
+        self._norm: float | None = None
+        self.distributed: Distributed | None = None
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, loader: Iterable[Any], *others: Any) -> tuple[Any, ...]:
+        """The model under its plan, and the rest as it is.
+
+        Each batch of the loader is a global one, the same on every rank (Accelerate's ``split_batches=True``). The optimizer keeps rates
+        and options, for schedulers; its state is kept by ``save_state``.
+
+        Raises HeterodyneError for an optimizer that cannot be made of a part of the parameters.
+        """
+        if self.distributed is not None:
+            raise HeterodyneError("prepare was called before: one accelerator trains one model")
+        self._optimizer = optimizer
+        self.distributed = distribute(
+            model,
+            next(iter(loader)),
+            **{
+                "optimizer": _remade(optimizer, model),
+                "precision": self._precision,
+                "clip_grad_norm": self._clip,
+                **self._distribution,
+            },
+        )
+        return PreparedModel(self.distributed), optimizer, loader, *others
+
+    def backward(self, loss: Promise) -> None:
+        """The whole step on the batch of the loss: forward, backward, clipping, update."""
+        if not isinstance(loss, Promise):
+            _refuse("calls backward with another loss than the model's own")
+        if loss.value is not None:
+            raise HeterodyneError("backward was called with this loss before")
+        distributed = self._prepared()
+        for group, chosen in zip(
+            distributed.optimizer.param_groups, cast(Optimizer, self._optimizer).param_groups, strict=True
+        ):
+            group.update({name: value for name, value in chosen.items() if name not in ("params", "param_names")})
+        result = distributed.step(loss.batch)
+        loss.value, self._norm = result.loss, result.grad_norm
+        distributed.module.zero_grad()
+
+    def clip_grad_norm_(self, parameters: object, max_norm: float) -> float | None:
+        """The norm before the step's clipping. Raises HeterodyneError if the accelerator was not told of it."""
+        if max_norm != self._clip:
+            raise HeterodyneError(f"the step has clipped at {self._clip}: write Accelerator(clip_grad_norm={max_norm})")
+        return self._norm
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """As they are: outputs in eval mode are those of the whole batch on every rank."""
+        return values
+
+    gather = gather_for_metrics
+
+    @property
+    def is_main_process(self) -> bool:
+        return self._prepared().rank == 0
+
+    def print(self, *words: object) -> None:
+        if self.is_main_process:
+            print(*words)  # noqa: T201  # it is what the user asked for
+
+    def save_state(self, directory: Path | str, **extra: Any) -> Path:
+        """Weights, optimizer and ``extra`` (the state of a scheduler). Collective."""
+        return self._prepared().save_checkpoint(directory, extra=extra)
+
+    def load_state(self, directory: Path | str) -> dict[str, Any] | None:
+        """The inverse, also under another plan; what was ``extra``, None without any checkpoint. Collective."""
+        return self._prepared().load_checkpoint(directory)
+
+    def save_model(self, model: object, directory: Path | str) -> Path:
+        """The weights as `Distributed.save_pretrained`. Collective."""
+        return self._prepared().save_pretrained(directory)
+
+    def end_training(self) -> None:
+        """The weights are back in the model. Collective."""
+        self._prepared().close()
+
+    def _prepared(self) -> Distributed:
+        if self.distributed is None:
+            raise HeterodyneError("nothing is prepared yet: call prepare(model, optimizer, loader) first")
+        return self.distributed
+
+
+def _remade(optimizer: Optimizer, model: nn.Module) -> Callable[..., Optimizer]:
+    """Makes the same optimizer, with the same groups, of the parameters that a rank holds."""
+    kind: Any = type(optimizer)
+    if kind not in _ELEMENTWISE or optimizer.state:
+        names = ", ".join(one.__name__ for one in _ELEMENTWISE)
+        raise HeterodyneError(
+            f"{kind.__name__} is none of {names}, freshly made: take one, or hd.distribute(optimizer=...)"
+        )
+    of = {parameter: name for name, parameter in model.named_parameters()}
+    known = set(inspect.signature(kind).parameters)
+    groups = [
+        ({of[p] for p in group["params"]}, {name: value for name, value in group.items() if name in known - {"params"}})
+        for group in optimizer.param_groups
+    ]
+
+    def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        held = list(named_parameters)
+        made = [{"params": [p for name, p in held if name in names], **options} for names, options in groups]
+        return cast(Optimizer, kind(made))
+
+    return factory
+
+
+def _refuse(what: str) -> NoReturn:
+    raise HeterodyneError(
+        f"the loop {what}, and the step is not run before accelerator.backward(loss) with the model's own loss: let forward return the "
+        "whole loss, or use hd.distribute(model, batch, loss=...) and trainer.step(batch)"
+    )

@@ -1,0 +1,85 @@
+"""What a script asks of the Trainer that no plan can honour, with what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from heterodyne.errors import HeterodyneError
+from heterodyne.integrations.huggingface.arguments import HeterodyneArguments
+
+__all__ = ["require_arguments", "require_honoured"]
+
+# They update each element by itself, so that a rank may update the part that it holds.
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_SET = {
+    "fsdp": "the plan says which rank holds what: leave it out",
+    "deepspeed": "the plan says which rank holds what: leave it out",
+    "parallelism_config": "the plan says how the model is spread: leave it out, or pass distribution={'plan': ...}",
+    "torch_compile": "compiled code cannot be cut into stages or measured by blocks: leave it out",
+    "fp16": "it would need a scaled loss: take bf16",
+    "fp16_full_eval": "evaluation has the precision of the training: leave it out",
+    "bf16_full_eval": "evaluation has the precision of the training: leave it out",
+    "auto_find_batch_size": "the planner finds micro-batches that fit, the global batch stays: leave it out",
+    "use_liger_kernel": "its kernels cannot be captured: leave it out",
+    "neftune_noise_alpha": "its hook draws noise that would depend on the plan: leave it out",
+    "save_on_each_node": "rank 0 writes the weights, each rank its part of the state: save where all ranks see it",
+}
+_OVERRIDDEN = {
+    "compute_loss": "pass the loss as compute_loss_func=",
+    "training_step": "the plan runs the step: use a callback",
+    "create_optimizer": "pass optimizer_cls_and_kwargs=(class, options)",
+    "create_optimizer_and_scheduler": "pass optimizer_cls_and_kwargs=(class, options), override create_scheduler",
+}
+
+
+def require_arguments(args: TrainingArguments | None) -> HeterodyneArguments:
+    """Raises HeterodyneError for stock arguments, or with all in them that cannot be honoured."""
+    if args is None:
+        return HeterodyneArguments(output_dir="tmp_trainer")
+    if not isinstance(args, HeterodyneArguments):
+        raise HeterodyneError(
+            "args are transformers' own TrainingArguments, with which Accelerate connects the ranks in its way: write "
+            "'from heterodyne.integrations.huggingface import HeterodyneArguments as TrainingArguments'"
+        )
+    wrong = [f"{name}: {why}" for name, why in _SET.items() if getattr(args, name, None)]
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim not in _ELEMENTWISE:
+        wrong.append(
+            f"optim={optim}: it is none of {', '.join(_ELEMENTWISE)}, which update parts of a tensor as the whole"
+        )
+    if args.load_best_model_at_end and args.save_only_model:
+        wrong.append("load_best_model_at_end with save_only_model: the best model is read from a whole checkpoint")
+    if args._wants_cpu and torch.accelerator.is_available():
+        wrong.append("use_cpu: each rank takes the accelerator that it sees: hide them, CUDA_VISIBLE_DEVICES=''")
+    _require_none(wrong)
+    return args
+
+
+def require_honoured(trainer: Trainer) -> None:
+    """Raises HeterodyneError with all in the trainer that no plan would run."""
+    own = type(trainer).__mro__[: [kind.__name__ for kind in type(trainer).__mro__].index("HeterodyneTrainer")]
+    wrong = [
+        f"{kind.__name__} overrides {name}: {why}"
+        for kind in own
+        for name, why in _OVERRIDDEN.items()
+        if name in vars(kind)
+    ]
+    _require_none([*wrong, *_of(trainer)])
+
+
+def _of(trainer: Any) -> Iterator[str]:
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        yield "optimizers are made already; each rank makes one of what it holds: pass optimizer_cls_and_kwargs=(class, options)"
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        yield "the launcher asks for FSDP or DeepSpeed: start the script with torchrun"
+    if trainer.is_model_parallel:
+        yield "the model is spread by a device_map: load it without one"
+
+
+def _require_none(wrong: list[str]) -> None:
+    if wrong:
+        raise HeterodyneError("\n  ".join(["HeterodyneTrainer cannot honour", *wrong]))

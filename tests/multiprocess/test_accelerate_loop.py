@@ -1,0 +1,137 @@
+"""A loop as Accelerate has them, under unequal shares and a pipeline, is that of one device."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heterodyne.errors import HeterodyneError
+from heterodyne.frontend import trace
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.integrations.accelerate import Accelerator, Promise
+from heterodyne.plan.plan import Plan
+from multiprocess.pool import Pool, World
+from multiprocess.test_own_loop import session_of
+from multiprocess.work import PipelineOf, StageOf, cluster_of, plan_of, staged_plan
+from pure.build import linear, profile
+
+STEPS, CLIP = 20, 0.5
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 8)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.head(self.inner(self.embed(ids)).sum(1))
+        return _Outputs(loss=F.cross_entropy(scores, labels), logits=scores)
+
+
+class _Outputs(dict[str, Any]):
+    @property
+    def loss(self) -> Any:
+        return self["loss"]
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Of uneven lengths."""
+    made = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, 20, (8, 4 + step % 3), generator=generator)
+        made.append({"ids": ids, "labels": ids[:, 0] % 3})
+    return made
+
+
+def loop(model: nn.Module, prepare: Any, backward: Any, clip: Any) -> tuple[list[float], list[float]]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer: Any = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.2}, {"params": others}], lr=0.02, eps=1e-3
+    )
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+    trained, optimizer, loader, scheduler = prepare(model, optimizer, batches(), scheduler)
+    losses, norms = [], []
+    trained.train()
+    for batch in loader:
+        loss = trained(**batch)["loss"] if trained is model else trained(**batch).loss
+        backward(loss)
+        norms.append(float(clip(trained.parameters(), CLIP)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+@functools.cache
+def graph() -> ModelGraph:
+    return trace(Classifier(), batches()[0], name="Classifier").graph
+
+
+def plans() -> dict[str, Plan]:
+    found, here = graph(), cluster_of(3)
+    cut = next(number for number, op in enumerate(found.ops) if "tanh" in op.target) + 1
+    stages = (StageOf(cut, (0,), (1,)), StageOf(len(found.ops), (1,), (1,)))
+    return {
+        "data": plan_of(found, here, ((5,), (2,), (1,))),
+        "1F1B": staged_plan(found, here, [PipelineOf((4, 4), stages)], "1F1B"),
+    }
+
+
+def on_ranks(world: World, found: ModelGraph, plan: Plan, folder: str) -> dict[str, Any]:
+    session = session_of(world)
+    known = profile(found, session.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
+    model, accelerator = Classifier(), Accelerator(clip_grad_norm=CLIP, plan=plan, session=session, profile=known)
+    kept: list[Any] = []
+
+    def prepare(*given: Any) -> Any:
+        kept.extend(accelerator.prepare(*given))
+        return kept
+
+    def clip(parameters: Any, norm: float) -> float:
+        return accelerator.clip_grad_norm_(parameters, norm) or 0.0
+
+    losses, norms = loop(model, prepare, accelerator.backward, clip)
+    accelerator.save_state(folder, scheduler=kept[3].state_dict())
+    assert accelerator.load_state(folder) == {"scheduler": kept[3].state_dict()}
+    accelerator.end_training()
+    return {"losses": losses, "norms": norms, "weights": {n: w.detach().clone() for n, w in model.state_dict().items()}}
+
+
+@pytest.mark.parametrize("name", ["data", "1F1B"])
+def test_a_loop_of_accelerate_is_that_of_one_device(pool: Pool, tmp_path: Path, name: str) -> None:
+    model = Classifier()
+    losses, norms = loop(
+        model,
+        lambda *given: given,
+        lambda loss: loss.backward(),
+        lambda p, norm: nn.utils.clip_grad_norm_(p, norm).item(),
+    )
+    for rank, found in enumerate(pool.run(3, on_ranks, graph(), plans()[name], str(tmp_path))):
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found["weights"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+        if rank == 0:
+            assert found["norms"] == pytest.approx(norms, rel=1e-5)
+
+
+def test_what_a_promise_cannot_give_is_refused() -> None:
+    promise = Promise(batches()[0])
+    for wrong in (lambda: promise / 4, lambda: promise.logits, lambda: F.cross_entropy(promise, torch.ones(1))):
+        with pytest.raises(HeterodyneError, match=r"with the model's own loss: let forward return the whole loss"):
+            wrong()
+    with pytest.raises(HeterodyneError, match="read it after that"):
+        promise.item()
+    model = Classifier()
+    with pytest.raises(HeterodyneError, match="Adafactor is none of AdamW"):
+        Accelerator().prepare(model, torch.optim.Adafactor(model.parameters()), batches())

@@ -1,0 +1,261 @@
+"""A script for the Trainer of Transformers under a plan: what it logs, writes and returns is that of one process."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterodyne.api.loop.batches import batch_format
+from heterodyne.api.loop.model_with_loss import with_loss
+from heterodyne.errors import HeterodyneError
+from heterodyne.frontend import trace
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.plan import Plan
+from multiprocess.pool import Pool, World
+from multiprocess.test_own_loop import session_of
+from multiprocess.work import PipelineOf, StageOf, cluster_of, plan_of, staged_plan
+from pure.build import linear, profile
+
+pytest.importorskip("accelerate")
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from heterodyne.integrations.huggingface import HeterodyneArguments, HeterodyneTrainer
+
+GLOBAL = 8
+SHARES = ((5,), (2,), (1,))
+SAMPLES = 2 * GLOBAL * 4 + 3  # the last batch of an epoch is smaller
+STEPS = 12
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def data(samples: int = SAMPLES, seed: int = 1) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 17, (samples,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(1, 40, (length,), generator=generator).tolist()} for length in lengths]
+
+
+def collated(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+    """Padded to the longest; the draw stands for a collator that masks at random."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([[*row["input_ids"], *[0] * (longest - len(row["input_ids"]))] for row in rows])
+    ids[:, 0] = torch.randint(1, 40, (len(rows),))
+    mask = (ids != 0).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def hits(predictions: Any) -> dict[str, float]:
+    return {"hits": float((predictions.predictions.argmax(-1) == predictions.label_ids).sum())}
+
+
+class Losses(TrainerCallback):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.calls.append(f"step {state.global_step}")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.calls.append("evaluate")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.calls.append("save")
+
+
+def options_of(folder: str, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-4,
+        "weight_decay": 0.1,
+        "warmup_steps": 3,
+        "lr_scheduler_type": "cosine",
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "per_device_eval_batch_size": 4,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **more,
+    }
+
+
+def script(trainer_class: Any, args: Any, resume: bool | str = False, **more: Any) -> dict[str, Any]:
+    """What people write, and what they look at."""
+    calls = Losses()
+    trainer = trainer_class(
+        model=model_of(),
+        args=args,
+        data_collator=collated,
+        train_dataset=data(),
+        eval_dataset=data(11, 2),
+        compute_metrics=hits,
+        callbacks=[calls],
+        **more,
+    )
+    result = trainer.train(resume_from_checkpoint=resume)
+    predicted = trainer.predict(data(5, 3))
+    trainer.save_model()
+    if isinstance(trainer, HeterodyneTrainer):
+        trainer.end()
+    return {
+        "history": [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry],
+        "loss": result.training_loss,
+        "predictions": torch.as_tensor(predicted.predictions),
+        "labels": torch.as_tensor(predicted.label_ids),
+        "calls": calls.calls,
+        "best": Path(trainer.state.best_model_checkpoint or "").name,
+        "weights": {name: weight.detach().clone() for name, weight in trainer.model.state_dict().items()},
+    }
+
+
+@contextmanager
+def launched(world: World) -> Iterator[None]:
+    """The environment of a torchrun."""
+    said = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.world_size, "MASTER_PORT": 1}
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", **{name: str(v) for name, v in said.items()}}):
+        yield
+
+
+def on_ranks(
+    world: World, graph: ModelGraph, plan: Plan, options: dict[str, Any], resume: bool | str = False
+) -> dict[str, Any]:
+    with launched(world):
+        session = session_of(world)
+        known = profile(graph, session.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
+        return script(
+            HeterodyneTrainer,
+            HeterodyneArguments(global_batch_size=GLOBAL, **options),
+            resume,
+            distribution={"plan": plan, "session": session, "profile": known},
+        )
+
+
+@functools.cache
+def graph(smoothing: float = 0.0) -> ModelGraph:
+    """Of the batch that the Trainer begins with: the plans below are made for it."""
+    options = options_of("unused", save_strategy="no", label_smoothing_factor=smoothing)
+    args = HeterodyneArguments(global_batch_size=GLOBAL, **options)
+    trainer = HeterodyneTrainer(
+        model_of(), args, data_collator=collated, train_dataset=data(), eval_dataset=data(11, 2)
+    )
+    batch = trainer._batch(next(iter(trainer.get_train_dataloader())))
+    loss, module = trainer._loss(), trainer.model.train()
+    if loss is not None:
+        module = with_loss(module, loss, batch_format(module, batch, has_loss=True), batch, withheld=("labels",))
+    return trace(module, batch, name=type(trainer.model).__name__).graph
+
+
+def data_plan(shares: Sequence[Sequence[int]] = SHARES) -> Plan:
+    return plan_of(graph(), cluster_of(len(shares)), shares)
+
+
+def pipeline_plan(found: ModelGraph) -> Plan:
+    cut = max(number for number, op in enumerate(found.ops) if "transformer.h.0" in op.module) + 1
+    stages = (StageOf(cut, (0,), (1,)), StageOf(len(found.ops), (1,), (1,)))
+    return staged_plan(found, cluster_of(2), [PipelineOf((4, 4), stages)], "1F1B")
+
+
+def require_equal(found: dict[str, Any], plain: dict[str, Any], since: int = 0) -> None:
+    expected = [entry for entry in plain["history"] if entry["step"] > since]
+    assert [entry["step"] for entry in found["history"] if entry["step"] > since] == [e["step"] for e in expected]
+    for one, of in zip([e for e in found["history"] if e["step"] > since], expected, strict=True):
+        for name in ("loss", "eval_loss", "eval_hits", "learning_rate", "epoch", "grad_norm"):
+            if name in of:
+                assert one[name] == pytest.approx(of[name], rel=1e-5), (name, of["step"])
+    torch.testing.assert_close(found["predictions"], plain["predictions"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["labels"], plain["labels"])
+    torch.testing.assert_close(found["weights"], plain["weights"], rtol=1e-4, atol=1e-6)
+    assert (found["calls"], found["best"]) == (plain["calls"], plain["best"])
+
+
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    return dict(GPT2LMHeadModel.from_pretrained(folder).state_dict())
+
+
+def plain_script(folder: Path, resume: bool | str = False, **more: Any) -> dict[str, Any]:
+    sizes = {"per_device_train_batch_size": GLOBAL, "per_device_eval_batch_size": 12}
+    return script(Trainer, TrainingArguments(**options_of(str(folder), **sizes, **more)), resume)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("plain")
+    return plain_script(folder), folder
+
+
+def test_a_script_under_unequal_shares_is_that_of_one_process(
+    pool: Pool, tmp_path: Path, plain: tuple[dict[str, Any], Path]
+) -> None:
+    expected, files = plain
+    results = pool.run(3, on_ranks, graph(), data_plan(), options_of(str(tmp_path)), timeout_s=200)
+    for found in results:
+        require_equal(found, expected)
+    torch.testing.assert_close(saved_weights(tmp_path), expected["weights"], rtol=1e-4, atol=1e-6)
+    names = {path.name for path in files.iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+    for name in ("trainer_state.json", "rng_state.pth", "scheduler.pt", "model.safetensors"):
+        assert (tmp_path / "checkpoint-5" / name).exists()
+    expected = plain_script(
+        files, str(files / "checkpoint-5")
+    )  # its collator draws again, so it is no part of the first run
+    plan, options = data_plan(((3, 3), (2,))), options_of(str(tmp_path), per_device_eval_batch_size=6)
+    for found in pool.run(2, on_ranks, graph(), plan, options, str(tmp_path / "checkpoint-5"), timeout_s=200):
+        require_equal(found, expected, since=5)
+    torch.testing.assert_close(saved_weights(tmp_path), expected["weights"], rtol=1e-4, atol=1e-6)
+
+
+def test_under_a_pipeline_the_best_model_is_back_at_the_end(pool: Pool, tmp_path: Path) -> None:
+    """Label smoothing stands outside of the model, and no rank holds all of it."""
+    more = {
+        "label_smoothing_factor": 0.1,
+        "load_best_model_at_end": True,
+        "max_steps": 6,
+        "eval_steps": 3,
+        "save_steps": 3,
+    }
+    more |= {"metric_for_best_model": "hits", "greater_is_better": True, "learning_rate": 0.05}
+    expected = plain_script(tmp_path / "plain", **more)
+    options = options_of(str(tmp_path / "ranks"), **{**more, "per_device_eval_batch_size": 6})
+    for found in pool.run(2, on_ranks, graph(0.1), pipeline_plan(graph(0.1)), options, timeout_s=200):
+        require_equal(found, expected)
+
+
+def test_what_no_plan_can_honour_is_refused_with_a_way_out() -> None:
+    with pytest.raises(HeterodyneError, match="HeterodyneArguments as TrainingArguments"):
+        HeterodyneTrainer(model_of(), TrainingArguments("unused", use_cpu=True))
+    args = HeterodyneArguments("unused", use_cpu=True, optim="adafactor", auto_find_batch_size=True)
+    with pytest.raises(
+        HeterodyneError, match=r"(?s)auto_find_batch_size: the planner finds.*optim=adafactor: it is none of"
+    ):
+        HeterodyneTrainer(model_of(), args)
+
+    class Own(HeterodyneTrainer):
+        def compute_loss(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(HeterodyneError, match="Own overrides compute_loss: pass the loss as compute_loss_func="):
+        Own(model_of(), HeterodyneArguments("unused", use_cpu=True))
+    made = torch.optim.SGD(model_of().parameters())
+    with pytest.raises(HeterodyneError, match="optimizers are made already"):
+        HeterodyneTrainer(model_of(), HeterodyneArguments("unused", use_cpu=True), optimizers=(made, None))
