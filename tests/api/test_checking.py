@@ -18,7 +18,6 @@ from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
 from multiprocess.work import cluster_of
 
-
 CALLS: list[int] = []
 
 

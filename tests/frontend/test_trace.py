@@ -163,13 +163,17 @@ def test_autocast_inside_the_model_stays_inside_its_block() -> None:
         (nn.Dropout(0.1).eval(), False),
         (nn.AlphaDropout(0.2), True),
         (nn.ReLU(), False),
-        (nn.RReLU(), True),
     ],
 )
 def test_random_ops_are_those_that_draw(module: nn.Module, drawn: bool) -> None:
     graph = capture(Loss(nn.Sequential(nn.Linear(4, 4), module)), (torch.zeros(2, 4),))
     assert bool(graph.random) == drawn
     assert set(graph.random) <= {op.name for op in graph.ops}
+
+
+def test_draws_that_cannot_belong_to_the_samples_are_refused_with_the_line() -> None:
+    with pytest.raises(CaptureError, match=r"test_trace.py:\d+: aten.rrelu.*cannot be made to belong to the samples"):
+        capture(Loss(nn.Sequential(nn.Linear(4, 4), nn.RReLU())), (torch.zeros(2, 4),))
 
 
 def test_attention_with_dropout_is_random() -> None:
