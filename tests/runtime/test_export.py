@@ -77,3 +77,13 @@ def test_a_state_that_is_no_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="_extra_state"):
         export_model(Odd(1, 1), tmp_path / "model")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_else_is_in_the_directory_stays(tmp_path: Path) -> None:
+    (tmp_path / "model" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "model" / "checkpoint-5" / "state").write_text("kept")
+    (tmp_path / "model" / "model-00001-of-00002.safetensors").write_text("of older weights")
+    directory = export_model(nn.Linear(2, 2), tmp_path / "model")
+    assert {path.name for path in directory.iterdir()} == {"checkpoint-5", "model.safetensors"}
+    assert (directory / "checkpoint-5" / "state").read_text() == "kept"
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}

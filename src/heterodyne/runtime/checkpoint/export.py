@@ -26,30 +26,39 @@ WEIGHTS = "model.safetensors"
 
 
 def export_model(model: nn.Module, directory: Path, state: Mapping[str, Any] | None = None) -> Path:
-    """Write the weights of a model into a directory, in the place of any that are there; the directory.
+    """Write the weights of a model into a directory, in the place of any that are there; the directory. Other files stay.
 
     ``state``: its state dict, where the model here holds but a part of it.
 
-    It is written aside and renamed. Raises CheckpointError if it cannot be written, or if the state dict of a plain module
-    holds something that is no tensor.
+    It is written aside and renamed, file by file where the directory is there already. Raises CheckpointError if it cannot be written, or
+    if the state dict of a plain module holds something that is no tensor.
     """
-    token = secrets.token_hex(4)
-    partial, replaced = (directory.with_name(f"{directory.name}.{what}-{token}") for what in ("partial", "replaced"))
+    partial = directory.with_name(f"{directory.name}.partial-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
         try:
             _write(model, partial, model.state_dict() if state is None else state)
             if directory.exists():
-                directory.rename(replaced)
-            partial.rename(directory)
+                _move(partial, directory)
+            else:
+                partial.rename(directory)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
             f"the weights cannot be written to {directory} ({error.strerror or error}); make room or make it writable"
         ) from error
     return directory
+
+
+def _move(new: Path, directory: Path) -> None:
+    """New files take the place of those of their names; weights of another number of files go."""
+    written = {path.name for path in new.iterdir()}
+    for name in written:
+        (new / name).replace(directory / name)
+    for path in (*directory.glob("model*.safetensors"), *directory.glob("model*.safetensors.index.json")):
+        if path.name not in written:
+            path.unlink()
 
 
 def _write(model: nn.Module, directory: Path, state: Mapping[str, Any]) -> None:
