@@ -87,18 +87,22 @@ class Distributed:
 
     @property
     def plan(self) -> Plan:
+        """Who does what."""
         return self._prepared.plan
 
     @property
     def graph(self) -> ModelGraph:
+        """What was captured of the model."""
         return self._prepared.captured.graph
 
     @property
     def profile(self) -> Profile:
+        """What was measured of the model on each device."""
         return self._prepared.profile
 
     @property
     def rank(self) -> int:
+        """Of this process, from 0."""
         return self._session.rank
 
     @property
