@@ -189,6 +189,7 @@ class ParallelismSection(Section):
             several devices; ``context`` in which their sequences do; ``equal`` gives each device the same share;
             ``fastest`` uses one device.
         micro_batch_sizes: the sizes that are measured and tried.
+        measure_s: about the seconds that measuring may take; with fewer, large sizes are extrapolated from small ones.
         bucket_size: gradients are reduced in buckets of about this size.
         rehearsal_s: about the seconds in which the plans that are foretold to be nearly the fastest are run, to see which is;
             0 to believe the prediction.
@@ -198,6 +199,7 @@ class ParallelismSection(Section):
 
     strategy: Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"] = "auto"
     micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 4, 8)
+    measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     bucket_size: Bytes = 4 * 2**20
     rehearsal_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     check_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0

@@ -178,7 +178,7 @@ def test_what_a_device_left_out_is_said_with_its_name(alone: Communicator) -> No
     machine = Machine(alone, None)
     machine.programs["*"] = FakeProgram(machine.clock, 0.01, 0.02, most=1)
     machine.measure()
-    assert machine.said == ["box/cpu:0: the device is out of memory: the whole model left out"]
+    assert machine.said == ["box/cpu:0: the device is out of memory: the whole model: left out"]
 
 
 def test_a_device_that_is_too_small_is_named(alone: Communicator) -> None:

@@ -18,7 +18,7 @@ from heterodyne.runtime.checkpoint.random_state import restore_random_state
 from heterodyne.runtime.meeting.agreement import Agreement
 from multiprocess.pool import Pool, RemoteError, World
 
-IDENTITY = {"job": {"seed": 0}}
+IDENTITY = {"job": {"training": {"seed": 0}}}
 
 
 def state(value: float) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def refuse(world: World, directory: Path) -> str:
     found = checkpoints.latest()
     assert found is not None
     try:
-        checkpoints.load(found, identity={"job": {"seed": 1}})
+        checkpoints.load(found, identity={"job": {"training": {"seed": 1}}})
     except CheckpointError as error:
         return str(error)
     return "it worked"
@@ -142,7 +142,7 @@ def test_another_job_is_refused_by_all(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, save, tmp_path, None)
     told = pool.run(2, refuse, tmp_path)
     assert told[0] == told[1]
-    assert "job.seed: 0 there, 1 here" in told[0]
+    assert "job.training.seed: 0 there, 1 here" in told[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

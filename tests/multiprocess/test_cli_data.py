@@ -22,7 +22,7 @@ JOB = """
 model: {factory: "model.py:build"}
 data: {dataset: "own.py:documents", packing: true, shuffle_buffer: 20, sequence_length: 16, validation: "own.py:documents"}
 training: {steps: 24, global_batch_size: 8, seed: 3, validation_samples: 8}
-parallelism: {strategy: equal, micro_batch_sizes: [4]}
+parallelism: {strategy: equal, micro_batch_sizes: [4], measure_s: 2}
 checkpoint: {every: 8}
 metrics: {tensorboard: false}
 """

@@ -50,8 +50,8 @@ def test_a_run_leaves_all_that_it_promises(place: Place, undisturbed: dict[tuple
     run = place.path / "undisturbed"
     promised = "job.yaml cluster.json profile.json candidates.json plan.json metrics.jsonl timeline-measured.jsonl summary.json"
     assert {*promised.split(), "report.html", "trace.json", "model", "checkpoint"} <= {p.name for p in run.iterdir()}
-    assert [step for step, kind in undisturbed if kind == "loss"] == list(range(1, 401))
-    assert undisturbed[400, "validation_loss"] < 0.8 * undisturbed[1, "loss"]
+    assert [step for step, kind in undisturbed if kind == "loss"] == list(range(1, 201))
+    assert undisturbed[200, "validation_loss"] < 0.8 * undisturbed[1, "loss"]
     assert "head.weight" in load_file(run / "model" / "model.safetensors")
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
 
@@ -61,7 +61,7 @@ def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_u
 ) -> None:
     """One run, and all that can end it early; each time it says why, and leaves nobody behind."""
     process = place.start(*TRAIN, "--run-dir", "disturbed")
-    place.wait_for_step("disturbed", 20, process)
+    place.wait_for_step("disturbed", 10, process)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -70,7 +70,7 @@ def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_u
     assert main(["report", str(place.path / "disturbed")]) == 0, "what there is can be read"
 
     process = place.start(*TRAIN, "--run-dir", "disturbed", "--resume")
-    place.wait_for_step("disturbed", 130, process)
+    place.wait_for_step("disturbed", 60, process)
     worker(process, 1).send_signal(signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
@@ -80,7 +80,7 @@ def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_u
     assert_nobody_is_left(place)
 
     process = place.start(*TRAIN, "--run-dir", "disturbed", "--resume")
-    place.wait_for_step("disturbed", random.Random(7).randrange(200, 300), process)
+    place.wait_for_step("disturbed", random.Random(7).randrange(90, 140), process)
     kill_all(process)
     heterodyne = (sys.executable, "-m", "heterodyne", *TRAIN, "--run-dir", "disturbed", "--resume")
     status, said = place.run("emulate", "--speeds", "0.9,0.9", "--", *heterodyne)
@@ -110,14 +110,14 @@ def test_a_finished_run_is_extended_and_is_then_complete_again(
     place: Place, undisturbed: dict[tuple[int, str], float]
 ) -> None:
     shutil.copytree(place.path / "undisturbed", place.path / "extended")
-    longer = ("--run-dir", "extended", "--resume", "--set", "training.steps=404")
+    longer = ("--run-dir", "extended", "--resume", "--set", "training.steps=204")
     status, said = place.run(*TRAIN, *longer)
     assert status == 0, said
-    assert "keeps its schedule over 400 steps" in said
+    assert "keeps its schedule over 200 steps" in said
     assert {**place.losses("extended"), **undisturbed} == place.losses("extended")
-    assert (404, "loss") in place.losses("extended")
-    assert json.loads((place.path / "extended" / "summary.json").read_text())["steps"] == 404
-    for again in (longer, (*longer[:-1], "training.steps=402")):
+    assert (204, "loss") in place.losses("extended")
+    assert json.loads((place.path / "extended" / "summary.json").read_text())["steps"] == 204
+    for again in (longer, (*longer[:-1], "training.steps=202")):
         status, said = place.run(*TRAIN, *again)
         assert (status, "nothing left to do" in said) == (0, True), said
 

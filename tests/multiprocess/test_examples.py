@@ -58,13 +58,13 @@ SMALL = ("--width", "16", "--layers", "1", "--steps", "6")
     ("start", "command", "told"),
     [
         (
-            launched,
+            emulated,
             ("classify_100k.py", "--classes", "3000", "--batch", "16", "--steps", "6"),
             "its TaskGraphs ask for it",
         ),
         (launched, ("m6_moe.py", "--batch", "8", *SMALL), "its TaskGraphs ask for it"),
         (
-            emulated,
+            launched,
             (
                 "llama_hybrid.py",
                 "--strategy",

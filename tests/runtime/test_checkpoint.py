@@ -26,7 +26,7 @@ from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state
 from heterodyne.runtime.checkpoint.state_tree import graft, merged, strip
 
-IDENTITY = {"job": {"training": {"seed": 0, "steps": 5}}, "data": {"tokens": "abc"}}
+IDENTITY = {"job": {"training": {"seed": 0, "global_batch_size": 5}}, "data": {"tokens": "abc"}}
 PLAN = '{"version": 1}\n'
 
 
@@ -243,12 +243,12 @@ def test_one_of_another_job_says_in_which_fields(written: Path) -> None:
     checkpoints = Checkpoints(written)
     found = checkpoints.latest()
     assert found is not None
-    other = {"job": {"training": {"seed": 1, "steps": 5}}, "data": {"tokens": "xyz"}}
+    other = {"job": {"training": {"seed": 1, "global_batch_size": 5}}, "data": {"tokens": "xyz"}}
     with pytest.raises(CheckpointError) as caught:
         checkpoints.load(found, identity=other)
     assert "job.training.seed: 0 there, 1 here" in str(caught.value)
     assert "data.tokens: 'abc' there, 'xyz' here" in str(caught.value)
-    assert "steps" not in str(caught.value)
+    assert "global_batch_size" not in str(caught.value)
 
 
 @contextmanager

@@ -390,6 +390,7 @@ def distribute(
             parallelism=ParallelismSection(
                 strategy=strategy,
                 micro_batch_sizes=tuple(micro_batch_sizes),
+                measure_s=measure_budget_s,
                 rehearsal_s=rehearsal_s,
                 check_s=check_s,
             ),
@@ -401,7 +402,6 @@ def distribute(
             settings,
             given=given,
             profile=profile,
-            budget_s=measure_budget_s,
         )
         recorder = Recorder(rank=here.rank, device=here.device)
         worker = make_worker(

@@ -121,10 +121,9 @@ def measure_everywhere(
     settings: Settings,
     *,
     fresh: bool = False,
-    budget_s: float = 60.0,
 ) -> Profile:
     """The profile of this model on this cluster, from the cache where it still holds. Raises MeasureError."""
-    graph = captured.graph
+    graph, budget_s = captured.graph, settings.parallelism.measure_s
     request = Request(
         graph=graph,
         programs=_programs(captured, whole),
@@ -176,7 +175,6 @@ def prepare(
     *,
     given: Plan | None = None,
     profile: Profile | None = None,
-    budget_s: float = 60.0,
 ) -> Prepared:
     """Check, measure, plan, try, rehearse and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its
     prediction can be checked. With a ``profile`` nothing is measured, nothing tried and nothing rehearsed.
@@ -224,10 +222,10 @@ def prepare(
     if profile is not None:
         plan, planned = plan_once(session, search, profile)
     elif given is not None:
-        profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
+        profile = measure_everywhere(session, captured, whole, settings)
         plan, planned, profile = plan_and_try(session, search, profile, attempt, trials=1)
     else:
-        profile = measure_everywhere(session, captured, whole, settings, budget_s=budget_s)
+        profile = measure_everywhere(session, captured, whole, settings)
         plan, planned, profile = plan_and_try(session, search, profile, attempt)
         make = _rehearsal_workers(session, captured, whole, settings, profile)
         batch = _rehearsal_batch(whole, settings)

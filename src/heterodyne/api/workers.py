@@ -6,8 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from heterodyne.cluster.file import load_cluster
 from heterodyne.errors import ClusterError
 from heterodyne.processes import WorkerSpec, launch_workers
@@ -27,6 +25,8 @@ def on_every_device(arguments: Sequence[str], cluster_file: Path | None) -> int 
     if WorkerEnvironment.read() is not None:
         return None
     if cluster_file is None:
+        import torch  # who is given a file starts workers without it: they load it themselves
+
         count = max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
     else:
         cluster = load_cluster(cluster_file)

@@ -27,9 +27,11 @@ def command(
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
     wanted = Job.load(job, tuple(overrides or ()))
-    from heterodyne.api import measure_job, on_every_device
+    from heterodyne.api import on_every_device
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
+    from heterodyne.api import measure_job
+
     return measure_job(wanted, job.parent, cluster_file=cluster, out=out, fresh=fresh)

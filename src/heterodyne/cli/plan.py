@@ -121,11 +121,13 @@ def command(
         return plan_on_paper(
             wanted, job.parent, cluster_file=cluster, out=out, wishes=wishes, say=partial(typer.echo, err=True)
         )
-    from heterodyne.api import on_every_device, plan_job
+    from heterodyne.api import on_every_device
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
+    from heterodyne.api import plan_job
+
     return plan_job(wanted, job.parent, cluster_file=cluster, profile=measured, out=out)
 
 

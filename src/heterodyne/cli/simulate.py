@@ -48,12 +48,14 @@ def command(
         raise HeterodyneError(
             f"--out {out}: there is no directory {out.parent}; make it, or write the timeline elsewhere"
         )
-    from heterodyne.api import Simulated, on_every_device, simulate_job
+    from heterodyne.api import on_every_device
 
     if described is None or measured is None:
         launched = on_every_device(context.obj, cluster)
         if launched is not None:
             return launched
+    from heterodyne.api import Simulated, simulate_job
+
     asked = Simulated(plan=given, schedule=schedule, cluster=described, profile=measured, out=out)
     return simulate_job(wanted, job.parent, asked, cluster_file=cluster)
 

@@ -31,9 +31,11 @@ def command(
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
     wanted = Job.load(job, tuple(overrides or ()))
     given = plan_at(plan)
-    from heterodyne.api import on_every_device, verify_job
+    from heterodyne.api import on_every_device
 
     launched = on_every_device(context.obj, cluster)
     if launched is not None:
         return launched
+    from heterodyne.api import verify_job
+
     return verify_job(wanted, job.parent, cluster_file=cluster, given=given, batches=batches)

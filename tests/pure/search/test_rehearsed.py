@@ -61,7 +61,7 @@ def test_a_rehearsal_is_told_with_the_error_of_the_prediction() -> None:
     seconds = {identity(c.plan): 1.25 * (c.step_s or 0.0) for c in near if c.plan is not None}
     found = searched(**seconds)
     assert "off by -20.0%" in paragraph(found)
-    assert "fastest of 2 ways that were rehearsed" in found.plan.reason
+    assert "fastest of the 2 closest contenders" in found.plan.reason
     assert sum("in rehearsal" in row.note for row in alternatives(found)) == 2
 
 
