@@ -122,7 +122,7 @@ def test_what_ranks_wrote_together_any_number_reads(pool: Pool, tmp_path: Path, 
         assert one["rest"] == state(1.0)["optimizer"]
         assert one["draw"] == (written[rank]["draw"] if rank < 2 else None)
     if idle is None:
-        sizes = [size for name, size in written[0]["sizes"].items() if name.endswith(".distcp")]
+        sizes = [size for name, size in written[0]["sizes"].items() if name.endswith(".safetensors")]
         assert len(sizes) == 2, "both have written"
         assert sum(sizes) < 1.5 * 6 * 40_000, "and nothing twice"
 

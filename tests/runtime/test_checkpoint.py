@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
+import pickle
 import random
+import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +29,7 @@ from torch import nn
 
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.manifest import record
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state
 from heterodyne.runtime.checkpoint.state_tree import graft, merged, strip
 
@@ -189,38 +196,175 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_one_that_is_damaged_anywhere_is_named_and_passed_over(
-    data: st.DataObject, written: Path, tmp_path: Path
-) -> None:
-    shutil.rmtree(tmp_path / "copy", ignore_errors=True)
-    shutil.copytree(written, tmp_path / "copy")
-    newest = tmp_path / "copy" / "step-2"
-    files = sorted(path for path in newest.iterdir() if path.name != "manifest.json")
-    file = data.draw(st.sampled_from([*files, newest / "manifest.json"]), label="file")
-    whole = file.read_bytes()
-    place = data.draw(st.integers(0, len(whole) - 1), label="place")
-    damages = ["cut", "missing"] if file.name == "manifest.json" else ["cut", "missing", "flip"]
-    damage = data.draw(st.sampled_from(damages), label="damage")
-    if damage == "missing":
-        file.unlink()
-    else:
-        flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
-        file.write_bytes(whole[:place] if damage == "cut" else flipped)
-
+def assert_passed_over(directory: Path, file: str) -> str:
+    """The newest, step 2, is passed over with a line that names the file, and cannot be asked for. The line."""
     said: list[str] = []
-    checkpoints = Checkpoints(tmp_path / "copy", say=said.append)
+    checkpoints = Checkpoints(directory, say=said.append)
     found = checkpoints.latest()
     assert found is not None
     assert found.step == 1
     assert checkpoints.load(found, identity=IDENTITY).state["w"][0].item() == 1
     (line,) = said
-    assert file.name in line
+    assert file in line
     with pytest.raises(CheckpointError, match="step-2"):
-        checkpoints.at(newest)
-    if damage == "cut" and file.name != "manifest.json":
-        assert f"{file.name} has {place} bytes of {len(whole)}" in line
+        checkpoints.at(directory / "step-2")
+    return line
+
+
+@pytest.fixture
+def copy(written: Path, tmp_path: Path) -> Path:
+    shutil.copytree(written, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+FILES = ("manifest.json", "plan.json", "rank-0-0.safetensors", "state.json")
+
+
+@given(data=st.data(), file=st.sampled_from(FILES[1:]), damage=st.sampled_from(["cut", "missing", "flip", "swapped"]))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_one_that_is_damaged_anywhere_is_named_and_passed_over(
+    data: st.DataObject, file: str, damage: str, copy: Path, written: Path
+) -> None:
+    path = copy / "step-2" / file
+    whole = (written / "step-2" / file).read_bytes()
+    other = (written / "step-1" / file).read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1), label="place")
+    flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    if damage == "missing":
+        path.unlink()
+    elif damage == "swapped":
+        if other == whole:
+            return
+        path.write_bytes(other)
+    else:
+        path.write_bytes(whole[:place] if damage == "cut" else flipped)
+    line = assert_passed_over(copy, file)
+    if damage == "cut":
+        assert f"{file} has {place} bytes of {len(whole)}" in line
+    path.write_bytes(whole)
+
+
+def test_no_flipped_bit_of_a_manifest_is_believed(copy: Path) -> None:
+    """Each byte in turn, and each length that it can be cut to."""
+    path = copy / "step-2" / "manifest.json"
+    whole = path.read_bytes()
+    checkpoints = Checkpoints(copy)
+    for place, byte in enumerate(whole):
+        for damaged in (whole[:place] + bytes([byte ^ 1]) + whole[place + 1 :], whole[:place]):
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError):
+                checkpoints.at(copy / "step-2")
+
+
+def of_itself(manifest: dict[str, Any]) -> str:
+    """A manifest whose digest is right, as somebody would write it who knows how."""
+    fields = {key: value for key, value in manifest.items() if key != "digest"}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**fields, "digest": hashlib.sha256(text.encode()).hexdigest()})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "2"},
+        {"step": -3},
+        {"step": 1e9},
+        {"step": 2.0},
+        {"step": True},
+        {"step": 10**9},
+        {"step": 3},
+        {"files": {}},
+        {"files": {"../step-1/plan.json": {"bytes": 15, "sha256": "0" * 64}}},
+        {"files": None},
+        {"world_size": 0},
+        {"identity": []},
+        {"version": 99},
+        {"version": "2"},
+        {"more": 1},
+        {"torch": None},
+    ],
+    ids=str,
+)
+def test_an_odd_manifest_is_passed_over_as_a_damaged_one_is(copy: Path, change: dict[str, Any]) -> None:
+    path = copy / "step-2" / "manifest.json"
+    path.write_text(of_itself({**json.loads(path.read_text()), **change}))
+    assert_passed_over(copy, "step-2")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "[" * 100_000,
+        '{"a":' * 5_000 + "1" + "}" * 5_000,
+        '{"step": 1, "step": 2}',
+        '{"step": NaN}',
+        '{"step": ' + "9" * 5_000 + "}",
+        "\ud800",
+        pickle.dumps("text").decode("latin-1"),
+    ],
+    ids=lambda text: text[:12],
+)
+@pytest.mark.parametrize("file", ["manifest.json", "state.json"])
+def test_text_that_is_no_manifest_is_passed_over(copy: Path, text: str, file: str) -> None:
+    (copy / "step-2" / file).write_text(text, errors="surrogatepass")
+    assert_passed_over(copy, file)
+
+
+def test_a_file_that_it_does_not_list_is_no_part_of_it(copy: Path) -> None:
+    (copy / "step-2" / ".metadata").write_bytes(b"")
+    assert_passed_over(copy, ".metadata")
+
+
+class Bomb:
+    """What a pickle of it does when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("file", [*FILES, "rank-1-0.safetensors", ".metadata", "__0_0.distcp"])
+def test_a_pickle_in_place_of_any_file_is_not_run(copy: Path, tmp_path: Path, file: str) -> None:
+    """Also where the manifest lists it as it is, as somebody would who may write there."""
+    directory = copy / "step-2"
+    (directory / file).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+    if file != "manifest.json":
+        manifest = json.loads((directory / "manifest.json").read_text())
+        manifest["files"][file] = record(directory / file).model_dump()
+        (directory / "manifest.json").write_text(of_itself(manifest))
+    checkpoints = Checkpoints(copy)
+    found = checkpoints.latest()
+    assert found is not None
+    with suppress(CheckpointError):
+        checkpoints.load(found, identity=IDENTITY)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_nothing_on_the_way_of_resume_reads_pickles() -> None:
+    """Of our own modules that the trainer loads; between the ranks of a run, objects are pickled by torch.distributed."""
+    program = "import sys, heterodyne.runtime.checkpoint.checkpoints; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not [
+        name
+        for name in loaded
+        if name.startswith(("torch.distributed.checkpoint", "heterodyne.api.checkpoint_conversion"))
+    ]
+    for name in loaded:
+        if name.startswith("heterodyne.runtime.checkpoint"):
+            text = Path(str(importlib.util.find_spec(name).origin)).read_text()  # type: ignore[union-attr]
+            assert not re.search(r"\b(pickle|torch\.load|eval|exec|np\.load)\b", text), name
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, torch.float32, b"bytes", {(1, 2): 3}], ids=repr)
+def test_what_no_checkpoint_can_hold_is_refused_with_its_place(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"state\.scheduler\.fns\[1\]"):
+        save(Checkpoints(tmp_path), 1, {"scheduler": {"fns": [1, value]}})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from heterodyne.api.checkpoint_conversion import convert_checkpoint
     from heterodyne.api.distributed import Distributed, distribute
     from heterodyne.api.global_batches import Batches, batches
     from heterodyne.api.loop.callbacks import Callback
@@ -39,6 +40,7 @@ _HOMES = {
     "Trackers": "heterodyne.runtime.records.trackers.trackers",
     "batches": "heterodyne.api.global_batches",
     "capture": "heterodyne.frontend",
+    "convert_checkpoint": "heterodyne.api.checkpoint_conversion",
     "distribute": "heterodyne.api.distributed",
     "measure_job": "heterodyne.api.measure",
     "on_every_device": "heterodyne.api.workers",
@@ -58,6 +60,8 @@ __all__ = [
     "Trackers",
     "batches",
     "capture",
+    "convert_checkpoint",
+    "convert_checkpoint",
     "distribute",
     "measure_job",
     "on_every_device",

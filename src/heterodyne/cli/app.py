@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 import heterodyne
-from heterodyne.cli import devices, emulate, measure, plan, report, simulate, train, verify
+from heterodyne.cli import convert_checkpoint, devices, emulate, measure, plan, report, simulate, train, verify
 from heterodyne.cli.failure import of_the_system, tell
 from heterodyne.errors import HeterodyneError
 
@@ -45,8 +45,8 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for verb in (devices, measure, plan, simulate, train, verify, report):
-        app.command(verb.__name__.rpartition(".")[2])(_ending(verb.command))
+    for verb in (devices, measure, plan, simulate, train, verify, report, convert_checkpoint):
+        app.command(verb.__name__.rpartition(".")[2].replace("_", "-"))(_ending(verb.command))
     app.command("emulate", context_settings={"allow_interspersed_args": False})(_ending(emulate.command))
     return app
 

@@ -1,52 +1,47 @@
 """Checkpoints of a run: ``step-N`` directories that are whole or not there.
 
-A checkpoint is written by all ranks, through torch.distributed.checkpoint, into ``step-N.partial-xxxx``; what several
-ranks hold alike is written by one of them. When every file is on the disk, the manifest is written, and then the directory
-gets its name: a process that is killed at any moment leaves the previous checkpoint as it was. The directory must be one
-that all ranks see.
+A checkpoint is written by all ranks into ``step-N.partial-xxxx``; what several ranks hold under one name is written by one of
+them. When every file is on the disk, the manifest is written, and then the directory gets its name: a process that is killed at
+any moment leaves the previous checkpoint as it was. The directory must be one that all ranks see. Nothing in it is code, and
+nothing is taken for what it is not: every byte is checked before any is used.
 
     step-N/
-      __R_0.distcp, .metadata   torch.distributed.checkpoint's own: tensors by name, the skeleton that holds them, one entry
-                                ``random/R`` a rank
-      plan.json                 the plan at that time
-      manifest.json             see `heterodyne.runtime.checkpoint.manifest`
+      rank-R-K.safetensors   tensors by name: of the state, and of the random number generators of rank R
+      state.json             what holds the tensors, see `heterodyne.runtime.checkpoint.state_json`
+      plan.json              the plan at that time
+      manifest.json          see `heterodyne.runtime.checkpoint.manifest`
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_entries
-from torch.distributed.checkpoint.state_dict_saver import save as write_entries
 
 from heterodyne.errors import CheckpointError
 from heterodyne.job import decisive
-from heterodyne.runtime.checkpoint.manifest import Manifest, differences, record
+from heterodyne.runtime.checkpoint.manifest import FileRecord, Manifest, differences, json_of, record, write_json
 from heterodyne.runtime.checkpoint.random_state import random_state
+from heterodyne.runtime.checkpoint.state_json import decoded, encoded
 from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, strip
+from heterodyne.runtime.checkpoint.tensor_files import assigned, read_tensors, write_tensors
 from heterodyne.runtime.meeting.agreement import Agreement
 
 __all__ = ["Checkpoint", "Checkpoints", "Restored"]
 
 PLAN = "plan.json"
+_SKELETON = "state.json"
+_SKELETON_BYTES = 1 << 30
 _WHOLE = re.compile(r"^step-([0-9]+)$")
 _PARTIAL = re.compile(r"^step-[0-9]+\.partial-[0-9a-f]+$")
-_STATE, _SKELETON, _RANDOM = "state", "skeleton", "random"
+_ROOT, _STATE, _RANDOM = "checkpoint", "state", "random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +112,15 @@ class Checkpoints:
         self._ranks = agreement or Agreement(group=None, rank=0, size=1)
         self._say = say
 
-    def save(self, step: int, state: Any, *, identity: Mapping[str, Any], plan: str) -> Path:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        identity: Mapping[str, Any],
+        plan: str,
+        generators: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write a checkpoint and let go of the oldest ones.
 
         Args:
@@ -126,31 +129,30 @@ class Checkpoints:
                 name must be equal. A rank without any state gives None.
             identity: what a run must agree in to continue this one, as nested JSON values.
             plan: its text.
+            generators: `random_state` of each rank, by its number; None: of this rank as it is now.
 
         Raises CheckpointError on every rank if any of them cannot write; the earlier checkpoints are then as they were.
         """
+        own = {_STATE: state, _RANDOM: {str(self._ranks.rank): random_state()} if generators is None else generators}
+        if state is None:
+            del own[_STATE]
+        tensors, skeleton = strip(own, _ROOT)
         partial = self._ranks.first(lambda: self._begin(step))
         try:
-            tensors, skeleton = strip(state, _STATE)
-            whole = merged(self._ranks.each(lambda: skeleton))
-            entries: dict[str, Any] = {**tensors, f"{_RANDOM}/{self._ranks.rank}": random_state(), _SKELETON: whole}
-            with self._explained(f"the checkpoint of step {step} cannot be written to {self.directory}", _REMEDY):
-                write_entries(
-                    entries,
-                    storage_writer=FileSystemWriter(partial),
-                    planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                    process_group=self._ranks.group,
-                    no_dist=self._ranks.size == 1,
-                )
-            files = self._ranks.each(lambda: self._records(partial))
+            parts = self._ranks.each(
+                lambda: (encoded(skeleton), {name: tensor.nbytes for name, tensor in tensors.items()})
+            )
+            mine = assigned([held for _, held in parts], self._ranks.rank)
+            files = self._ranks.each(lambda: self._write(partial, step, {name: tensors[name] for name in mine}))
             manifest = Manifest(
                 step=step,
-                identity=identity,
-                world_size=self._ranks.size,
+                identity=dict(identity),
+                world_size=self._ranks.size if generators is None else len(generators),
                 torch=torch.__version__,
                 files={name: file for written in files for name, file in written.items()},
             )
-            return self._ranks.first(lambda: self._finish(partial, manifest, plan))
+            whole = merged([decoded(part) for part, _ in parts])
+            return self._ranks.first(lambda: self._finish(partial, manifest, encoded(whole), plan))
         except CheckpointError:
             if self._ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -174,29 +176,21 @@ class Checkpoints:
         lead to each. Raises CheckpointError if it is of a run of another identity.
         """
         checkpoint.require(identity)
-        entries: dict[str, Any] = {}
-        left_out: set[str] = set()
-        with self._explained(f"{checkpoint.path} cannot be read", "resume from an earlier one by moving it away"):
-            reader = FileSystemReader(checkpoint.path)
-            mine = f"{_RANDOM}/{self._ranks.rank}"
-            for name, entry in reader.read_metadata().state_dict_metadata.items():
-                if isinstance(entry, TensorStorageMetadata):
-                    if not wanted(keys_of(name)):
-                        left_out.add(name)
-                    else:
-                        entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-                elif name in (_SKELETON, mine):
-                    entries[name] = None
-            read_entries(
-                entries,
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=self._ranks.group,
-                no_dist=self._ranks.size == 1,
-            )
-        tensors: dict[str, Tensor] = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
-        state = graft(entries.get(_SKELETON), tensors, without=left_out)
-        return Restored(step=checkpoint.step, state=state, random=entries.get(mine))
+        path, mine = checkpoint.path, str(self._ranks.rank)
+
+        def is_wanted(name: str) -> bool:
+            kind, *keys = keys_of(name)
+            return wanted(keys) if kind == _STATE else keys[0] == mine
+
+        try:
+            skeleton = decoded(json_of(path / _SKELETON, _SKELETON_BYTES))
+            tensors, others = read_tensors(path, sorted(checkpoint.manifest.files), is_wanted)
+            content = graft(skeleton, tensors, without=others)
+        except (OSError, ValueError, KeyError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}); resume from an earlier one by moving it away"
+            ) from error
+        return Restored(step=checkpoint.step, state=content.get(_STATE), random=content.get(_RANDOM, {}).get(mine))
 
     def at(self, path: Path) -> Checkpoint:
         """The checkpoint in that directory, every byte of it checked. Raises CheckpointError that names what is wrong."""
@@ -235,54 +229,41 @@ class Checkpoints:
         try:
             partial.mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written to {self.directory} ({error.strerror}); {_REMEDY}"
-            ) from error
+            raise self._unwritten(step, str(error.strerror)) from error
         return partial
 
-    def _records(self, partial: Path) -> dict[str, Any]:
-        """What this rank has written; rank 0 also what belongs to all."""
-        names = [path.name for path in partial.glob(f"__{self._ranks.rank}_*.distcp")]
+    def _write(self, partial: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileRecord]:
+        """What this rank has to write, and the records of its files."""
         try:
-            return {name: record(partial / name) for name in names}
+            return {name: record(partial / name) for name in write_tensors(partial, self._ranks.rank, tensors)}
         except OSError as error:
-            raise CheckpointError(f"{error.filename} cannot be read back ({error.strerror})") from error
+            raise self._unwritten(step, f"rank {self._ranks.rank}: {error.strerror}") from error
 
-    def _finish(self, partial: Path, manifest: Manifest, plan: str) -> Path:
+    def _finish(self, partial: Path, manifest: Manifest, skeleton: Any, plan: str) -> Path:
         final = self.directory / f"step-{manifest.step}"
         try:
             with (partial / PLAN).open("w", encoding="utf-8") as file:
                 file.write(plan)
                 file.flush()
                 os.fsync(file.fileno())
-            own = {name: record(partial / name) for name in (PLAN, ".metadata")}
-            Manifest(**{**vars(manifest), "files": {**manifest.files, **own}}).save(partial)
+            write_json(partial / _SKELETON, skeleton)
+            own = {name: record(partial / name) for name in (PLAN, _SKELETON)}
+            manifest.model_copy(update={"files": {**manifest.files, **own}}).save(partial)
             _sync(partial)
             if final.exists():  # a damaged one that was passed over, or this very step again
                 final.rename(final.with_name(f"{final.name}.partial-{secrets.token_hex(4)}"))
             partial.rename(final)
             _sync(self.directory)
         except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {manifest.step} cannot be written to {self.directory} ({error.strerror}); {_REMEDY}"
-            ) from error
+            raise self._unwritten(manifest.step, str(error.strerror)) from error
         for old in self._whole()[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
-    @contextlib.contextmanager
-    def _explained(self, what: str, remedy: str) -> Iterator[None]:
-        """Errors of torch.distributed.checkpoint, which it raises on every rank, in our words."""
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is meant
-                yield
-        except CheckpointException as error:
-            reasons = [
-                f"rank {rank}: {getattr(cause, 'strerror', None) or cause}"
-                for rank, (cause, _) in error.failures.items()
-            ]
-            raise CheckpointError(f"{what} ({'; '.join(reasons)}); {remedy}") from error
+    def _unwritten(self, step: int, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint of step {step} cannot be written to {self.directory} ({reason}); {_REMEDY}"
+        )
 
 
 _REMEDY = "the checkpoints before it are as they were: make room or make the directory writable, then resume"

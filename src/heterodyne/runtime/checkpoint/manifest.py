@@ -1,39 +1,45 @@
 """What a checkpoint says of itself, and whether it is whole.
 
-The manifest is the last file that is written into a checkpoint. It lists every other file with its size and checksum, the
-step, and the identity of the run: the fields of the job that decide the losses, and what the data are. The step is the
-position in everything: in the schedule, in the order of samples and in the history of losses.
+The manifest is the last file that is written into a checkpoint. It lists every other file with its size and SHA-256, the
+step, and the identity of the run: the fields of the job that decide the losses, and what the data are; and it has a digest of
+itself. The step is the position in everything: in the schedule, in the order of samples and in the history of losses.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import zlib
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from heterodyne.errors import CheckpointError
 
-__all__ = ["FileRecord", "Manifest", "differences", "record"]
+__all__ = ["MANIFEST", "FileRecord", "Manifest", "differences", "json_of", "record", "write_json"]
 
 MANIFEST = "manifest.json"
-VERSION = 1
-CHUNK_BYTES = 1 << 20
+VERSION: Final = 2
+_CHUNK_BYTES = 1 << 20
+_MANIFEST_BYTES = 64 << 20
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileRecord:
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileRecord(_Strict):
     """A file as it was written."""
 
-    bytes: int
-    crc32: int
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(_Strict):
     """Of one checkpoint.
 
     Args:
@@ -44,34 +50,44 @@ class Manifest:
         files: every file but the manifest.
     """
 
-    step: int
-    identity: Mapping[str, Any]
-    world_size: int
+    version: Literal[2] = VERSION
+    step: Annotated[int, Field(ge=0)]
+    identity: dict[str, Any]
+    world_size: Annotated[int, Field(ge=1)]
     torch: str
-    files: Mapping[str, FileRecord]
+    files: Annotated[dict[FileName, FileRecord], Field(min_length=1)]
 
     def save(self, directory: Path) -> None:
-        """Write it, to the disk itself."""
-        with (directory / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump({"version": VERSION, **asdict(self)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        """Write it, to the disk itself. Raises OSError."""
+        fields = self.model_dump(mode="json")
+        write_json(directory / MANIFEST, {**fields, "digest": _digest(fields)})
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
-        """Raises CheckpointError if it is not there or not a manifest of this version."""
+        """Raises CheckpointError if it is not there, not a manifest of this version, or not as it was written."""
         path = directory / MANIFEST
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content.pop("version") != VERSION:
+            content = json_of(path, _MANIFEST_BYTES)
+            version = content.get("version")
+            if type(version) is int and 0 < version < VERSION:
+                raise CheckpointError(
+                    f"{path} is of an earlier release (version {version}), which kept Python objects: `heterodyne convert-checkpoint "
+                    f"{directory}` reads it once, and runs what is in it"
+                )
+            if version != VERSION:
                 raise CheckpointError(f"{path} is of another version than {VERSION}: use the release that wrote it")
-            files = {name: FileRecord(**file) for name, file in content.pop("files").items()}
-            return cls(**content, files=files)
+            digest = content.pop("digest")
+            if digest != _digest(content):
+                raise CheckpointError(f"{path} has another content than was written")
+            return cls.model_validate(content)
         except FileNotFoundError as error:
             raise CheckpointError(f"{directory} is no whole checkpoint: {MANIFEST} is missing") from error
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValidationError as error:
+            places = ", ".join(".".join(map(str, fault["loc"])) for fault in error.errors()[:3])
+            raise CheckpointError(f"{path} is corrupt: {places} cannot be as it is") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is corrupt: it is no manifest") from error
 
     def check(self, directory: Path) -> None:
@@ -89,18 +105,55 @@ class Manifest:
                     faults.append(f"{name} has {found.bytes} bytes of {wanted.bytes}")
                 elif found != wanted:
                     faults.append(f"{name} has another content than was written")
+        known = {*self.files, MANIFEST}
+        faults += [
+            f"{path.name} was not written with it" for path in sorted(directory.iterdir()) if path.name not in known
+        ]
+        named = re.fullmatch(r"step-([0-9]+)", directory.name)
+        if named and int(named[1]) != self.step:
+            faults.append(f"it is of step {self.step}")
         if faults:
             raise CheckpointError(f"{directory} is no whole checkpoint: {'; '.join(faults)}")
 
 
 def record(path: Path) -> FileRecord:
-    """Size and CRC-32 of a file. Raises OSError."""
-    size, checksum = 0, 0
+    """Size and SHA-256 of a file. Raises OSError."""
+    size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := file.read(_CHUNK_BYTES):
             size += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
-    return FileRecord(bytes=size, crc32=checksum)
+            digest.update(chunk)
+    return FileRecord(bytes=size, sha256=digest.hexdigest())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write it, to the disk itself. Raises OSError."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def json_of(path: Path, most_bytes: int) -> Any:
+    """The JSON of a file. Raises OSError, and ValueError or RecursionError for what is none: keys given twice, NaN, or too much of it."""
+    if path.stat().st_size > most_bytes:
+        raise ValueError("it is too large")
+    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""The state of every random number generator that training may draw from, on one rank."""
+"""The state of every random number generator that training may draw from, on one rank, as tensors and plain values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ __all__ = ["random_state", "restore_random_state"]
 
 def random_state() -> dict[str, Any]:
     """Of Python, NumPy, torch, and this rank's accelerator if there is one in use."""
+    version, words, gauss = random.getstate()
+    name, keys, place, has_gauss, numpy_gauss = np.random.get_state()
     state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": {
+            "generator": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "place": int(place),
+            "has_gauss": int(has_gauss),
+            "gauss": float(numpy_gauss),
+        },
         "torch": torch.get_rng_state(),
     }
     module = _accelerator()
@@ -26,8 +34,10 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Put back what `random_state` took. An accelerator's state is left out where there is none."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["generator"], keys, numpy["place"], numpy["has_gauss"], numpy["gauss"]))
     torch.set_rng_state(state["torch"])
     module = _accelerator()
     if module is not None and "accelerator" in state:
