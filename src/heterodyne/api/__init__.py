@@ -61,7 +61,6 @@ __all__ = [
     "batches",
     "capture",
     "convert_checkpoint",
-    "convert_checkpoint",
     "distribute",
     "measure_job",
     "on_every_device",
