@@ -13,6 +13,7 @@
     ├── InfeasibleError      no plan exists: which device lacks how many bytes
     ├── DataError            text or token files that are missing, empty or not what they claim to be
     ├── CheckpointError      a checkpoint that is missing, cut short or of another job
+    ├── NumericsError        loss or gradients that stay infinite or not a number
     ├── EmulateError         a cluster that this machine cannot emulate
     └── WorkerError          a worker that died, hung or never came, with rank and host
 
@@ -34,6 +35,7 @@ __all__ = [
     "JobError",
     "MeasureError",
     "NoGraphError",
+    "NumericsError",
     "PlanError",
     "UnitError",
     "VerifyError",
@@ -130,6 +132,10 @@ class DataError(HeterodyneError):
 
 class CheckpointError(HeterodyneError):
     """A checkpoint is missing, incomplete or belongs to another job."""
+
+
+class NumericsError(HeterodyneError):
+    """Loss or gradients are not finite for too many steps in a row, or a state is not. The message says where that was seen first."""
 
 
 class EmulateError(HeterodyneError):

@@ -146,7 +146,10 @@ _GOES_WITH = {
 
 
 class TrainingSection(Section):
-    """How long and how exactly. ``clip_grad_norm`` 0 means no clipping; ``validate_every`` 0 only at the end."""
+    """How long and how exactly. ``clip_grad_norm`` 0 means no clipping; ``validate_every`` 0 only at the end.
+
+    ``max_skipped_steps``: a step whose loss or gradient is not finite is skipped; more than so many in a row end the run.
+    """
 
     steps: Positive = 100
     global_batch_size: Positive = 32
@@ -155,6 +158,7 @@ class TrainingSection(Section):
     clip_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     validate_every: Annotated[int, Field(ge=0)] = 0
     validation_samples: Positive = 64
+    max_skipped_steps: Annotated[int, Field(ge=0)] = 5
 
 
 class OptimizerSection(Section):
@@ -311,6 +315,7 @@ _DECISIVE = ("model", "data", "training", "optimizer")
 _ANY_TIME = frozenset({
     ("data", "cache"), ("data", "validation"), ("model", "loss_count"),
     ("training", "steps"), ("training", "validate_every"), ("training", "validation_samples"),
+    ("training", "max_skipped_steps"),
 })  # fmt: skip
 
 

@@ -68,7 +68,9 @@ def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def save(checkpoints: Checkpoints, step: int, state: Any) -> Path:
-    return checkpoints.save(step, state, identity=IDENTITY, plan=PLAN)
+    path = checkpoints.save(step, state, identity=IDENTITY, plan=PLAN)
+    checkpoints.prune()
+    return path
 
 
 states = st.recursive(

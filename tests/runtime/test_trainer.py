@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-from heterodyne.errors import CheckpointError
+from heterodyne.errors import CheckpointError, NumericsError
 from heterodyne.job import Job, MetricsSection
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.checkpoint.export import WEIGHTS
@@ -57,6 +58,7 @@ class Result:
     loss: float
     grad_norm: float
     lr: float
+    fault: str | None = None
 
 
 class Worker:
@@ -71,6 +73,8 @@ class Worker:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
         self.steps = 0
         self.on_step = on_step
+        self.faults: dict[int, str] = {}
+        self.spoilt: str | None = None
 
     def _loss(self, batch: GlobalBatch) -> torch.Tensor:
         ids = batch.samples(0, batch.size)["input_ids"]
@@ -81,10 +85,12 @@ class Worker:
         self.optimizer.zero_grad()
         loss = self._loss(batch)
         loss.backward()
-        self.optimizer.step()
         self.steps += 1
+        fault = self.faults.get(self.steps)
+        if fault is None:
+            self.optimizer.step()
         self.on_step(self.steps)
-        return Result(loss=loss.item(), grad_norm=1.0, lr=1e-2)
+        return Result(loss=loss.item() if fault is None else math.nan, grad_norm=1.0, lr=1e-2, fault=fault)
 
     def evaluate_sum(self, batch: GlobalBatch) -> tuple[float, float]:
         self.module.eval()
@@ -93,6 +99,9 @@ class Worker:
 
     def needs(self, keys: Any) -> bool:
         return True
+
+    def not_finite(self) -> str | None:
+        return self.spoilt
 
     def weights(self) -> Any:
         return self.module.state_dict()
@@ -291,15 +300,54 @@ def test_a_run_can_be_extended_and_validated_otherwise_but_not_with_another_sche
     ]  # fmt: skip
 
 
-def test_a_loss_that_is_no_number_is_told_once(tmp_path: Path, data: TextData) -> None:
-    (tmp_path / "run").mkdir()
-    notes, worker = Notes(), Worker()
-    nn.init.constant_(worker.module[2].weight, float("nan"))
-    trainer(tmp_path / "run", data, job=job(), worker=worker, notes=notes).train()
-    assert [text for text in notes.said if "the loss is nan" in text] == [
-        "step 1: the loss is nan; a smaller optimizer.lr may help"
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoint").iterdir())
+
+
+def test_a_skipped_step_is_said_and_training_goes_on(tmp_path: Path, data: TextData) -> None:
+    worker, notes = Worker(), Notes()
+    worker.faults = {3: "the loss is nan", 4: "the loss is nan"}
+    outcome = trainer(tmp_path, data, job=job(), worker=worker, notes=notes).train()
+    assert outcome.steps == 8
+    assert [text for text in notes.said if "skipped" in text] == [
+        f"step {step} was skipped, nothing was updated: the loss is nan" for step in (3, 4)
     ]
-    assert lines(tmp_path / "run")[0]["loss"] is None
+    assert [line["loss"] for line in lines(tmp_path) if line["step"] == 3] == [None]
+    assert checkpoints(tmp_path) == [6, 8], "of step 3 there is none: nothing says that its weights are good"
+
+
+def test_steps_that_stay_without_a_finite_loss_end_the_run_and_its_last_good_state_stays(
+    tmp_path: Path, data: TextData
+) -> None:
+    """Step 6 makes weights that give no finite loss any more, after which it is saved: that checkpoint is none to go on from."""
+    worker = Worker()
+    worker.faults = dict.fromkeys((7, 8), "the weights of h.0 are not finite")
+    job_ = job(max_skipped_steps=1)
+    job_ = job_.model_copy(update={"checkpoint": job_.checkpoint.model_copy(update={"keep": 1})})
+    with pytest.raises(
+        NumericsError, match=r"steps 7 to 8 were skipped.*h\.0.*newest checkpoint is of step 3.*--resume"
+    ):
+        trainer(tmp_path, data, job=job_, worker=worker).train()
+    assert names(tmp_path) == ["step-3", "step-6.not-finite"]
+    again = trainer(tmp_path, data, job=job_)
+    assert again.resume() == 3
+    assert again.train().steps == 8
+    assert "step-8" in names(tmp_path)
+
+
+def test_a_state_that_is_not_finite_takes_no_place(tmp_path: Path, data: TextData) -> None:
+    worker = Worker()
+    worker.on_step = lambda step: setattr(worker, "spoilt", "head.weight" if step == 6 else None)
+    with pytest.raises(NumericsError, match=r"after step 6 head\.weight is not finite.*checkpoint is of step 3"):
+        trainer(tmp_path, data, job=job(), worker=worker).train()
+    assert names(tmp_path) == ["step-3"]
+
+
+def test_a_run_whose_last_step_was_skipped_does_not_end_as_if_all_were_well(tmp_path: Path, data: TextData) -> None:
+    worker = Worker()
+    worker.faults = {8: "the loss is inf"}
+    with pytest.raises(NumericsError, match=r"step 8 was skipped.*checkpoint is of step 6"):
+        trainer(tmp_path, data, job=job(), worker=worker).train()
 
 
 @pytest.mark.parametrize("fault", ["threading.Event().wait()", "raise RuntimeError('no more')"])

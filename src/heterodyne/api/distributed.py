@@ -31,12 +31,13 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError
 from heterodyne.frontend.opaque import CountGiven
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import OptimizerSection, ParallelismSection
+from heterodyne.job import OptimizerSection, ParallelismSection, TrainingSection
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.materialise import fill_in
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
@@ -84,6 +85,7 @@ class Distributed:
         self._calls = Calls(session)
         self._names = Names(worker.module)
         self._predictor = Predictor(worker, session.say)
+        self._skipped = SkippedSteps(TrainingSection().max_skipped_steps, session.say)
 
     @property
     def plan(self) -> Plan:
@@ -124,7 +126,9 @@ class Distributed:
     def step(self, batch: BatchLike) -> StepResult:
         """One optimizer step on a global batch, the same on every rank; each works on its share of it.
 
-        Raises DataError for a batch of another size than the plan's, one in which nothing counts, or batches that differ between ranks.
+        A step whose loss or gradient is not finite updates nothing; its result has a ``fault``. Raises NumericsError after more than
+        five of them in a row; DataError for a batch of another size than the plan's, one in which nothing counts, or batches that differ
+        between ranks.
         """
         with self._calls.named("step()"):
             named = self._format.named(batch)
@@ -134,6 +138,7 @@ class Distributed:
             result = self._worker.step(named)
             self._predictor.forget()
             self._records.step(result)
+            self._skipped.note(result.step + 1, result.fault)
         self._tell(lambda callback: callback.on_step_end(self, result))
         return result
 
@@ -201,12 +206,16 @@ class Distributed:
             extra: what else shall be kept, the same on every rank: the state of a scheduler, the position in the data.
             keep: so many of the newest stay.
 
-        Raises CheckpointError on every rank if any of them cannot write.
+        Raises CheckpointError on every rank if any of them cannot write, NumericsError if the last step was skipped or the state is not
+        finite: it would take the place of one that is.
         """
         with self._calls.named("save_checkpoint()"), self.phase("writing a checkpoint"):
+            self._skipped.require_none(self.steps_done)
+            require_finite(self._session.agreement.each(self._worker.not_finite), self.steps_done)
             state = self._names.own_state(self._worker.own_state()) | ({"extra": dict(extra)} if extra else {})
             checkpoints = self._checkpoints(directory, keep)
             path = checkpoints.save(self.steps_done, state, identity=self._identity, plan=self.plan.dump())
+            checkpoints.prune()
         self._tell(lambda callback: callback.on_save(self, path))
         return path
 
@@ -385,7 +394,6 @@ def distribute(
         settings = Settings(
             global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
             precision=precision,
-            clip=clip_grad_norm > 0,
             optimizer=section,
             parallelism=ParallelismSection(
                 strategy=strategy,

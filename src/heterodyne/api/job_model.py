@@ -44,7 +44,6 @@ def settings_of(job: Job) -> Settings:
     return Settings(
         global_batch_size=job.training.global_batch_size,
         precision=job.training.precision,
-        clip=job.training.clip_grad_norm > 0,
         optimizer=job.optimizer,
         parallelism=job.parallelism,
     )

@@ -43,7 +43,6 @@ def costs_of_job(
         optimizer=job.optimizer.name,
         momentum=job.optimizer.momentum,
         precision=precision,
-        clip=job.training.clip_grad_norm > 0,
     )
     if profile is not None:
         measured = MeasuredLayers(graph=captured(job, base), profile=profile, recipe=recipe)

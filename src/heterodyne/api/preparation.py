@@ -45,14 +45,10 @@ _TELL_EVERY_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What planning needs to know of a job, whether it came from a file or from arguments.
-
-    ``clip``: gradients are clipped, which is an action of its own.
-    """
+    """What planning needs to know of a job, whether it came from a file or from arguments."""
 
     global_batch_size: int
     precision: str
-    clip: bool
     optimizer: OptimizerSection
     parallelism: ParallelismSection
 
@@ -203,7 +199,6 @@ def prepare(
             momentum=settings.optimizer.momentum,
             precision="bf16" if settings.precision == "bf16" else "fp32",
             bucket_bytes=settings.parallelism.bucket_size,
-            clip=settings.clip,
             strategy=settings.parallelism.strategy,
             given=given,
             rehearsed=rehearsed,
@@ -232,7 +227,7 @@ def prepare(
         rehearsed = rehearse(session, planned, make, batch, budget_s=settings.parallelism.rehearsal_s)
         if rehearsed:
             plan, planned = plan_once(session, search, profile)
-    return _prepared(session, captured, settings, profile, plan, planned)
+    return _prepared(session, captured, profile, plan, planned)
 
 
 def _with_sizes_for(graph: ModelGraph, settings: Settings) -> Settings:
@@ -245,9 +240,9 @@ def _with_sizes_for(graph: ModelGraph, settings: Settings) -> Settings:
 
 
 def _prepared(
-    session: Session, captured: CapturedModel, settings: Settings, profile: Profile, plan: Plan, planned: Planned | None
+    session: Session, captured: CapturedModel, profile: Profile, plan: Plan, planned: Planned | None
 ) -> Prepared:
-    program = lower(plan, captured.graph, session.cluster, clip=settings.clip)
+    program = lower(plan, captured.graph, session.cluster)
     return Prepared(captured=captured, profile=profile, plan=plan, program=program, planned=planned)
 
 
@@ -261,12 +256,12 @@ def _rehearsal_workers(
         model = session.together(lambda: whole.build(torch.device("cpu")) if first else whole.empty())
         return make_worker(
             session,
-            _prepared(session, captured, settings, profile, plan, None),
+            _prepared(session, captured, profile, plan, None),
             model,
             optimizer=settings.optimizer,
             total_steps=1,
             seed=0,
-            clip_grad_norm=1.0 if settings.clip else 0.0,
+            clip_grad_norm=1.0,
         )
 
     return make

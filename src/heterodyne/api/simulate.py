@@ -148,11 +148,10 @@ def _tell(
         optimizer=settings.optimizer.name,
         momentum=settings.optimizer.momentum,
         precision=plan.precision,
-        clip=settings.clip,
         bucket_bytes=plan.bucket_bytes,
     )
     costs = CostModel(graph=graph, cluster=cluster, profile=profile, recipe=recipe).of(plan)
-    simulation = simulate(lower(plan, graph, cluster, clip=settings.clip), costs)
+    simulation = simulate(lower(plan, graph, cluster), costs)
     show(*simulation_rows(simulation, plan, cluster, costs.lower_bound_s))
     timeline = simulation.timeline([device.id for device in cluster.devices])
     show_step(timeline)

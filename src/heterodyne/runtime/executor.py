@@ -1,12 +1,14 @@
 """Obeys the action list of one rank, one action after the other. Nothing else decides what a step does.
 
 What each action means is said in `plan.program`. Sends and reductions are started and left to themselves. CLIP and STEP wait for
-all reductions, and a step ends when everything that was sent has left.
+all reductions, and a step ends when everything that was sent has left. STEP is left out, on all ranks or on none, if the loss of the
+global batch or the norm of its gradient is not finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,6 +55,7 @@ class Step:
         learning_rate: of this step; None: the optimizer keeps its own.
         losses: of each micro-batch, filled by the forwards.
         grad_norm: filled by CLIP.
+        skipped: filled by STEP: loss or norm is not finite, so nothing was updated.
     """
 
     number: int
@@ -65,6 +68,7 @@ class Step:
     learning_rate: float | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     grad_norm: Tensor | None = None
+    skipped: bool = False
 
 
 class Executor:
@@ -105,6 +109,8 @@ class Executor:
         self._control = control
         self._recorder = recorder
         self._watch = watch
+        # An idle rank has no gradients to look at, so those that have some say so.
+        self._tells = any(not actions for actions in program.ranks)
         self._last_pass = max((i for i, a in enumerate(self._actions) if a.kind in ("B", "I", "W")), default=-1)
         # A whole backward completes gradients while it goes on; the halves of one complete them at their end.
         self._last_of_stage = {a.stage: a for a in self._actions if a.kind == "B"}
@@ -113,6 +119,9 @@ class Executor:
         """Do the actions; without ``update`` only those that make gradients. Returns the loss of the global batch.
 
         The loss travels while the gradients do: sent after the update it would make fast ranks wait for slow ones twice a step.
+        When the gradients are there it is there too, so that to look at it before the update costs no wait of its own.
+
+        Raises DataError, before anything is updated, for a micro-batch that has a loss but counts nothing.
         """
         self._recorder.begin()
         step.parts.stages.begin()
@@ -122,16 +131,36 @@ class Executor:
         for action in self._actions[: self._last_pass + 1]:
             self._do(action, step)
         loss, sent = self._send_loss(step)
+        known: list[float] = []
         for action in self._actions[self._last_pass + 1 :]:
-            if update or action.kind not in _UPDATE:
+            if action.kind == "STEP" and update:
+                self._wait_for_gradients()
+                sent.wait()
+                known.append(known_loss(loss))
+                step.skipped = not _finite(known[0], step.grad_norm)
+            if action.kind not in _UPDATE or (update and not step.skipped):
                 self._do(action, step)
+        told = self._tell(step) if update and self._tells else None
         self._wait_for_gradients()
         if step.parts.transfers is not None:
             step.parts.transfers.settle()
         sent.wait()
+        if told is not None:
+            told()
         self._turn("between steps")
         self._recorder.end(step.number)
-        return known_loss(loss)
+        return known[0] if known else known_loss(loss)
+
+    def _tell(self, step: Step) -> Callable[[], None]:
+        """Let idle ranks know whether the step was skipped; to be called when the step ends."""
+        flag = torch.tensor([float(step.skipped)], dtype=torch.float64)
+        sent = self._control.all_reduce(flag)
+
+        def heard() -> None:
+            sent.wait()
+            step.skipped = bool(flag.item())
+
+        return heard
 
     def _do(self, action: Action, step: Step) -> None:
         """One action. What it waits for is not part of it."""
@@ -209,6 +238,10 @@ class Executor:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
         self._optimizer.step()
+
+
+def _finite(loss: float, norm: Tensor | None) -> bool:
+    return math.isfinite(loss) and (norm is None or math.isfinite(norm.item()))
 
 
 def _number(index: int | None) -> int:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from heterodyne.errors import NumericsError
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.heap import give_back_memory
@@ -32,6 +33,7 @@ from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memo
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.sinks import Sinks
+from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource
 
 __all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker", "identity_of"]
@@ -45,12 +47,16 @@ def identity_of(job: Job, data: DataSource) -> dict[str, Any]:
 
 
 class StepResult(Protocol):
-    """What a step says of the whole global batch; ``grad_norm`` None where this rank does not know it."""
+    """What a step says of the whole global batch; ``grad_norm`` None where this rank does not know it; ``fault`` None unless it was
+    skipped.
+    """
 
     @property
     def loss(self) -> float: ...
     @property
     def grad_norm(self) -> float | None: ...
+    @property
+    def fault(self) -> str | None: ...
     @property
     def lr(self) -> float: ...
 
@@ -77,6 +83,9 @@ class TrainingWorker(Protocol):
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether this rank reads what these keys lead to in the state of all."""
+
+    def not_finite(self) -> str | None:
+        """The first of the trained weights and of the optimizer's state here that is not finite, None if all are."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take of the state of all what is needed here."""
@@ -148,6 +157,8 @@ class Trainer:
         self._identity = identity_of(job, data)
         self._done = 0
         self._saved: int | None = None
+        self._skipped = SkippedSteps(job.training.max_skipped_steps, self._say_first)
+        self._unproved: int | None = None  # a checkpoint whose weights have given no loss yet
         self._validation: Validation | None = None
         self._last: StepRecord | None = None
 
@@ -175,7 +186,11 @@ class Trainer:
             with stop_requests() as stop:
                 interrupted = self._loop(stop, sinks)
             if self._saved != self._done:
+                self._skipped.require_none(self._done)
                 self._save()
+            self._checkpoints.prune()
+        except NumericsError as error:
+            raise self._stopped(error) from error
         finally:
             if sinks is not None:
                 with self._phase("finishing the trackers"):
@@ -208,9 +223,23 @@ class Trainer:
                 return True
             if self._validation_is_due():
                 self._validate(sinks)
-            if every and self._done % every == 0:
+            if every and self._done % every == 0 and not self._skipped.in_a_row:
                 self._save()
         return False
+
+    def _stopped(self, error: NumericsError) -> NumericsError:
+        """The same error, which says what is left; a checkpoint of weights that have given no finite loss is not it."""
+        if self._unproved is not None:
+            self._checkpoints.set_aside(self._unproved)
+        found = self._checkpoints.latest()
+        left = (
+            "There is no checkpoint"
+            if found is None
+            else f"The newest checkpoint is of step {found.step}: change that and use --resume"
+        )
+        told = NumericsError(f"{error}. {left}")
+        told.shared = True
+        return told
 
     def _peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self._worker.device) - self._worker.borrowed_bytes
@@ -234,13 +263,15 @@ class Trainer:
             memory_bytes=self._peak_memory_bytes(),
             time_s=time.time(),
         )
-        if not math.isfinite(record.loss) and (self._last is None or math.isfinite(self._last.loss)):
-            self._say_first(f"step {self._done}: the loss is {record.loss}; a smaller optimizer.lr may help")
         self._last = record
         due = self._done % self._job.metrics.every == 0 or self._done == self._job.training.steps
         if due and sinks is not None:
             sinks.write(record)
         self._reporter.step(record)
+        self._skipped.note(self._done, result.fault)
+        if result.fault is None and self._unproved is not None:
+            self._unproved = None
+            self._checkpoints.prune()
 
     def _validation_is_due(self) -> bool:
         every = self._job.training.validate_every
@@ -260,12 +291,13 @@ class Trainer:
 
     def _save(self) -> None:
         with self._phase("writing a checkpoint"):
+            require_finite(self._ranks.each(self._worker.not_finite), self._done)
             state = dict(self._worker.own_state())
             read = self._data.state_dict()
             if read is not None:
                 state[_DATA] = read
             self._checkpoints.save(self._done, state, identity=self._identity, plan=self._plan.dump())
-        self._saved = self._done
+        self._saved = self._unproved = self._done
 
     def _restore(self, found: Checkpoint) -> None:
         restored = self._checkpoints.load(found, identity=self._identity, wanted=self._wanted)
@@ -276,7 +308,7 @@ class Trainer:
         self._worker.load_state_dict(state)
         if restored.random is not None:
             restore_random_state(restored.random)
-        self._done = self._saved = restored.step
+        self._done = self._saved = self._unproved = restored.step
 
     def _wanted(self, keys: Sequence[str]) -> bool:
         return keys[0] == _DATA or self._worker.needs(keys)

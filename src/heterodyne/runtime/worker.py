@@ -27,6 +27,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source
 from heterodyne.runtime.stages.assembly import Assembly, Parts, StagePrograms, bucket_channels, completed_gradients
 from heterodyne.runtime.weights.clipping import Clipping
+from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.materialise import place_weights
 from heterodyne.runtime.weights.optimizer import (
@@ -54,6 +55,7 @@ class StepResult:
         samples: of this rank.
         count: what the loss counts in the global batch (samples, or tokens).
         seconds: of this rank.
+        fault: what was not finite in loss or gradients, and where; the step was then skipped: nothing was updated. None otherwise.
     """
 
     step: int
@@ -63,10 +65,11 @@ class StepResult:
     count: float
     seconds: float
     norm: Tensor | None = None
+    fault: str | None = None
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm before clipping; None without CLIP in the program, and on idle ranks. Waits for the device."""
+        """The global norm before clipping; None on idle ranks. Waits for the device."""
         return None if self.norm is None else self.norm.item()
 
 
@@ -86,7 +89,7 @@ class Worker:
             ``(name, parameter)`` pairs if its first argument is called ``named_parameters``.
         total_steps: that the schedule of the learning rate stretches over.
         seed: of the dropout masks.
-        clip_grad_norm: for CLIP.
+        clip_grad_norm: the norm to which CLIP scales the gradient down; 0: it is not scaled.
         recorder: notes what happens when; None: nothing is noted.
         watch: is told what this rank is doing (a `Watchdog`); None: nobody is.
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
@@ -135,6 +138,7 @@ class Worker:
             lambda name: self.ownership.box(self.rank, name),
         )
         self._buffers = dict(module.named_buffers())
+        self._statistics = {n: b for n, b in self._buffers.items() if graph.batch_statistics and not b.is_meta}
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self.optimizer = self._make_optimizer(optimizer)
         buckets = bucket_channels(plan, graph, cluster, communicator)
@@ -192,8 +196,10 @@ class Worker:
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
         work = self._work(batch, number)
+        before = {name: buffer.clone() for name, buffer in self._statistics.items()}
         loss = self._executor.run(work)
-        if not self._place.active:
+        fault = self._fault(work, loss, before) if work.skipped else None
+        if not self._place.active and fault is None:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
         self.steps_done = number + 1
         return StepResult(
@@ -204,7 +210,15 @@ class Worker:
             count=work.weights.total,
             seconds=time.perf_counter() - started_s,
             norm=work.grad_norm,
+            fault=fault,
         )
+
+    def _fault(self, work: Step, loss: float, statistics: Mapping[str, Tensor]) -> str:
+        """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""
+        for name, value in statistics.items():
+            self._statistics[name].copy_(value)
+        own = findings(self.graph, self._parameters, list(work.losses.values()), self._place.stages)
+        return first_fault(self.graph, self._communicator.all_gather_object(own), loss)
 
     def gradients(self, batch: GlobalBatchLike, step: int = 0) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of a global batch, as `step` would use them before clipping. No weight is updated; running
@@ -266,6 +280,18 @@ class Worker:
         live ones.
         """
         return self._state.tensors(on)
+
+    def not_finite(self) -> str | None:
+        """The first of the trained weights and of the optimizer's state on this rank that is not finite; None if all are."""
+        for name, parameter in self._parameters.items():
+            state = self.optimizer.state.get(parameter, {})
+            for what, value in [
+                ("", parameter),
+                *((f"the optimizer's {key} of ", held) for key, held in state.items()),
+            ]:
+                if isinstance(value, Tensor) and not all_finite([value]):
+                    return f"{what}{name}"
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""

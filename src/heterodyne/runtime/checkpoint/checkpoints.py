@@ -121,7 +121,7 @@ class Checkpoints:
         plan: str,
         generators: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write a checkpoint and let go of the oldest ones.
+        """Write a checkpoint. The oldest ones stay until `prune`.
 
         Args:
             step: optimizer steps that were done.
@@ -158,6 +158,14 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
+    def prune(self) -> None:
+        """Let go of the oldest ones, now that the newest has shown that it is good."""
+        self._ranks.first(self._prune)
+
+    def set_aside(self, step: int) -> None:
+        """Give the one of a step a name under which it is not found: what it holds has shown that it is not good."""
+        self._ranks.first(lambda: self._set_aside(step))
+
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, every byte of it checked; those that are not are told. None without any.
 
@@ -185,12 +193,14 @@ class Checkpoints:
         try:
             skeleton = decoded(json_of(path / _SKELETON, _SKELETON_BYTES))
             tensors, others = read_tensors(path, sorted(checkpoint.manifest.files), is_wanted)
-            content = graft(skeleton, tensors, without=others)
-        except (OSError, ValueError, KeyError, RecursionError) as error:
+            # Each for itself: of a state of which nothing is wanted, what is no tensor is wanted all the same.
+            state = graft(skeleton.get(_STATE), tensors, without=others)
+            generators = graft(skeleton[_RANDOM].get(mine), tensors)
+        except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); resume from an earlier one by moving it away"
             ) from error
-        return Restored(step=checkpoint.step, state=content.get(_STATE), random=content.get(_RANDOM, {}).get(mine))
+        return Restored(step=checkpoint.step, state=state, random=generators)
 
     def at(self, path: Path) -> Checkpoint:
         """The checkpoint in that directory, every byte of it checked. Raises CheckpointError that names what is wrong."""
@@ -239,6 +249,23 @@ class Checkpoints:
         except OSError as error:
             raise self._unwritten(step, f"rank {self._ranks.rank}: {error.strerror}") from error
 
+    def _prune(self) -> None:
+        for old in self._whole()[self._keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _set_aside(self, step: int) -> None:
+        path = self.directory / f"step-{step}"
+        aside = path.with_name(f"{path.name}.not-finite")
+        try:
+            if aside.exists():
+                shutil.rmtree(aside)
+            if path.exists():
+                path.rename(aside)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be renamed ({error.strerror}); remove it before you resume"
+            ) from error
+
     def _finish(self, partial: Path, manifest: Manifest, skeleton: Any, plan: str) -> Path:
         final = self.directory / f"step-{manifest.step}"
         try:
@@ -256,8 +283,6 @@ class Checkpoints:
             _sync(self.directory)
         except OSError as error:
             raise self._unwritten(manifest.step, str(error.strerror)) from error
-        for old in self._whole()[self._keep :]:
-            shutil.rmtree(old, ignore_errors=True)
         return final
 
     def _unwritten(self, step: int, reason: str) -> CheckpointError:

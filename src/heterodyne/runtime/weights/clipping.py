@@ -1,4 +1,4 @@
-"""Gradients scaled down to a global norm, wherever the parameters are."""
+"""The norm of all gradients of the model together, and gradients scaled down to it, wherever the parameters are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clipping:
     Args:
         parameters: those of this rank that are trained.
         counted: of which parameters this rank adds the norm of which boxes to that of the others; each element is counted once.
-        largest: the norm to scale down to; smaller gradients stay as they are.
+        largest: the norm to scale down to; smaller gradients stay as they are. 0: none is scaled, the norm is taken all the same.
         channel: joins the ranks that count; None: this rank has all parameters, and needs no others.
     """
 
@@ -39,7 +39,10 @@ class Clipping:
     def clip(self) -> Tensor:
         """Scale the gradients; the norm before. Collective over the channel."""
         if self._channel is None:
-            norm: Tensor = nn.utils.clip_grad_norm_(self._parameters.values(), self._largest)
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            norm: Tensor = nn.utils.get_total_norm(gradients)
+            if self._largest:
+                nn.utils.clip_grads_with_norm_(self._parameters.values(), self._largest, norm)
             return norm
         counted = [
             boxed(p.grad, box)
@@ -51,7 +54,7 @@ class Clipping:
         total = own.detach().to("cpu", torch.float64).square()
         self._channel.all_reduce(total).wait()
         norm = total.sqrt()
-        scale = self._largest / (norm + 1e-6)
+        scale = self._largest / (norm + 1e-6) if self._largest else torch.ones(())
         if scale < 1:
             for parameter in self._parameters.values():
                 if parameter.grad is not None:
