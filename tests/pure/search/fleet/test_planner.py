@@ -11,7 +11,7 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.fleet.explain import family_in_words, step_in_words, why_more
-from heterodyne.search.fleet.families import outcomes
+from heterodyne.search.fleet.families import Family, Outcome, best_of_all, outcomes
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
@@ -180,6 +180,41 @@ def test_words_tell_the_step_the_runners_up_and_every_family() -> None:
         words = family_in_words(outcome, planned)
         assert words.startswith(outcome.family.name)
         assert ("impossible" in words) == (outcome.best is None)
+
+
+def test_the_best_of_what_was_found_is_the_plan_whichever_kind_it_is_of() -> None:
+    full = _planner(_pool("fast", 1), _pool("slow", 1)).plan()
+    worse = replace(full, best=full.runners_up[0], runners_up=full.runners_up[1:], frontier=full.runners_up[:1])
+    found = (
+        Outcome(family=Family(name="a", space=Space()), best=full.best),
+        Outcome(family=Family(name="b", space=Space()), best=None, why_not="no room"),
+    )
+    mended = best_of_all(worse, found)
+    assert mended.best.predicted.step_s == full.best.predicted.step_s
+    assert mended.best in mended.frontier
+    assert mended.runners_up == full.runners_up
+    assert best_of_all(worse, found, accepts=lambda plan: plan == worse.best.plan) is worse
+    assert best_of_all(full, found) is full
+    # Runners-up differ in more than the order of their places.
+    shapes = [
+        sorted(
+            (sorted((home.pool, home.widths) for home in group.template.homes), group.replicas)
+            for group in weighed.plan.groups
+        )
+        for weighed in (full.best, *full.runners_up)
+    ]
+    assert all(one != other for number, one in enumerate(shapes) for other in shapes[:number])
+
+
+def test_the_fullest_device_is_told_by_its_own_bytes() -> None:
+    """A device with little memory is the fullest, and another one holds more."""
+    small, large = _pool("slow", 1, memory=3), _pool("fast", 1, memory=60)
+    predictor = _planner(small, large).search(Space()).predictor
+    stages = (Stage(pool="slow", width=1, start=0, stop=3), Stage(pool="fast", width=1, start=3, stop=10))
+    weighed = predictor.weigh(((Template(micro_batch=1, stages=stages), 1),))
+    assert weighed is not None
+    own = weighed.predicted
+    assert own.peak_bytes > own.fullest_bytes == pytest.approx(own.peak_share * small.memory_bytes)
 
 
 def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> None:
