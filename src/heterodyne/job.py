@@ -234,7 +234,11 @@ class MetricsSection(Section):
 
 
 class Job(Section):
-    """What to train. See the module."""
+    """What to train. See the module.
+
+    Args:
+        relative_to: the directory in which relative paths start; None: that of the job file. A run keeps it with its job.
+    """
 
     model: ModelSection
     data: DataSection = DataSection()
@@ -243,19 +247,27 @@ class Job(Section):
     parallelism: ParallelismSection = ParallelismSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
+    relative_to: str | None = None
 
     @classmethod
     def load(cls, path: Path, overrides: tuple[str, ...] = ()) -> Job:
         """Read a job file and apply ``section.field=value`` overrides (values are YAML). Raises JobError with the line."""
         content, lines = read_yaml(path, JobError)
         if not isinstance(content, dict):
-            raise JobError(
-                "a job is a mapping with the sections " + ", ".join(cls.model_fields), path=str(path), line=1
-            )
+            raise JobError("a job is a mapping with the sections " + ", ".join(cls.sections()), path=str(path), line=1)
         given: dict[tuple[str | int, ...], str] = {
             _override(content, override): f"--set {override}" for override in overrides
         }
         return validate(cls, content, error=JobError, path=str(path), lines=lines, overrides=given)
+
+    @classmethod
+    def sections(cls) -> tuple[str, ...]:
+        """Their names, in the order of a file."""
+        return tuple(name for name in cls.model_fields if name != "relative_to")
+
+    def base(self, file: Path) -> Path:
+        """The directory in which relative paths of this job start, which was read from ``file``."""
+        return file.parent if self.relative_to is None else file.parent / self.relative_to
 
     @property
     def schedule_steps(self) -> int:

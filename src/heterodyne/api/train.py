@@ -74,9 +74,9 @@ def train_job(
             if prepared.planned is not None:
                 show_planned(prepared.planned)
             if kept is None:  # else it stands there as it was, with the reasons of that time
-                session.agreement.first_only(lambda: _write_down(run, job, session, prepared))
+                session.agreement.first_only(lambda: _write_down(run, job, base, session, prepared))
             else:
-                session.agreement.first_only(lambda: _write_job(run, job))
+                session.agreement.first_only(lambda: _write_job(run, job, base))
             outcome = _train(session, run, job, base, data, prepared, found)
             if session.rank == 0:
                 _summarise(run, graph, outcome)
@@ -169,8 +169,10 @@ def _kept(
     return plan, profile
 
 
-def _write_job(run: RunDirectory, job: Job) -> None:
-    text = yaml.safe_dump(job.model_dump(mode="json", exclude_none=True), sort_keys=False)
+def _write_job(run: RunDirectory, job: Job, base: Path) -> None:
+    """As it is planned and trained, with the directory in which its relative paths start."""
+    kept = job.model_copy(update={"relative_to": str(base.resolve())})
+    text = yaml.safe_dump(kept.model_dump(mode="json", exclude_none=True), sort_keys=False)
     try:
         run.job.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -179,10 +181,10 @@ def _write_job(run: RunDirectory, job: Job) -> None:
         ) from error
 
 
-def _write_down(run: RunDirectory, job: Job, session: Session, prepared: Prepared) -> None:
+def _write_down(run: RunDirectory, job: Job, base: Path, session: Session, prepared: Prepared) -> None:
     """Everything that is known before the first step. On rank 0. Raises HeterodyneError if it cannot be written."""
     try:
-        _write_job(run, job)
+        _write_job(run, job, base)
     except OSError as error:
         raise HeterodyneError(
             f"{error.filename or run.path} cannot be written ({error.strerror}); make room or make the run directory writable"

@@ -119,7 +119,7 @@ def command(
 
         assert cluster is not None
         return plan_on_paper(
-            wanted, job.parent, cluster_file=cluster, out=out, wishes=wishes, say=partial(typer.echo, err=True)
+            wanted, wanted.base(job), cluster_file=cluster, out=out, wishes=wishes, say=partial(typer.echo, err=True)
         )
     from heterodyne.api import on_every_device
 
@@ -128,7 +128,7 @@ def command(
         return launched
     from heterodyne.api import plan_job
 
-    return plan_job(wanted, job.parent, cluster_file=cluster, profile=measured, out=out)
+    return plan_job(wanted, wanted.base(job), cluster_file=cluster, profile=measured, out=out)
 
 
 def elsewhere(cluster: Path) -> bool:

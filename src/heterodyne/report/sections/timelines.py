@@ -52,5 +52,9 @@ def lengths_in_words(title: str, span_s: float, step_s: float | None) -> str:
     if span_s > step_s:
         slower = ", and the step time is a median over all steps" if measured else ""
         return f"{both}: ranks that are done early begin the next step while others still work{slower}."
-    reading = "also counts reading the batch and is a median over all steps" if measured else "also counts what comes between two steps"
+    reading = (
+        "also counts reading the batch and is a median over all steps"
+        if measured
+        else "also counts what comes between two steps"
+    )
     return f"{both}: the step time {reading}."

@@ -62,7 +62,9 @@ def test_over_a_slow_link_shared_weights_stay_on_one_machine() -> None:
         cuts.append(max(len(group.template.stages) for group in found.best.plan.groups))
         # What comes next differs in more than the order of its places.
         kinds = [
-            sorted((group.replicas, sorted(home.pool for home in group.template.homes)) for group in weighed.plan.groups)
+            sorted(
+                (group.replicas, sorted(home.pool for home in group.template.homes)) for group in weighed.plan.groups
+            )
             for weighed in (found.best, *found.runners_up)
         ]
         assert len(kinds) > 1
