@@ -6,7 +6,6 @@ Everything is laid out here as texts and places; the templates only put them int
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
