@@ -189,7 +189,8 @@ class ParallelismSection(Section):
             several devices; ``context`` in which their sequences do; ``equal`` gives each device the same share;
             ``fastest`` uses one device.
         micro_batch_sizes: the sizes that are measured and tried.
-        measure_s: about the seconds that measuring may take, a sixth of it on a single device; with fewer, large sizes are extrapolated from small ones.
+        measure_s: about the seconds that measuring may take, a sixth of it on a single device; with fewer, large sizes are
+            extrapolated from small ones.
         bucket_size: gradients are reduced in buckets of about this size.
         rehearsal_s: about the seconds in which the plans that are foretold to be nearly the fastest are run, to see which is;
             0 to believe the prediction.

@@ -20,7 +20,7 @@ def test_weights_gradients_and_states_have_to_fit_into_all_devices_together() ->
     require_room(MODEL, cluster(2, memory=2 * WEIGHTS), optimizer=ADAMW, parallelism=ANY)
     require_room(MODEL, cluster(1, memory=2 * WEIGHTS), optimizer=SGD, parallelism=DATA)
     for devices, memory, parallelism in ((2, 2 * WEIGHTS - 1, ANY), (2, 2 * WEIGHTS, DATA)):
-        with pytest.raises(InfeasibleError, match="nothing is measured.*gradients.*adamw") as refused:
+        with pytest.raises(InfeasibleError, match=r"nothing is measured.*gradients.*adamw") as refused:
             require_room(MODEL, cluster(devices, memory=memory), optimizer=ADAMW, parallelism=parallelism)
         assert "--cluster fleet.yaml --on-paper" in str(refused.value)
         assert set(refused.value.shortfalls) == {device.id for device in cluster(devices).devices}

@@ -58,9 +58,10 @@ def plan_on_paper(
     else:
         say(f"planning on paper for {count}: from datasheets; nothing is measured")
         for kind in _without_units(then, job.training.precision):
-            say(
-                f"{kind} has no {job.training.precision} tensor cores by its datasheet; the speed of the nearest precision is assumed"
+            instead = (
+                "fp32 speed is assumed" if wishes.framework is None else "the speed of the nearest precision is assumed"
             )
+            say(f"{kind} has no {job.training.precision} tensor cores by its datasheet; {instead}")
     space = _space(wishes)
     planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
     plan: Plan | None = None

@@ -59,6 +59,8 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
         raise ClusterError(
             f"the memory bandwidth of {device.kind} is not known: give it under 'kinds' in the cluster file"
         )
+    if precision == "bf16" and not software.fp16:
+        device = _without_fp16(device)
     wanted: Precision = "bf16" if precision == "fp8" and "fp8" not in device.peak_flops else precision
     of_products = _best_flops(device, generation.best, wanted, known)
     rate = fitted.training * (stated.tuned if software.tuned else 1.0)
@@ -75,6 +77,14 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
         element_bytes=4 if precision in ("fp32", "tf32") else 2,
         prologue=fitted.prologue,
     )
+
+
+def _without_fp16(device: Accelerator) -> Accelerator:
+    """What is left of it for a program that computes in bf16 only."""
+    peaks, measured = (
+        {p: f for p, f in own.items() if p != "fp16"} for own in (device.peak_flops, device.measured_flops)
+    )
+    return replace(device, peak_flops=peaks, measured_flops=measured)
 
 
 def _best_flops(device: Accelerator, part: float, precision: Precision, known: Constants) -> float:
