@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from heterodyne.api.printing import show
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.report.fleet_tables import changed_rows, fleet_rows, frontier_rows, ranked_rows, stage_rows
-from heterodyne.search.fleet.explain import family_in_words, step_in_words
+from heterodyne.search.fleet.explain import family_in_words, meeting_in_words, step_in_words
 from heterodyne.search.fleet.families import Outcome
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.space import Space
@@ -38,6 +38,9 @@ def show_fleet_plan(
     show(fleet_rows(fleet), stage_rows(planner.fleet, found.best.plan, predictor.expert_width))
     show(ranked_rows(found, seq=seq))
     _say(step_in_words(found))
+    apart = meeting_in_words(planner.fleet, found.best.plan)
+    if apart:
+        _say(apart)
     if frontier:
         show(frontier_rows(found.frontier, seq=seq))
     for outcome in families:

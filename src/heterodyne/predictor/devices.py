@@ -52,6 +52,8 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
 
     Raises ClusterError, with what is missing, for a device whose datasheet lacks a peak or the bandwidth of its memory.
     """
+    if precision == "bf16" and not software.fp16:
+        device = _without_fp16(device)
     known = known or constants()
     fitted, stated = known.fitted, known.stated
     generation = generation_of(device.kind)
@@ -59,8 +61,6 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
         raise ClusterError(
             f"the memory bandwidth of {device.kind} is not known: give it under 'kinds' in the cluster file"
         )
-    if precision == "bf16" and not software.fp16:
-        device = _without_fp16(device)
     wanted: Precision = "bf16" if precision == "fp8" and "fp8" not in device.peak_flops else precision
     of_products = _best_flops(device, generation.best, wanted, known)
     rate = fitted.training * (stated.tuned if software.tuned else 1.0)

@@ -40,9 +40,8 @@ def frontier_picture(frontier: Sequence[Weighed], path: Path, *, title: str) -> 
     right, top = 1.08 * max(x for x, _ in points), 1.12 * max(y for _, y in points)
     beside = [point for number, point in enumerate(points) if number not in least]
     if beside:
-        axis.scatter(
-            *zip(*beside, strict=True), color=_FAINT, s=14, zorder=1, label="fewer devices for more money or time"
-        )
+        right_of, above = zip(*beside, strict=True)
+        axis.scatter(right_of, above, color=_FAINT, s=14, zorder=1, label="fewer devices for more money or time")
     across, up = zip(*on_it, strict=True)
     axis.step((*across, right), (*up, up[-1]), where="post", color=LIGHT["c0"], linewidth=1.5, zorder=2)
     axis.scatter(
