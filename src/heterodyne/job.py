@@ -192,7 +192,7 @@ class ParallelismSection(Section):
         measure_s: about the seconds that measuring may take, a sixth of it on a single device; with fewer, large sizes are
             extrapolated from small ones.
         bucket_size: gradients are reduced in buckets of about this size.
-        rehearsal_s: about the seconds in which the plans that are foretold to be nearly the fastest are run, to see which is;
+        rehearsal_s: about the seconds in which the plans that are predicted to be nearly the fastest are run, to see which is;
             0 to believe the prediction.
         check_s: the seconds that may be spent on comparing the captured graph and the parts of a batch with the model itself, once
             a model and before anything is measured; 0 to leave it out.

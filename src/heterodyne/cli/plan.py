@@ -65,7 +65,12 @@ def command(
         list[str] | None, typer.Option("--links", metavar="inter=100Gb/s", help="What if links were like that?")
     ] = None,
     framework: Annotated[
-        str | None, typer.Option("--framework", metavar="NAME", help="Who runs the plan, if not this library.")
+        str | None,
+        typer.Option(
+            "--framework",
+            metavar="NAME",
+            help="Who runs the plan, if not this library; an unknown name lists those that are known.",
+        ),
     ] = None,
     export: Annotated[
         Literal["megatron", "torchtitan", "schedule"] | None,
