@@ -28,7 +28,7 @@ from heterodyne.errors import CaptureError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.runtime.exact.dropout import draws_call_number
-from heterodyne.runtime.exact.interception import Interception
+from heterodyne.runtime.exact.interception import Interception, batch_norms
 from heterodyne.runtime.exact.verify import Comparison, compare
 from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
 from heterodyne.runtime.slices import BatchSource
@@ -203,7 +203,7 @@ class _FixedBatchNorm(Interception):
     """
 
     def __init__(self) -> None:
-        super().__init__({F.batch_norm: self._batch_norm})
+        super().__init__(batch_norms(self._batch_norm))
         self.calls: list[object] = []
 
     def _batch_norm(
