@@ -4,9 +4,12 @@ The shapes show it. An op that reads samples, and gives one thing for all of the
 that is not in proportion to theirs, has mixed them; so has one that works along the dim in which the samples lie. What the
 loss itself sums over the samples is known by then (``passed``), and BatchNorm is served by the runtime.
 
-Whole numbers and truth values choose and count, and what they choose is seen. They may be sorted along the samples: rows are put in order
-of expert, and back, which no row notices. A row's place among those of all samples is another matter: who comes too late for the
-capacity of an expert depends on who else is there.
+Integers and truth values may be reduced over the samples, or compared for each pair of them, as long as nothing is computed from
+the result: the greatest length of a batch, or whether any sample has a flag, is one value of all samples (``common``), and the samples of
+another device would have had another. It is followed until an op computes with it. Integers may also be sorted along the samples:
+rows are put in order of expert, and back, which no row notices, and a count of the rows of each expert says where the rows of the next
+begin. A row's place among those of all samples is another matter: who comes too late for the capacity of an expert depends on who
+else is there.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from torch import Tensor, fx
 
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
-from heterodyne.frontend.batch_values import BatchValues, Dependence, batch_values
+from heterodyne.frontend.batch_statistics import is_batch_norm
+from heterodyne.frontend.batch_values import BatchValues, Dependence, batch_values, with_bases
 from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.sample_order import Samples, samples_in
@@ -48,6 +52,8 @@ class CoupledError(CaptureError):
 
 
 _COUNTING = frozenset({"histc"})  # returns floats that are whole numbers
+# An argument that says which of the sorted rows meet which matrix, of an op that treats each row by itself.
+_ROWS_OF_GROUPS = frozenset({"offs"})
 
 
 def refuse_coupling(traced: Traced, passed: Collection[fx.Node]) -> None:
@@ -77,12 +83,13 @@ def couplings(traced: Traced, passed: Collection[fx.Node]) -> Iterator[tuple[fx.
     values = batch_values(traced, known=passed)
     of_samples = values.samples | values.random
     order = samples_in(traced.graph)
+    common = _common(traced, of_samples)
     for node in leading_to([traced.loss]):
         name = operator_name(node)
-        if node not in of_samples or node.op != "call_function" or "batch_norm" in name or name in _COUNTING:
+        if node not in of_samples or node.op != "call_function" or is_batch_norm(node) or name in _COUNTING:
             continue
-        tensors = [tensor for tensor in tensors_of(node) if tensor.is_floating_point()]
-        read = [t for n in node.all_input_nodes if n in of_samples for t in tensors_of(n) if t.is_floating_point()]
+        tensors = [tensor for tensor in tensors_of(node) if _is_continuous(tensor)]
+        read = [t for n in node.all_input_nodes if n in of_samples for t in tensors_of(n) if _is_continuous(t)]
         reads_samples = any(degree(tensor) > 0 for tensor in read)
         one_for_all = reads_samples and node not in passed and any(degree(tensor) == 0 for tensor in tensors)
         along = _along_the_samples(node)
@@ -92,6 +99,14 @@ def couplings(traced: Traced, passed: Collection[fx.Node]) -> Iterator[tuple[fx.
             yield node, coupled(node)
         elif name in _COMPARES and places.intersection(node.all_input_nodes):
             yield node, _counted(node, "compares places in the order of all samples")
+        elif tensors and (
+            causes := [common[n] for n in _computed_with(node) if n in common and not {n, node} <= set(passed)]
+        ):
+            yield node, _of_all(causes[0], node)
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _refuse_size(node: fx.Node, values: BatchValues, passed: Collection[fx.Node]) -> None:
@@ -122,6 +137,49 @@ def coupled(node: fx.Node) -> CoupledError:
         f"{place}samples see each other: {node.target} makes the samples of a batch depend on each other, and the devices each see only "
         "their own samples. Average over the samples only in the loss; BatchNorm is the one exception inside of a model. A loss that "
         "compares samples (contrastive, in-batch negatives) is exact if no weights of the model come after the comparison.\n"
+    )
+
+
+def _common(traced: Traced, of_samples: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The values that all samples make together (one for all, or something for each pair), and the op that made each of them so."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        if node.op != "call_function" or node not in of_samples or not tensors_of(node):
+            continue
+        cause = next((found[n] for n in _computed_with(node) if n in found), None)
+        if cause is None and _made_of_all(node, of_samples):
+            cause = node
+        if cause is not None:
+            found.update(dict.fromkeys((node, *(n for written in mutates(node) for n in with_bases(written))), cause))
+    return found
+
+
+def _made_of_all(node: fx.Node, of_samples: Collection[fx.Node]) -> bool:
+    """Whether a tensor has no rows for the samples that it was made of, or some for each pair of them."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return False  # each of several outputs for itself
+    source = node.args[0] if node.target is operator.getitem else node
+    read = source.all_input_nodes if isinstance(source, fx.Node) else []
+    of_all = any(n in of_samples and any(degree(tensor) > 0 for tensor in tensors_of(n)) for n in read)
+    return of_all and (degree(value) == 0 or mixed(value))
+
+
+def _computed_with(node: fx.Node) -> list[fx.Node]:
+    """The tensors whose values an op computes with."""
+    rows = {id(argument(node, name)) for name in _ROWS_OF_GROUPS}
+    return [n for n in node.all_input_nodes if id(n) not in rows]
+
+
+def _of_all(cause: fx.Node, node: fx.Node) -> CoupledError:
+    """What to say of a value that all samples make together, and of where it is computed with."""
+    place = f"{line}\n" if (line := line_of(cause, full=True)) else ""
+    used = line_of(node)
+    where = f" (in {used})" if used and used != line_of(cause) else ""
+    return CoupledError(
+        f"{place}samples see each other: {cause.target} makes one value of all samples of a batch, {node.target} computes with it{where}, "
+        "and the devices each see only their own samples, so it would be another value there. Compute it for each sample by itself, as in "
+        ".amax(1) or .any(1), pass it as an input of the batch with one entry for each sample, or give the model a constant.\n"
     )
 
 
