@@ -70,6 +70,12 @@ KNOWN: dict[str, tuple[LossFunction, Loss]] = {
         TOKENS,
     ),
     "class weights": (lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1), weight=n.weights), TOKENS),
+    "class weights, label smoothing and an ignored label that is no class": (
+        lambda n, z, y, m: F.cross_entropy(
+            flat(z), torch.where(y < 0, 255, y).view(-1), weight=n.weights, ignore_index=255, label_smoothing=0.1
+        ),
+        TOKENS,
+    ),
     "label smoothing": (lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1), label_smoothing=0.1), TOKENS),
     "nll": (lambda n, z, y, m: F.nll_loss(flat(z).log_softmax(-1), y.view(-1)), TOKENS),
     "probabilities as target": (lambda n, z, y, m: F.cross_entropy(flat(z), flat(z).detach().softmax(-1)), SAMPLES),
@@ -294,6 +300,16 @@ def test_class_weights_of_a_model_without_values_are_asked_for() -> None:
     real, expected = capture_net(KNOWN["class weights"][0])
     found = captured.loss_count.statistics_of(batch_of(3), dict(real.named_buffers()))
     assert torch.equal(found, expected.loss_count.statistics_of(batch_of(3)))
+
+
+def test_a_label_that_is_no_class_is_found_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """The guard tries some, to see which ones are ignored."""
+    _, captured = capture_net(KNOWN["class weights"][0])
+    batch = batch_of(2)
+    batch["y"].fill_(255)
+    with pytest.raises(IndexError):
+        captured.loss_count.statistics_of(batch)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_batch_is_checked_before_it_is_counted() -> None:
