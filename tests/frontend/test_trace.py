@@ -206,6 +206,12 @@ def test_batch_statistics_are_those_of_batch_norm_in_training(norm: nn.Module, m
     assert bool(graph.batch_statistics) == mixes
 
 
+def test_a_sparse_gradient_is_refused_with_the_line_and_the_parameter() -> None:
+    model = Loss(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)))
+    with pytest.raises(CaptureError, match=r"test_trace.py:\d+: .*\n.*'.*0\.weight' is sparse.*sparse=False"):
+        capture(model, (torch.zeros(2, 3, dtype=torch.long),))
+
+
 NORMS_REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "form that cannot be taken over all devices": lambda h: torch.native_batch_norm(
         h, None, None, None, None, True, 0.1, 1e-5

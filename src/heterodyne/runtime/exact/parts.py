@@ -136,7 +136,7 @@ class _Run:
         losses = [
             self._backward(part, range(*span), weight) for span, part, weight in zip(spans, parts, weights, strict=True)
         ]
-        gradients = {n: p.grad.detach().cpu() for n, p in self._parameters.items() if p.grad is not None}
+        gradients = {n: _dense(n, p.grad).cpu() for n, p in self._parameters.items() if p.grad is not None}
         return _Result(
             loss=known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64)),
             gradients=gradients,
@@ -293,6 +293,14 @@ def _require_no_sync_batch_norm(module: nn.Module) -> None:
                 f"{name!r} is a SyncBatchNorm, which meets the other ranks by itself, whatever samples they have. Write BatchNorm: its "
                 "statistics are taken over all devices"
             )
+
+
+def _dense(name: str, gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        raise CaptureError(
+            f"{name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
+        )
+    return gradient.detach()
 
 
 def _difference(found: Comparison, bar: float, whole: _Result, parts: _Result) -> str:
