@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, fx
 
 from heterodyne.errors import CaptureError
+from heterodyne.frontend.along import SORTS, runs_along_the_samples, works_along_the_samples
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
 from heterodyne.frontend.batch_statistics import is_batch_norm
 from heterodyne.frontend.batch_values import BatchValues, Dependence, batch_values, with_bases
@@ -31,12 +31,6 @@ from heterodyne.frontend.sizes import degree, proportional, size_of
 
 __all__ = ["CoupledError", "coupled", "couplings", "mixed", "refuse_coupling", "refuse_sizes"]
 
-# Each element of their result depends on others along ``dim`` (``dims``).
-_ALONG = frozenset({
-    "softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll",
-    "sort", "argsort", "topk",
-})  # fmt: skip
-_SORTS = frozenset({"sort", "argsort"})
 _ELEMENTWISE = frozenset({
     "add", "add_", "addcmul", "div", "div_", "l1_loss", "maximum", "minimum", "mse_loss", "mul", "mul_", "sub", "sub_", "where",
 })  # fmt: skip
@@ -92,7 +86,7 @@ def couplings(traced: Traced, passed: Collection[fx.Node]) -> Iterator[tuple[fx.
         read = [t for n in node.all_input_nodes if n in of_samples for t in tensors_of(n) if _is_continuous(t)]
         reads_samples = any(degree(tensor) > 0 for tensor in read)
         one_for_all = reads_samples and node not in passed and any(degree(tensor) == 0 for tensor in tensors)
-        along = _along_the_samples(node)
+        along = works_along_the_samples(node)
         if along and not tensors:
             yield node, _counted(node, "goes along the samples of a batch")
         elif along or one_for_all or any(mixed(tensor) for tensor in tensors) or _joins_others(node, order):
@@ -202,7 +196,7 @@ def _places(traced: Traced) -> set[fx.Node]:
             continue
         name = operator_name(node)
         read = {argument(node, "self")} if name in _TAKES else set(node.all_input_nodes)
-        sorts = name in _SORTS and _runs_along_the_samples(node)
+        sorts = name in SORTS and runs_along_the_samples(node)
         if read & found or ((sorts or name in _PUTS) and read & orders):
             found.update((node, *mutates(node)))
         elif sorts or (read & orders and (name in _KEEPS or _is_order(node))):
@@ -230,29 +224,3 @@ def mixed(tensor: Tensor) -> bool:
     """Something for each pair of samples, or one sample more or less than there are."""
     sizes = [size_of(size) for size in tensor.shape]
     return degree(tensor) > 1 or any(not size.is_constant and not proportional(size) for size in sizes)
-
-
-def _along_the_samples(node: fx.Node) -> bool:
-    name = operator_name(node)
-    if name == "scaled_dot_product_attention":
-        query = _tensor(argument(node, "query"))
-        return query is not None and not size_of(query.shape[-2]).is_constant
-    source = _tensor(argument(node, "self"))
-    if name not in _ALONG or source is None or (name in _SORTS and not source.is_floating_point()):
-        return False
-    return _runs_along_the_samples(node)
-
-
-def _runs_along_the_samples(node: fx.Node) -> bool:
-    source = _tensor(argument(node, "self"))
-    if source is None:
-        return False
-    given = argument(node, "dims") if argument(node, "dims") is not None else argument(node, "dim")
-    dims = list(given) if isinstance(given, list | tuple) else [given]
-    over = dims or list(range(source.dim()))  # roll without dims goes through all of them
-    return any(isinstance(dim, int) and not size_of(source.shape[dim]).is_constant for dim in over)
-
-
-def _tensor(value: Any) -> Tensor | None:
-    found = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return found if isinstance(found, Tensor) else None
