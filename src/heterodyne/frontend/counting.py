@@ -138,7 +138,8 @@ class _StatisticsGraph:
             self._graphs[device] = fx.GraphModule(self._root, graph)
         values = [inputs[r.name] if r.kind == "input" else _known(known, r.name, device) for r in self._roles]
         with torch.no_grad():
-            found = self._graphs[device](*values, samples)
+            # Not by a call of the module, which prints what an error says before it raises it: some labels are only tried.
+            found = self._graphs[device].forward(*values, samples)
         return torch.cat([value.double().flatten().to(_HOST) for value in found])
 
     def _number(self, statistic: Statistic, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:

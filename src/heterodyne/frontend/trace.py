@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.aliases import shared_memory
+from heterodyne.frontend.batch_statistics import batch_statistics
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
 from heterodyne.frontend.closures import refuse_closures
@@ -24,7 +25,7 @@ from heterodyne.frontend.coupled_loss import (
     divide_labelled_means,
 )
 from heterodyne.frontend.coupling import CoupledError
-from heterodyne.frontend.describe import batch_statistics, describe, random_ops, ref_of
+from heterodyne.frontend.describe import describe, random_ops, ref_of
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.experts import put_together
 from heterodyne.frontend.export import Traced, export
@@ -32,6 +33,7 @@ from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.replay import Observed, observe
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import spec_of
+from heterodyne.frontend.sparse_gradients import refuse_sparse_gradients
 from heterodyne.frontend.split_loss import split_loss
 from heterodyne.frontend.stage_program import StageProgram, stage_program
 from heterodyne.frontend.stage_values import Pieces
@@ -106,7 +108,9 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     example = read_example(model, example_batch)
     exported = export(model, example)
     refuse_closures(exported, model)
+    refuse_sparse_gradients(exported)
     traced = put_together(exported)
+    statistics = batch_statistics(traced)
     traced, loss, counter, coupled = _read_loss(traced, example, dict(model.named_buffers()))
     if loss.reduction in ("terms", "coupled") and traced.module_only:
         why = "has terms with denominators of their own" if loss.reduction == "terms" else "compares samples"
@@ -126,7 +130,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
         ops=describe(traced, observed, _written_memory(traced, observed), _sample_dims(traced)),
         blocks=find_blocks(traced, observed),
         loss=loss,
-        batch_statistics=batch_statistics(traced),
+        batch_statistics=statistics,
         random=random_ops(traced),
         task_graphs=traced.annotations.task_graphs,
         constants=tuple(_constant(name, value) for name, value in traced.constants.items()),
