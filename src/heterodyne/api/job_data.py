@@ -140,11 +140,13 @@ def _dataset(job: Job, base: Path) -> DataSource:
         collate=collate,
         validation=validation,
         name=str(data.dataset),
+        workers=data.workers,
+        prefetch=data.prefetch,
     )
 
 
 def _map_style(job: Job, dataset: Any, validation: Any, collate: Any = default_collate) -> DatasetSource:
-    lengths = getattr(dataset, "lengths", None) if job.data.balance else None
+    lengths = getattr(dataset, "lengths", None) if job.data.balance or collate is not default_collate else None
     if job.data.balance and lengths is None:
         raise JobError(
             "data.balance: the dataset has no attribute lengths; give it one, with the tokens of each sample"
@@ -157,6 +159,9 @@ def _map_style(job: Job, dataset: Any, validation: Any, collate: Any = default_c
         validation=validation,
         validation_fraction=job.data.validation_fraction,
         lengths=lengths,
+        balance=bool(job.data.balance),
+        workers=job.data.workers,
+        prefetch=job.data.prefetch,
         sequence_length=job.data.sequence_length if isinstance(dataset, PackedRows | PaddedDocuments) else None,
         name=f"{job.data.kind} {job.data.dataset or ''}".strip(),
     )

@@ -6,15 +6,16 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["draws_of"]
+__all__ = ["draws_of", "generator_states"]
 
 
 @contextmanager
-def draws_of(*key: int) -> Iterator[None]:
+def draws_of(*key: int | str) -> Iterator[None]:
     """Seeds the generators of Python, NumPy and torch (on the CPU) with ``key``, and gives them back as they were."""
     words = np.frombuffer(hashlib.blake2b(repr(key).encode(), digest_size=16).digest(), dtype="<u4")
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -27,3 +28,9 @@ def draws_of(*key: int) -> Iterator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
+
+
+def generator_states() -> tuple[object, ...]:
+    """Where the generators that `draws_of` seeds are; equal states compare equal."""
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()
