@@ -91,7 +91,7 @@ class DataSection(Section):
         validation_fraction: without it, the share of the data that is kept apart, never trained on. A stream has none.
         workers: processes of each rank that read its training samples ahead; a stream is read by one. 0: samples are read when they
             are needed.
-        prefetch: global batches of which each of these processes has the rank's samples ready.
+        prefetch: global batches of which each of these processes has the rank's samples ready; 2 by default.
         cache: where token files are kept; None: beside the run.
     """
 
@@ -112,7 +112,7 @@ class DataSection(Section):
     validation: str | tuple[str, ...] | None = None
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     workers: Annotated[int, Field(ge=0)] = 0
-    prefetch: Positive = 2
+    prefetch: Positive | None = None
     cache: str | None = None
 
     @model_validator(mode="before")
@@ -134,7 +134,7 @@ class DataSection(Section):
             raise ValueError(
                 "workers go with packing: false; packed text is memory-mapped, and there is nothing to read ahead"
             )
-        if "prefetch" in self.model_fields_set and not self.workers:
+        if self.prefetch is not None and not self.workers:
             raise ValueError("prefetch is what workers have ready: set workers too")
         return self
 

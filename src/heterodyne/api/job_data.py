@@ -27,6 +27,7 @@ __all__ = ["data_of"]
 
 Say = Callable[[str], None]
 Paths = str | tuple[str, ...]
+_PREFETCH = 2
 
 
 def data_of(job: Job, base: Path, cache: Path, *, say: Say) -> DataSource:
@@ -141,7 +142,7 @@ def _dataset(job: Job, base: Path) -> DataSource:
         validation=validation,
         name=str(data.dataset),
         workers=data.workers,
-        prefetch=data.prefetch,
+        prefetch=data.prefetch or _PREFETCH,
     )
 
 
@@ -158,10 +159,11 @@ def _map_style(job: Job, dataset: Any, validation: Any, collate: Any = default_c
         collate=collate,
         validation=validation,
         validation_fraction=job.data.validation_fraction,
+        validation_lengths=None if lengths is None else getattr(validation, "lengths", None),
         lengths=lengths,
         balance=bool(job.data.balance),
         workers=job.data.workers,
-        prefetch=job.data.prefetch,
+        prefetch=job.data.prefetch or _PREFETCH,
         sequence_length=job.data.sequence_length if isinstance(dataset, PackedRows | PaddedDocuments) else None,
         name=f"{job.data.kind} {job.data.dataset or ''}".strip(),
     )

@@ -26,6 +26,7 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 Key: TypeAlias = tuple[int, int]
 _COLLATOR = "collator"
 _SHOWN = 8
+_HINT = "; where samples differ in length or size, pad or pack them, or bring a collator that does"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +49,7 @@ class Collator:
 
         Args:
             keys: epoch and number of each sample, in the dataset or in the stream.
-            beside: a sample to whose length all are padded, which is not one of them; None: there is none.
+            beside: a sample to whose length all are padded, perhaps one of them; None: there is none.
 
         Raises DataError with the numbers of the samples if they cannot be collated.
         """
@@ -71,7 +72,8 @@ class Collator:
         try:
             found = self.collate(samples)
         except Exception as error:  # whatever the user's own code raises, it is told as that
-            raise DataError(f"{_named(keys)} cannot be collated: {told(error)}") from error
+            hint = _HINT if self.collate is default_collate else ""
+            raise DataError(f"{_named(keys)} cannot be collated: {told(error)}{hint}") from error
         if found is None:
             raise DataError(
                 f"{_named(keys)} were collated to None: let the collator return a mapping of names to tensors"

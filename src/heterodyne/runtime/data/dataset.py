@@ -72,9 +72,11 @@ class DatasetBatch:
         if first < 0 or count < 0 or first + count > self.size:
             raise ValueError(f"samples {first} to {first + count} are not in a batch of {self.size}")
         places = range(first, first + count)
-        beside = None if self.longest is None or self.longest in places else self._longest
         keys = [(int(self.epochs[place]), int(self.indices[place])) for place in places]
-        return self.collator([self._sample(place) for place in places], keys, beside)
+        samples = [self._sample(place) for place in places]
+        if self.longest is None:
+            return self.collator(samples, keys)
+        return self.collator(samples, keys, samples[self.longest - first] if self.longest in places else self._longest)
 
     @cached_property
     def _longest(self) -> Any:
@@ -104,7 +106,7 @@ class DatasetSource(ByStep):
         seed: decides the order, and what the dataset draws.
         collate: makes tensors of a list of samples; torch's own if not given.
         shuffle: False: in the order of the dataset, epoch after epoch.
-        validation: samples of its own; None: ``validation_fraction`` of the dataset.
+        validation, validation_lengths: samples of its own; None: ``validation_fraction`` of the dataset.
         validation_fraction: share of the dataset that is kept apart, evenly spread, 0 for none.
         lengths: tokens of each sample. If given, a collator that pads to the longest sample pads to that of the global batch: it is
             called with that sample beside those of each slice.
@@ -124,6 +126,7 @@ class DatasetSource(ByStep):
     collate: Collate = default_collate
     shuffle: bool = True
     validation: MapDataset | None = None
+    validation_lengths: Sequence[int] | None = None
     validation_fraction: float = 0.0
     lengths: Sequence[int] | None = None
     balance: bool = True
@@ -203,7 +206,7 @@ class DatasetSource(ByStep):
             if self.balance:
                 even = balanced(lengths)
                 indices, epochs, lengths = indices[even], epochs[even], [lengths[place] for place in even]
-            longest = None if self._collator.pads_alike else lengths.index(max(lengths))
+            longest = self._longest(lengths)
         return DatasetBatch(
             dataset=self.dataset, collator=self._collator, indices=indices, epochs=epochs, longest=longest
         )
@@ -211,6 +214,7 @@ class DatasetSource(ByStep):
     def validation_batches(self, samples: int) -> tuple[DatasetBatch, ...]:
         """At most ``samples`` of the validation samples, evenly spread, always the same, in batches of `batch_size` or fewer."""
         dataset = self.dataset if self.validation is None else self.validation
+        lengths = self.lengths if self.validation is None else self.validation_lengths
         held = np.arange(len(dataset)) if self.validation is not None else self._held_out
         if held is None:
             return ()
@@ -218,9 +222,19 @@ class DatasetSource(ByStep):
         chosen = held[np.arange(count, dtype=np.int64) * len(held) // max(1, count)]
         parts = [chosen[first : first + self.batch_size] for first in range(0, count, self.batch_size)]
         return tuple(
-            DatasetBatch(dataset=dataset, collator=self._collator, indices=part, epochs=np.zeros_like(part))
+            DatasetBatch(
+                dataset=dataset,
+                collator=self._collator,
+                indices=part,
+                epochs=np.zeros_like(part),
+                longest=None if lengths is None else self._longest([int(lengths[index]) for index in part]),
+            )
             for part in parts
         )
+
+    def _longest(self, lengths: Sequence[int]) -> int | None:
+        """The place of the longest sample, if the collator is to pad to it."""
+        return None if self._collator.pads_alike else lengths.index(max(lengths))
 
     @cached_property
     def _collator(self) -> Collator:
