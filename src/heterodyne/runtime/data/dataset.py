@@ -27,7 +27,7 @@ from heterodyne.runtime.data.sample_draws import draws_of
 from heterodyne.runtime.data.source import ByStep
 from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["DatasetBatch", "DatasetSource", "MapDataset", "is_map_style"]
+__all__ = ["DatasetBatch", "DatasetSource", "MapDataset", "is_map_style", "length_of"]
 
 
 class MapDataset(Protocol):
@@ -40,6 +40,14 @@ class MapDataset(Protocol):
 def is_map_style(dataset: object) -> bool:
     """Whether samples can be asked for by number. (torch's IterableDataset inherits a ``__getitem__`` that raises.)"""
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+
+
+def length_of(dataset: MapDataset) -> int:
+    """Samples of a dataset. Raises DataError if it cannot say."""
+    try:
+        return len(dataset)
+    except Exception as error:  # whatever the user's own code raises, it is told as that
+        raise DataError(f"the __len__ of the dataset fails: {told(error)}") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,7 +145,7 @@ class DatasetSource(ByStep):
     start_method: str | None = None
 
     def __post_init__(self) -> None:
-        count = len(self.dataset)
+        count = length_of(self.dataset)
         if not count:
             raise DataError("the dataset has no samples: give one that has some")
         if self.lengths is not None and len(self.lengths) != count:
