@@ -306,7 +306,7 @@ class Watchdog:
         if isinstance(error, KeyboardInterrupt):
             return Verdict(rank=me.rank, host=me.host, text=f"{me} was interrupted", interrupted=True)
         if isinstance(error, HeterodyneError):  # made for people, and short
-            return self._blame(me, f"failed: {error}")
+            return self._blame(me, f"failed: {type(error).__name__}: {error}")
         first = (str(error).strip().splitlines() or [""])[0]
         return self._blame(me, f"failed: {type(error).__name__}: {first}")
 
