@@ -23,7 +23,7 @@ from heterodyne.runtime.data.balance import balanced
 from heterodyne.runtime.data.collating import Collate, Collator
 from heterodyne.runtime.data.order import EpochOrder, Indices, held_out
 from heterodyne.runtime.data.read_ahead import Noted, ReadAhead
-from heterodyne.runtime.data.sample_draws import draws_of
+from heterodyne.runtime.data.sample_draws import generators_kept, seed_generators
 from heterodyne.runtime.data.source import ByStep
 from heterodyne.runtime.slices import BatchSource
 
@@ -81,7 +81,8 @@ class DatasetBatch:
             raise ValueError(f"samples {first} to {first + count} are not in a batch of {self.size}")
         places = range(first, first + count)
         keys = [(int(self.epochs[place]), int(self.indices[place])) for place in places]
-        samples = [self._sample(place) for place in places]
+        with generators_kept():
+            samples = [self._sample(place) for place in places]
         if self.longest is None:
             return self.collator(samples, keys)
         return self.collator(samples, keys, samples[self.longest - first] if self.longest in places else self._longest)
@@ -89,13 +90,14 @@ class DatasetBatch:
     @cached_property
     def _longest(self) -> Any:
         assert self.longest is not None
-        return self._sample(self.longest)
+        with generators_kept():
+            return self._sample(self.longest)
 
     def _sample(self, place: int) -> Any:
         index = int(self.indices[place])
         try:
-            with draws_of(self.collator.seed, int(self.epochs[place]), index):
-                return self.dataset[index]
+            seed_generators(self.collator.seed, int(self.epochs[place]), index)
+            return self.dataset[index]
         except DataError as error:
             raise DataError(f"sample {index} of the dataset: {error}") from error
         except Exception as error:  # whatever the user's own code raises, it is told as that

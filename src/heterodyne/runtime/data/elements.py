@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.factories import told
 from heterodyne.runtime.data.read_ahead import Failed, Pool
-from heterodyne.runtime.data.sample_draws import draws_of
+from heterodyne.runtime.data.sample_draws import generators_kept, seed_generators
 
 __all__ = ["END", "Elements", "ElementsAhead", "Stream"]
 
@@ -33,7 +33,8 @@ END = _End()
 class Elements:
     """The elements of a stream, epoch after epoch, and the number of the next one.
 
-    While an element is read, the generators of random numbers are those of its place: an augmentation is the same on each rank.
+    While an element is read, the generators of random numbers are those of its place: an augmentation is the same on each rank. Whoever
+    reads gives the generators back (`generators_kept`).
     """
 
     def __init__(self, stream: Stream, seed: int) -> None:
@@ -49,8 +50,8 @@ class Elements:
     def next(self) -> Any:
         """The next element; `END` after the last one of an epoch. Raises DataError."""
         try:
-            with draws_of(self._seed, self.epoch, self.index):
-                element = next(self._opened())
+            seed_generators(self._seed, self.epoch, self.index)
+            element = next(self._opened())
         except StopIteration:
             if not self.index:
                 raise DataError("the stream has no samples: give one that has some") from None
@@ -77,8 +78,9 @@ class Elements:
         self.epoch, self.index, self._iterator = state["epoch"], state["index"], None
         self._opened(state["stream"])
         self._loaded = state["stream"]
-        for _ in range(state.get("taken", 0)):
-            self.next()
+        with generators_kept():
+            for _ in range(state.get("taken", 0)):
+                self.next()
 
     def _opened(self, state: Any = None) -> Iterator[Any]:
         if self._iterator is None:

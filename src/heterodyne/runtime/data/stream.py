@@ -26,6 +26,7 @@ from heterodyne.runtime.data.collating import Collate, Collator
 from heterodyne.runtime.data.content import content_digest
 from heterodyne.runtime.data.elements import END, Elements, ElementsAhead, Stream
 from heterodyne.runtime.data.packing import row_of, tokens_of
+from heterodyne.runtime.data.sample_draws import generators_kept
 
 __all__ = ["Stream", "StreamBatch", "StreamSource"]
 
@@ -196,11 +197,12 @@ class StreamSource:
             raise ValueError(f"there is no step {step}")
         if step < self._next - bool(self._current):
             self._begin()
-        while self._next <= step:
-            self._current = tuple(
-                self._slots[p * self._slot_count // self.batch_size].sample(self._deal) for p in self._places
-            )
-            self._next += 1
+        with generators_kept():
+            while self._next <= step:
+                self._current = tuple(
+                    self._slots[p * self._slot_count // self.batch_size].sample(self._deal) for p in self._places
+                )
+                self._next += 1
         return StreamBatch(elements=self._current, collator=self._collator, position=step * self.batch_size)
 
     def validation_batches(self, samples: int) -> tuple[StreamBatch, ...]:
@@ -215,8 +217,9 @@ class StreamSource:
             collate=self._collator.collate,
         )
         found: list[Any] = []
-        while len(found) < samples and (sample := source.next_of_first_epoch()) is not None:
-            found.append(sample)
+        with generators_kept():
+            while len(found) < samples and (sample := source.next_of_first_epoch()) is not None:
+                found.append(sample)
         parts = [
             (first, tuple(found[first : first + self.batch_size])) for first in range(0, len(found), self.batch_size)
         ]
