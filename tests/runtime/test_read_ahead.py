@@ -96,9 +96,11 @@ def test_a_stream_read_ahead_is_the_stream_under_any_schedule(seed: int) -> None
 def test_only_the_first_step_is_read_by_the_rank_itself_and_each_process_reads_its_own_samples_only() -> None:
     source = DatasetSource(dataset=Drawn(30), batch_size=6, seed=0, workers=2)
     readers = []
+    before = torch.get_rng_state()
     for step in range(6):
         batch = source.batch(step)
         readers.append({*batch.samples(0, 2)["process"].tolist(), *batch.samples(2, 1)["process"].tolist()})
+    assert torch.equal(before, torch.get_rng_state()), "torch draws a seed for its processes"
     assert readers[0] == {os.getpid()}
     assert all(len(each) == 1 for each in readers)
     assert len(set.union(*readers[1:])) == 2

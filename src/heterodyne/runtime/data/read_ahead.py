@@ -66,6 +66,7 @@ class Pool:
             prefetch_factor=prefetch,
             persistent_workers=True,
             worker_init_fn=partial(_begin, self._notes),
+            generator=torch.Generator(),  # of the seeds of the processes: that of the run stays as it is
             multiprocessing_context=start_method or ("fork" if sys.platform == "linux" else None),
         )
         self._iterator: Iterator[Any] = iter(())
