@@ -220,6 +220,7 @@ def test_no_process_outlives_its_rank(way: str) -> None:
     assert len(readers) == 2
     if way == "kill":
         assert all(psutil.pid_exists(pid) for pid in readers)
+        assert all(os.getpgid(pid) != os.getpgid(rank.pid) for pid in readers), "signals of the run are for the rank"
         rank.kill()
     rank.communicate()
     until = time.monotonic() + 60
