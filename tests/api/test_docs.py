@@ -46,7 +46,12 @@ def test_the_reference_of_the_api_is_that_of_the_code() -> None:
 
 @pytest.mark.parametrize(
     ("page", "known"),
-    [("README.md", what_the_readme_takes_for_granted), ("docs/own-loop.md", dict), ("docs/split.md", dict)],
+    [
+        ("README.md", what_the_readme_takes_for_granted),
+        ("docs/own-loop.md", dict),
+        ("docs/data.md", dict),
+        ("docs/split.md", dict),
+    ],
 )
 def test_its_code_runs(page: str, known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

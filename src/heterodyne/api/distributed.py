@@ -21,7 +21,6 @@ from heterodyne.api.loop.model_with_loss import LossFunction, with_loss
 from heterodyne.api.loop.names import Names
 from heterodyne.api.loop.prediction import Metric, Predictor, gathered_outputs
 from heterodyne.api.loop.run_records import RunRecords, open_run
-from heterodyne.api.loop.same_batch import is_looked_at, require_same
 from heterodyne.api.loop.validation import validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
 from heterodyne.api.loop.whole import copies_of, whole_model
@@ -37,6 +36,7 @@ from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.materialise import fill_in
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
@@ -129,8 +129,9 @@ class Distributed:
         with self._calls.named("step()"):
             named = self._format.named(batch)
             several = self._session.world_size > 1
-            if several and not isinstance(named, BatchSource) and is_looked_at(self.steps_done):
-                require_same(named, self._session.communicator, self.steps_done)
+            if several and is_looked_at(self.steps_done):
+                digests = self._session.communicator.all_gather_object(digest(named))
+                require_same(digests, self.steps_done, given=not isinstance(named, BatchSource))
             result = self._worker.step(named)
             self._predictor.forget()
             self._records.step(result)

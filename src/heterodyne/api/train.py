@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,11 +55,11 @@ def train_job(
     ``name`` is that of the run directory where none is given. With ``resume`` the run goes on from its newest whole checkpoint;
     the plan that it was made under is kept if the cluster is the same.
     """
-    with open_session(cluster_file) as session:
+    with open_session(cluster_file) as session, ExitStack() as stack:
         run = _run_directory(session, name, run_dir, resume=resume)
         with _gone_if_unused(session, run), _alone_in(session, run):
             session.say(f"run directory {run.path}")
-            data = open_data(session, job, base)
+            data = stack.enter_context(closing(open_data(session, job, base)))
             found = _checkpoint(session, run) if resume else None
             if found is not None:
                 job = _continuing(session, job, data, found)

@@ -7,8 +7,9 @@ all reductions, and a step ends when everything that was sent has left.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class Watch(Protocol):
 
     def waiting(self, state: str) -> None:
         """It begins to wait for others."""
+
+    def phase(self, state: str) -> AbstractContextManager[Any]:
+        """Around what takes long and is no action."""
 
 
 @dataclass(kw_only=True, eq=False)
