@@ -295,7 +295,11 @@ class PlanStrategy(Strategy):
             for group, names in zip(script.param_groups, self._groups, strict=True):
                 group["params"] = [back[name] for name in names]
             script.load_state_dict(state)
-        super().teardown()
+        assert self.lightning_module is not None
+        if not any(
+            p.is_meta for p in self.lightning_module.parameters()
+        ):  # else an error has ended a plan that cuts it
+            super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         self._leave(exception)

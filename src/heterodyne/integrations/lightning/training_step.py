@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from heterodyne.errors import DataError, HeterodyneError
+from heterodyne.errors import DataError, HeterodyneError, NoGraphError
+from heterodyne.frontend.faults import line_now
 from heterodyne.model_output import loss_of
 from heterodyne.runtime.evaluation import eval_mode
 
@@ -78,7 +79,8 @@ class _UnknownToGraph:
         self._what = what
 
     def _read(self, *_: object) -> NoReturn:
-        raise RuntimeError(f"training_step reads {self._what}, which no graph can follow")
+        line, reason = line_now(), f"training_step reads {self._what}, which no graph can follow from step to step"
+        raise NoGraphError(f"training_step cannot be captured.\n{line}\n{reason}", reason=f"{line} ({reason})")
 
     def __getattr__(self, name: str) -> NoReturn:
         self._read()
