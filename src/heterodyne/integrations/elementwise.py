@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from heterodyne.errors import HeterodyneError
 
-__all__ = ["follow", "remade"]
+__all__ = ["by_name", "by_number", "follow", "remade"]
 
 # They update each element by itself, so that a rank may update the part that it holds.
 _KINDS = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad)
@@ -48,3 +49,21 @@ def follow(real: Optimizer, script: Optimizer) -> None:
     """Give the optimizer of the rank the rates and options that the script's own has now, as its schedulers set them."""
     for group, chosen in zip(real.param_groups, script.param_groups, strict=True):
         group.update({name: value for name, value in chosen.items() if name not in ("params", "param_names")})
+
+
+def by_number(state: Mapping[str, Any], groups: Sequence[Sequence[str]], optimizer: Optimizer) -> dict[str, Any]:
+    """State by name as an optimizer of torch writes it: parameters by number, in the order of their groups."""
+    number = itertools.count()
+    made: dict[str, Any] = {"state": {}, "param_groups": []}
+    for names, group in zip(groups, optimizer.param_groups, strict=True):
+        numbers = {name: next(number) for name in names}
+        made["state"] |= {numbers[name]: state[name] for name in names if name in state}
+        options = {name: value for name, value in group.items() if name != "params"}
+        made["param_groups"].append({**options, "params": list(numbers.values())})
+    return made
+
+
+def by_name(state: Mapping[int, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The inverse of `by_number`."""
+    names = dict(enumerate(itertools.chain.from_iterable(groups)))
+    return {names[number]: values for number, values in state.items()}

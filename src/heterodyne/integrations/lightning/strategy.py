@@ -7,12 +7,12 @@ as a model, so any that torch.export can hold is cut, and any other is trained b
 from __future__ import annotations
 
 import atexit
-import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
 from heterodyne.api.session import Session, open_session
-from heterodyne.errors import CheckpointError, DataError
-from heterodyne.integrations.elementwise import follow, remade
+from heterodyne.errors import CheckpointError
+from heterodyne.integrations.elementwise import by_name, by_number, follow, remade
+from heterodyne.integrations.lightning.accumulation import joined, require_mean
 from heterodyne.integrations.lightning.refusals import require_even_batches, require_honoured
 from heterodyne.integrations.lightning.training_step import BatchForm, Logged, TrainingStep, size_of, what_it_logs
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, unchanged_random_state
@@ -66,6 +67,7 @@ class PlanStrategy(Strategy):
         self._distributed: Distributed | None = None
         self._step: TrainingStep | None = None
         self._logged: Mapping[str, Logged] = {}
+        self._told = False  # what of that is left out
         self._groups: list[list[str]] = []  # the names of the parameters in each group of the optimizer
         self._restored: Mapping[int, Any] | None = None
         self._waiting: list[dict[str, Tensor]] = []
@@ -150,9 +152,9 @@ class PlanStrategy(Strategy):
         if not self._updates:
             return torch.tensor(math.nan)
         batches, self._waiting = self._waiting, []
-        joined = _joined(batches)
-        distributed, step = self._opened(form, joined, tuple(more))
-        _require_mean(distributed, batches)
+        whole = joined(batches)
+        distributed, step = self._opened(form, whole, tuple(more))
+        require_mean(distributed, batches)
         step.surroundings.more = tuple(more)
         script = self.optimizers[0]
         if any(config.reduce_on_plateau for config in self.lr_scheduler_configs):
@@ -162,9 +164,9 @@ class PlanStrategy(Strategy):
                 group["lr"] = rates
         follow(distributed.optimizer, script)
         with unchanged_random_state(), step.notes() as notes:
-            loss = distributed.step(joined).loss
+            loss = distributed.step(whole).loss
         script.step()  # of no parameters: schedulers want to see it
-        self._log(loss, notes, size_of(joined))
+        self._log(loss, notes, size_of(whole))
         return torch.tensor(loss)
 
     def backward(self, closure_loss: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -190,6 +192,8 @@ class PlanStrategy(Strategy):
         self._groups = [[names[id(p)] for p in group["params"]] for group in script.param_groups]
         with unchanged_random_state():
             self._logged = what_it_logs(step, batch)
+            kinds = self.broadcast({name: logged.of for name, logged in self._logged.items()})
+            self._logged = {name: replace(self._logged[name], of=kind) for name, kind in kinds.items()}
             self._distributed = distribute(
                 step,
                 batch,
@@ -206,7 +210,7 @@ class PlanStrategy(Strategy):
             group["params"] = []  # they are the plan's to update, and it may have left them to other ranks
         if self._restored is not None or self._trainer.global_step:
             state = self._distributed.state_dict()
-            state["optimizer"] = _by_name(self._restored or {}, self._groups)
+            state["optimizer"] = by_name(self._restored or {}, self._groups)
             self._distributed.load_state_dict(state | {"step": self._trainer.global_step})
         return self._distributed, step
 
@@ -224,19 +228,19 @@ class PlanStrategy(Strategy):
         for name, logged in self._logged.items():
             parts = [pair for noted in found if name in noted for pair in noted[name].values]
             if logged.of != "loss" and (logged.of != "mean" or not parts):
-                missing.append(name)
+                missing.append(name)  # in a later step: training_step has not logged it this time
                 continue
             value = loss if logged.of == "loss" else sum(v * n for v, n in parts) / sum(n for _, n in parts)
             others, options = logged.arguments
             module.log(
                 name, value, *others, **(options | ({"batch_size": samples} if options.get("batch_size") else {}))
             )
-        if missing:
+        if missing and not self._told:
             self._session.say(
                 f"training_step logs {', '.join(missing)}, which is no mean over samples or is not computed under this plan: left out; "
                 "validation_step logs everything"
             )
-            self._logged = {name: logged for name, logged in self._logged.items() if name not in missing}
+        self._told = True
 
     # Validation, on every rank with all samples
 
@@ -271,7 +275,7 @@ class PlanStrategy(Strategy):
         """As torch has it, of the whole model, on every rank. Collective."""
         if self._distributed is None:
             return super().optimizer_state(optimizer)
-        return _by_number(self._distributed.state_dict()["optimizer"], self._groups, self.optimizers[0])
+        return by_number(self._distributed.state_dict()["optimizer"], self._groups, self.optimizers[0])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Rates now, the state with the plan. Raises CheckpointError if it is of another optimizer."""
@@ -288,7 +292,7 @@ class PlanStrategy(Strategy):
         """Weights and optimizer state are back, on every rank. Collective."""
         if self._distributed is not None and self._step is not None:
             script = self.optimizers[0]
-            state = _by_number(self._distributed.state_dict()["optimizer"], self._groups, script)
+            state = by_number(self._distributed.state_dict()["optimizer"], self._groups, script)
             self._distributed.close()
             self._distributed = None
             back = dict(self._step.named_parameters())
@@ -323,52 +327,3 @@ class _Validation(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.module.validation_step(*args)
-
-
-def _joined(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Accumulated batches as one. Raises DataError if they cannot be."""
-    first, *others = batches
-    if not others:
-        return dict(first)
-    size = size_of(first)
-    try:
-        return {
-            name: torch.cat([batch[name] for batch in batches]) if t.dim() and len(t) == size else t
-            for name, t in first.items()
-        }
-    except RuntimeError as error:
-        raise DataError(
-            f"the batches of a step have different shapes ({error}): pad them to one length, or take larger batches without "
-            "accumulate_grad_batches"
-        ) from error
-
-
-def _require_mean(distributed: Distributed, batches: Sequence[Mapping[str, Tensor]]) -> None:
-    """Raises DataError unless the loss of accumulated batches is the mean of their losses, which Lightning takes."""
-    if len(batches) == 1:
-        return
-    weights, kind = distributed.loss_weights(batches), distributed.graph.loss.reduction
-    if kind != "mean" or any(not math.isclose(weight * len(batches), 1.0) for weight in weights):
-        raise DataError(
-            f"the loss of the {len(batches)} batches of a step is not the mean of their losses (their weights in it are "
-            f"{', '.join(f'{weight:.4g}' for weight in weights)}, and it is a {kind}): take a batch size {len(batches)} times as large "
-            "without accumulate_grad_batches"
-        )
-
-
-def _by_number(state: Mapping[str, Any], groups: Sequence[Sequence[str]], optimizer: Optimizer) -> dict[str, Any]:
-    """State by name as an optimizer of torch writes it: parameters by number, in the order of their groups."""
-    number = itertools.count()
-    made: dict[str, Any] = {"state": {}, "param_groups": []}
-    for names, group in zip(groups, optimizer.param_groups, strict=True):
-        numbers = {name: next(number) for name in names}
-        made["state"] |= {numbers[name]: state[name] for name in names if name in state}
-        options = {name: value for name, value in group.items() if name != "params"}
-        made["param_groups"].append({**options, "params": list(numbers.values())})
-    return made
-
-
-def _by_name(state: Mapping[int, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The inverse of `_by_number`."""
-    names = dict(enumerate(itertools.chain.from_iterable(groups)))
-    return {names[number]: values for number, values in state.items()}

@@ -153,7 +153,7 @@ def _note(shared: _Surroundings, logged: list[tuple[str, Any, Any, Any]], loss: 
 
 def what_it_logs(step: TrainingStep, batch: Mapping[str, Tensor]) -> dict[str, Logged]:
     """Found by running the step in eval mode on two samples, together and one by one."""
-    size = min(2, size_of(batch))
+    size, device = min(2, size_of(batch)), next(iter(step.parameters())).device
 
     def run(first: int, count: int) -> dict[str, Logged]:
         rows = {
@@ -161,7 +161,7 @@ def what_it_logs(step: TrainingStep, batch: Mapping[str, Tensor]) -> dict[str, L
             for name, tensor in batch.items()
         }
         with torch.no_grad(), eval_mode(step), step.notes() as found:
-            step(**rows)
+            step(**{name: tensor.to(device) for name, tensor in rows.items()})
         return found
 
     whole = run(0, size)
