@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heterodyne.errors import CaptureError
+from heterodyne.errors import CaptureError, DataError
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph import Loss
 from heterodyne.runtime.exact.exchange import SampleExchange
@@ -338,3 +338,52 @@ def test_a_batch_is_checked_before_it_is_counted() -> None:
         captured.loss_count.statistics_of({"x": torch.zeros(1)})
     count = captured.loss_count
     assert torch.equal(count.statistics_of(tuple(batch_of(4).values())), count.statistics_of(batch_of(4)))
+
+
+def test_a_count_that_follows_the_sizes_of_the_inputs_is_that_of_each_batch() -> None:
+    """The graph holds the length of the example as a number, and batches are padded to other lengths."""
+
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            mask = torch.arange(ids.shape[1]) < lengths[:, None]
+            return (self.embed(ids).square().sum(-1) * mask).sum() / mask.sum()
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            padding = ids.eq(9)
+            losses = self.embed(ids).square().sum(-1).masked_fill(padding, 0.0)
+            return losses.sum() / (padding.numel() - padding.long().sum())
+
+    for module in (Ends(), Padded()):
+        counts = trace(module, _padded(4, 8)).loss_count
+        for longest in (8, 12, 5, 12):
+            batch = _padded(4, longest)
+            assert counts.total(counts.statistics(batch, 4, {})) == batch["lengths"].sum()
+
+
+def test_another_denominator_at_another_size_is_refused() -> None:
+    class AtLeast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            return self.embed(ids).square().sum() / lengths.sum().clamp(min=ids.shape[1])
+
+    counts = trace(AtLeast(), _padded(4, 8)).loss_count
+    with pytest.raises(DataError, match=r"sizes ids \[4, 12\].*divided in another way than for the example"):
+        counts.statistics(_padded(4, 12), 4, {})
+
+
+def _padded(samples: int, longest: int) -> dict[str, Tensor]:
+    lengths = torch.arange(samples) % longest + longest - samples + 1
+    ids = torch.where(torch.arange(longest) < lengths[:, None], 3, 9)
+    return {"ids": ids, "lengths": lengths}

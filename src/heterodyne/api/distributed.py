@@ -170,6 +170,23 @@ class Distributed:
             named = self._format.named(batch, without_target=True)
             return gathered_outputs(list(self._predictor.parts(named)), self._session.communicator, on)
 
+    def loss_weights(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
+        """By what the losses of the parts of a batch are multiplied to be, together, the loss of the batch; each part by name."""
+        count, buffers = self._prepared.captured.loss_count, dict(self._worker.module.named_buffers())
+        own = [count.statistics(part, as_source(part, self.graph).size, buffers) for part in parts]
+        whole = torch.stack(own).sum(0)
+        return [count.weight(part, whole) for part in own]
+
+    def gathered_weights(self) -> dict[str, Tensor] | None:
+        """Where the plan cuts the model every parameter and buffer, on the host of every rank; else None, and those of `module` are up
+        to date.
+        """
+        with self._calls.named("gathered_weights()"):
+            tensors = self._worker.tensors()
+            if self._worker.ownership.whole:
+                return None
+            return self._names.own_model({name: tensor.cpu() for name, tensor in tensors.items()})
+
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (both by the names of the user's model) and step; the same on every rank."""
         with self._calls.named("state_dict()"):

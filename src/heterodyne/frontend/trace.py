@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -111,7 +111,9 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     refuse_sparse_gradients(exported)
     traced = put_together(exported)
     statistics = batch_statistics(traced)
-    traced, loss, counter, coupled = _read_loss(traced, example, dict(model.named_buffers()))
+    traced, loss, counter, coupled = _read_loss(
+        traced, example, dict(model.named_buffers()), lambda batch: trace(model, batch, name=name).loss_count
+    )
     if loss.reduction in ("terms", "coupled") and traced.module_only:
         why = "has terms with denominators of their own" if loss.reduction == "terms" else "compares samples"
         raise CaptureError(
@@ -150,7 +152,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
 
 
 def _read_loss(
-    traced: Traced, example: Example, buffers: Mapping[str, Tensor]
+    traced: Traced, example: Example, buffers: Mapping[str, Tensor], again: Callable[[Batch], LossCount]
 ) -> tuple[Traced, Loss, LossCount, CoupledLoss | None]:
     """How the loss is averaged, with the graph as it has to be for that. Raises CaptureError."""
     try:
@@ -158,7 +160,7 @@ def _read_loss(
     except CoupledError as error:
         traced = divide_labelled_means(traced)
         return traced, Loss(reduction="coupled"), TogetherCount(), coupled_loss(traced, error)
-    counter = LossCounter(traced, example, reading, buffers)
+    counter = LossCounter(traced, example, reading, buffers, again)
     return (split_loss(traced, reading) if reading.split else traced), reading.loss, counter, None
 
 
