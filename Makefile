@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup train test fuzz check bench docs clean
+.PHONY: setup train test compat fuzz check bench docs clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,17 @@ test: setup
 	$(BIN)/python -m pytest $(ALONE) < /dev/null || status=1; \
 	exit $$status
 
+# The adapters with the oldest versions of the libraries that they are for, in an environment of its own; the rest as it is pinned.
+OLDEST := transformers==5.0.0 accelerate==1.3.0 lightning==2.4.0
+FREE := accelerate|click|fsspec|hf-xet|httpcore2|httpx2|huggingface_hub|lightning|packaging|pytorch-lightning|tokenizers|torchmetrics|transformers|typer
+compat:
+	@test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
+	@grep -vE '^($(FREE))==' constraints.txt > $(VENV)-oldest/constraints.txt
+	@$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt torch
+	@$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt --editable '.[dev]' $(OLDEST)
+	$(VENV)-oldest/bin/python -m pytest tests/multiprocess/test_huggingface_trainer.py tests/multiprocess/test_accelerate_loop.py \
+		tests/multiprocess/test_lightning.py < /dev/null
+
 # The random tests with new seeds, round after round, until Ctrl-C. TESTS confines them; HETERODYNE_FUZZ_SEED=N runs one round again.
 fuzz: setup
 	@$(BIN)/python tests/fuzz.py $(TESTS)
@@ -50,4 +61,4 @@ docs: setup
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-oldest runs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -65,9 +65,11 @@ def job_page() -> str:
         "# Jobs",
         "",
         "A job says what to train, on what, and how long. It is a YAML file. `--set section.field=value` overrides any field.",
+        "Relative paths start in the directory of the file, or in the one that `relative_to`, beside the sections, names: a run keeps "
+        "its job so.",
     ]
-    for name, section in job.Job.model_fields.items():
-        model = _model_of(section)
+    for name in job.Job.sections():
+        model = _model_of(job.Job.model_fields[name])
         summary, described = _docstring(model)
         text += ["", f"## {name}", "", summary, "", *_table(model, described)]
     text += ["", "## metrics.trackers", "", f"{_docstring(tracker_options.TrackerOptions)[0]} Each writes one run."]

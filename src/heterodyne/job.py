@@ -77,7 +77,8 @@ class DataSection(Section):
         jsonl: files of JSON lines; the text of a document is in its `field`.
         tokens: a row of token ids: a ``.npy``, or a ``.bin`` of `token_dtype`.
         dataset: ``path/to/file.py:function`` or ``package.module:function``, called with `arguments`. It returns a dataset
-            (``__len__`` and ``__getitem__``) or a stream (``__iter__``), or a pair of one and a collator.
+            (``__len__`` and ``__getitem__``) or a stream (``__iter__``), or a pair of one and a collator. If the dataset has an attribute
+            ``lengths``, the tokens of each sample, a collator that pads to the longest sample pads to that of the global batch.
         images: a directory with a folder of images for each class, read in `image_size` pixels squared.
         tokenizer: a local Hugging Face directory; by default that of `model.directory`.
         sequence_length: tokens of a sample.
@@ -88,6 +89,9 @@ class DataSection(Section):
         shuffle_buffer: samples of a stream among which the next one is chosen; 0 for the order of the stream.
         validation: data of its own, of the same kind; the named function of a dataset is called with `arguments` too.
         validation_fraction: without it, the share of the data that is kept apart, never trained on. A stream has none.
+        workers: processes of each rank that read its training samples ahead; a stream is read by one. 0: samples are read when they
+            are needed.
+        prefetch: global batches of which each of these processes has the rank's samples ready; 2 by default.
         cache: where token files are kept; None: beside the run.
     """
 
@@ -107,6 +111,8 @@ class DataSection(Section):
     shuffle_buffer: Annotated[int, Field(ge=0)] | None = None
     validation: str | tuple[str, ...] | None = None
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    workers: Annotated[int, Field(ge=0)] = 0
+    prefetch: Positive | None = None
     cache: str | None = None
 
     @model_validator(mode="before")
@@ -124,6 +130,12 @@ class DataSection(Section):
         for name, kinds in _GOES_WITH.items():
             if getattr(self, name) not in (None, False) and given[0] not in kinds:
                 raise ValueError(f"{name} goes with {' or '.join(kinds)}, not with {given[0]}")
+        if self.workers and given[0] in ("text", "jsonl") and self.packing is not False:
+            raise ValueError(
+                "workers go with packing: false; packed text is memory-mapped, and there is nothing to read ahead"
+            )
+        if self.prefetch is not None and not self.workers:
+            raise ValueError("prefetch is what workers have ready: set workers too")
         return self
 
     @property
@@ -142,6 +154,7 @@ _GOES_WITH = {
     "shuffle_buffer": ("dataset",),
     "token_dtype": ("tokens",),
     "tokenizer": ("text", "jsonl"),
+    "workers": ("dataset", "images", "text", "jsonl"),
 }
 
 
@@ -193,9 +206,10 @@ class ParallelismSection(Section):
             several devices; ``context`` in which their sequences do; ``equal`` gives each device the same share;
             ``fastest`` uses one device.
         micro_batch_sizes: the sizes that are measured and tried.
-        measure_s: about the seconds that measuring may take; with fewer, large sizes are extrapolated from small ones.
+        measure_s: about the seconds that measuring may take, a sixth of it on a single device; with fewer, large sizes are
+            extrapolated from small ones.
         bucket_size: gradients are reduced in buckets of about this size.
-        rehearsal_s: about the seconds in which the plans that are foretold to be nearly the fastest are run, to see which is;
+        rehearsal_s: about the seconds in which the plans that are predicted to be nearly the fastest are run, to see which is;
             0 to believe the prediction.
         check_s: the seconds that may be spent on comparing the captured graph and the parts of a batch with the model itself, once
             a model and before anything is measured; 0 to leave it out.
@@ -238,7 +252,11 @@ class MetricsSection(Section):
 
 
 class Job(Section):
-    """What to train. See the module."""
+    """What to train. See the module.
+
+    Args:
+        relative_to: the directory in which relative paths start; None: that of the job file. A run keeps it with its job.
+    """
 
     model: ModelSection
     data: DataSection = DataSection()
@@ -247,19 +265,27 @@ class Job(Section):
     parallelism: ParallelismSection = ParallelismSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
+    relative_to: str | None = None
 
     @classmethod
     def load(cls, path: Path, overrides: tuple[str, ...] = ()) -> Job:
         """Read a job file and apply ``section.field=value`` overrides (values are YAML). Raises JobError with the line."""
         content, lines = read_yaml(path, JobError)
         if not isinstance(content, dict):
-            raise JobError(
-                "a job is a mapping with the sections " + ", ".join(cls.model_fields), path=str(path), line=1
-            )
+            raise JobError("a job is a mapping with the sections " + ", ".join(cls.sections()), path=str(path), line=1)
         given: dict[tuple[str | int, ...], str] = {
             _override(content, override): f"--set {override}" for override in overrides
         }
         return validate(cls, content, error=JobError, path=str(path), lines=lines, overrides=given)
+
+    @classmethod
+    def sections(cls) -> tuple[str, ...]:
+        """Their names, in the order of a file."""
+        return tuple(name for name in cls.model_fields if name != "relative_to")
+
+    def base(self, file: Path) -> Path:
+        """The directory in which relative paths of this job start, which was read from ``file``."""
+        return file.parent if self.relative_to is None else file.parent / self.relative_to
 
     @property
     def schedule_steps(self) -> int:
@@ -313,7 +339,7 @@ def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 _DECISIVE = ("model", "data", "training", "optimizer")
 _ANY_TIME = frozenset({
-    ("data", "cache"), ("data", "validation"), ("model", "loss_count"),
+    ("data", "cache"), ("data", "prefetch"), ("data", "validation"), ("data", "workers"), ("model", "loss_count"),
     ("training", "steps"), ("training", "validate_every"), ("training", "validation_samples"),
     ("training", "max_skipped_steps"),
 })  # fmt: skip

@@ -77,7 +77,9 @@ def test_a_loss_outside_tells_what_it_divides_by_though_the_model_has_no_graph(
         assert [result.count for result in results] == [5, 5, 5], "one label of six does not count"
         kept = trainer.plan
         assert trainer.graph.opaque
-    assert "test_as_it_is.py:31: rows.append(self.head(self.more(h) if length > 3 else h))" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "test_as_it_is.py:31: rows.append(self.head(self.more(h) if length > 3 else h))" in told
+    assert "was compared with itself in parts on the first batch alone" in told
     optimizer = sgd(plain.parameters())
     for batch, result in zip(batches, results, strict=True):
         optimizer.zero_grad()
@@ -120,6 +122,15 @@ def test_what_a_model_without_a_graph_cannot_have_is_refused_before_anything_is_
     graphless: Any = lambda output, labels: F.cross_entropy(output, labels) * int(labels.sum() > 0)  # noqa: E731
     with pytest.raises(CaptureError, match="pass loss_count='samples'"):
         hd.distribute(WithLoss(Chooses(), graphless), batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_module_that_cannot_be_copied_is_refused_before_anything_is_measured() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 2)))
+    with pytest.raises(
+        CaptureError, match=r"'model.0.weight' is computed .* torch.nn.utils.parametrizations.weight_norm"
+    ):
+        hd.distribute(model, (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)), loss=nn.CrossEntropyLoss())
 
 
 class Plain(nn.Module):

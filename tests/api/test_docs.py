@@ -44,12 +44,24 @@ def test_the_reference_of_the_api_is_that_of_the_code() -> None:
     )
 
 
+def lightning() -> dict[str, Any]:
+    return {"L": pytest.importorskip("lightning")}
+
+
 @pytest.mark.parametrize(
     ("page", "known"),
-    [("README.md", what_the_readme_takes_for_granted), ("docs/own-loop.md", dict), ("docs/split.md", dict)],
+    [
+        ("README.md", what_the_readme_takes_for_granted),
+        ("docs/own-loop.md", dict),
+        ("docs/data.md", dict),
+        ("docs/split.md", dict),
+        ("docs/lightning.md", lightning),
+    ],
 )
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|logging interval|LeafSpec)")
 def test_its_code_runs(page: str, known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     values: dict[str, Any] = {"torch": torch, "hd": hd, **known()}
     exec(compile(code_of(page), page, "exec"), values)
     if "result" in values:

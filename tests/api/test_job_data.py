@@ -38,6 +38,19 @@ def uneven():
 
 def number():
     return 3
+
+class Endless(Uneven):
+    def __len__(self):
+        raise RuntimeError("who knows")
+
+def broken():
+    return number() / 0
+
+class Short:
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        return [1, 2, 3][index]
 """
 
 
@@ -65,7 +78,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "text.jsonl").write_text("".join(json.dumps({"text": "one two three"}) + "\n\n" for _ in range(40)))
     (path / "bare").mkdir()
     np.arange(500, dtype=np.uint16).tofile(path / "tokens.bin")
+    (path / "odd.bin").write_bytes((path / "tokens.bin").read_bytes()[:-1])
     np.save(path / "tokens.npy", np.arange(500, dtype=np.uint32))
+    (path / "cut.npy").write_bytes((path / "tokens.npy").read_bytes()[:-1000])
     for name in ("cat", "dog"):
         (path / "pictures" / name).mkdir(parents=True)
         for number in range(4):
@@ -106,7 +121,7 @@ def test_a_model_that_was_trained_on_tokens_is_never_given_bytes(place: Path) ->
     assert opened(place, {"text": "plain.txt"}).vocabulary() == 256
 
 
-def test_images_have_the_number_of_their_folder(place: Path) -> None:
+def test_images_have_the_number_of_their_folder(place: Path, tmp_path: Path) -> None:
     source = opened(place, {"images": "pictures", "image_size": 4, "validation_fraction": 0.25})
     batch = source.batch(0).samples(0, 4)
     assert batch["pixel_values"].shape == (4, 3, 4, 4)
@@ -114,6 +129,15 @@ def test_images_have_the_number_of_their_folder(place: Path) -> None:
     assert torch.equal(red, batch["labels"] == 0)
     assert [part.size for part in source.validation_batches(9)] == [2]
     assert source.sequence_length is None
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "0.png").write_bytes(b"no picture")
+    with pytest.raises(HeterodyneError, match=r"sample 0 of the dataset: .*cat/0\.png cannot be read as an image"):
+        opened(place, {"images": str(tmp_path), "validation_fraction": 0}).batch(0).samples(0, 1)
+
+
+def test_a_dataset_that_is_shorter_than_it_says_is_asked_about_it(place: Path) -> None:
+    with pytest.raises(HeterodyneError, match=r"(?s)IndexError: .*own\.py:\d+.*its __len__ is 20: is that true"):
+        opened(place, {"dataset": "own.py:Short"}).batch(0).samples(0, 4)
 
 
 def test_a_function_returns_a_dataset_a_stream_or_either_with_a_collator(place: Path) -> None:
@@ -146,7 +170,11 @@ def test_a_function_returns_a_dataset_a_stream_or_either_with_a_collator(place: 
         ({"jsonl": "text.jsonl", "tokenizer": "bare"}, "has no tokenizer"),
         ({"jsonl": "text.jsonl", "tokenizer": "words", "field": "body"}, "text.jsonl:1: there is no text in the field 'body'"),
         ({"tokens": "gone.npy"}, "gone.npy cannot be read"),
+        ({"tokens": "odd.bin"}, "odd.bin has 999 bytes, which is no whole number of uint16 tokens: it was cut short"),
+        ({"tokens": "cut.npy"}, "cut.npy has 1128 bytes and is no whole .npy file: it was cut short"),
         ({"images": "bare"}, "has no folders"),
+        ({"dataset": "own.py:Endless"}, "the __len__ of the dataset fails: RuntimeError: who knows\n"),
+        ({"dataset": "own.py:broken"}, "own.py:broken failed with ZeroDivisionError"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_the_key(place: Path, data: dict[str, Any], says: str) -> None:
@@ -161,6 +189,9 @@ def test_what_is_wrong_is_said_with_the_key(place: Path, data: dict[str, Any], s
         ("{text: a, tokens: b}", "give at most one of text, jsonl, tokens, dataset, images (given: text, tokens)"),
         ("{tokens: b, tokenizer: c}", "tokenizer goes with text or jsonl, not with tokens"),
         ("{images: b, packing: true}", "packing goes with text or jsonl or dataset, not with images"),
+        ("{tokens: b, workers: 1}", "workers goes with dataset or images or text or jsonl, not with tokens"),
+        ("{text: b, workers: 1}", "workers go with packing: false; packed text is memory-mapped"),
+        ("{dataset: b, prefetch: 1}", "prefetch is what workers have ready: set workers too"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused_with_their_line(tmp_path: Path, data: str, says: str) -> None:

@@ -139,6 +139,86 @@ MIXED: dict[str, Change] = {
 }
 
 
+OF_ALL: dict[str, Change] = {
+    "places over the greatest length": lambda n, h, last: h + (torch.arange(5) / last.max())[:, None],
+    "a mask up to the greatest length": lambda n, h, last: h * (torch.arange(5) < last.max())[:, None],
+    "whether any is large": lambda n, h, last: torch.where((h.abs() > 4).any(), h * 0, h),
+    "whether all are equal": lambda n, h, last: h.masked_fill((last == last[0]).all(), 0.0),
+    "a count that multiplies": lambda n, h, last: h * (1 + (last > 2).sum()),
+    "a count of each class, of one's own": lambda n, h, last: h * F.one_hot(last, 5).sum(0)[last][:, None, None],
+    "how many have its class": lambda n, h, last: h * ((last[:, None] == last).sum(1) > 2)[:, None, None],
+    "rows of a table by a count": lambda n, h, last: h + n.table[(last > 2).sum(0, keepdim=True)],
+    "the number of the first sample": lambda n, h, last: h * last[0],
+    "counts that are added up in place": lambda n, h, last: (
+        h * torch.zeros(5, dtype=torch.long).index_add_(0, last, torch.ones_like(last))[:, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ALL)
+def test_an_integer_or_truth_value_of_all_samples_is_refused_where_something_is_computed_with_it(name: str) -> None:
+    """These pass any comparison on a batch in which the value of each part is that of the whole."""
+    with pytest.raises(CaptureError, match="see each other") as caught:
+        trace(Net(lambda n, h, last: n.behind(OF_ALL[name](n, h, last))), BATCH)
+    assert "test_batch_values.py:" in str(caught.value)
+
+
+def test_a_count_may_divide_the_loss_and_not_also_a_hidden_state() -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor, last: Tensor) -> Tensor:
+            count = last.sum()
+            h = self.linear(x)
+            return h.sum() / count + self.behind(h / count).exp().sum() / count
+
+    with pytest.raises(CaptureError, match="see each other"):
+        trace(Twice(lambda n, h, last: h), BATCH)
+
+
+ALONG: dict[str, tuple[str, Change]] = {
+    "a spectrum": ("fft_fft", lambda n, h, last: torch.fft.fft(h, dim=0).real),
+    "a spectrum of all dims": ("fft_fftn", lambda n, h, last: torch.fft.fftn(h).real),
+    "sorted, told no dim": ("msort", lambda n, h, last: torch.msort(h)),
+    "in place": ("cumsum_", lambda n, h, last: h.clone().cumsum_(0)),
+    "turned": ("rot90", lambda n, h, last: h + torch.rot90(h, 2, (0, 1))),
+    "flipped": ("flipud", lambda n, h, last: h + torch.flipud(h)),
+    "norms of a feature": ("renorm", lambda n, h, last: torch.renorm(h, 2, 2, 0.5)),
+    "pooled": (
+        "avg_pool1d",
+        lambda n, h, last: F.avg_pool1d(h.transpose(0, 2), 3, stride=1, padding=1).transpose(0, 2),
+    ),
+    "as channels": (
+        "conv1d",
+        lambda n, h, last: F.conv1d(h.permute(1, 2, 0), n.table[:4, :, None].expand(-1, -1, 3), padding=1).permute(
+            2, 0, 1
+        ),
+    ),
+    "normalised in groups": ("group_norm", lambda n, h, last: F.group_norm(h.permute(1, 2, 0), 2).permute(2, 0, 1)),
+}
+NOT_ALONG: dict[str, Change] = {
+    "a spectrum": lambda n, h, last: torch.fft.fft(h, dim=1).real + torch.fft.fft2(h).real,
+    "norms of a sample": lambda n, h, last: torch.renorm(h, 2, 0, 0.5),
+    "convolved, pooled and normalised": lambda n, h, last: F.group_norm(
+        F.avg_pool1d(F.conv1d(h, n.table[:25].view(5, 5, 4)[..., :3], padding=1), 3, 1, 1), 5
+    ),
+    "turned": lambda n, h, last: h + torch.rot90(h, 2, (1, 2)) + torch.fliplr(h),
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_an_op_along_the_samples_is_named(name: str) -> None:
+    op, change = ALONG[name]
+    with pytest.raises(
+        CaptureError, match=rf"aten.{op}\.\w+ makes the samples of a batch depend on each other"
+    ) as caught:
+        trace(Net(lambda n, h, last: n.behind(change(n, h, last))), BATCH)
+    assert "test_batch_values.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NOT_ALONG)
+def test_the_same_op_along_another_dim_is_not(name: str) -> None:
+    assert trace(Net(NOT_ALONG[name]), BATCH).graph.loss.reduction == "mean"
+
+
 @pytest.mark.parametrize("name", JOINED)
 def test_inputs_of_one_batch_may_be_joined(name: str) -> None:
     class Pairs(nn.Module):

@@ -58,6 +58,13 @@ class FixesTheBatch(Model):
         return total / x.shape[0]
 
 
+class ListsTheBatch(Model):
+    """Not the model compares the size with a number, but an op of torch that it calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack(list(self.linear(x))).mean()  # a list of samples
+
+
 class RefusesTheBatch(Model):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] != 4:
@@ -80,6 +87,7 @@ class Pairs(Model):
         (Selects, "# a selection", "a mask in place of selecting"),
         (LeavesTorch, "# numpy", "numpy"),
         (FixesTheBatch, "# a loop over samples", "x.shape"),
+        (ListsTheBatch, "# a list of samples", "x.shape"),
         (RefusesTheBatch, "# its own check", "any number of samples"),
         (Pairs, "# halves", "further dimension"),
     ],

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heterodyne.errors import CaptureError
+from heterodyne.errors import CaptureError, DataError
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph import Loss
 from heterodyne.runtime.exact.exchange import SampleExchange
@@ -70,6 +70,12 @@ KNOWN: dict[str, tuple[LossFunction, Loss]] = {
         TOKENS,
     ),
     "class weights": (lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1), weight=n.weights), TOKENS),
+    "class weights, label smoothing and an ignored label that is no class": (
+        lambda n, z, y, m: F.cross_entropy(
+            flat(z), torch.where(y < 0, 255, y).view(-1), weight=n.weights, ignore_index=255, label_smoothing=0.1
+        ),
+        TOKENS,
+    ),
     "label smoothing": (lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1), label_smoothing=0.1), TOKENS),
     "nll": (lambda n, z, y, m: F.nll_loss(flat(z).log_softmax(-1), y.view(-1)), TOKENS),
     "probabilities as target": (lambda n, z, y, m: F.cross_entropy(flat(z), flat(z).detach().softmax(-1)), SAMPLES),
@@ -229,6 +235,22 @@ TOGETHER: dict[str, LossFunction] = {
         ((both := torch.cat([z, z.sin()]).flatten(1)) @ both.T).log_softmax(-1)
         * (y[:, 0].repeat(2)[:, None] == y[:, 0].repeat(2))
     ).mean(),
+    "in-batch negatives with label smoothing": lambda n, z, y, m: F.cross_entropy(
+        z.flatten(1) @ z.flatten(1).T, torch.arange(len(z)), label_smoothing=0.1
+    ),
+    "labels in another order": lambda n, z, y, m: F.cross_entropy(
+        z[:, 0], y[:, 0].clamp(min=0)[torch.argsort(m.sum(1))]
+    ),
+    "two views of each sample against all others": lambda n, z, y, m: F.cross_entropy(
+        ((both := torch.cat([z[:, 0], z[:, 1]])) @ both.T).masked_fill(torch.eye(2 * len(z)).bool(), -1e9),
+        (torch.arange(len(both)) + len(both) // 2) % len(both),
+    ),
+    "numbers in the numerator and the denominator": lambda n, z, y, m: (
+        1 - (2 * (z[..., 0].sigmoid() * m).sum() + 1) / (z[..., 0].sigmoid().sum() + m.sum() + 1)
+    ),
+    "a count of the labels in the logits": lambda n, z, y, m: F.cross_entropy(
+        flat(z) / (1 + (y == 2).sum()), y.view(-1)
+    ),
     "samples against samples": lambda n, z, y, m: (z.flatten(1) @ z.flatten(1).T).softmax(-1).mean(),
 }
 
@@ -255,6 +277,10 @@ UNKNOWN: dict[str, tuple[LossFunction, str]] = {
     "pairs in the batch": (
         lambda n, z, y, m: (z[: z.shape[0] // 2] - z[z.shape[0] // 2 :][: z.shape[0] // 2]).pow(2).mean(),
         "the batch is cut into parts",
+    ),
+    "a number that each part would add": (
+        lambda n, z, y, m: 1 - (z[..., 0] * m).sum() / m.sum().clamp(min=1),
+        "Leave the number out",
     ),
     "only the weights": (lambda n, z, y, m: n.linear.weight.pow(2).sum(), "does not depend on the"),
     "weights behind samples that see each other": (
@@ -296,9 +322,68 @@ def test_class_weights_of_a_model_without_values_are_asked_for() -> None:
     assert torch.equal(found, expected.loss_count.statistics_of(batch_of(3)))
 
 
+def test_a_label_that_is_no_class_is_found_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """The guard tries some, to see which ones are ignored."""
+    _, captured = capture_net(KNOWN["class weights"][0])
+    batch = batch_of(2)
+    batch["y"].fill_(255)
+    with pytest.raises(IndexError):
+        captured.loss_count.statistics_of(batch)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_batch_is_checked_before_it_is_counted() -> None:
     _, captured = capture_net(KNOWN["cross entropy"][0])
     with pytest.raises(CaptureError, match="the batch has no y"):
         captured.loss_count.statistics_of({"x": torch.zeros(1)})
     count = captured.loss_count
     assert torch.equal(count.statistics_of(tuple(batch_of(4).values())), count.statistics_of(batch_of(4)))
+
+
+def test_a_count_that_follows_the_sizes_of_the_inputs_is_that_of_each_batch() -> None:
+    """The graph holds the length of the example as a number, and batches are padded to other lengths."""
+
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            mask = torch.arange(ids.shape[1]) < lengths[:, None]
+            return (self.embed(ids).square().sum(-1) * mask).sum() / mask.sum()
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            padding = ids.eq(9)
+            losses = self.embed(ids).square().sum(-1).masked_fill(padding, 0.0)
+            return losses.sum() / (padding.numel() - padding.long().sum())
+
+    for module in (Ends(), Padded()):
+        counts = trace(module, _padded(4, 8)).loss_count
+        for longest in (8, 12, 5, 12):
+            batch = _padded(4, longest)
+            assert counts.total(counts.statistics(batch, 4, {})) == batch["lengths"].sum()
+
+
+def test_another_denominator_at_another_size_is_refused() -> None:
+    class AtLeast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            return self.embed(ids).square().sum() / lengths.sum().clamp(min=ids.shape[1])
+
+    counts = trace(AtLeast(), _padded(4, 8)).loss_count
+    with pytest.raises(DataError, match=r"sizes ids \[4, 12\].*divided in another way than for the example"):
+        counts.statistics(_padded(4, 12), 4, {})
+
+
+def _padded(samples: int, longest: int) -> dict[str, Tensor]:
+    lengths = torch.arange(samples) % longest + longest - samples + 1
+    ids = torch.where(torch.arange(longest) < lengths[:, None], 3, 9)
+    return {"ids": ids, "lengths": lengths}

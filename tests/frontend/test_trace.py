@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,34 @@ def test_batch_statistics_are_those_of_batch_norm_in_training(norm: nn.Module, m
     model = Loss(nn.Sequential(nn.Conv2d(3, 4, 3), norm))
     graph = capture(model, (torch.zeros(2, 3, 8, 8),))
     assert bool(graph.batch_statistics) == mixes
+
+
+def test_a_sparse_gradient_is_refused_with_the_line_and_the_parameter() -> None:
+    model = Loss(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)))
+    with pytest.raises(CaptureError, match=r"test_trace.py:\d+: .*\n.*'.*0\.weight' is sparse.*sparse=False"):
+        capture(model, (torch.zeros(2, 3, dtype=torch.long),))
+
+
+NORMS_REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "form that cannot be taken over all devices": lambda h: torch.native_batch_norm(
+        h, None, None, None, None, True, 0.1, 1e-5
+    )[0],
+    "channels .* that belong to samples": lambda h: F.batch_norm(h.flatten(0, 1)[None], None, None, training=True),
+}
+
+
+@pytest.mark.parametrize("told", NORMS_REFUSED)
+def test_batch_norm_that_cannot_be_taken_over_all_devices_is_refused(told: str) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv1d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return NORMS_REFUSED[told](self.layer(x)).pow(3).mean()
+
+    with pytest.raises(CaptureError, match=rf"test_trace.py:\d+: .*\n.*{told}"):
+        capture(Normed(), (torch.zeros(2, 3, 8),))
 
 
 def test_an_annotation_encloses_its_ops() -> None:

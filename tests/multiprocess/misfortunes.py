@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from heterodyne.errors import DataError
+from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.meeting.distributed import init_distributed
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.judge import WatchLimits
@@ -42,6 +43,20 @@ def work(
             dist.all_reduce(total)
             assert total[0] == environment.world_size
     say("done")
+
+
+def work_in_channels(environment: WorkerEnvironment, whose: int) -> None:
+    """The same by the runtime's own channels, whose errors name nobody; a fault of two lines happens to rank `whose`."""
+    device = torch.device("cpu")
+    with (
+        init_distributed(environment, backend="gloo", timeout_s=30.0, limits=QUICK) as session,
+        Communicator(rank=environment.rank, world_size=environment.world_size, device=device) as communicator,
+    ):
+        for index in range(ACTIONS):
+            session.watchdog.progress(f"0F{index}")
+            if index == ACTIONS // 2 and environment.rank == whose:
+                raise DataError("sample 17 cannot be read\n  own.py:3: raise")
+            communicator.control.all_reduce(torch.ones(8)).wait()
 
 
 def suffer(misfortune: str) -> None:

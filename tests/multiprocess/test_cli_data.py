@@ -1,4 +1,5 @@
-"""A job with a stream of the user's own: packed, shuffled, stopped, and gone on with by another number of workers."""
+"""A job with a stream of the user's own: packed, shuffled, stopped, and gone on with by another number of ranks, which
+read ahead."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_a_stream_goes_on_in_the_middle_under_another_number_of_workers(tmp_path
     for arguments in (
         ("--cluster", "two.yaml", "--run-dir", "whole"),
         ("--cluster", "two.yaml", "--run-dir", "parts", *short),
-        ("--cluster", "three.yaml", "--run-dir", "parts", "--resume"),
+        ("--cluster", "three.yaml", "--run-dir", "parts", "--resume", "--set", "data.workers=1"),
     ):
         status, said = place.run("train", "job.yaml", *arguments)
         assert status == 0, said

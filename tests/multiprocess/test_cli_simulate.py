@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +113,18 @@ def test_the_directory_of_a_run_knows_what_else_has_to_be_named(capsys: pytest.C
     assert main(("simulate", "alone/plan.json", "--job", "job.yaml", *given, "--out", "b.jsonl")) == 0
     assert capsys.readouterr().out == of_run
     assert Path("a.jsonl").read_text() == Path("b.jsonl").read_text()
+
+
+def test_a_run_needs_no_job_and_finds_what_its_job_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*SIMULATE, "--out", "a.jsonl")) == 0
+    of_job = capsys.readouterr().out
+    shutil.copytree("plan", "elsewhere/run")
+    given = Path("job.yaml").read_text()
+    Path("elsewhere/run/job.yaml").write_text(given + f"relative_to: {Path.cwd()}\n")
+    assert main(("simulate", "elsewhere/run", "--out", "b.jsonl")) == 0
+    assert capsys.readouterr().out == of_job
+    assert main(("simulate", "plan/plan.json")) == 2
+    assert "no job is kept beside it: name it with --job" in capsys.readouterr().err
 
 
 def test_a_schedule_by_name_or_from_a_file_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:

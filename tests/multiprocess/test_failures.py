@@ -13,7 +13,7 @@ from heterodyne.emulate.duty_cycle import duty_cycle
 from heterodyne.processes import GAVE_UP_ON_A_PEER
 from heterodyne.runtime.meeting.judge import WatchLimits
 from multiprocess.crowd import Crowd, Worker
-from multiprocess.misfortunes import QUICK, meet_briefly, spin, stay, work
+from multiprocess.misfortunes import QUICK, meet_briefly, spin, stay, work, work_in_channels
 
 
 @pytest.fixture
@@ -61,6 +61,13 @@ def test_the_others_end_and_name_the_victim(
             assert "done" not in worker.output
     if status is not None:
         assert workers[victim].wait() == status
+
+
+def test_a_fault_of_one_rank_is_told_by_the_others_in_all_its_words(crowd: Crowd) -> None:
+    workers = [crowd.start(work_in_channels, 1, rank=rank, world_size=2) for rank in range(2)]
+    assert workers[0].wait() == GAVE_UP_ON_A_PEER, workers[0].output
+    assert "failed: DataError: sample 17 cannot be read\n  own.py:3: raise" in workers[0].output
+    assert workers[1].wait() == 2
 
 
 def test_who_hangs_shows_where(crowd: Crowd) -> None:

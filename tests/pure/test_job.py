@@ -32,6 +32,14 @@ def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
     assert (read.training.steps, read.optimizer.name, read.parallelism.bucket_size) == (20, "adamw", 2**20)
 
 
+def test_relative_paths_start_beside_the_file_unless_it_says_where(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    assert job(tmp_path).base(file) == tmp_path
+    moved = job(tmp_path, text=TEXT + "relative_to: /elsewhere\n")
+    assert moved.base(file) == Path("/elsewhere")
+    assert moved.fingerprint == job(tmp_path).fingerprint
+
+
 def test_overrides_reach_any_depth_and_are_typed(tmp_path: Path) -> None:
     read = job(
         tmp_path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,9 @@ def a_run() -> Run:
 def test_errors_are_relative_to_the_measured_value_and_signed() -> None:
     comparison = compare(a_run())
     step, rate, efficiency = comparison.run
+    assert replace(efficiency, measured=30.0).error is None, (
+        "more than all devices reach says that measuring was unsteady"
+    )
     assert comparison.step is step
     assert (step.predicted, step.measured) == (2.0, 2.5)  # the median of 4, 2 and 2.5
     assert step.error == pytest.approx(-0.2)

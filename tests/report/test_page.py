@@ -14,6 +14,7 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.report.html import write_report
 from heterodyne.report.lanes import lanes
 from heterodyne.report.run import load_run
+from heterodyne.report.sections.timelines import lengths_in_words
 from heterodyne.report.step_times import median_step, typical
 from heterodyne.timeline import Event, Timeline
 from report.synthetic_run import write_run
@@ -114,6 +115,17 @@ def test_ranks_are_rows_and_lanes_do_not_touch() -> None:
         assert row.y == pair[0][0]
         assert row.y + row.height == pair[1][1]
     assert laid.end == 50.0
+
+
+def test_a_timeline_that_is_longer_than_the_step_time_is_not_explained_by_what_makes_it_shorter() -> None:
+    longer, shorter = lengths_in_words("Measured", 1.08, 0.948), lengths_in_words("Measured", 0.9, 0.948)
+    assert "1.08 s" in longer
+    assert "948 ms" in longer
+    assert "begin the next step while others still work" in longer
+    assert "reading the batch" not in longer
+    assert "reading the batch" in shorter
+    assert "next step" not in shorter
+    assert lengths_in_words("Predicted", 0.9611, 0.961) == lengths_in_words("Predicted", 1.0, None) == ""
 
 
 def test_stacked_bars_add_up_to_the_step(directory: Path, page: Page) -> None:

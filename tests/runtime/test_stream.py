@@ -132,6 +132,27 @@ def test_what_cannot_be_a_stream_is_refused_in_words() -> None:
         StreamSource(broken, batch_size=2, seed=0).batch(0)
 
 
+def test_what_a_stream_draws_belongs_to_its_elements_and_leaves_the_run_s_generators_alone() -> None:
+    def drawing() -> Iterator[float]:
+        for _ in range(9):
+            yield random.random()
+
+    random.seed(1)
+    before = random.getstate()
+    found = []
+    for workers in (0, 1):
+        source = StreamSource(drawing, batch_size=3, seed=0, shuffle_buffer=3, validation=drawing, workers=workers)
+        found.append([ids(source.batch(step), 0, 3) for step in range(5)])
+        source.validation_batches(4)
+        random.random()
+        random.setstate(before)
+        source.close()
+        assert ids(source.batch(5), 0, 3)
+        assert random.getstate() == before
+    assert found[0] == found[1]
+    assert len({number for batch in found[0][:3] for number in batch}) == 9
+
+
 def test_validation_takes_the_first_samples_of_its_own_stream() -> None:
     source = StreamSource(Numbers(10), batch_size=4, seed=0, validation=range(100, 106))
     assert [ids(batch, 0, batch.size) for batch in source.validation_batches(99)] == [[100, 101, 102, 103], [104, 105]]

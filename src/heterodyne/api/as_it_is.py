@@ -97,7 +97,12 @@ def capture_as_it_is(
         )
 
     with session.announced("comparing the module on a few samples with itself on parts of them"):
-        return captured(session.agreement.first(lambda: _run(in_parts, session, wanted, example_batch)))
+        found = captured(session.agreement.first(lambda: _run(in_parts, session, wanted, example_batch)))
+    session.say(
+        f"{name} was compared with itself in parts on the first batch alone. A choice that it makes for a whole batch, and that turns out "
+        "otherwise in another one, is not seen: 'heterodyne verify' compares steps of a job"
+    )
+    return found
 
 
 def require_same_count(given: CountGiven | None, example_batch: Mapping[str, Tensor], captured: Captured) -> None:

@@ -21,7 +21,6 @@ from heterodyne.api.loop.model_with_loss import LossFunction, with_loss
 from heterodyne.api.loop.names import Names
 from heterodyne.api.loop.prediction import Metric, Predictor, gathered_outputs
 from heterodyne.api.loop.run_records import RunRecords, open_run
-from heterodyne.api.loop.same_batch import is_looked_at, require_same
 from heterodyne.api.loop.validation import validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
 from heterodyne.api.loop.whole import copies_of, whole_model
@@ -37,6 +36,7 @@ from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.materialise import fill_in
@@ -133,8 +133,9 @@ class Distributed:
         with self._calls.named("step()"):
             named = self._format.named(batch)
             several = self._session.world_size > 1
-            if several and not isinstance(named, BatchSource) and is_looked_at(self.steps_done):
-                require_same(named, self._session.communicator, self.steps_done)
+            if several and is_looked_at(self.steps_done):
+                digests = self._session.communicator.all_gather_object(digest(named))
+                require_same(digests, self.steps_done, given=not isinstance(named, BatchSource))
             result = self._worker.step(named)
             self._predictor.forget()
             self._records.step(result)
@@ -173,6 +174,23 @@ class Distributed:
         with self._calls.named("predict()"):
             named = self._format.named(batch, without_target=True)
             return gathered_outputs(list(self._predictor.parts(named)), self._session.communicator, on)
+
+    def loss_weights(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
+        """By what the losses of the parts of a batch are multiplied to be, together, the loss of the batch; each part by name."""
+        count, buffers = self._prepared.captured.loss_count, dict(self._worker.module.named_buffers())
+        own = [count.statistics(part, as_source(part, self.graph).size, buffers) for part in parts]
+        whole = torch.stack(own).sum(0)
+        return [count.weight(part, whole) for part in own]
+
+    def gathered_weights(self) -> dict[str, Tensor] | None:
+        """Where the plan cuts the model every parameter and buffer, on the host of every rank; else None, and those of `module` are up
+        to date.
+        """
+        with self._calls.named("gathered_weights()"):
+            tensors = self._worker.tensors()
+            if self._worker.ownership.whole:
+                return None
+            return self._names.own_model({name: tensor.cpu() for name, tensor in tensors.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (both by the names of the user's model) and step; the same on every rank."""

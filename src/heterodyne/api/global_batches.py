@@ -44,7 +44,8 @@ class Batches:
 
     def example(self, samples: int = 4) -> Mapping[str, Tensor]:
         """The first samples of the run, to be given to `heterodyne.distribute`. Raises DataError if they are no mapping."""
-        batch = self._source.batch(0)
+        source = self._source
+        batch = source.batch_at(0, source.batch_size) if isinstance(source, DatasetSource) else source.batch(0)
         example = batch.samples(0, min(samples, batch.size))
         if not isinstance(example, Mapping):
             raise DataError(
@@ -52,6 +53,10 @@ class Batches:
                 "collate that makes one"
             )
         return example
+
+    def close(self) -> None:
+        """End the processes that read ahead; a later batch starts them again. They end with this process in any case."""
+        self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch that was given last, the same on every rank: take it when that one's step is done."""
@@ -84,8 +89,11 @@ def batches(
     pad_to: int | None = None,
     pack_to: int | None = None,
     lengths: Sequence[int] | None = None,
+    balance: bool = True,
     shuffle_buffer: int = 0,
     slots: int | None = None,
+    workers: int = 0,
+    prefetch: int = 2,
 ) -> Batches:
     """Global batches of a dataset or a stream, in an order that is the same under any plan and any number of ranks.
 
@@ -103,16 +111,28 @@ def batches(
         seed: decides the order, and what the dataset draws at random for a sample.
         epochs: None: without end. A stream has no end.
         shuffle: False: in the order of the dataset. A stream is shuffled by its ``shuffle_buffer``.
-        collate: makes tensors of a list of samples; torch's default if None. One that pads to the longest sample it is given makes
-            slices of different shapes: right where each device runs the whole model, with attention masks; elsewhere see ``pad_to``.
+        collate: makes tensors of a list of samples; torch's default if None. One that pads to the longest sample it is given pads to
+            that of the global batch if there are ``lengths``. Without them it makes slices of different shapes: right where each device
+            runs the whole model, with attention masks; elsewhere it is refused. What it draws at random belongs to the sample.
         pad_to: sequences are filled up to this length (`PadTo`), ``labels`` with -100.
         pack_to: documents, which are token ids, are joined and cut into rows of this length; what separates them is part of them.
-        lengths: tokens of each sample of a dataset. If given, the samples of a global batch are put into an order in which every part
-            has its share of the tokens, whatever the plan.
-        shuffle_buffer, slots: see `heterodyne.runtime.data.stream`.
+        lengths: tokens of each sample of a dataset.
+        balance: where there are ``lengths``, the samples of a global batch are put into an order in which every part has its share of the
+            tokens, whatever the plan.
+        shuffle_buffer: elements of a stream among which the next one is chosen.
+        slots: into which a stream is dealt; they divide the global batch, and are as many if None.
+        workers: processes of each rank that read its samples ahead; 1 at most for a stream. 0: samples are read when they are needed.
+        prefetch: global batches of which each of these processes has the rank's samples ready.
 
     Raises DataError for data that is empty or cannot be taken so.
     """
+    for name, value, least in (
+        ("global_batch_size", global_batch_size, 1),
+        ("workers", workers, 0),
+        ("prefetch", prefetch, 1),
+    ):
+        if value < least:
+            raise DataError(f"{name} is {value}: it is a whole number from {least} on")
     if collate is not None and pad_to is not None:
         raise DataError("give collate or pad_to, not both: a collator pads by itself")
     chosen = collate or (default_collate if pad_to is None else PadTo(pad_to))
@@ -126,6 +146,9 @@ def batches(
             collate=chosen,
             shuffle=shuffle,
             lengths=lengths,
+            balance=balance,
+            workers=workers,
+            prefetch=prefetch,
             name=type(dataset).__name__,
         )
         return Batches(source, epochs=epochs)
@@ -144,5 +167,7 @@ def batches(
         packed_length=pack_to,
         collate=chosen,
         name=type(dataset).__name__,
+        workers=workers,
+        prefetch=prefetch,
     )
     return Batches(source, epochs=None)

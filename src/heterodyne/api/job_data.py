@@ -27,6 +27,7 @@ __all__ = ["data_of"]
 
 Say = Callable[[str], None]
 Paths = str | tuple[str, ...]
+_PREFETCH = 2
 
 
 def data_of(job: Job, base: Path, cache: Path, *, say: Say) -> DataSource:
@@ -140,11 +141,13 @@ def _dataset(job: Job, base: Path) -> DataSource:
         collate=collate,
         validation=validation,
         name=str(data.dataset),
+        workers=data.workers,
+        prefetch=data.prefetch or _PREFETCH,
     )
 
 
 def _map_style(job: Job, dataset: Any, validation: Any, collate: Any = default_collate) -> DatasetSource:
-    lengths = getattr(dataset, "lengths", None) if job.data.balance else None
+    lengths = getattr(dataset, "lengths", None) if job.data.balance or collate is not default_collate else None
     if job.data.balance and lengths is None:
         raise JobError(
             "data.balance: the dataset has no attribute lengths; give it one, with the tokens of each sample"
@@ -156,7 +159,11 @@ def _map_style(job: Job, dataset: Any, validation: Any, collate: Any = default_c
         collate=collate,
         validation=validation,
         validation_fraction=job.data.validation_fraction,
+        validation_lengths=None if lengths is None else getattr(validation, "lengths", None),
         lengths=lengths,
+        balance=bool(job.data.balance),
+        workers=job.data.workers,
+        prefetch=job.data.prefetch or _PREFETCH,
         sequence_length=job.data.sequence_length if isinstance(dataset, PackedRows | PaddedDocuments) else None,
         name=f"{job.data.kind} {job.data.dataset or ''}".strip(),
     )

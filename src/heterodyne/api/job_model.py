@@ -58,7 +58,14 @@ def open_data(session: Session, job: Job, base: Path) -> DataSource:
 
     with session.phase("reading the data"):
         session.agreement.first_only(read)  # one rank writes the token file; the others find it
-        return session.together(read)
+        data = session.together(read)
+    for rank, identity in enumerate(session.communicator.all_gather_object(dict(data.identity))):
+        if identity != data.identity:
+            raise DataError(
+                f"the data of rank {rank} is {identity}, that of rank {session.rank} is {dict(data.identity)}: let each rank find the "
+                "same files, and the same number of samples"
+            )
+    return data
 
 
 def capture_job(session: Session, job: Job, base: Path, data: DataSource) -> JobModel:

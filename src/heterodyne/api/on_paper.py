@@ -27,6 +27,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.predictor.footprint import usable_bytes
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.search.fleet.device_plan import device_plan
+from heterodyne.search.fleet.families import Outcome, best_of_all, outcomes
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.space import Space
@@ -57,11 +58,12 @@ def plan_on_paper(
     else:
         say(f"planning on paper for {count}: from datasheets; nothing is measured")
         for kind in _without_units(then, job.training.precision):
-            say(
-                f"{kind} has no {job.training.precision} tensor cores by its datasheet; the speed of the nearest precision is assumed"
+            instead = (
+                "fp32 speed is assumed" if wishes.framework is None else "the speed of the nearest precision is assumed"
             )
+            say(f"{kind} has no {job.training.precision} tensor cores by its datasheet; {instead}")
     space = _space(wishes)
-    planner, found = _planned(job, then, costs_of, wishes, space, say, out)
+    planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
     plan: Plan | None = None
     if wishes.runnable is not None:
         graph = captured(job, base)
@@ -72,7 +74,7 @@ def plan_on_paper(
             why = str(error).splitlines()[:2][-1].strip(" -")
             say(f"the fastest plan does not run here: {why}; planning again with one device a stage")
             space = replace(space, max_width=1, max_context=1, max_data=1)
-            planner, found = _planned(job, then, costs_of, wishes, space, say, out)
+            planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
             plan = _runnable(job, found, then, graph)
     seq = job.data.sequence_length if shape_of(job.model, base) is not None else None
     told = json.dumps(_told(planner.fleet, found), indent=1) + "\n"
@@ -86,7 +88,7 @@ def plan_on_paper(
             space=space,
             seq=seq,
             frontier=wishes.frontier,
-            families=wishes.families,
+            families=families,
         )
     if found.stopped:
         say("the search was stopped before it was done: there may be better plans")
@@ -149,6 +151,25 @@ def _planned(
     plan = planner.plan if wishes.export is None else _exports(job, planner, wishes.export, out).plan
     with watched(wishes.seconds, say) as watch:
         return planner, plan(wishes.objective, space=space, watch=watch, frontier=wishes.frontier)
+
+
+def _with_families(
+    job: Job,
+    fleet: Fleet,
+    costs_of: Callable[[Fleet], LayerCosts],
+    wishes: Wishes,
+    space: Space,
+    say: Callable[[str], None],
+    out: Path,
+) -> tuple[FleetPlanner, Planned, tuple[Outcome, ...]]:
+    """With the best of each kind of plan, where that was asked for; the best of all of them is the plan."""
+    planner, found = _planned(job, fleet, costs_of, wishes, space, say, out)
+    if not wishes.families or found.stopped:
+        return planner, found, ()
+    say("searching for the best of each kind of plan")
+    families = tuple(outcomes(planner, found, space))
+    accepts = None if wishes.export is None else _exports(job, planner, wishes.export, out).takes
+    return planner, best_of_all(found, families, accepts), families
 
 
 def _space(wishes: Wishes) -> Space:

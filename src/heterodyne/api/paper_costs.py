@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def costs_of_job(
         raise HeterodyneError(
             f"--framework {framework}: nothing is known of it; known are {', '.join(framework_names())}"
         )
-    software = software_of(framework)
+    # This library has no loss scaling, so nothing trains in fp16.
+    software = software_of(framework) if framework is not None else replace(software_of(None), fp16=False)
     shape = shape_of(job.model, base)
     precision = job.training.precision
     recipe = Recipe(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.api.as_it_is import AsItIs, capture_as_it_is, require_same_count
+from heterodyne.api.before_measuring import measuring_s, require_room
 from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
 from heterodyne.api.compiled import uncompiled
 from heterodyne.api.planning import Share, plan_and_try, plan_once
@@ -36,7 +37,7 @@ from heterodyne.runtime.stages.deferred import DeferredWeights
 from heterodyne.runtime.worker import OptimizerFactory, Worker
 from heterodyne.search.planned import Planned
 from heterodyne.search.planner import plan as search_plan
-from heterodyne.units import format_seconds
+from heterodyne.units import counted, format_seconds
 
 __all__ = ["Prepared", "Settings", "capture_everywhere", "make_worker", "measure_everywhere", "prepare"]
 
@@ -119,7 +120,8 @@ def measure_everywhere(
     fresh: bool = False,
 ) -> Profile:
     """The profile of this model on this cluster, from the cache where it still holds. Raises MeasureError."""
-    graph, budget_s = captured.graph, settings.parallelism.measure_s
+    graph = captured.graph
+    budget_s = measuring_s(session.world_size, settings.parallelism.measure_s)
     request = Request(
         graph=graph,
         programs=_programs(captured, whole),
@@ -131,7 +133,9 @@ def measure_everywhere(
         budget_s=budget_s,
         halves=DeferredWeights if len(session.cluster.devices) > 1 and graph.opaque is None else None,
     )
-    with session.announced(f"measuring {session.world_size} devices, which may take {format_seconds(budget_s)}"):
+    with session.announced(
+        f"measuring {counted(session.world_size, 'device')}, which may take {format_seconds(budget_s)}"
+    ):
         return measure(
             request,
             session.communicator,
@@ -175,13 +179,19 @@ def prepare(
     """Check, measure, plan, try, rehearse and lower. With a ``given`` plan it is obeyed; it is weighed all the same, so that its
     prediction can be checked. With a ``profile`` nothing is measured, nothing tried and nothing rehearsed.
 
-    A plan that does not fit is refused before anything is measured.
+    A plan that does not fit, or a model that the devices cannot hold, is refused before anything is measured.
 
     Raises PlanError, VerifyError, InfeasibleError or MeasureError, on every rank alike.
     """
     settings = _with_sizes_for(captured.graph, settings)
     if given is not None:
         _require_fitting(given, captured, session, settings)
+    elif profile is None:
+        session.together(
+            lambda: require_room(
+                captured.graph, session.cluster, optimizer=settings.optimizer, parallelism=settings.parallelism
+            )
+        )
     if settings.parallelism.check_s and isinstance(captured, Captured):  # else it was done to take the model as it is
         verdict = check_everywhere(session, captured, whole, budget_s=settings.parallelism.check_s)
         settings = _heeding(verdict, settings, captured, session, given)

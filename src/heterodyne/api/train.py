@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,11 +55,11 @@ def train_job(
     ``name`` is that of the run directory where none is given. With ``resume`` the run goes on from its newest whole checkpoint;
     the plan that it was made under is kept if the cluster is the same.
     """
-    with open_session(cluster_file) as session:
+    with open_session(cluster_file) as session, ExitStack() as stack:
         run = _run_directory(session, name, run_dir, resume=resume)
         with _gone_if_unused(session, run), _alone_in(session, run):
             session.say(f"run directory {run.path}")
-            data = open_data(session, job, base)
+            data = stack.enter_context(closing(open_data(session, job, base)))
             found = _checkpoint(session, run) if resume else None
             if found is not None:
                 job = _continuing(session, job, data, found)
@@ -74,9 +74,9 @@ def train_job(
             if prepared.planned is not None:
                 show_planned(prepared.planned)
             if kept is None:  # else it stands there as it was, with the reasons of that time
-                session.agreement.first_only(lambda: _write_down(run, job, session, prepared))
+                session.agreement.first_only(lambda: _write_down(run, job, base, session, prepared))
             else:
-                session.agreement.first_only(lambda: _write_job(run, job))
+                session.agreement.first_only(lambda: _write_job(run, job, base))
             outcome = _train(session, run, job, base, data, prepared, found)
             if session.rank == 0:
                 _summarise(run, graph, outcome)
@@ -169,8 +169,10 @@ def _kept(
     return plan, profile
 
 
-def _write_job(run: RunDirectory, job: Job) -> None:
-    text = yaml.safe_dump(job.model_dump(mode="json", exclude_none=True), sort_keys=False)
+def _write_job(run: RunDirectory, job: Job, base: Path) -> None:
+    """As it is planned and trained, with the directory in which its relative paths start."""
+    kept = job.model_copy(update={"relative_to": str(base.resolve())})
+    text = yaml.safe_dump(kept.model_dump(mode="json", exclude_none=True), sort_keys=False)
     try:
         run.job.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -179,10 +181,10 @@ def _write_job(run: RunDirectory, job: Job) -> None:
         ) from error
 
 
-def _write_down(run: RunDirectory, job: Job, session: Session, prepared: Prepared) -> None:
+def _write_down(run: RunDirectory, job: Job, base: Path, session: Session, prepared: Prepared) -> None:
     """Everything that is known before the first step. On rank 0. Raises HeterodyneError if it cannot be written."""
     try:
-        _write_job(run, job)
+        _write_job(run, job, base)
     except OSError as error:
         raise HeterodyneError(
             f"{error.filename or run.path} cannot be written ({error.strerror}); make room or make the run directory writable"

@@ -34,4 +34,4 @@ def command(
         return launched
     from heterodyne.api import measure_job
 
-    return measure_job(wanted, job.parent, cluster_file=cluster, out=out, fresh=fresh)
+    return measure_job(wanted, wanted.base(job), cluster_file=cluster, out=out, fresh=fresh)

@@ -65,7 +65,12 @@ def command(
         list[str] | None, typer.Option("--links", metavar="inter=100Gb/s", help="What if links were like that?")
     ] = None,
     framework: Annotated[
-        str | None, typer.Option("--framework", metavar="NAME", help="Who runs the plan, if not this library.")
+        str | None,
+        typer.Option(
+            "--framework",
+            metavar="NAME",
+            help="Who runs the plan, if not this library; an unknown name lists those that are known.",
+        ),
     ] = None,
     export: Annotated[
         Literal["megatron", "torchtitan", "schedule"] | None,
@@ -119,7 +124,7 @@ def command(
 
         assert cluster is not None
         return plan_on_paper(
-            wanted, job.parent, cluster_file=cluster, out=out, wishes=wishes, say=partial(typer.echo, err=True)
+            wanted, wanted.base(job), cluster_file=cluster, out=out, wishes=wishes, say=partial(typer.echo, err=True)
         )
     from heterodyne.api import on_every_device
 
@@ -128,7 +133,7 @@ def command(
         return launched
     from heterodyne.api import plan_job
 
-    return plan_job(wanted, job.parent, cluster_file=cluster, profile=measured, out=out)
+    return plan_job(wanted, wanted.base(job), cluster_file=cluster, profile=measured, out=out)
 
 
 def elsewhere(cluster: Path) -> bool:

@@ -22,7 +22,12 @@ __all__ = ["command"]
 def command(
     context: typer.Context,
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the directory of a run.")],
-    job: Annotated[Path, typer.Option("--job", metavar="JOB.yaml", help="The job whose model the plan is of.")],
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            "--job", metavar="JOB.yaml", help="The job whose model the plan is of; that of the run by default."
+        ),
+    ] = None,
     cluster: ClusterOption = None,
     profile: ProfileOption = None,
     schedule: Annotated[
@@ -37,11 +42,12 @@ def command(
     """Play a plan, without running it.
 
     Print the time of a step, where each device spends it, and the memory it needs at its peak, and write the timeline. In the directory
-    of a run, its cluster and its profile are taken where no others are named; with both known, no device is needed.
+    of a run, its job, its cluster and its profile are taken where no others are named; with these known, no device is needed.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
-    wanted = Job.load(job, tuple(overrides or ()))
     file = plan / "plan.json" if plan.is_dir() else plan
+    job = job or _job_beside(file)
+    wanted = Job.load(job, tuple(overrides or ()))
     given = Plan.load(file)
     described, measured = _known(file.parent, cluster, profile)
     if not out.parent.is_dir():
@@ -57,7 +63,17 @@ def command(
     from heterodyne.api import Simulated, simulate_job
 
     asked = Simulated(plan=given, schedule=schedule, cluster=described, profile=measured, out=out)
-    return simulate_job(wanted, job.parent, asked, cluster_file=cluster)
+    return simulate_job(wanted, wanted.base(job), asked, cluster_file=cluster)
+
+
+def _job_beside(plan: Path) -> Path:
+    """The job that a run keeps with its plan. Raises HeterodyneError where there is none."""
+    kept = plan.with_name("job.yaml")
+    if not kept.is_file():
+        raise HeterodyneError(
+            f"{plan} says nothing of the model, and no job is kept beside it: name it with --job JOB.yaml"
+        )
+    return kept
 
 
 def _known(folder: Path, cluster: Path | None, profile: Path | None) -> tuple[Cluster | None, Profile | None]:

@@ -40,5 +40,5 @@ def command(
     from heterodyne.api import train_job
 
     return train_job(
-        wanted, job.parent, name=job.stem, cluster_file=cluster, given=given, run_dir=run_dir, resume=resume
+        wanted, wanted.base(job), name=job.stem, cluster_file=cluster, given=given, run_dir=run_dir, resume=resume
     )

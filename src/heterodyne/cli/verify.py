@@ -38,4 +38,4 @@ def command(
         return launched
     from heterodyne.api import verify_job
 
-    return verify_job(wanted, job.parent, cluster_file=cluster, given=given, batches=batches)
+    return verify_job(wanted, wanted.base(job), cluster_file=cluster, given=given, batches=batches)

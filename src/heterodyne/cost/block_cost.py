@@ -45,6 +45,7 @@ def block_cost(
         kept_bytes_recomputed=round(scale * max((_tensor_bytes(graph, ref, size, parts) for ref in last), default=0)),
         output_bytes=0 if block.stop == len(graph.ops) else round(output),
         workspace_bytes=round(_workspace_bytes(graph, block, size, parts)),
+        tied_bytes=sum(_stored_bytes(p, parts) for p in held if p.trainable and p.name in graph.tied_across_blocks),
     )
 
 

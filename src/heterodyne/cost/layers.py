@@ -65,6 +65,8 @@ class LayerCost:
         reduced_bytes: what replicas exchange of the gradients of this device; None: ``gradient_bytes``.
         expert_bytes: of those, what belongs to experts; ``expert_copies``: devices of the stage that hold the same ones. Of everything
             else there are `Widths.copies`.
+        tied_bytes: of ``gradient_bytes``, those of parameters that other layers read as well, as a head does that shares the weights
+            of the embedding.
     """
 
     forward_s: float
@@ -80,6 +82,7 @@ class LayerCost:
     reduced_bytes: int | None = None
     expert_bytes: int = 0
     expert_copies: int = 1
+    tied_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:

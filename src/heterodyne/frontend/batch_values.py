@@ -24,7 +24,7 @@ from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import degree, proportional, size_of
 
-__all__ = ["BatchValues", "Dependence", "batch_values"]
+__all__ = ["BatchValues", "Dependence", "batch_values", "with_bases"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,7 @@ class _Values:
         name = operator_name(node)
         sources = [n for n in node.all_input_nodes if tensors_of(n)]
         read = sources[1:] if name in _SHAPE_ONLY else sources
-        changed = (node, *(n for c in mutates(node) for n in _with_bases(c)))
+        changed = (node, *(n for c in mutates(node) for n in with_bases(c)))
         if any(n in self.samples for n in read):
             self.samples.update(changed)
         if _draws(node) or any(n in self.random for n in read):
@@ -362,7 +362,7 @@ def _draws(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _with_bases(node: fx.Node) -> Iterator[fx.Node]:
+def with_bases(node: fx.Node) -> Iterator[fx.Node]:
     """A tensor that is written into, and what it is a view of."""
     yield node
     while isinstance(node.target, OpOverload) and node.all_input_nodes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from heterodyne.errors import CaptureError
+from heterodyne.errors import CaptureError, DataError
 from heterodyne.frontend.arguments import leading_to
 from heterodyne.frontend.denominator import Denominator, Statistic
 from heterodyne.frontend.example import Batch, Example
@@ -17,21 +17,38 @@ from heterodyne.frontend.export import Traced
 from heterodyne.frontend.loss_reading import LossReading
 from heterodyne.frontend.node_copies import evaluated, on_device
 from heterodyne.frontend.sizes import size_of
+from heterodyne.loss_count import LossCount
 from heterodyne.model_output import DIVISOR, SAMPLES
 
 __all__ = ["LossCounter"]
 
 _HOST = torch.device("cpu")
+_Place: TypeAlias = tuple[str, int, int]
+"""An input, one of its dims, and the size there."""
 
 
 class LossCounter:
     """Counts what a loss is divided by; see `heterodyne.loss_count.LossCount`.
 
     Made before `split_loss` rewrites the graph: what it needs of that is copied.
+
+    Args:
+        again: captures the model for inputs of other sizes than the example's (longer sequences), of which the graph may hold numbers:
+            ``torch.arange(x.shape[1]) < lengths``, ``mask.numel()``; None: it holds none.
     """
 
-    def __init__(self, traced: Traced, example: Example, reading: LossReading, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        traced: Traced,
+        example: Example,
+        reading: LossReading,
+        buffers: Mapping[str, Tensor],
+        again: Callable[[Batch], LossCount] | None = None,
+    ) -> None:
         self._example = example
+        self._again = again
+        self._indifferent: frozenset[_Place] = frozenset()
+        self._at_sizes: dict[frozenset[_Place], LossCounter] = {}
         self.split = reading.split
         self._power = reading.reduction.samples
         self._denominators = reading.denominators
@@ -69,8 +86,46 @@ class LossCounter:
         if not self._statistics:
             return head
         inputs = dict(zip(self._example.names, self._example.values(part), strict=True))
+        return torch.cat([head, self._at(inputs)._counted(inputs, samples, buffers)])
+
+    def _at(self, inputs: Mapping[str, Tensor]) -> LossCounter:
+        """What counts in inputs of these sizes. Raises DataError if a denominator is another function of its statistics there."""
+        places = frozenset[_Place]() if self._again is None else self._places(inputs)
+        if {(name, dim) for name, dim, _ in places} <= {(name, dim) for name, dim, _ in self._indifferent}:
+            return self
+        if places not in self._at_sizes:
+            assert self._again is not None
+            other = self._again(dict(inputs))
+            if not isinstance(other, LossCounter) or other._form() != self._form():
+                sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+                raise DataError(
+                    f"for inputs of the sizes {sizes} the loss is divided in another way than for the example: pad the batches to one "
+                    "length, or divide by a sum over the data, such as (labels != -100).sum()"
+                )
+            if other._of_batch.text == self._of_batch.text:
+                self._indifferent |= places
+                return self
+            self._at_sizes[places] = other
+        return self._at_sizes[places]
+
+    def _places(self, inputs: Mapping[str, Tensor]) -> frozenset[_Place]:
+        """Where sizes differ from those of the example, but for the batch."""
+        return frozenset(
+            (name, dim, size)
+            for name, shape, follows in zip(
+                self._example.names, self._example.shapes, self._example.follows, strict=True
+            )
+            for dim, size in enumerate(inputs[name].shape)
+            if (dim or not follows) and (dim >= len(shape) or size != shape[dim])
+        )
+
+    def _form(self) -> tuple[object, ...]:
+        """What of it the sizes of the inputs may not change."""
+        return self.split, self._power, self.size, tuple(value.text for value in self._values)
+
+    def _counted(self, inputs: Mapping[str, Tensor], samples: int, buffers: Mapping[str, Tensor] | None) -> Tensor:
         known = {**self._constants, **self._buffers, **(buffers or {})}
-        return torch.cat([head, self._of_batch(inputs, known, samples)])
+        return self._of_batch(inputs, known, samples)
 
     def statistics_of(self, batch: Batch, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
         """The same for all that is in a batch."""
@@ -127,6 +182,7 @@ class _StatisticsGraph:
         self._roles = [traced.roles[node] for node in copies if node.op == "placeholder"]
         self._samples = self._graph.placeholder("samples_of_part")
         self._graph.output(tuple(self._number(s, copies) for s in statistics))
+        self.text = _text(self._graph)
 
     def __call__(self, inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], samples: int) -> Tensor:
         device = next(iter(inputs.values())).device
@@ -138,7 +194,8 @@ class _StatisticsGraph:
             self._graphs[device] = fx.GraphModule(self._root, graph)
         values = [inputs[r.name] if r.kind == "input" else _known(known, r.name, device) for r in self._roles]
         with torch.no_grad():
-            found = self._graphs[device](*values, samples)
+            # Not by a call of the module, which prints what an error says before it raises it: some labels are only tried.
+            found = self._graphs[device].forward(*values, samples)
         return torch.cat([value.double().flatten().to(_HOST) for value in found])
 
     def _number(self, statistic: Statistic, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -167,6 +224,7 @@ class _ValueGraph:
                 self._ranges.append((statistic, slice(reached, reached + count)))
             reached += count
         self._run = None if denominator.value is None else self._graph(traced, denominator.value)
+        self.text = "" if self._run is None else _text(self._run.graph)
 
     def __call__(self, statistics: Tensor) -> Tensor:
         if self._run is None:
@@ -207,6 +265,19 @@ class _ValueGraph:
 
         graph.output(copied(value))
         return fx.GraphModule(root, graph)
+
+
+def _text(graph: fx.Graph) -> str:
+    """Equal for graphs that compute the same, whatever their nodes are called."""
+    places = {node: number for number, node in enumerate(graph.nodes)}
+
+    def written(values: Any) -> Any:
+        return fx.node.map_arg(values, lambda node: fx.immutable_collections.immutable_list([places[node]]))
+
+    return "\n".join(
+        f"{node.op} {'' if node.op == 'placeholder' else node.target} {written(node.args)} {written(node.kwargs)}"
+        for node in graph.nodes
+    )
 
 
 def _entries(statistic: Statistic) -> int:

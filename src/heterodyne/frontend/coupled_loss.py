@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.annotations import read_annotations
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
+from heterodyne.frontend.batch_statistics import is_batch_norm
 from heterodyne.frontend.coupling import couplings, mixed, refuse_sizes
 from heterodyne.frontend.describe import random_ops
 from heterodyne.frontend.export import Traced, is_op, tensors_of
@@ -237,7 +238,7 @@ def _refuse(traced: Traced, tail: set[fx.Node], from_inputs: set[fx.Node], cause
     random = set(random_ops(traced))
     matrices = _matrices(traced)
     for node in tail:
-        if node.name in random or any(n not in tail for n in mutates(node)) or "batch_norm" in operator_name(node):
+        if node.name in random or any(n not in tail for n in mutates(node)) or is_batch_norm(node):
             raise cause
         if any(n in matrices for n in node.all_input_nodes) and any(n in from_inputs for n in node.all_input_nodes):
             place = f"{line}\n" if (line := line_of(node, full=True)) else ""

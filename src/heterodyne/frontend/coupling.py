@@ -4,22 +4,26 @@ The shapes show it. An op that reads samples, and gives one thing for all of the
 that is not in proportion to theirs, has mixed them; so has one that works along the dim in which the samples lie. What the
 loss itself sums over the samples is known by then (``passed``), and BatchNorm is served by the runtime.
 
-Whole numbers and truth values choose and count, and what they choose is seen. They may be sorted along the samples: rows are put in order
-of expert, and back, which no row notices. A row's place among those of all samples is another matter: who comes too late for the
-capacity of an expert depends on who else is there.
+Integers and truth values may be reduced over the samples, or compared for each pair of them, as long as nothing is computed from
+the result: the greatest length of a batch, or whether any sample has a flag, is one value of all samples (``common``), and the samples of
+another device would have had another. It is followed until an op computes with it. Integers may also be sorted along the samples:
+rows are put in order of expert, and back, which no row notices, and a count of the rows of each expert says where the rows of the next
+begin. A row's place among those of all samples is another matter: who comes too late for the capacity of an expert depends on who
+else is there.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, fx
 
 from heterodyne.errors import CaptureError
+from heterodyne.frontend.along import SORTS, runs_along_the_samples, works_along_the_samples
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
-from heterodyne.frontend.batch_values import BatchValues, Dependence, batch_values
+from heterodyne.frontend.batch_statistics import is_batch_norm
+from heterodyne.frontend.batch_values import BatchValues, Dependence, batch_values, with_bases
 from heterodyne.frontend.export import Traced, tensors_of
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.sample_order import Samples, samples_in
@@ -27,12 +31,6 @@ from heterodyne.frontend.sizes import degree, proportional, size_of
 
 __all__ = ["CoupledError", "coupled", "couplings", "mixed", "refuse_coupling", "refuse_sizes"]
 
-# Each element of their result depends on others along ``dim`` (``dims``).
-_ALONG = frozenset({
-    "softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll",
-    "sort", "argsort", "topk",
-})  # fmt: skip
-_SORTS = frozenset({"sort", "argsort"})
 _ELEMENTWISE = frozenset({
     "add", "add_", "addcmul", "div", "div_", "l1_loss", "maximum", "minimum", "mse_loss", "mul", "mul_", "sub", "sub_", "where",
 })  # fmt: skip
@@ -48,6 +46,8 @@ class CoupledError(CaptureError):
 
 
 _COUNTING = frozenset({"histc"})  # returns floats that are whole numbers
+# An argument that says which of the sorted rows meet which matrix, of an op that treats each row by itself.
+_ROWS_OF_GROUPS = frozenset({"offs"})
 
 
 def refuse_coupling(traced: Traced, passed: Collection[fx.Node]) -> None:
@@ -77,21 +77,30 @@ def couplings(traced: Traced, passed: Collection[fx.Node]) -> Iterator[tuple[fx.
     values = batch_values(traced, known=passed)
     of_samples = values.samples | values.random
     order = samples_in(traced.graph)
+    common = _common(traced, of_samples)
     for node in leading_to([traced.loss]):
         name = operator_name(node)
-        if node not in of_samples or node.op != "call_function" or "batch_norm" in name or name in _COUNTING:
+        if node not in of_samples or node.op != "call_function" or is_batch_norm(node) or name in _COUNTING:
             continue
-        tensors = [tensor for tensor in tensors_of(node) if tensor.is_floating_point()]
-        read = [t for n in node.all_input_nodes if n in of_samples for t in tensors_of(n) if t.is_floating_point()]
+        tensors = [tensor for tensor in tensors_of(node) if _is_continuous(tensor)]
+        read = [t for n in node.all_input_nodes if n in of_samples for t in tensors_of(n) if _is_continuous(t)]
         reads_samples = any(degree(tensor) > 0 for tensor in read)
         one_for_all = reads_samples and node not in passed and any(degree(tensor) == 0 for tensor in tensors)
-        along = _along_the_samples(node)
+        along = works_along_the_samples(node)
         if along and not tensors:
             yield node, _counted(node, "goes along the samples of a batch")
         elif along or one_for_all or any(mixed(tensor) for tensor in tensors) or _joins_others(node, order):
             yield node, coupled(node)
         elif name in _COMPARES and places.intersection(node.all_input_nodes):
             yield node, _counted(node, "compares places in the order of all samples")
+        elif tensors and (
+            causes := [common[n] for n in _computed_with(node) if n in common and not {n, node} <= set(passed)]
+        ):
+            yield node, _of_all(causes[0], node)
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _refuse_size(node: fx.Node, values: BatchValues, passed: Collection[fx.Node]) -> None:
@@ -125,6 +134,49 @@ def coupled(node: fx.Node) -> CoupledError:
     )
 
 
+def _common(traced: Traced, of_samples: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The values that all samples make together (one for all, or something for each pair), and the op that made each of them so."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        if node.op != "call_function" or node not in of_samples or not tensors_of(node):
+            continue
+        cause = next((found[n] for n in _computed_with(node) if n in found), None)
+        if cause is None and _made_of_all(node, of_samples):
+            cause = node
+        if cause is not None:
+            found.update(dict.fromkeys((node, *(n for written in mutates(node) for n in with_bases(written))), cause))
+    return found
+
+
+def _made_of_all(node: fx.Node, of_samples: Collection[fx.Node]) -> bool:
+    """Whether a tensor has no rows for the samples that it was made of, or some for each pair of them."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return False  # each of several outputs for itself
+    source = node.args[0] if node.target is operator.getitem else node
+    read = source.all_input_nodes if isinstance(source, fx.Node) else []
+    of_all = any(n in of_samples and any(degree(tensor) > 0 for tensor in tensors_of(n)) for n in read)
+    return of_all and (degree(value) == 0 or mixed(value))
+
+
+def _computed_with(node: fx.Node) -> list[fx.Node]:
+    """The tensors whose values an op computes with."""
+    rows = {id(argument(node, name)) for name in _ROWS_OF_GROUPS}
+    return [n for n in node.all_input_nodes if id(n) not in rows]
+
+
+def _of_all(cause: fx.Node, node: fx.Node) -> CoupledError:
+    """What to say of a value that all samples make together, and of where it is computed with."""
+    place = f"{line}\n" if (line := line_of(cause, full=True)) else ""
+    used = line_of(node)
+    where = f" (in {used})" if used and used != line_of(cause) else ""
+    return CoupledError(
+        f"{place}samples see each other: {cause.target} makes one value of all samples of a batch, {node.target} computes with it{where}, "
+        "and the devices each see only their own samples, so it would be another value there. Compute it for each sample by itself, as in "
+        ".amax(1) or .any(1), pass it as an input of the batch with one entry for each sample, or give the model a constant.\n"
+    )
+
+
 def _counted(node: fx.Node, what: str) -> CoupledError:
     """What to say of whole numbers that tell of a sample how many others there are."""
     place = f"{line}\n" if (line := line_of(node, full=True)) else ""
@@ -144,7 +196,7 @@ def _places(traced: Traced) -> set[fx.Node]:
             continue
         name = operator_name(node)
         read = {argument(node, "self")} if name in _TAKES else set(node.all_input_nodes)
-        sorts = name in _SORTS and _runs_along_the_samples(node)
+        sorts = name in SORTS and runs_along_the_samples(node)
         if read & found or ((sorts or name in _PUTS) and read & orders):
             found.update((node, *mutates(node)))
         elif sorts or (read & orders and (name in _KEEPS or _is_order(node))):
@@ -172,29 +224,3 @@ def mixed(tensor: Tensor) -> bool:
     """Something for each pair of samples, or one sample more or less than there are."""
     sizes = [size_of(size) for size in tensor.shape]
     return degree(tensor) > 1 or any(not size.is_constant and not proportional(size) for size in sizes)
-
-
-def _along_the_samples(node: fx.Node) -> bool:
-    name = operator_name(node)
-    if name == "scaled_dot_product_attention":
-        query = _tensor(argument(node, "query"))
-        return query is not None and not size_of(query.shape[-2]).is_constant
-    source = _tensor(argument(node, "self"))
-    if name not in _ALONG or source is None or (name in _SORTS and not source.is_floating_point()):
-        return False
-    return _runs_along_the_samples(node)
-
-
-def _runs_along_the_samples(node: fx.Node) -> bool:
-    source = _tensor(argument(node, "self"))
-    if source is None:
-        return False
-    given = argument(node, "dims") if argument(node, "dims") is not None else argument(node, "dim")
-    dims = list(given) if isinstance(given, list | tuple) else [given]
-    over = dims or list(range(source.dim()))  # roll without dims goes through all of them
-    return any(isinstance(dim, int) and not size_of(source.shape[dim]).is_constant for dim in over)
-
-
-def _tensor(value: Any) -> Tensor | None:
-    found = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return found if isinstance(found, Tensor) else None

@@ -18,7 +18,7 @@ from heterodyne.frontend.sizes import size_of, spec_of
 from heterodyne.graph import Argument, Op, Ref, Size, TensorSpec
 from heterodyne.graph.size import ZERO
 
-__all__ = ["batch_statistics", "describe", "differentiable", "producer_of", "random_ops", "ref_of"]
+__all__ = ["describe", "differentiable", "producer_of", "random_ops", "ref_of"]
 
 # Of a table these read no more than the rows that they return.
 _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
@@ -150,15 +150,6 @@ def producer_of(node: fx.Node) -> fx.Node:
 def random_ops(traced: Traced) -> tuple[str, ...]:
     """Names of the ops that draw random numbers; not of dropout that is switched off."""
     return tuple(node.name for node in traced.ops if _draws(node))
-
-
-def batch_statistics(traced: Traced) -> tuple[str, ...]:
-    """Names of the ops that normalise over the micro-batch."""
-    return tuple(
-        node.name
-        for node in traced.ops
-        if "batch_norm" in operator_name(node) and (argument(node, "training") or argument(node, "use_input_stats"))
-    )
 
 
 def _draws(node: fx.Node) -> bool:

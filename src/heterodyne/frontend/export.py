@@ -11,7 +11,7 @@ import io
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,7 +27,8 @@ from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.annotations import Annotations, read_annotations
 from heterodyne.frontend.changes import numbers_of, refuse_changes, refuse_counters, refuse_new_buffers
 from heterodyne.frontend.example import Example, trace_sizes
-from heterodyne.frontend.faults import explain, line_of, line_that_fixed_a_size, refuse_unknown_sizes
+from heterodyne.frontend.faults import explain, line_of, refuse_unknown_sizes
+from heterodyne.frontend.fixed_sizes import SizeWatch
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.graph import ModuleOnly
@@ -84,7 +85,7 @@ class _LossOnly(nn.Module):
         self,
         model: nn.Module,
         example: Example,
-        note: Callable[[ShapeEnv], None],
+        sizes: SizeWatch,
         watch: BackwardWatch,
         changed: set[tuple[str, str]],
     ) -> None:
@@ -94,20 +95,20 @@ class _LossOnly(nn.Module):
         self._changed = changed
         self.model = model
         self._names = example.names if example.keywords else None
-        self._note = note
+        self._sizes = sizes
 
     def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
             sizes: list[Any] = [size for tensor in batch for size in tensor.shape if not isinstance(size, int)]
             for size in sizes:
-                self._note(size.node.shape_env)
+                self._sizes.begin(size.node.shape_env)
         first, *others = [tensor for tensor, follows in zip(batch, self._follows, strict=True) if follows]
         assert all(other.shape[0] == first.shape[0] for other in others)  # the trace notes that it is one size
         before = dict(self.model.named_buffers())
         if torch.compiler.is_dynamo_compiling():
             return self.loss(batch)
         numbers = numbers_of(self.model)
-        with self._watch:
+        with self._watch, self._sizes:
             loss = self.loss(batch)
         self._changed.update(key for key, value in numbers_of(self.model).items() if numbers.get(key, value) != value)
         self._watch.look_at(loss)
@@ -122,21 +123,21 @@ class _LossOnly(nn.Module):
 def export(model: nn.Module, example: Example) -> Traced:
     """Trace the model's loss. Raises CaptureError with the line of the model that cannot be traced."""
     first: tuple[Exception, str | None] | None = None
-    sizes = trace_sizes(example, model)
-    for size, strict in ((sizes[0], False), (sizes[0], True), *((size, False) for size in sizes[1:])):
+    best, *others = trace_sizes(example, model)
+    for size, strict in ((best, False), (best, True), *((size, False) for size in others)):
         mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
         copy = skeleton(model, mode)
-        shapes: list[ShapeEnv] = []  # where torch.export notes what the trace assumed of the sizes
+        sizes = SizeWatch()
         watch = BackwardWatch()
         changed: set[tuple[str, str]] = set()  # plain attributes of the modules, which torch.export sets back
-        wrapped = _LossOnly(copy, example, shapes.append, watch, changed)
+        wrapped = _LossOnly(copy, example, sizes, watch, changed)
         wrapped.training = model.training
         try:
             program = _export(wrapped, example, mode, size, strict)
         except CaptureError:
             raise
         except Exception as error:  # noqa: BLE001  # torch.export lets through whatever the model raised; explained below
-            first = first or (error, line_that_fixed_a_size(shapes))
+            first = first or (error, sizes.line)
         else:
             _refuse_counters(wrapped, changed, example, mode, size)
             return replace(_flatten(program, copy, example), module_only=(*hooks_of(model), *watch.noted.values()))

@@ -5,19 +5,17 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import heterodyne
 from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.sizes import size_of
 
-__all__ = ["explain", "files_of", "line_now", "line_of", "line_that_fixed_a_size", "refuse_unknown_sizes", "user_line"]
+__all__ = ["explain", "files_of", "is_foreign", "line_now", "line_of", "refuse_unknown_sizes", "user_line"]
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(heterodyne.__file__).parent))
 
@@ -50,19 +48,6 @@ def explain(error: BaseException, model: nn.Module, line: str | None = None) -> 
     )
 
 
-def line_that_fixed_a_size(shapes: Sequence[ShapeEnv]) -> str | None:
-    """The line that compared a size with a number, and so made the trace hold for that number alone."""
-    for guard in (guard for shape in shapes for guard in shape.guards):
-        place = guard.sloc.framework_loc
-        if (
-            isinstance(guard.expr, sympy.Eq)
-            and isinstance(place, traceback.FrameSummary)
-            and not _is_foreign(place.filename)
-        ):
-            return f"{place.filename}:{place.lineno}: {place.line}"
-    return None
-
-
 def refuse_unknown_sizes(graph: fx.Graph) -> None:
     """Raise CaptureError if a number or a size in the graph is read out of a tensor, or is not a polynomial in the batch."""
     for node in graph.nodes:
@@ -91,7 +76,7 @@ def _in_one_line(line: str | None, reason: str) -> str:
 def line_of(node: fx.Node, *, full: bool = False) -> str:
     """``file.py:12``, the deepest line that is the model's own; ``full``: with the path and the text. "" if it is not known."""
     named = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [(filename, int(number)) for filename, number in named if not _is_foreign(filename)]
+    own = [(filename, int(number)) for filename, number in named if not is_foreign(filename)]
     if not own:
         return ""
     filename, number = own[-1]
@@ -103,12 +88,16 @@ def line_of(node: fx.Node, *, full: bool = False) -> str:
 def files_of(node: fx.Node) -> frozenset[str]:
     """The files that the call of a node came through, torch's and Heterodyne's left out."""
     named = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return frozenset(filename for filename, _ in named if not _is_foreign(filename))
+    return frozenset(filename for filename, _ in named if not is_foreign(filename))
 
 
-def line_now() -> str:
-    """The deepest line of the model among those that run at this moment, with path and text; "" if there is none."""
-    own = [f for f in traceback.extract_stack() if not _is_foreign(f.filename) and "site-packages" not in f.filename]
+def line_now(*, installed: bool = False) -> str:
+    """The deepest line of the model among those that run at this moment, with path and text; "" if there is none.
+
+    ``installed``: a line of an installed package may be the model's.
+    """
+    own = [f for f in traceback.extract_stack() if not is_foreign(f.filename)]
+    own = [f for f in own if installed or "site-packages" not in f.filename]
     return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
 
@@ -119,7 +108,7 @@ def _symbolic_sizes(node: fx.Node) -> Iterator[int | torch.SymInt]:
             yield from (size for size in tensor.shape if not isinstance(size, int))
 
 
-def _is_foreign(filename: str) -> bool:
+def is_foreign(filename: str) -> bool:
     """Whether a file belongs to torch or to Heterodyne rather than to a model."""
     return filename.startswith(_FOREIGN) or filename.startswith("<")
 
@@ -146,7 +135,7 @@ def _reason(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> str:
     """The deepest line that is the model's own, with its text."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_foreign(f.filename)]
     if frames:
         return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
     return ""
@@ -154,7 +143,7 @@ def user_line(error: BaseException) -> str:
 
 def _raised_by_model(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and not _is_foreign(frames[-1].filename)
+    return bool(frames) and not is_foreign(frames[-1].filename)
 
 
 def _first_lines(text: str, count: int = 3, width: int = 400) -> str:

@@ -40,6 +40,7 @@ _LINEAR = frozenset({
     "view", "_to_copy", "type_as", "detach", "lift_fresh_copy", "permute", "transpose", "t", "movedim", "select",
     "slice", "cat", "stack", "unbind", "getitem", "diagonal", "narrow", "split", "chunk", "view_as", "expand_as",
 })  # fmt: skip
+_ADDS = frozenset({"add", "add_", "sub", "sub_", "rsub"})
 _CASTS = frozenset({"to", "_to_copy", "alias", "clone", "view", "reshape", "squeeze", "unsqueeze", "type_as"})
 LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
 
@@ -155,10 +156,26 @@ class Walk:
         return replace(found, shifts=(*found.shifts, (node, None)))
 
     def _number(self, node: fx.Node) -> CaptureError:
+        if not self._ends_in_the_loss(node):
+            return self._unknown(node)
         return CaptureError(
             f"{self._place(node)}the loss adds a number to a sum over the samples; each part of the batch would add it. Leave the "
             "number out, since it has no gradient."
         )
+
+    def _ends_in_the_loss(self, node: fx.Node) -> bool:
+        """Whether a term is only added to others, or multiplied by constants, until it is the loss."""
+        while node is not self._traced.loss:
+            users = list(node.users)
+            if len(users) != 1:
+                return False
+            (user,) = users
+            others = [n for n in user.all_input_nodes if n is not node]
+            adds = operator_name(user) in _ADDS
+            if not adds and (operator_name(user) not in {*_LINEAR, "div", "div_"} or self.from_batch & set(others)):
+                return False
+            node = user
+        return True
 
     _rsub = _sub = _add_ = _sub_ = _add
 

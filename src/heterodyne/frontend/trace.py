@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.aliases import shared_memory
+from heterodyne.frontend.batch_statistics import batch_statistics
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
 from heterodyne.frontend.closures import refuse_closures
@@ -24,7 +25,7 @@ from heterodyne.frontend.coupled_loss import (
     divide_labelled_means,
 )
 from heterodyne.frontend.coupling import CoupledError
-from heterodyne.frontend.describe import batch_statistics, describe, random_ops, ref_of
+from heterodyne.frontend.describe import describe, random_ops, ref_of
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.experts import put_together
 from heterodyne.frontend.export import Traced, export
@@ -32,6 +33,7 @@ from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.replay import Observed, observe
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import spec_of
+from heterodyne.frontend.sparse_gradients import refuse_sparse_gradients
 from heterodyne.frontend.split_loss import split_loss
 from heterodyne.frontend.stage_program import StageProgram, stage_program
 from heterodyne.frontend.stage_values import Pieces
@@ -106,8 +108,12 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     example = read_example(model, example_batch)
     exported = export(model, example)
     refuse_closures(exported, model)
+    refuse_sparse_gradients(exported)
     traced = put_together(exported)
-    traced, loss, counter, coupled = _read_loss(traced, example, dict(model.named_buffers()))
+    statistics = batch_statistics(traced)
+    traced, loss, counter, coupled = _read_loss(
+        traced, example, dict(model.named_buffers()), lambda batch: trace(model, batch, name=name).loss_count
+    )
     if loss.reduction in ("terms", "coupled") and traced.module_only:
         why = "has terms with denominators of their own" if loss.reduction == "terms" else "compares samples"
         raise CaptureError(
@@ -126,7 +132,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
         ops=describe(traced, observed, _written_memory(traced, observed), _sample_dims(traced)),
         blocks=find_blocks(traced, observed),
         loss=loss,
-        batch_statistics=batch_statistics(traced),
+        batch_statistics=statistics,
         random=random_ops(traced),
         task_graphs=traced.annotations.task_graphs,
         constants=tuple(_constant(name, value) for name, value in traced.constants.items()),
@@ -146,7 +152,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
 
 
 def _read_loss(
-    traced: Traced, example: Example, buffers: Mapping[str, Tensor]
+    traced: Traced, example: Example, buffers: Mapping[str, Tensor], again: Callable[[Batch], LossCount]
 ) -> tuple[Traced, Loss, LossCount, CoupledLoss | None]:
     """How the loss is averaged, with the graph as it has to be for that. Raises CaptureError."""
     try:
@@ -154,7 +160,7 @@ def _read_loss(
     except CoupledError as error:
         traced = divide_labelled_means(traced)
         return traced, Loss(reduction="coupled"), TogetherCount(), coupled_loss(traced, error)
-    counter = LossCounter(traced, example, reading, buffers)
+    counter = LossCounter(traced, example, reading, buffers, again)
     return (split_loss(traced, reading) if reading.split else traced), reading.loss, counter, None
 
 

@@ -346,6 +346,12 @@ class ModelGraph:
         read = {name for op in self.ops_of(block) for name in op.parameters}
         return tuple(p for p in self.parameters if p.name in read)
 
+    @cached_property
+    def tied_across_blocks(self) -> frozenset[str]:
+        """Names of the parameters and buffers that several blocks read."""
+        readers = Counter(parameter.name for block in self.blocks for parameter in self.parameters_of(block))
+        return frozenset(name for name, count in readers.items() if count > 1)
+
     @property
     def kind_names(self) -> dict[str, str]:
         """For each kind the name of its first block, and how many blocks there are of it: ``layers.0 (x4)``."""

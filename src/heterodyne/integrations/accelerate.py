@@ -8,7 +8,6 @@ of the global batch is known only then. ``optimizer.step()`` finds no gradients 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self, cast
@@ -19,11 +18,9 @@ from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
 from heterodyne.errors import HeterodyneError
+from heterodyne.integrations.elementwise import follow, remade
 
 __all__ = ["Accelerator", "PreparedModel", "Promise"]
-
-# They update each element by itself, so that a rank may update the part that it holds.
-_ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad)
 
 
 class Promise:
@@ -116,7 +113,7 @@ class Accelerator:
             model,
             next(iter(loader)),
             **{
-                "optimizer": _remade(optimizer, model),
+                "optimizer": remade(optimizer, model),
                 "precision": self._precision,
                 "clip_grad_norm": self._clip,
                 **self._distribution,
@@ -131,10 +128,7 @@ class Accelerator:
         if loss.value is not None:
             raise HeterodyneError("backward was called with this loss before")
         distributed = self._prepared()
-        for group, chosen in zip(
-            distributed.optimizer.param_groups, cast(Optimizer, self._optimizer).param_groups, strict=True
-        ):
-            group.update({name: value for name, value in chosen.items() if name not in ("params", "param_names")})
+        follow(distributed.optimizer, cast(Optimizer, self._optimizer))
         result = distributed.step(loss.batch)
         loss.value, self._norm = result.loss, result.grad_norm
         distributed.module.zero_grad()
@@ -179,29 +173,6 @@ class Accelerator:
         if self.distributed is None:
             raise HeterodyneError("nothing is prepared yet: call prepare(model, optimizer, loader) first")
         return self.distributed
-
-
-def _remade(optimizer: Optimizer, model: nn.Module) -> Callable[..., Optimizer]:
-    """Makes the same optimizer, with the same groups, of the parameters that a rank holds."""
-    kind: Any = type(optimizer)
-    if kind not in _ELEMENTWISE or optimizer.state:
-        names = ", ".join(one.__name__ for one in _ELEMENTWISE)
-        raise HeterodyneError(
-            f"{kind.__name__} is none of {names}, freshly made: take one, or hd.distribute(optimizer=...)"
-        )
-    of = {parameter: name for name, parameter in model.named_parameters()}
-    known = set(inspect.signature(kind).parameters)
-    groups = [
-        ({of[p] for p in group["params"]}, {name: value for name, value in group.items() if name in known - {"params"}})
-        for group in optimizer.param_groups
-    ]
-
-    def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        held = list(named_parameters)
-        made = [{"params": [p for name, p in held if name in names], **options} for names, options in groups]
-        return cast(Optimizer, kind(made))
-
-    return factory
 
 
 def _refuse(what: str) -> NoReturn:

@@ -52,6 +52,8 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
 
     Raises ClusterError, with what is missing, for a device whose datasheet lacks a peak or the bandwidth of its memory.
     """
+    if precision == "bf16" and not software.fp16:
+        device = _without_fp16(device)
     known = known or constants()
     fitted, stated = known.fitted, known.stated
     generation = generation_of(device.kind)
@@ -75,6 +77,14 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
         element_bytes=4 if precision in ("fp32", "tf32") else 2,
         prologue=fitted.prologue,
     )
+
+
+def _without_fp16(device: Accelerator) -> Accelerator:
+    """What is left of it for a program that computes in bf16 only."""
+    peaks, measured = (
+        {p: f for p, f in own.items() if p != "fp16"} for own in (device.peak_flops, device.measured_flops)
+    )
+    return replace(device, peak_flops=peaks, measured_flops=measured)
 
 
 def _best_flops(device: Accelerator, part: float, precision: Precision, known: Constants) -> float:

@@ -144,6 +144,7 @@ class PredictedLayers:
             workspace_bytes=round(workspace),
             expert_bytes=round(experts * gradient),
             expert_copies=widths.devices // setup.ep if routed else 1,
+            tied_bytes=round(parameters * gradient) if model.tied and layer_kind in (EMBEDDING, HEAD) else 0,
         )
 
 

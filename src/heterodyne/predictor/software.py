@@ -37,6 +37,7 @@ class Software:
         state_bytes: kept by the optimizer, a parameter: masters and moments.
         buffer_bytes: that communication keeps for itself.
         keeps_outputs: whether a stage keeps what it has sent on until its backward; else only the graph behind it stays.
+        fp16: whether a device without units for bf16 trains in fp16 instead; else its matrix products run at the rate of fp32.
         combined: whether the collectives of all layers are one: gradients wait for it whole, however they are sharded, and with ZeRO-3
             all parameters are gathered at a time.
     """
@@ -57,6 +58,7 @@ class Software:
     state_bytes: int = 12
     buffer_bytes: int = 0
     keeps_outputs: bool = False
+    fp16: bool = True
     combined: bool = False
 
 

@@ -194,7 +194,8 @@ def _wait(
     remaining = [worker for worker in workers if worker.returncode is None]
     _signal(remaining, signal.SIGTERM)
     _wait_for(remaining, grace_s, lambda: False)
-    told = culprit.rank == 0 and status == TOLD  # its message is what the user should read, and stands there already
+    # Its message is what the user should read, and rank 0 has shown it already, as its own or as that of a peer.
+    told = status == TOLD and (culprit.rank == 0 or workers[0].returncode == GAVE_UP_ON_A_PEER)
     if not told:
         say(_report(culprit, status, len(remaining)))
     return shell_status(status), not told

@@ -12,6 +12,7 @@ from typing import Literal
 
 from heterodyne.report.run import Run
 from heterodyne.report.step_times import MESSAGES, by_rank, kinds_in_order, step_spans
+from heterodyne.report.words import unsteady
 
 __all__ = ["Claim", "Comparison", "compare"]
 
@@ -40,7 +41,9 @@ class Claim:
 
     @property
     def error(self) -> float | None:
-        """The relative error; None where a side is not known or nothing was measured to divide by."""
+        """The relative error; None where a side is not known, as an efficiency is not after unsteady measuring, or nothing was measured."""
+        if self.what == "efficiency" and self.measured is not None and unsteady(self.measured):
+            return None
         return self.difference / self.measured if self.difference is not None and self.measured else None
 
 

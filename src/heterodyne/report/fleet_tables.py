@@ -193,7 +193,7 @@ def _figures(weighed: Weighed, base: Weighed, seq: int | None) -> tuple[str, ...
         _money(own.usd),
         _money(own.joules),
         byte_size(own.peak_bytes),
-        percent(own.peak_share),
+        f"{byte_size(own.fullest_bytes)}, {percent(own.peak_share)}",
     )
 
 

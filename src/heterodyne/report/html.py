@@ -6,14 +6,11 @@ Everything is laid out here as texts and places; the templates only put them int
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from heterodyne.report.compare import compare
-from heterodyne.report.lanes import Lanes, lanes
-from heterodyne.report.legend import legend
-from heterodyne.report.palette import DARK, DARK_STAGES, LIGHT, SERIES, STAGE_COLOURS, has_stages, kind_key
+from heterodyne.report.palette import DARK, DARK_STAGES, LIGHT, SERIES, STAGE_COLOURS, kind_key
 from heterodyne.report.perfetto import write_trace
 from heterodyne.report.run import Run, load_run, read_metrics
 from heterodyne.report.sections.curves import curve_charts
@@ -21,10 +18,10 @@ from heterodyne.report.sections.devices import cluster_section
 from heterodyne.report.sections.overview import key_figures, status
 from heterodyne.report.sections.predictions import prediction_section
 from heterodyne.report.sections.stages import stage_section
+from heterodyne.report.sections.timelines import timeline_section
 from heterodyne.report.sections.times import time_section
 from heterodyne.report.sections.training import efficiency_chart, loss_chart, norm_chart, rate_chart, training_lead
 from heterodyne.report.sections.weighed import plan_section
-from heterodyne.report.step_times import median_step, step_spans, typical
 from heterodyne.report.words import kind_name, seconds, unbroken
 
 __all__ = ["render", "write_report"]
@@ -74,7 +71,7 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
         figures=key_figures(run, comparison),
         cluster=cluster_section(run),
         plan=plan_section(run),
-        timelines=_timelines(run),
+        timelines=timeline_section(run, comparison.step),
         times=time_section(run),
         pipeline=stage_section(run),
         prediction=prediction_section(comparison),
@@ -87,26 +84,6 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
         curves=curve_charts(run),
         environment=_environment(run),
     )
-
-
-def _timelines(run: Run) -> dict[str, Any] | None:
-    """Predicted above measured on one axis; of the measured steps the one of median length."""
-    shown: list[tuple[str, Any]] = []
-    note = ""
-    if (simulated := typical(run.simulated)) is not None:
-        shown.append(("Predicted", simulated))
-    if run.measured is not None and (step := median_step(run.measured)) is not None:
-        shown.append(("Measured", run.measured.of_step(step)))
-        spans = step_spans(run.measured)
-        note = f"Measured is step {step}, the one of median length among the last {len(spans)}, whose actions were recorded"
-        note += f" ({seconds(min(spans.values()))} to {seconds(max(spans.values()))})." if len(spans) > 1 else "."
-    axis_s = 1.005 * max((timeline.span_s for _, timeline in shown), default=0.0)  # room for the mark at the end
-    if axis_s <= 0:
-        return None
-    events = [event for _, timeline in shown for event in timeline.events]
-    by_stage = has_stages(events)
-    laid: list[Lanes] = [lanes(timeline, title, axis_s, by_stage=by_stage) for title, timeline in shown]
-    return {"lanes": laid, "by_stage": by_stage, "legend": legend(events), "note": note}
 
 
 def _command(run: Run) -> str:

@@ -26,7 +26,7 @@ def _block_rows(profile: Profile, model: str) -> Rows:
                     str(sample.micro_batch_size),
                     seconds(sample.forward_s),
                     seconds(sample.backward_s),
-                    "continued" if sample.extrapolated else percent(sample.spread),
+                    "extrapolated" if sample.extrapolated else percent(sample.spread),
                     format_bytes(sample.saved_bytes),
                 )
                 for sample in samples
@@ -45,7 +45,7 @@ def _block_rows(profile: Profile, model: str) -> Rows:
         rows=tuple(rows),
         notes=(
             "times are medians while all devices compute; spread is the distance of the quartiles over the median; "
-            "continued: too large to measure, drawn on from the smaller sizes",
+            "extrapolated: too large, or too long, to measure; from the smaller sizes",
         ),
     )
 

@@ -26,6 +26,7 @@ __all__ = [
     "ratio",
     "seconds",
     "unbroken",
+    "unsteady",
 ]
 
 DASH = "–"
@@ -68,7 +69,12 @@ def byte_size(value: float | None) -> str:
 
 def efficiency_text(value: float | None) -> str:
     """``93.1 %``; above 105 %, where devices were slower while they were measured than in the run, that it is not known."""
-    return "not known: measuring was unsteady" if value is not None and value > _STEADY else percent(value)
+    return "not known: measuring was unsteady" if value is not None and unsteady(value) else percent(value)
+
+
+def unsteady(efficiency: float) -> bool:
+    """Whether devices were slower while they were measured than in the run, so that its efficiency says nothing."""
+    return efficiency > _STEADY
 
 
 def percent(value: float | None) -> str:

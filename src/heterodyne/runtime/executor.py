@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,9 @@ class Watch(Protocol):
 
     def waiting(self, state: str) -> None:
         """It begins to wait for others."""
+
+    def phase(self, state: str) -> AbstractContextManager[Any]:
+        """Around what takes long and is no action."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -88,7 +88,8 @@ class OneShape:
                 raise DataError(
                     f"samples {first} to {first + count} have {name} of shape {list(shape)}, others of the same batch "
                     f"{list(self._first[name])}: where the plan cuts the model, all of a global batch has one shape. Pad to a fixed "
-                    "length, or take a plan in which each device runs the whole model (strategy data)"
+                    "length, give the lengths of the samples (lengths=, or the attribute lengths of the dataset), by which all are "
+                    "padded to the longest, or take a plan in which each device runs the whole model (strategy data)"
                 )
         return slice_
 

@@ -33,6 +33,7 @@ from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memo
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.sinks import Sinks
+from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource
 
@@ -246,7 +247,10 @@ class Trainer:
 
     def _step(self, sinks: Sinks | None) -> None:
         started = time.perf_counter()
-        result = self._worker.step(self._data.batch(self._done))
+        batch = self._data.batch(self._done)
+        if self._ranks.size > 1 and is_looked_at(self._done):
+            require_same(self._ranks.each(lambda: digest(batch)), self._done, given=False)
+        result = self._worker.step(batch)
         step_s = time.perf_counter() - started
         self._done += 1
         samples_per_s = self._data.batch_size / step_s

@@ -130,6 +130,7 @@ class Worker:
         self._loss_count = loss_count
         self._section = optimizer if isinstance(optimizer, OptimizerSection) else None
         self._total_steps = total_steps
+        self._watch = watch
         trained = list(trainable_parameters(module, graph))
         place_weights(
             module,
@@ -350,7 +351,11 @@ class Worker:
         return OneShape(source, {entry.name: entry.batch_dim for entry in self.graph.inputs})
 
     def _parts(self, source: BatchSource) -> Parts:
-        return self._assembly.parts(source.samples(0, 1) if self._assembly.cut else None)
+        batch = source.samples(0, 1) if self._assembly.cut else None
+        if self._watch is None or self._assembly.has_parts(batch):
+            return self._assembly.parts(batch)
+        with self._watch.phase("capturing the model for inputs of another shape"):
+            return self._assembly.parts(batch)
 
     def _make_optimizer(self, optimizer: OptimizerSection | OptimizerFactory) -> torch.optim.Optimizer:
         """Of the parameters that this rank holds; it may hold none."""

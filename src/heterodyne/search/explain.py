@@ -76,7 +76,10 @@ def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: Strateg
     }.get(strategy, "")
     asked = {"given": "it was given", "marked": "its TaskGraphs ask for it"}.get(chosen.kind, asked)
     if chosen.step_s is None or chosen.step_s <= 0 or not others:
-        return f"{chosen.name}: {asked or 'only one device, so only one plan'}"
+        alone = (
+            "only one device, so only one plan" if chosen.name == "the only device" else f"{chosen.name}: the only plan"
+        )
+        return f"{chosen.name}: {asked}" if asked else alone
     compared = [f"{c.name} would take {ratio_in_words(_over(c, chosen))}" for c in _telling(others)]
     weighed = sum(serves(c.kind, strategy) for c in others) + 1
     rehearsed = sum(c.rehearsed_s is not None for c in candidates)

@@ -106,7 +106,13 @@ class Split:
         )
         if not any(size > 1 for pipeline in pipelines for size in pipeline.micro_batches.sizes):
             return []
-        return [self.weighed(f"{candidate.name}, halves in turns", candidate.kind, pipelines)]
+        return [
+            self.weighed(
+                f"{candidate.name}, one half of a micro-batch computes while the other communicates",
+                candidate.kind,
+                pipelines,
+            )
+        ]
 
     def _ways_to_share(
         self, kind: Literal["split", "context"], groups: Sequence[Sequence[str]]

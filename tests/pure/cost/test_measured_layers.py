@@ -56,3 +56,15 @@ def test_devices_that_share_a_micro_batch_take_what_one_takes_for_its_part() -> 
     shared, one = layers.cost("A100", "layer", Widths(data=2), 4), layers.cost("A100", "layer", Widths(), 2)
     assert one is not None
     assert shared == replace(one, output_bytes=2 * one.output_bytes)
+
+
+def test_of_a_graph_the_weights_that_two_blocks_read_are_the_tied_ones() -> None:
+    head = replace(MODEL.ops[-1], parameters=("embed.weight",))
+    model = replace(MODEL, ops=(*MODEL.ops[:-1], head), parameters=MODEL.parameters[:-1])
+    found = profile(model, CLUSTER, [linear(0.1), linear(0.2)])
+    layers = MeasuredLayers(
+        graph=model, profile=Profile(key="x", devices={"a/A100:0": found.devices[CLUSTER.devices[0].id]})
+    )
+    costs = [layers.cost("A100", kind, Widths(), 2) for kind in layers.layers]
+    own = [cost.tied_bytes for cost in costs if cost is not None]
+    assert own == [model.parameters[0].bytes, 0, 0, 0, model.parameters[0].bytes]

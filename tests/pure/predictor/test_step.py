@@ -123,6 +123,10 @@ def test_a_precision_that_a_device_lacks_is_done_in_a_wider_one() -> None:
     v100 = lookup("V100-SXM2-16GB")
     assert chip_of(v100, "fp8", Software()).flops == chip_of(v100, "fp16", Software()).flops
     assert chip_of(v100, "tf32", Software()).flops <= 15.7e12
+    # Who computes in bf16 only has fp32 rates where there are no units for it, and the same as anybody where there are.
+    only = Software(fp16=False)
+    assert chip_of(v100, "bf16", only).flops <= 15.7e12 < chip_of(v100, "bf16", Software()).flops
+    assert chip_of(A100, "bf16", only) == chip_of(A100, "bf16", Software())
     assert (
         chip_of(lookup("H100-SXM-80GB"), "fp8", Software()).flops
         > chip_of(lookup("H100-SXM-80GB"), "bf16", Software()).flops

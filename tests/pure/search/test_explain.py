@@ -104,5 +104,5 @@ def test_what_the_sum_of_blocks_leaves_out_is_kept() -> None:
 def test_one_device_has_no_alternative() -> None:
     machines = cluster(1)
     only = plan(MODEL, machines, profile(MODEL, machines, [linear(1.0)]), global_batch_size=4)
-    assert only.plan.reason == "the only device: only one device, so only one plan"
+    assert only.plan.reason == "only one device, so only one plan"
     assert len(alternatives(only)) == 1

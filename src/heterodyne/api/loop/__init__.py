@@ -2,7 +2,6 @@
 
 arguments        what was passed to `distribute`, checked before anything is captured
 batches          a tensor, a tuple or a mapping as tensors by name
-same_batch       whether every rank was given the same one
 model_with_loss  a loss outside of the model as one module with it
 names            states under the names of the user's own model
 whole            the model in one piece, to be measured

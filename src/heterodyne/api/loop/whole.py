@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.api.compiled import uncompiled
+from heterodyne.errors import CaptureError
 from heterodyne.frontend import CapturedModel, loss_of
 from heterodyne.measure.whole_model import WholeModel, without_weights
 
@@ -16,7 +17,11 @@ __all__ = ["copies_of", "whole_model"]
 
 
 def copies_of(model: nn.Module) -> Callable[[torch.device], nn.Module]:
-    """Copies of the model, so that measuring leaves the user's own as it is; ones without weights where it has none."""
+    """Copies of the model, so that measuring leaves the user's own as it is; ones without weights where it has none.
+
+    Raises CaptureError for a model that cannot be copied.
+    """
+    _require_copies(model)
 
     def build(device: torch.device) -> nn.Module:
         twin = copy.deepcopy(model)
@@ -24,6 +29,29 @@ def copies_of(model: nn.Module) -> Callable[[torch.device], nn.Module]:
         return twin.to_empty(device=device) if meta else twin.to(device)
 
     return build
+
+
+def _require_copies(model: nn.Module) -> None:
+    try:
+        without_weights(model)
+    except Exception as error:  # a module may hold anything
+        said = str(error).strip().partition("\n")[0]
+        why = _computed_weight(model) or f"{said}. Keep open files, locks and process groups out of its attributes"
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied, and it is checked and measured on copies: {why}"
+        ) from error
+
+
+def _computed_weight(model: nn.Module) -> str:
+    """What to say of a tensor that a module computes from its parameters and keeps, as ``torch.nn.utils.weight_norm`` does; else ""."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                return (
+                    f"{f'{path}.{name}'.lstrip('.')!r} is computed from parameters and kept as a plain attribute. Compute it in forward; "
+                    "in place of torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm"
+                )
+    return ""
 
 
 def whole_model(model: nn.Module, captured: CapturedModel, example_batch: Mapping[str, Tensor]) -> WholeModel:

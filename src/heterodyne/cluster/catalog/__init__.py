@@ -19,9 +19,9 @@ from pydantic import Field
 from heterodyne.documents import Section, read_yaml, validate
 from heterodyne.errors import ClusterError
 
-__all__ = ["Accelerator", "Price", "catalog", "find", "lookup"]
+__all__ = ["Accelerator", "Price", "catalog", "collectives_of", "find", "lookup"]
 
-_FILES = ("nvidia.yaml", "amd.yaml", "other.yaml")
+_FILES = MappingProxyType({"nvidia.yaml": "nvidia", "amd.yaml": "amd", "other.yaml": ""})
 _MAKERS = ("nvidia", "tesla", "geforce", "amd", "instinct", "radeon", "intel", "huawei", "google", "aws")
 
 
@@ -52,6 +52,7 @@ class Accelerator:
         prices: snapshots; providers differ two- to fourfold.
         sources: who states the numbers (prices name their own).
         notes: what a reader of the numbers should know.
+        maker: ``nvidia`` or ``amd``; "" for any other.
     """
 
     kind: str
@@ -67,6 +68,19 @@ class Accelerator:
     prices: tuple[Price, ...]
     sources: tuple[str, ...]
     notes: str
+    maker: str = ""
+
+    @property
+    def collectives(self) -> str:
+        """The library by which its devices exchange tensors: no two of these talk to each other."""
+        return collectives_of(self.backend, self.maker)
+
+
+def collectives_of(backend: str, maker: str = "") -> str:
+    """The library of a torch device type: of ``cuda`` NCCL, and RCCL where AMD makes it; any other has one of its own."""
+    if backend != "cuda":
+        return backend
+    return "RCCL" if maker == "amd" else "NCCL"
 
 
 class _PriceEntry(Section):
@@ -92,7 +106,7 @@ class _Entry(Section):
     sources: tuple[str, ...] = Field(min_length=1)
     notes: str = ""
 
-    def accelerator(self, kind: str) -> Accelerator:
+    def accelerator(self, kind: str, maker: str) -> Accelerator:
         parts = self.devices_per_card
 
         def share(value: float | None, unit: float = 1.0) -> float | None:
@@ -116,6 +130,7 @@ class _Entry(Section):
             ),
             sources=self.sources,
             notes=self.notes,
+            maker=maker,
         )
 
 
@@ -123,12 +138,14 @@ class _Entry(Section):
 def catalog() -> Mapping[str, Accelerator]:
     """Every accelerator by its kind, in the order of the files."""
     entries: dict[str, Accelerator] = {}
-    for name in _FILES:
+    for name, maker in _FILES.items():
         path = Path(str(files(__package__).joinpath(name)))
         content, lines = read_yaml(path, ClusterError)
         for kind, fields in content.items():
             inner = {at[1:]: line for at, line in lines.items() if at[:1] == (kind,)}
-            entries[kind] = validate(_Entry, fields, error=ClusterError, path=str(path), lines=inner).accelerator(kind)
+            entries[kind] = validate(_Entry, fields, error=ClusterError, path=str(path), lines=inner).accelerator(
+                kind, maker
+            )
     return MappingProxyType(entries)
 
 

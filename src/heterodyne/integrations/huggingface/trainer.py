@@ -7,6 +7,7 @@ public methods that it documents for subclasses: the step, the optimizer, predic
 from __future__ import annotations
 
 import atexit
+import inspect
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.integrations.huggingface.last_batch import completed, require_completable
 from heterodyne.integrations.huggingface.optimizer import SteppedByPlan, grouped
 from heterodyne.integrations.huggingface.refusals import require_arguments, require_honoured
-from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state
+from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.worker import StepResult
 
 __all__ = ["HeterodyneTrainer"]
@@ -93,7 +94,7 @@ class HeterodyneTrainer(Trainer):
         size, batch = _size(inputs), self._batch(inputs)
         if size < self.args.train_batch_size:
             batch = completed(batch, size, self.args.train_batch_size - size, self.label_names)
-        with _own_random_numbers():
+        with unchanged_random_state():
             self._last = distributed.step(batch)
         model.zero_grad()  # the Trainer has nothing left to clip
         return torch.tensor(self._last.loss)
@@ -160,7 +161,7 @@ class HeterodyneTrainer(Trainer):
         self._load(self._opened(), Path(str(self.state.best_model_checkpoint)))
 
     def _load(self, distributed: Distributed, checkpoint: Path) -> None:
-        with _own_random_numbers():  # the Trainer brings back its own
+        with unchanged_random_state():  # the Trainer brings back its own
             found = distributed.load_checkpoint(checkpoint / _STATE)
         if found is None:
             raise CheckpointError(
@@ -172,7 +173,7 @@ class HeterodyneTrainer(Trainer):
         if self._ended:
             raise HeterodyneError("the trainer has ended, and its ranks have parted: make another one")
         if self._distributed is None:
-            with _own_random_numbers():
+            with unchanged_random_state():
                 batch = self._batch(
                     next(iter(self.get_train_dataloader())) if self.train_dataset is not None else example or {}
                 )
@@ -230,10 +231,11 @@ class HeterodyneTrainer(Trainer):
         if smoother is None:
             return None
         shift = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        counts = _ITEMS in inspect.signature(smoother).parameters  # the first versions 5 do not pass it on
 
         def smoothed(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-            items = batch.get(_ITEMS)
-            return cast(Tensor, smoother(output, batch["labels"], shift_labels=shift, num_items_in_batch=items))
+            items = {_ITEMS: batch.get(_ITEMS)} if counts else {}
+            return cast(Tensor, smoother(output, batch["labels"], shift_labels=shift, **items))
 
         return smoothed
 
@@ -257,16 +259,6 @@ class HeterodyneTrainer(Trainer):
         if self._distributed is not None and not self._ended:
             self._ended = True
             self._distributed.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-
-
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """What collators and samplers draw is not changed by what happens inside, so it is equal on every rank."""
-    before = random_state()
-    try:
-        yield
-    finally:
-        restore_random_state(before)
 
 
 def _size(batch: Mapping[str, Any]) -> int:

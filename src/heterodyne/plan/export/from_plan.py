@@ -183,7 +183,9 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     if plan.idle:
         notes.append(f"{len(plan.idle)} devices of the cluster take no part")
     if any(stage.overlap for stage in stages):
-        notes.append("the plan runs micro-batches as two halves in turns, which is not exported")
+        notes.append(
+            "the plan splits each micro-batch in two, of which one half communicates while the other computes; that is not exported"
+        )
     if len(plan.pipelines) > 1 and any(stage.state_shares for stage in stages):
         notes.append("optimizer states are shared out over all replicas, not within each pipeline only")
     return tuple(notes)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["random_state", "restore_random_state"]
+__all__ = ["random_state", "restore_random_state", "unchanged_random_state"]
 
 
 def random_state() -> dict[str, Any]:
@@ -42,6 +44,16 @@ def restore_random_state(state: dict[str, Any]) -> None:
     module = _accelerator()
     if module is not None and "accelerator" in state:
         module.set_rng_state(state["accelerator"])
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """What is drawn after the block is not changed by what happens inside, so that samplers draw the same on every rank."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(before)
 
 
 def _accelerator() -> Any:

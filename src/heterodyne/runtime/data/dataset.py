@@ -7,10 +7,11 @@ the samples that it is asked for and no others. What a dataset draws at random (
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -19,13 +20,14 @@ from torch.utils.data import IterableDataset, default_collate
 from heterodyne.errors import DataError
 from heterodyne.factories import told
 from heterodyne.runtime.data.balance import balanced
+from heterodyne.runtime.data.collating import Collate, Collator
 from heterodyne.runtime.data.order import EpochOrder, Indices, held_out
-from heterodyne.runtime.data.sample_draws import draws_of
+from heterodyne.runtime.data.read_ahead import Noted, ReadAhead
+from heterodyne.runtime.data.sample_draws import generators_kept, seed_generators
 from heterodyne.runtime.data.source import ByStep
+from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["Collate", "DatasetBatch", "DatasetSource", "MapDataset", "Reader", "is_map_style"]
-
-Collate: TypeAlias = Callable[[list[Any]], Any]
+__all__ = ["DatasetBatch", "DatasetSource", "MapDataset", "is_map_style", "length_of"]
 
 
 class MapDataset(Protocol):
@@ -40,36 +42,12 @@ def is_map_style(dataset: object) -> bool:
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Reader:
-    """Reads samples of one dataset and makes a batch of them.
-
-    Args:
-        collate: makes tensors of a list of samples.
-        seed: of what the dataset draws.
-    """
-
-    dataset: MapDataset
-    collate: Collate = default_collate
-    seed: int = 0
-
-    def read(self, indices: Indices, epochs: Indices) -> Any:
-        """Raises DataError with the number of the sample that cannot be read."""
-        return self.collated([self._sample(int(i), int(e)) for i, e in zip(indices, epochs, strict=True)], indices)
-
-    def collated(self, samples: list[Any], indices: Indices) -> Any:
-        try:
-            return self.collate(samples)
-        except Exception as error:  # whatever the user's own code raises, it is told as that
-            shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-            raise DataError(f"samples {shown} cannot be collated: {told(error)}") from error
-
-    def _sample(self, index: int, epoch: int) -> Any:
-        try:
-            with draws_of(self.seed, epoch, index):
-                return self.dataset[index]
-        except Exception as error:  # whatever the user's own code raises, it is told as that
-            raise DataError(f"sample {index} of the dataset cannot be read: {told(error)}") from error
+def length_of(dataset: MapDataset) -> int:
+    """Samples of a dataset. Raises DataError if it cannot say."""
+    try:
+        return len(dataset)
+    except Exception as error:  # whatever the user's own code raises, it is told as that
+        raise DataError(f"the __len__ of the dataset fails: {told(error)}") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,23 +57,53 @@ class DatasetBatch:
     Args:
         indices: the number of each sample in the dataset.  # int64 [size]
         epochs: the epoch of each.  # int64 [size]
+        longest: the place of the sample to whose length all are padded; None: the collator pads each slice by itself, or not at all.
     """
 
-    reader: Reader
+    dataset: MapDataset
+    collator: Collator
     indices: Indices
     epochs: Indices
+    longest: int | None = None
 
     @property
     def size(self) -> int:
         return len(self.indices)
 
+    @property
+    def digest(self) -> str:
+        """The same for the same samples in the same order."""
+        return hashlib.blake2b(self.indices.tobytes() + self.epochs.tobytes(), digest_size=16).hexdigest()
+
     def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
         """Samples ``[first, first + count)``, collated. Raises ValueError outside, DataError if one cannot be read."""
         if first < 0 or count < 0 or first + count > self.size:
             raise ValueError(f"samples {first} to {first + count} are not in a batch of {self.size}")
-        chosen = slice(first, first + count)
-        batch: Mapping[str, Tensor] = self.reader.read(self.indices[chosen], self.epochs[chosen])
-        return batch
+        places = range(first, first + count)
+        keys = [(int(self.epochs[place]), int(self.indices[place])) for place in places]
+        with generators_kept():
+            samples = [self._sample(place) for place in places]
+        if self.longest is None:
+            return self.collator(samples, keys)
+        return self.collator(samples, keys, samples[self.longest - first] if self.longest in places else self._longest)
+
+    @cached_property
+    def _longest(self) -> Any:
+        assert self.longest is not None
+        with generators_kept():
+            return self._sample(self.longest)
+
+    def _sample(self, place: int) -> Any:
+        index = int(self.indices[place])
+        try:
+            seed_generators(self.collator.seed, int(self.epochs[place]), index)
+            return self.dataset[index]
+        except DataError as error:
+            raise DataError(f"sample {index} of the dataset: {error}") from error
+        except Exception as error:  # whatever the user's own code raises, it is told as that
+            lies = isinstance(error, IndexError)
+            hint = f"\n(its __len__ is {len(self.dataset)}: is that true?)" if lies else ""
+            raise DataError(f"sample {index} of the dataset cannot be read: {told(error)}{hint}") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,12 +116,16 @@ class DatasetSource(ByStep):
         seed: decides the order, and what the dataset draws.
         collate: makes tensors of a list of samples; torch's own if not given.
         shuffle: False: in the order of the dataset, epoch after epoch.
-        validation: samples of its own; None: ``validation_fraction`` of the dataset.
+        validation, validation_lengths: samples of its own; None: ``validation_fraction`` of the dataset.
         validation_fraction: share of the dataset that is kept apart, evenly spread, 0 for none.
-        lengths: tokens of each sample. If given, the samples of a global batch are put into an order in which every part has its
-            share of the tokens.
+        lengths: tokens of each sample. If given, a collator that pads to the longest sample pads to that of the global batch: it is
+            called with that sample beside those of each slice.
+        balance: put the samples of a global batch into an order in which every part has its share of the ``lengths``.
         sequence_length: tokens of a sample, where all have as many.
         name: of the dataset, for its identity.
+        workers: processes of this rank that read its training samples ahead; 0: they are read where they are asked for.
+        prefetch: global batches of which each process has this rank's samples ready.
+        start_method: of the processes, see `read_ahead.Pool`.
 
     Raises DataError for a dataset without training samples, or without any of validation where some are wanted.
     """
@@ -124,13 +136,18 @@ class DatasetSource(ByStep):
     collate: Collate = default_collate
     shuffle: bool = True
     validation: MapDataset | None = None
+    validation_lengths: Sequence[int] | None = None
     validation_fraction: float = 0.0
     lengths: Sequence[int] | None = None
+    balance: bool = True
     sequence_length: int | None = None
     name: str = "dataset"
+    workers: int = 0
+    prefetch: int = 2
+    start_method: str | None = None
 
     def __post_init__(self) -> None:
-        count = len(self.dataset)
+        count = length_of(self.dataset)
         if not count:
             raise DataError("the dataset has no samples: give one that has some")
         if self.lengths is not None and len(self.lengths) != count:
@@ -167,9 +184,23 @@ class DatasetSource(ByStep):
         """What decides the samples at a position."""
         return {"dataset": self.name, "samples": self.samples_per_epoch, "seed": self.seed}
 
-    def batch(self, step: int) -> DatasetBatch:
+    def batch(self, step: int) -> BatchSource:
         """The global batch of a step, counted from 0."""
-        return self.batch_at(step * self.batch_size, self.batch_size)
+        plain = self.batch_at(step * self.batch_size, self.batch_size)
+        return plain if self._ahead is None else self._ahead.batch(step, plain)
+
+    def close(self) -> None:
+        """End the processes that read ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    @cached_property
+    def _ahead(self) -> ReadAhead | None:
+        if not self.workers:
+            return None
+        # A copy without processes of its own, which may be pickled.
+        opening = partial(_opened_in_a_process, replace(self, workers=0))
+        return ReadAhead(opening, workers=self.workers, prefetch=self.prefetch, start_method=self.start_method)
 
     def batch_at(self, position: int, size: int) -> DatasetBatch:
         """The ``size`` samples from that position of the training run on."""
@@ -179,22 +210,48 @@ class DatasetSource(ByStep):
         places = order.between(position, position + size)
         indices = places if self._training is None else self._training[places]
         epochs = np.arange(position, position + size) // self.samples_per_epoch
+        longest = None
         if self.lengths is not None:
-            even = balanced([int(self.lengths[index]) for index in indices])
-            indices, epochs = indices[even], epochs[even]
-        return DatasetBatch(reader=self._reader(self.dataset), indices=indices, epochs=epochs)
+            lengths = [int(self.lengths[index]) for index in indices]
+            if self.balance:
+                even = balanced(lengths)
+                indices, epochs, lengths = indices[even], epochs[even], [lengths[place] for place in even]
+            longest = self._longest(lengths)
+        return DatasetBatch(
+            dataset=self.dataset, collator=self._collator, indices=indices, epochs=epochs, longest=longest
+        )
 
     def validation_batches(self, samples: int) -> tuple[DatasetBatch, ...]:
         """At most ``samples`` of the validation samples, evenly spread, always the same, in batches of `batch_size` or fewer."""
         dataset = self.dataset if self.validation is None else self.validation
+        lengths = self.lengths if self.validation is None else self.validation_lengths
         held = np.arange(len(dataset)) if self.validation is not None else self._held_out
         if held is None:
             return ()
         count = min(samples, len(held))
         chosen = held[np.arange(count, dtype=np.int64) * len(held) // max(1, count)]
         parts = [chosen[first : first + self.batch_size] for first in range(0, count, self.batch_size)]
-        reader = self._reader(dataset)
-        return tuple(DatasetBatch(reader=reader, indices=part, epochs=np.zeros_like(part)) for part in parts)
+        return tuple(
+            DatasetBatch(
+                dataset=dataset,
+                collator=self._collator,
+                indices=part,
+                epochs=np.zeros_like(part),
+                longest=None if lengths is None else self._longest([int(lengths[index]) for index in part]),
+            )
+            for part in parts
+        )
 
-    def _reader(self, dataset: MapDataset) -> Reader:
-        return Reader(dataset=dataset, collate=self.collate, seed=self.seed)
+    def _longest(self, lengths: Sequence[int]) -> int | None:
+        """The place of the longest sample, if the collator is to pad to it."""
+        return None if self._collator.pads_alike else lengths.index(max(lengths))
+
+    @cached_property
+    def _collator(self) -> Collator:
+        return Collator(collate=self.collate, seed=self.seed)
+
+
+def _opened_in_a_process(source: DatasetSource, note: Tensor) -> Callable[[int], DatasetBatch]:
+    """The batches by step, of a source that notes which sample it reads."""
+    noted = replace(source, dataset=Noted(source.dataset, note))
+    return lambda step: noted.batch_at(step * noted.batch_size, noted.batch_size)

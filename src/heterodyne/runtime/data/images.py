@@ -59,9 +59,13 @@ class ImageFolder:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         path, label = self.files[index]
-        with _pillow().open(path) as image:
-            sized = image.convert("RGB").resize((self.size, self.size))
-            pixels = torch.from_numpy(np.array(sized)).permute(2, 0, 1).float()
+        pillow = _pillow()
+        try:
+            with pillow.open(path) as image:
+                sized = image.convert("RGB").resize((self.size, self.size))
+        except OSError as error:  # also what is no image, or is cut short
+            raise DataError(f"data.images: {path} cannot be read as an image: {error}") from error
+        pixels = torch.from_numpy(np.array(sized)).permute(2, 0, 1).float()
         return {"pixel_values": pixels / 127.5 - 1, "labels": torch.tensor(label)}
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.data.dataset import MapDataset
+from heterodyne.runtime.data.dataset import MapDataset, length_of
 
 __all__ = ["PackedRows", "row_of", "tokens_of"]
 
@@ -35,7 +35,7 @@ class PackedRows:
 
     def __init__(self, documents: MapDataset, length: int, lengths: Sequence[int] | None = None) -> None:
         if lengths is None:
-            lengths = [len(tokens_of(documents[index])) for index in range(len(documents))]
+            lengths = [len(tokens_of(documents[index])) for index in range(length_of(documents))]
         self._documents = documents
         self._length = length
         self._ends = np.cumsum(np.asarray(lengths, dtype=np.int64))

@@ -2,7 +2,8 @@
 
 Where the plan cuts the model, all of a global batch must have one shape: the stages of all ranks are made for it. What pads to
 the longest sample *of a slice* gives each slice a shape of its own; that is exact too, as long as the attention mask is
-right, but only where each device runs the whole module. So this pads to a fixed length.
+right, but only where each device runs the whole module. So this pads to a fixed length. (`collating` pads slices to the longest sample
+of the global batch, where lengths are known.)
 """
 
 from __future__ import annotations

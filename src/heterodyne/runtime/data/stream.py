@@ -13,99 +13,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from heterodyne.errors import DataError
-from heterodyne.factories import told
-from heterodyne.runtime.data.dataset import Collate, Reader
+from heterodyne.runtime.data.collating import Collate, Collator
+from heterodyne.runtime.data.content import content_digest
+from heterodyne.runtime.data.elements import END, Elements, ElementsAhead, Stream
 from heterodyne.runtime.data.packing import row_of, tokens_of
-from heterodyne.runtime.data.sample_draws import draws_of
+from heterodyne.runtime.data.sample_draws import generators_kept
 
 __all__ = ["Stream", "StreamBatch", "StreamSource"]
-
-Stream: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
-
-
-class _Elements:
-    """The elements of a stream, epoch after epoch, and the number of the next one.
-
-    While an element is read, the generators of random numbers are those of its place: an augmentation is the same on each rank.
-    """
-
-    def __init__(self, stream: Stream, seed: int) -> None:
-        self._stream = stream
-        self._seed = seed
-        self._iterator: Iterator[Any] | None = None
-        self._read: Any = None
-        self._loaded: Any = None
-        self._has_moved = False
-        self.epoch = 0
-        self.index = 0
-
-    def next(self) -> Any:
-        """The next element; `_END` after the last one of an epoch. Raises DataError."""
-        try:
-            with draws_of(self._seed, self.epoch, self.index):
-                element = next(self._opened())
-        except StopIteration:
-            if not self.index:
-                raise DataError("the stream has no samples: give one that has some") from None
-            self.epoch, self.index, self._iterator = self.epoch + 1, 0, None
-            return _END
-        except DataError:
-            raise
-        except Exception as error:  # whatever the user's own code raises, it is told as that
-            raise DataError(f"sample {self.index} of the stream cannot be read: {told(error)}") from error
-        self.index += 1
-        self._has_moved = True
-        return element
-
-    def state(self) -> dict[str, Any] | None:
-        """None if the stream cannot say where it is."""
-        self._opened()
-        if not _resumable(self._read):
-            return None
-        # Before it gives its first element, a stream may not know yet where it is.
-        where = self._read.state_dict() if self._has_moved else self._loaded
-        return {"epoch": self.epoch, "index": self.index, "stream": where}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.epoch, self.index, self._iterator = state["epoch"], state["index"], None
-        self._opened(state["stream"])
-        self._loaded = state["stream"]
-
-    def _opened(self, state: Any = None) -> Iterator[Any]:
-        if self._iterator is None:
-            stream: Any = self._stream() if callable(self._stream) else self._stream
-            self._read = stream
-            if iter(stream) is stream and not callable(self._stream):
-                raise DataError(
-                    "a generator can be read only once: pass the function that makes it, without calling it"
-                )
-            if hasattr(stream, "set_epoch"):
-                stream.set_epoch(self.epoch)
-            if state is not None:
-                stream.load_state_dict(state)
-            self._iterator = iter(stream)
-            self._has_moved, self._loaded = False, None
-        return self._iterator
-
-
-class _End:
-    pass
-
-
-_END = _End()
-
-
-def _resumable(stream: object) -> bool:
-    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
 
 
 class _Slot:
@@ -131,7 +54,7 @@ class _Slot:
         return self._ready.popleft()
 
     def _take(self, element: Any) -> None:
-        if element is _END:
+        if element is END:
             if not self._in_epoch:
                 raise DataError(
                     "the stream has fewer samples than there are slots: take a smaller global batch or fewer slots, or give more"
@@ -162,7 +85,7 @@ class _Slot:
 
     def state(self) -> dict[str, Any]:
         return {
-            "waiting": [None if e is _END else (e,) for e in self.waiting],
+            "waiting": [None if e is END else (e,) for e in self.waiting],
             "buffer": list(self._buffer),
             "chosen": self._chosen,
             "left_over": list(self._left_over),
@@ -171,7 +94,7 @@ class _Slot:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.waiting = deque(_END if e is None else e[0] for e in state["waiting"])
+        self.waiting = deque(END if e is None else e[0] for e in state["waiting"])
         self._buffer, self._left_over = list(state["buffer"]), list(state["left_over"])
         self._ready, self._chosen, self._in_epoch = deque(state["ready"]), state["chosen"], state["in_epoch"]
 
@@ -181,20 +104,24 @@ class StreamBatch:
     """A global batch whose samples have been read; only those that are asked for are collated."""
 
     elements: tuple[Any, ...]
-    reader: Reader
+    collator: Collator
     position: int
 
     @property
     def size(self) -> int:
         return len(self.elements)
 
+    @property
+    def digest(self) -> str:
+        """The same for the same elements in the same order."""
+        return content_digest(self.elements)
+
     def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
         """Samples ``[first, first + count)``. Raises ValueError outside, DataError if they cannot be collated."""
         if first < 0 or count < 0 or first + count > self.size:
             raise ValueError(f"samples {first} to {first + count} are not in a batch of {self.size}")
-        places = np.arange(first, first + count) + self.position
-        batch: Mapping[str, Tensor] = self.reader.collated(list(self.elements[first : first + count]), places)
-        return batch
+        keys = [(0, self.position + place) for place in range(first, first + count)]
+        return self.collator(self.elements[first : first + count], keys)
 
 
 class StreamSource:
@@ -210,6 +137,8 @@ class StreamSource:
         packed_length: tokens of a row into which documents are packed; None: elements are samples.
         collate: makes tensors of a list of samples.
         validation: the first elements of this stream, or of this dataset, are for validation.
+        workers: 1: a process of this rank reads the stream ahead. A stream has no parts that several could read.
+        prefetch: global batches that it has ready.
 
     Raises DataError if the slots do not divide the batch.
     """
@@ -227,6 +156,8 @@ class StreamSource:
         validation: Stream | None = None,
         sequence_length: int | None = None,
         name: str = "stream",
+        workers: int = 0,
+        prefetch: int = 2,
     ) -> None:
         self.batch_size = batch_size
         self.sequence_length = packed_length or sequence_length
@@ -235,12 +166,18 @@ class StreamSource:
         self._slot_count = slots or batch_size
         self._buffer = -(-shuffle_buffer // self._slot_count)
         self._packed_length = packed_length
-        self._reader = Reader(dataset=(), collate=collate, seed=seed)
+        self._collator = Collator(collate=collate, seed=seed)
+        self._prefetch = prefetch if workers else 0
         self._validation = validation
         self._name = name
         self._current: tuple[Any, ...] = ()
         if batch_size % self._slot_count:
             raise DataError(f"{self._slot_count} slots do not divide a batch of {batch_size}: take a number that does")
+        if workers > 1:
+            raise DataError(
+                f"a stream has no parts that {workers} workers could read: set workers to 1, or give a dataset with __len__ and __getitem__"
+            )
+        self._elements: Elements | ElementsAhead = Elements(stream, seed)
         self._begin()
 
     @property
@@ -260,12 +197,13 @@ class StreamSource:
             raise ValueError(f"there is no step {step}")
         if step < self._next - bool(self._current):
             self._begin()
-        while self._next <= step:
-            self._current = tuple(
-                self._slots[p * self._slot_count // self.batch_size].sample(self._deal) for p in self._places
-            )
-            self._next += 1
-        return StreamBatch(elements=self._current, reader=self._reader, position=step * self.batch_size)
+        with generators_kept():
+            while self._next <= step:
+                self._current = tuple(
+                    self._slots[p * self._slot_count // self.batch_size].sample(self._deal) for p in self._places
+                )
+                self._next += 1
+        return StreamBatch(elements=self._current, collator=self._collator, position=step * self.batch_size)
 
     def validation_batches(self, samples: int) -> tuple[StreamBatch, ...]:
         """The first samples of the validation stream."""
@@ -276,15 +214,16 @@ class StreamSource:
             batch_size=1,
             seed=self._seed,
             packed_length=self._packed_length,
-            collate=self._reader.collate,
+            collate=self._collator.collate,
         )
         found: list[Any] = []
-        while len(found) < samples and (sample := source.next_of_first_epoch()) is not None:
-            found.append(sample)
+        with generators_kept():
+            while len(found) < samples and (sample := source.next_of_first_epoch()) is not None:
+                found.append(sample)
         parts = [
             (first, tuple(found[first : first + self.batch_size])) for first in range(0, len(found), self.batch_size)
         ]
-        return tuple(StreamBatch(elements=part, reader=self._reader, position=first) for first, part in parts)
+        return tuple(StreamBatch(elements=part, collator=self._collator, position=first) for first, part in parts)
 
     def next_of_first_epoch(self) -> Any | None:
         """The next sample of a source of one slot; None when the stream has been gone through once."""
@@ -292,7 +231,7 @@ class StreamSource:
 
         def more() -> None:
             self._deal()
-            if slot.waiting[-1] is _END:
+            if slot.waiting[-1] is END:
                 raise StopIteration
 
         try:
@@ -322,10 +261,16 @@ class StreamSource:
         self._next, self._current = state["step"], ()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """End the process that reads ahead."""
+        if isinstance(self._elements, ElementsAhead):
+            self._elements.close()
 
     def _begin(self) -> None:
-        self._elements = _Elements(self._stream, self._seed)
+        self.close()
+        elements = Elements(self._stream, self._seed)
+        self._elements = (
+            ElementsAhead(elements, chunk=self.batch_size, prefetch=self._prefetch) if self._prefetch else elements
+        )
         self._slots = [
             _Slot(key=(self._seed, number), buffer=self._buffer, length=self._packed_length)
             for number in range(self._slot_count)
@@ -338,5 +283,5 @@ class StreamSource:
         """Bring the next element to its slot, and the end of an epoch to all."""
         index = self._elements.index
         element = self._elements.next()
-        for slot in self._slots if element is _END else [self._slots[index % self._slot_count]]:
+        for slot in self._slots if element is END else [self._slots[index % self._slot_count]]:
             slot.waiting.append(element)

@@ -26,11 +26,23 @@ def open_token_file(path: Path, *, dtype: str = "uint16") -> TokenFile:
     Raises DataError for a file that is not there, or is no row of whole numbers.
     """
     try:
-        tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype=dtype, mode="r")
+        size = path.stat().st_size
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        elif not size or size % np.dtype(dtype).itemsize:
+            raise DataError(
+                f"data.tokens: {path} has {size} bytes, which is no whole number of {dtype} tokens: it was cut short, or holds others "
+                "(data.token_dtype)"
+            )
+        else:
+            tokens = np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
         raise DataError(f"data.tokens: {path} cannot be read ({error.strerror or error}); correct the path") from error
     except ValueError as error:
-        raise DataError(f"data.tokens: {path} is no file of {dtype} tokens: {error}; see data.token_dtype") from error
+        raise DataError(
+            f"data.tokens: {path} has {size} bytes and is no whole .npy file: it was cut short, or is something else; write it with "
+            "numpy.save"
+        ) from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
         raise DataError(
             f"data.tokens: {path} holds {tokens.dtype} {list(tokens.shape)}; give one row of whole numbers, of which there are some"

@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from heterodyne.errors import CaptureError
-from heterodyne.runtime.exact.interception import Interception
+from heterodyne.runtime.exact.interception import Interception, batch_norms
 from heterodyne.runtime.meeting.channel import Channel
 
 __all__ = ["GlobalBatchNorm"]
@@ -39,7 +39,7 @@ class GlobalBatchNorm(Interception):
     """
 
     def __init__(self, channel: Channel) -> None:
-        super().__init__({F.batch_norm: self._batch_norm})
+        super().__init__(batch_norms(self._batch_norm))
         self._channel = channel
         self._forwards = self._calls = 0
 

@@ -12,10 +12,11 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Function", "Interception"]
+__all__ = ["Function", "Interception", "batch_norms"]
 
 Function = Callable[..., Any]
 
@@ -44,6 +45,25 @@ class Interception(TorchFunctionMode):
     def _inside(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         with self:
             return function(*args, **kwargs)
+
+
+def batch_norms(handler: Function) -> dict[Function, Function]:
+    """The functions of torch that compute BatchNorm, each handled by a function with the arguments of ``F.batch_norm``."""
+
+    def in_the_order_of_torch(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,  # noqa: ARG001  # it decides which kernel runs
+    ) -> Any:
+        return handler(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+    return {F.batch_norm: handler, torch.batch_norm: in_the_order_of_torch}
 
 
 def _unchecked(function: Function) -> Function:

@@ -28,7 +28,7 @@ from heterodyne.errors import CaptureError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.runtime.exact.dropout import draws_call_number
-from heterodyne.runtime.exact.interception import Interception
+from heterodyne.runtime.exact.interception import Interception, batch_norms
 from heterodyne.runtime.exact.verify import Comparison, compare
 from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
 from heterodyne.runtime.slices import BatchSource
@@ -136,7 +136,7 @@ class _Run:
         losses = [
             self._backward(part, range(*span), weight) for span, part, weight in zip(spans, parts, weights, strict=True)
         ]
-        gradients = {n: p.grad.detach().cpu() for n, p in self._parameters.items() if p.grad is not None}
+        gradients = {n: _dense(n, p.grad).cpu() for n, p in self._parameters.items() if p.grad is not None}
         return _Result(
             loss=known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64)),
             gradients=gradients,
@@ -203,7 +203,7 @@ class _FixedBatchNorm(Interception):
     """
 
     def __init__(self) -> None:
-        super().__init__({F.batch_norm: self._batch_norm})
+        super().__init__(batch_norms(self._batch_norm))
         self.calls: list[object] = []
 
     def _batch_norm(
@@ -293,6 +293,14 @@ def _require_no_sync_batch_norm(module: nn.Module) -> None:
                 f"{name!r} is a SyncBatchNorm, which meets the other ranks by itself, whatever samples they have. Write BatchNorm: its "
                 "statistics are taken over all devices"
             )
+
+
+def _dense(name: str, gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        raise CaptureError(
+            f"{name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
+        )
+    return gradient.detach()
 
 
 def _difference(found: Comparison, bar: float, whole: _Result, parts: _Result) -> str:

@@ -20,9 +20,19 @@ from heterodyne.runtime.meeting.channel import Channel
 from heterodyne.runtime.meeting.mail import Mail
 from heterodyne.runtime.meeting.shared_memory import neighbourhood
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "platform_of"]
 
 T = TypeVar("T")
+
+
+def platform_of(device_type: str, hip: str | None) -> str:
+    """What devices must have in common to talk by their own backend: the type, but for "cuda", which a build for ROCm (that has a
+    ``hip`` version) calls its devices too."""
+    return "rocm" if device_type == "cuda" and hip else device_type
+
+
+def _backend_of(platform: str) -> str:
+    return dist.get_default_backend_for_device("cuda" if platform == "rocm" else platform)
 
 
 class Communicator:
@@ -53,7 +63,9 @@ class Communicator:
         self.control = Channel(everyone, self._control_group, device=device, staged=True)
         # A tensor knows which one of its type "cuda" stands for.
         which = str(torch.empty(0, device=device).device)
-        self._devices = self.all_gather_object((device.type, socket.gethostname(), which))
+        self._devices = self.all_gather_object(
+            (platform_of(device.type, torch.version.hip), socket.gethostname(), which)
+        )
         self._neighbourhoods = self.all_gather_object(neighbourhood())
 
     def channel(self, ranks: Sequence[int]) -> Channel | None:
@@ -61,7 +73,7 @@ class Communicator:
         devices = [self._devices[rank] for rank in ranks]
         types = {kind for kind, _, _ in devices}
         own_backend = len(types) == 1 and (types == {"cpu"} or len(set(devices)) == len(devices))
-        backend = dist.get_default_backend_for_device(types.pop()) if own_backend else "gloo"
+        backend = _backend_of(types.pop()) if own_backend else "gloo"
         group = self._group(ranks, backend)
         if self.rank not in ranks:
             return None
@@ -79,7 +91,7 @@ class Communicator:
             rank=self.rank,
             world_size=self.world_size,
             device=self.device,
-            backend=dist.get_default_backend_for_device(types.pop()) if own_backend else "gloo",
+            backend=_backend_of(types.pop()) if own_backend else "gloo",
             staged=not own_backend,
             timeout=self._timeout,
         )

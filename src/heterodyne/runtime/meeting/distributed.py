@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from heterodyne.errors import WorkerError
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.judge import WatchLimits
 from heterodyne.runtime.meeting.members import Member
@@ -83,7 +84,7 @@ def init_distributed(
                 device_id=device_id,
             )
             yield Session(environment=environment, members=members, store=store, watchdog=watchdog)
-        except RuntimeError as error:
+        except (RuntimeError, WorkerError) as error:
             _destroy_in_bounded_time()
             if _is_of_the_network(error) and (culprit := watchdog.blame()) is not None:
                 raise culprit from error
@@ -96,8 +97,12 @@ def init_distributed(
         _farewell(store, environment, members, keeps_store=keeps_store)
 
 
-def _is_of_the_network(error: RuntimeError) -> bool:
-    """Collectives fail with subclasses of RuntimeError or, in gloo, with a plain one that only its text tells apart."""
+def _is_of_the_network(error: RuntimeError | WorkerError) -> bool:
+    """Collectives fail with subclasses of RuntimeError or, in gloo, with a plain one that only its text tells apart; channels make a
+    WorkerError of it that names nobody.
+    """
+    if isinstance(error, WorkerError):
+        return error.rank is None
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()

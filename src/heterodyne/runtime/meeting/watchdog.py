@@ -20,7 +20,7 @@ from typing import NoReturn, Self
 
 from torch.distributed.distributed_c10d import Store
 
-from heterodyne.errors import WorkerError
+from heterodyne.errors import HeterodyneError, WorkerError
 from heterodyne.processes import GAVE_UP_ON_A_PEER
 from heterodyne.runtime.meeting.judge import Beat, Calls, Judge, Kind, Verdict, WatchLimits
 from heterodyne.runtime.meeting.members import Member
@@ -305,6 +305,8 @@ class Watchdog:
         me = self._members[self._rank]
         if isinstance(error, KeyboardInterrupt):
             return Verdict(rank=me.rank, host=me.host, text=f"{me} was interrupted", interrupted=True)
+        if isinstance(error, HeterodyneError):  # made for people, and short
+            return self._blame(me, f"failed: {type(error).__name__}: {error}")
         first = (str(error).strip().splitlines() or [""])[0]
         return self._blame(me, f"failed: {type(error).__name__}: {first}")
 

@@ -155,10 +155,17 @@ class Assembly:
 
     def parts(self, batch: Mapping[str, Tensor] | None = None) -> Parts:
         """For inputs of these shapes; None: those that the model was captured with. Raises DataError if the model is another then."""
-        shapes = self._captured if batch is None or not self.cut else shapes_of(batch, self._captured)
+        shapes = self._shapes(batch)
         if shapes not in self._made:
             self._made[shapes] = self._make(None if shapes == self._captured else batch)
         return self._made[shapes]
+
+    def has_parts(self, batch: Mapping[str, Tensor] | None = None) -> bool:
+        """Whether `parts` has made them before; else the model is captured for these shapes, which may take long."""
+        return self._shapes(batch) in self._made
+
+    def _shapes(self, batch: Mapping[str, Tensor] | None) -> Shapes:
+        return self._captured if batch is None or not self.cut else shapes_of(batch, self._captured)
 
     def _make(self, batch: Mapping[str, Tensor] | None) -> Parts:
         if self._pipeline is None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.predictor.constants import constants
 from heterodyne.search.explain import ratio_in_words
 from heterodyne.search.fleet.families import Outcome
 from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.plan import FleetPlan
 from heterodyne.search.fleet.planner import Planned
 from heterodyne.search.fleet.weighed import Weighed
+from heterodyne.search.fleet.wires import collectives
 from heterodyne.units import format_bytes, format_seconds
 
-__all__ = ["family_in_words", "step_in_words", "why_more"]
+__all__ = ["family_in_words", "meeting_in_words", "step_in_words", "why_more"]
 
 
 def step_in_words(planned: Planned) -> str:
@@ -25,6 +29,21 @@ def step_in_words(planned: Planned) -> str:
     if planned.stopped:
         said += " The time was over before the search was; this is the best that it had found."
     return said
+
+
+def meeting_in_words(fleet: Fleet, plan: FleetPlan) -> str:
+    """How devices exchange tensors that have no library of collectives in common, and what that is taken to cost; "" where all have one."""
+    libraries: dict[str, dict[str, None]] = {}
+    for pool in plan.devices:
+        libraries.setdefault(collectives(fleet, pool), {})[fleet.pool(pool).kind] = None
+    if len(libraries) < 2:
+        return ""
+    who = " and ".join(f"{', '.join(kinds)} ({library})" for library, kinds in libraries.items())
+    return (
+        f"{who} exchange tensors in this plan, and their libraries do not talk to each other: what goes between them passes through the "
+        f"memory of the hosts and through sockets (gloo), predicted at {constants().stated.sockets:.0%} of the link's bandwidth. Measure "
+        "that path before you buy, and state it with --links if it carries less."
+    )
 
 
 def family_in_words(outcome: Outcome, planned: Planned) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import INTERLEAVED
-from heterodyne.search.fleet.planner import FleetPlanner, Planned
+from heterodyne.search.fleet.plan import INTERLEAVED, FleetPlan
+from heterodyne.search.fleet.planner import FleetPlanner, Planned, frontier_of
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.search.fleet.why_not import why_not
 
-__all__ = ["Family", "Outcome", "families_of", "outcomes"]
+__all__ = ["Family", "Outcome", "best_of_all", "families_of", "outcomes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +74,22 @@ def outcomes(planner: FleetPlanner, planned: Planned, space: Space | None = None
         known = [w for w in (best, *search.weighed.values()) if w is not None and objective.score(w) < float("inf")]
         found = min(known, key=objective.score, default=None)
         yield Outcome(family=family, best=found, why_not="" if found else why_not(search, objective))
+
+
+def best_of_all(
+    planned: Planned, found: Iterable[Outcome], accepts: Callable[[FleetPlan], bool] | None = None
+) -> Planned:
+    """With the best of a family as the plan, where that is better: a search does limited work, and does more of it in a smaller space.
+
+    ``accepts``: only such plans count.
+    """
+    score = planned.objective.score
+    rivals = [o.best for o in found if o.best is not None and (accepts is None or accepts(o.best.plan))]
+    best = min([planned.best, *rivals], key=score)
+    if best.plan == planned.best.plan:
+        return planned
+    others = [w for w in (planned.best, *planned.runners_up) if w.plan != best.plan]
+    return replace(planned, best=best, runners_up=tuple(others), frontier=frontier_of([*planned.frontier, *rivals]))
 
 
 def _narrower(planner: FleetPlanner, space: Space) -> list[Family]:

@@ -61,6 +61,9 @@ class Network(Protocol):
     def send_s(self, template: Template, stage: int, size_bytes: float, layout: Layout) -> float:
         """From a stage of a pipeline to the next one."""
 
+    def summed_s(self, template: Template, places: Sequence[int], size_bytes: float, layout: Layout) -> float:
+        """Of an all-reduce between some places of each pipeline, of so many bytes of each."""
+
     def exchanges(self, placed: Placed, sums_of: Mapping[Template, StageSums], layout: Layout) -> Exchanges:
         """Of gradients and parameters over the replicas of their layers."""
 

@@ -6,6 +6,7 @@ best of all that were weighed is improved for what is asked. Less memory is sear
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -25,7 +26,7 @@ from heterodyne.search.fleet.watch import Watch
 from heterodyne.search.fleet.weighed import Weighed, mix_of
 from heterodyne.search.fleet.why_not import why_not
 
-__all__ = ["FleetPlanner", "Planned"]
+__all__ = ["FleetPlanner", "Planned", "frontier_of"]
 
 _BUDGETS = 8
 _RUNNERS_UP = 5
@@ -135,7 +136,7 @@ class FleetPlanner:
             best=accepted[0],
             runners_up=_unlike(accepted)[1 : _RUNNERS_UP + 1],
             bound_s=search.bound_s,
-            frontier=_frontier(known),
+            frontier=frontier_of(known),
             stopped=search.stopped,
             refused=None if accepted[0] is ranked[0] else ranked[0],
         )
@@ -197,18 +198,18 @@ class FleetPlanner:
 
 
 def _unlike(ranked: Iterable[Weighed]) -> tuple[Weighed, ...]:
-    """The first of those that put as many devices of each pool into pipelines of as many places."""
+    """The first of those that make the same pipelines of the same places, in whatever order these follow each other."""
     found: dict[object, Weighed] = {}
     for weighed in ranked:
-        shape = frozenset(
-            (tuple((home.pool, home.widths) for home in group.template.homes), group.replicas)
-            for group in weighed.plan.groups
-        )
-        found.setdefault(shape, weighed)
+        pipelines: Counter[object] = Counter()
+        for group in weighed.plan.groups:
+            pipelines[tuple(sorted((home.pool, home.widths) for home in group.template.homes))] += group.replicas
+        found.setdefault(frozenset(pipelines.items()), weighed)
     return tuple(found.values())
 
 
-def _frontier(known: Iterable[Weighed]) -> tuple[Weighed, ...]:
+def frontier_of(known: Iterable[Weighed]) -> tuple[Weighed, ...]:
+    """Those that no other one beats in seconds, usd and devices at once, the fastest first."""
     kept: list[Weighed] = []
 
     def figures(weighed: Weighed) -> tuple[float, float, float]:

@@ -133,8 +133,25 @@ class Predictor:
         exchanges = self.exchanges(mix, layout).of
         replicas = sum(count for _, count in mix)
         sync_s = max(at_end_s(of_places(own, template.places), zero) for template, own in exchanges.items())
+        # The gradient of an embedding is made last, so nothing hides its sum with that of the head.
+        sync_s += max(self._tied_s(template, layout) for template, _ in mix)
         update_s = max(float(self.stage_sums(template).update_s(replicas, zero).max()) for template, _ in mix)
         return sync_s, update_s
+
+    def _tied_s(self, template: Template, layout: Layout) -> float:
+        """Of the sum over places of one pipeline that hold the same parameters, after the sums over replicas (as Megatron-LM does it)."""
+        places, size_bytes = self._tied(template)
+        return self.network.summed_s(template, places, size_bytes, layout) if len(places) > 1 else 0.0
+
+    def _tied(self, template: Template) -> tuple[tuple[int, ...], float]:
+        """Places that hold tied parameters, and the bytes of their gradients on one."""
+        held: dict[int, float] = {}
+        for number, (stage, table) in enumerate(zip(template.stages, self.stage_tables(template), strict=True)):
+            own = table.tied_bytes(stage.start, stage.stop)
+            if own:
+                place = number % template.places
+                held[place] = max(own, held.get(place, 0.0))
+        return tuple(held), max(held.values(), default=0.0)
 
     def weigh(
         self,
@@ -310,6 +327,7 @@ class Predictor:
                 strict=True,
             )
         ]
+        fullest, room = max(peaks, key=lambda own: own[0] / own[1])
         return Predicted(
             step_s=step_s,
             pipelines_s=seconds[0],
@@ -321,7 +339,8 @@ class Predictor:
             usd=None if hourly is None else hourly * step_s / 3600 + sync_usd + self._message_usd(plan),
             joules=None if power is None else power * step_s,
             peak_bytes=max(peak for peak, _ in peaks),
-            peak_share=max(peak / room for peak, room in peaks),
+            fullest_bytes=fullest,
+            peak_share=fullest / room,
         )
 
     def _message_usd(self, plan: FleetPlan) -> float:
@@ -334,7 +353,18 @@ class Predictor:
                 price = self.fleet.traffic_usd_per_byte(self.fleet.pool(a.pool), self.fleet.pool(b.pool))
                 if a.pool != b.pool and price:
                     usd += 2 * price * table.output_bytes(a.stop) * group.num_microbatches * group.replicas
+            usd += group.replicas * self._tied_usd(group.template)
         return usd
+
+    def _tied_usd(self, template: Template) -> float:
+        """Of a ring through the places that hold the same parameters, twice round."""
+        places, size_bytes = self._tied(template)
+        if len(places) < 2:
+            return 0.0
+        pools = [self.fleet.pool(template.homes[place].pool) for place in places]
+        around = zip(pools, [*pools[1:], pools[0]], strict=True)
+        price = sum(self.fleet.traffic_usd_per_byte(a, b) for a, b in around if a.name != b.name)
+        return price * size_bytes * 2 * (len(places) - 1) / len(places)
 
 
 def _shared(mix: Mix) -> bool:

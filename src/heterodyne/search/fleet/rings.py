@@ -11,9 +11,10 @@ devices than these can be spread over: they are in the rings like those of other
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 
 from heterodyne.cluster.fleet import Fleet, Pool
@@ -67,6 +68,13 @@ class Rings:
         part = min(self._part(template, source, layout), self._part(template, target, layout))
         return wire.latency_s + size_bytes / (wire.bandwidth_bytes_per_s * part)
 
+    def summed_s(self, template: Template, places: Sequence[int], size_bytes: float, layout: Layout) -> float:
+        """A ring through the places, twice round, at the pace of its slowest link."""
+        homes = [template.homes[place] for place in places]
+        ways = [self._way(template, a, b, layout) for a, b in pairwise([*homes, homes[0]])]
+        steps = 2 * (len(homes) - 1)
+        return steps * max(latency_s + size_bytes / len(homes) * s_per_byte for latency_s, s_per_byte in ways)
+
     def exchanges(self, placed: Placed, sums_of: Mapping[Template, StageSums], layout: Layout) -> Exchanges:
         lines = [self._line(sums_of[template], count, layout) for template, count in placed]
         laid = Laid(self._wires, lines, self._known)
@@ -86,6 +94,16 @@ class Rings:
             1 / max(wire.bandwidth_bytes_per_s for wire in wires) if wires else inf,
         )
 
+    def _way(self, template: Template, source: Stage, target: Stage, layout: Layout) -> tuple[float, float]:
+        """Latency and seconds of a byte between two places of a pipeline, wherever in it they are."""
+        pool = self.fleet.pool(source.pool)
+        if source.pool == target.pool and self._all_in_a_node(template, pool, layout):
+            wire, part = self._wires.inside(pool), float(min(source.width, target.width))
+        else:
+            wire = self._wires.between(source.pool, target.pool)
+            part = min(self._part(template, source, layout), self._part(template, target, layout))
+        return (inf, inf) if wire is None else (wire.latency_s, 1 / (wire.bandwidth_bytes_per_s * part))
+
     def _line(self, sums: StageSums, count: int, layout: Layout) -> Line:
         return self._lines.get((sums, count, layout), lambda: Line(self._wires, sums, count, layout))
 
@@ -99,6 +117,11 @@ class Rings:
         if own <= pool.devices_per_node:
             return pool.devices_per_node % own == 0
         return own % pool.devices_per_node == 0 and before % pool.devices_per_node != 0
+
+    def _all_in_a_node(self, template: Template, pool: Pool, layout: Layout) -> bool:
+        """Whether all places that a pipeline has in a pool are in one node."""
+        own = template.devices[pool.name]
+        return pool.nodes == 1 or (layout == "pipelines" and pool.devices_per_node % own == 0)
 
     def _part(self, template: Template, stage: Stage, layout: Layout) -> float:
         """Of a node's link."""

@@ -72,6 +72,15 @@ class Table:
         whole, kept = self._sent[..., stops] - self._sent[..., starts]
         return Sent(whole, kept)
 
+    def tied_bytes(self, start: int, stop: int) -> float:
+        """Gradients of parameters that layers in and outside of a stage may share, one copy of them; 0 where it has none."""
+        own = (self.costs[layer].tied_bytes for layer in self._tied if start <= layer < stop)
+        return float(self.widths.tensor * max(own, default=0))
+
+    @cached_property
+    def _tied(self) -> list[int]:
+        return [layer for layer, cost in enumerate(self.costs) if cost.tied_bytes]
+
     @cached_property
     def expert_width(self) -> int:
         """Devices of the stage over which one set of the experts lies; 0 where there are none."""

@@ -23,7 +23,8 @@ class Predicted:
         pipelines_s, sync_s, update_s: the longest pipeline, what shows of the exchange of gradients and parameters after it, the
             optimizer; ``step_s`` is their sum.
         usd_per_hour: of the devices; ``usd``: of the step, with the traffic.
-        peak_bytes: of the fullest device; ``peak_share``: the largest share of a device's memory.
+        peak_bytes: the most that a device holds.
+        fullest_bytes, peak_share: of the device with the largest share of its memory filled, what it holds and that share.
     """
 
     step_s: float
@@ -36,6 +37,7 @@ class Predicted:
     usd: float | None
     joules: float | None
     peak_bytes: float
+    fullest_bytes: float
     peak_share: float
 
 

@@ -10,15 +10,16 @@ import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.errors import ClusterError, InfeasibleError
-from heterodyne.search.fleet.explain import family_in_words, step_in_words, why_more
-from heterodyne.search.fleet.families import outcomes
+from heterodyne.search.fleet.explain import family_in_words, meeting_in_words, step_in_words, why_more
+from heterodyne.search.fleet.families import Family, Outcome, best_of_all, outcomes
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.shapes import Sharing, shapes
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.watch import Watch
+from heterodyne.search.fleet.wires import Wires
 from heterodyne.units import format_seconds
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
@@ -180,6 +181,59 @@ def test_words_tell_the_step_the_runners_up_and_every_family() -> None:
         words = family_in_words(outcome, planned)
         assert words.startswith(outcome.family.name)
         assert ("impossible" in words) == (outcome.best is None)
+
+
+def test_the_best_of_what_was_found_is_the_plan_whichever_kind_it_is_of() -> None:
+    full = _planner(_pool("fast", 1), _pool("slow", 1)).plan()
+    worse = replace(full, best=full.runners_up[0], runners_up=full.runners_up[1:], frontier=full.runners_up[:1])
+    found = (
+        Outcome(family=Family(name="a", space=Space()), best=full.best),
+        Outcome(family=Family(name="b", space=Space()), best=None, why_not="no room"),
+    )
+    mended = best_of_all(worse, found)
+    assert mended.best.predicted.step_s == full.best.predicted.step_s
+    assert mended.best in mended.frontier
+    assert mended.runners_up == full.runners_up
+    assert best_of_all(worse, found, accepts=lambda plan: plan == worse.best.plan) is worse
+    assert best_of_all(full, found) is full
+
+
+def test_the_fullest_device_is_told_by_its_own_bytes() -> None:
+    """A device with little memory is the fullest, and another one holds more."""
+    small, large = _pool("slow", 1, memory=3), _pool("fast", 1, memory=60)
+    predictor = _planner(small, large).search(Space()).predictor
+    stages = (Stage(pool="slow", width=1, start=0, stop=3), Stage(pool="fast", width=1, start=3, stop=10))
+    weighed = predictor.weigh(((Template(micro_batch=1, stages=stages), 1),))
+    assert weighed is not None
+    own = weighed.predicted
+    assert own.peak_bytes > own.fullest_bytes == pytest.approx(own.peak_share * small.memory_bytes)
+
+
+def test_devices_without_a_library_in_common_meet_over_sockets_and_it_is_said() -> None:
+    wire = Wire(bandwidth_bytes_per_s=10e9, latency_s=1e-5)
+    pools = tuple(
+        Pool(name=name, kind=kind, nodes=1, devices_per_node=1, memory_bytes=2**36, between=wire)
+        for name, kind in (
+            ("green", "H100-SXM-80GB"),
+            ("older", "A100-SXM-80GB"),
+            ("red", "MI300X"),
+            ("new", "made-up"),
+        )
+    )
+    fleet = Fleet(name="f", pools=pools, links={("all", "all"): wire})
+    wires = Wires(fleet)
+
+    def said(*names: str) -> str:
+        groups = (Template(micro_batch=1, stages=(Stage(pool=name, width=1, start=0, stop=10),)) for name in names)
+        alone = tuple(Group(template=template, replicas=1, num_microbatches=1) for template in groups)
+        return meeting_in_words(fleet, FleetPlan(groups=alone, global_batch=4))
+
+    for one, other, together in (("green", "older", True), ("green", "new", True), ("green", "red", False)):
+        found = wires.between(one, other)
+        assert found is not None
+        assert (found.bandwidth_bytes_per_s == wire.bandwidth_bytes_per_s) == together
+        assert (said(one, other) == "") == together
+    assert said("green", "red").startswith("H100-SXM-80GB (NCCL) and MI300X (RCCL) exchange tensors")
 
 
 def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> None:

@@ -22,8 +22,9 @@ from heterodyne.search.fleet.tables import Tables
 from heterodyne.search.fleet.weighed import Weighed
 
 KIND = "A100-SXM-80GB"
-# A small vocabulary: the lookup of the embedding, and gathering what the ends of a model hold, are in the tables of layers only.
-MODEL = Transformer(layers=16, hidden=4096, heads=32, vocab=4096, seq=2048, ffn=16384)
+# A small vocabulary and a head of its own: the lookup of the embedding, gathering what the ends of a model hold, and the sum of the
+# gradients of tied ends are in the tables of layers only.
+MODEL = Transformer(layers=16, hidden=4096, heads=32, vocab=4096, seq=2048, ffn=16384, tied=False)
 SOFTWARE = Software(overlap_sends=True)  # messages take no time of a device in a fleet plan
 CHIP = chip_of(lookup(KIND), "bf16", SOFTWARE)
 INSIDE = 2e11

@@ -1,19 +1,19 @@
 """Whether every rank was given the same global batch: looked at on the first steps, and then now and then.
 
-A DistributedSampler that was left in a script, or a shuffling DataLoader without a seed, gives each rank another batch. Each would take
-its slice of its own, and train on data that nobody asked for.
+A DistributedSampler that was left in a script, a shuffling DataLoader without a seed, or a stream that shards itself by rank gives each
+rank another batch. Each would take its slice of its own, and train on data that nobody asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.slices import BatchSource
 
 __all__ = ["digest", "is_looked_at", "require_same"]
 
@@ -27,8 +27,13 @@ def is_looked_at(step: int) -> bool:
     return step < _FIRST or step % _EVERY == 0 or step & (step - 1) == 0
 
 
-def digest(batch: Mapping[str, Tensor]) -> str:
-    """Of names, shapes, types and a few thousand values of each tensor, spread over all of it."""
+def digest(batch: Mapping[str, Tensor] | BatchSource) -> str | None:
+    """Of names, shapes, types and a few thousand values of each tensor, spread over all of it; what a source of samples says of itself
+    (``digest``), None if it says nothing.
+    """
+    if isinstance(batch, BatchSource):
+        said: str | None = getattr(batch, "digest", None)
+        return said
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in batch.items():
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -39,14 +44,19 @@ def digest(batch: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def require_same(batch: Mapping[str, Tensor], communicator: Communicator, step: int) -> None:
-    """Collective. Raises DataError on every rank if their batches differ."""
-    digests = communicator.all_gather_object(digest(batch))
+def require_same(digests: Sequence[str | None], step: int, *, given: bool = True) -> None:
+    """Raises DataError if the batches of the ranks differ. ``given``: as tensors, and not read by each rank from a dataset or stream."""
     others = [rank for rank, found in enumerate(digests) if found != digests[0]]
     if others:
         ranks = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others))} have"
+        what = f"the batches of step {step} differ: {ranks} another one than rank 0. "
+        if not given:
+            raise DataError(
+                f"{what}Let the dataset or stream be the same on every rank, which takes its own samples of it: the same number of "
+                "samples in the same order, not sharded by rank, and shuffled from one seed only"
+            )
         raise DataError(
-            f"the batches of step {step} differ: {ranks} another one than rank 0. Pass the whole global batch, the same on every rank, "
+            f"{what}Pass the whole global batch, the same on every rank, "
             "which takes its own share of it: take a DistributedSampler out, and let a DataLoader that shuffles do so from one seed "
             "(generator=torch.Generator().manual_seed(0)); to read on each rank only its own samples pass a BatchSource"
         )

@@ -1,0 +1,50 @@
+"""What is settled before anything is measured: whether the devices could hold the model at all, and how long measuring pays."""
+
+from __future__ import annotations
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.errors import InfeasibleError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection, ParallelismSection
+from heterodyne.units import counted, format_bytes, format_count
+
+__all__ = ["measuring_s", "require_room"]
+
+_WHOLE_MODELS = ("data", "equal", "fastest")
+"""Strategies in which a device holds the whole model."""
+
+_ALONE = 1 / 6
+"""Of the time for measuring. One device has no shares to balance: what is measured chooses its micro-batch and predicts the step."""
+
+
+def measuring_s(devices: int, most_s: float) -> float:
+    """Seconds that measuring may take, of the most that a job allows."""
+    return most_s if devices > 1 else _ALONE * most_s
+
+
+def require_room(
+    graph: ModelGraph, cluster: Cluster, *, optimizer: OptimizerSection, parallelism: ParallelismSection
+) -> None:
+    """Raises InfeasibleError if weights, gradients and optimizer alone are more than the memory of the devices, in whatever parts."""
+    trained = [p for p in graph.parameters if p.trainable]
+    states = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
+    weights = sum(p.bytes for p in graph.parameters)
+    gradients = sum(p.bytes for p in trained)
+    needed = weights + gradients * (1 + states)
+    rooms = {device.id: device.memory_bytes for device in cluster.devices}
+    whole = parallelism.strategy in _WHOLE_MODELS or graph.only_whole != ""
+    room = max(rooms.values()) if whole else sum(rooms.values())
+    if needed <= room:
+        return
+    count = counted(len(rooms), "device")
+    there = (
+        f"the largest of {count} has {format_bytes(room)}" if whole else f"{count} here: {format_bytes(room)} together"
+    )
+    raise InfeasibleError(
+        f"{graph.name} with {format_count(graph.parameter_count)} parameters cannot be trained here, so nothing is measured: it takes "
+        f"{format_bytes(needed)} before the first activation (weights {format_bytes(weights)}, gradients {format_bytes(gradients)}, "
+        f"{optimizer.name} {format_bytes(states * gradients)}), and there is not so much memory ({there}).\n"
+        "To plan for devices that are not here, describe them: 'heterodyne plan JOB.yaml --cluster fleet.yaml --on-paper'; to train "
+        "here, take a smaller model or add devices",
+        shortfalls={name: needed - memory for name, memory in rooms.items() if memory < needed},
+    )

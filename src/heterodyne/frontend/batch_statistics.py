@@ -1,0 +1,48 @@
+"""BatchNorm: the one op inside of a model that may take statistics over the samples, for the runtime takes them over all devices."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from heterodyne.errors import CaptureError
+from heterodyne.frontend.arguments import argument, operator_name
+from heterodyne.frontend.export import Traced, tensors_of
+from heterodyne.frontend.faults import line_of
+from heterodyne.frontend.sizes import degree, size_of
+
+__all__ = ["batch_statistics", "is_batch_norm"]
+
+_SERVED = "batch_norm"  # what torch.nn.functional.batch_norm and torch.batch_norm call
+
+
+def is_batch_norm(node: fx.Node) -> bool:
+    """Whether an op is BatchNorm in one of its forms, in training or not."""
+    return _SERVED in operator_name(node)
+
+
+def batch_statistics(traced: Traced) -> tuple[str, ...]:
+    """Names of the ops that normalise over the micro-batch.
+
+    Raises CaptureError, with the line, for one that the runtime does not serve, and for one whose channels belong to the samples.
+    """
+    return tuple(node.name for node in traced.ops if is_batch_norm(node) and _takes_statistics(node))
+
+
+def _takes_statistics(node: fx.Node) -> bool:
+    if argument(node, "training") is False:
+        return False
+    place = f"{line}\n" if (line := line_of(node, full=True)) else ""
+    if operator_name(node) != _SERVED:
+        raise CaptureError(
+            f"{place}{node.target} takes statistics over the samples of a batch in a form that cannot be taken over all devices. Call "
+            "torch.nn.functional.batch_norm, or use nn.BatchNorm."
+        )
+    source = argument(node, "input")
+    (value,) = tensors_of(source)
+    if degree(value) > 0 and not size_of(value.shape[1]).is_constant:
+        raise CaptureError(
+            f"{place}{node.target} has channels (dim 1) that belong to samples of the batch, and BatchNorm takes its statistics over the "
+            "samples of all devices. For statistics of each sample by itself write torch.nn.functional.instance_norm(x) or group_norm, "
+            "with the samples in dim 0."
+        )
+    return True

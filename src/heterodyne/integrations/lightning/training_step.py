@@ -1,0 +1,200 @@
+"""A LightningModule's ``training_step`` as a module that returns its loss, and what it logs on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from heterodyne.errors import DataError, HeterodyneError, NoGraphError
+from heterodyne.frontend.faults import line_now
+from heterodyne.model_output import loss_of
+from heterodyne.runtime.evaluation import eval_mode
+
+__all__ = ["BatchForm", "Logged", "TrainingStep", "size_of", "what_it_logs"]
+
+
+class BatchForm:
+    """How batches are nested, as the first one was: tensors by name out, and back. Raises DataError for what is no tensor."""
+
+    def __init__(self, batch: Any) -> None:
+        self._kind: Any = type(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else None
+        leaves, self._spec = pytree.tree_flatten(batch if self._kind is None else dict(batch))
+        flat = isinstance(batch, Mapping) and len(leaves) == len(batch)
+        self._names = [str(name) for name in batch] if flat else [f"batch_{number}" for number in range(len(leaves))]
+        self.named(batch)
+
+    def named(self, batch: Any) -> dict[str, Tensor]:
+        leaves, spec = pytree.tree_flatten(batch if self._kind is None else dict(batch))
+        if spec != self._spec:
+            raise DataError("the batch is nested in another way than the first one: let collate_fn make all alike")
+        for name, leaf in zip(self._names, leaves, strict=True):
+            if not isinstance(leaf, Tensor):
+                raise DataError(
+                    f"{name} of the batch is a {type(leaf).__name__}, not a tensor: let collate_fn make a tensor of it, or leave it out"
+                )
+        return dict(zip(self._names, leaves, strict=True))
+
+    def batch(self, named: Mapping[str, Tensor]) -> Any:
+        made = pytree.tree_unflatten([named[name] for name in self._names], self._spec)
+        return made if self._kind is None else self._kind(made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged:
+    """A call of ``self.log``. ``values``: (value, samples) of each part; ``arguments``: the others of the call.
+
+    ``of``: the ``loss`` itself, a ``mean`` over samples, or something else, which the values of parts do not tell.
+    """
+
+    values: list[tuple[float, int]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    of: str = "other"
+
+
+@dataclass(eq=False)
+class _Surroundings:
+    """What all copies of a `TrainingStep` share: the Trainer, the arguments beside the batch, and the notes of what is logged."""
+
+    form: BatchForm
+    trainer: Any
+    more: tuple[Any, ...]
+    notes: dict[str, Logged] | None = None
+    losses: set[str] = field(default_factory=set)
+
+    def __deepcopy__(self, memo: object) -> _Surroundings:
+        return self
+
+
+class _UnknownToGraph:
+    """Stands for what changes from step to step while a graph is made, which would hold for one step alone."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def _read(self, *_: object) -> NoReturn:
+        line, reason = line_now(), f"training_step reads {self._what}, which no graph can follow from step to step"
+        raise NoGraphError(f"training_step cannot be captured.\n{line}\n{reason}", reason=f"{line} ({reason})")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._read()
+
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __sub__ = __mul__ = __truediv__ = __mod__ = __floordiv__ = (
+        _read
+    )
+    __radd__ = __rsub__ = __rmul__ = __bool__ = __int__ = __index__ = __float__ = _read
+    __hash__ = None  # type: ignore[assignment]
+
+
+class TrainingStep(nn.Module):
+    """Called with the tensors of a batch by name it runs ``module.training_step`` and returns the loss.
+
+    While a graph is made, ``batch_idx`` and ``self.trainer`` cannot be read, so a step that does is run as it is. What is logged goes
+    into notes: under a plan it is a value of some samples, and the Trainer is to have that of all.
+    """
+
+    def __init__(self, module: nn.Module, form: BatchForm, trainer: Any, more: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self.surroundings = _Surroundings(form, trainer, more)
+
+    def forward(self, **tensors: Tensor) -> Tensor:
+        shared, module = self.surroundings, cast(Any, self.module)
+        exporting = torch.compiler.is_exporting()
+        unknown, number = _UnknownToGraph("self.trainer"), _UnknownToGraph("batch_idx")
+        logged: list[tuple[str, Any, Any, Any]] = []
+
+        def log(name: str, value: Any, *others: Any, **options: Any) -> None:
+            if hasattr(value, "compute"):
+                _refuse_metric(name)
+            logged.append((name, value, others, options))
+
+        module.trainer = unknown if exporting else shared.trainer
+        module.log = log  # of this object, for this call: as Lightning does with forward
+        before = _updates(module)
+        try:
+            more = (number,) * len(shared.more) if exporting else shared.more
+            loss = loss_of(module.training_step(shared.form.batch(tensors), *more))
+        finally:
+            del module.log
+        for name, count in _updates(module).items():
+            if count != before[name]:
+                _refuse_metric(name)
+        if shared.notes is not None:
+            _note(shared, logged, loss, size_of(tensors))
+        return loss
+
+    @contextmanager
+    def notes(self) -> Iterator[dict[str, Logged]]:
+        """What is logged inside of the block, by name."""
+        found: dict[str, Logged] = {}
+        self.surroundings.notes = found
+        try:
+            yield found
+        finally:
+            self.surroundings.notes = None
+
+
+def _note(shared: _Surroundings, logged: list[tuple[str, Any, Any, Any]], loss: Tensor, samples: int) -> None:
+    assert shared.notes is not None
+    for name, value, others, options in logged:
+        kept = shared.notes.setdefault(name, Logged(values=[], arguments=(others, options)))
+        kept.values.append((float(value.detach() if isinstance(value, Tensor) else value), samples))
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == loss.untyped_storage().data_ptr():
+            shared.losses.add(name)
+
+
+def what_it_logs(step: TrainingStep, batch: Mapping[str, Tensor]) -> dict[str, Logged]:
+    """Found by running the step in eval mode on two samples, together and one by one."""
+    size, device = min(2, size_of(batch)), next(iter(step.parameters())).device
+
+    def run(first: int, count: int) -> dict[str, Logged]:
+        rows = {
+            name: tensor[first : first + count] if tensor.dim() and len(tensor) == size_of(batch) else tensor
+            for name, tensor in batch.items()
+        }
+        with torch.no_grad(), eval_mode(step), step.notes() as found:
+            step(**{name: tensor.to(device) for name, tensor in rows.items()})
+        return found
+
+    whole = run(0, size)
+    losses = frozenset(step.surroundings.losses)
+    alone = [run(number, 1) for number in range(size)] if set(whole) - losses else []
+
+    def of(name: str, logged: Logged) -> str:
+        if name in losses:
+            return "loss"
+        parts = [part[name].values[0][0] for part in alone if name in part]
+        is_mean = len(parts) == size and math.isclose(
+            sum(parts) / size, logged.values[0][0], rel_tol=1e-5, abs_tol=1e-7
+        )
+        return "mean" if is_mean else "other"
+
+    return {name: Logged(values=[], arguments=one.arguments, of=of(name, one)) for name, one in whole.items()}
+
+
+def size_of(batch: Mapping[str, Tensor]) -> int:
+    """The samples of a batch: dim 0 of its first tensor that has one. Raises DataError."""
+    for tensor in batch.values():
+        if tensor.dim():
+            return len(tensor)
+    raise DataError("no tensor of the batch has a dimension for its samples: stack samples along dim 0")
+
+
+def _updates(module: nn.Module) -> dict[str, int]:
+    """How often the metrics of torchmetrics in the module have been updated."""
+    return {name: part.update_count for name, part in module.named_modules() if hasattr(part, "update_count")}
+
+
+def _refuse_metric(name: str) -> NoReturn:
+    raise HeterodyneError(
+        f"training_step updates the metric {name!r} of torchmetrics, and each rank has only its own samples there: log a value, as "
+        "self.log(name, (scores.argmax(-1) == y).float().mean()), or update the metric in validation_step"
+    )

@@ -1,0 +1,45 @@
+"""Which calls have their statistics taken over all ranks; that these are right is shown in `multiprocess/test_exactness.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
+
+
+class Twin:
+    """A channel to another rank that has the same samples."""
+
+    ranks = (0, 1)
+
+    def all_reduce(self, tensor: Tensor) -> Twin:
+        tensor.mul_(2)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "functional": lambda x, mean, var, w, b: F.batch_norm(x, mean, var, w, b, training=True),
+    "torch": lambda x, mean, var, w, b: torch.batch_norm(x, w, b, mean, var, True, 0.1, 1e-5, False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_way_to_call_it_is_served(name: str) -> None:
+    x, w, b = torch.randn(5, 3, 2), torch.randn(3), torch.randn(3)
+    mean, var = torch.zeros(3), torch.ones(3)
+    channel: Any = Twin()
+    with GlobalBatchNorm(channel):
+        found = CALLS[name](x, mean, var, w, b)
+    both = torch.cat([x, x])
+    of_both = [torch.zeros(3), torch.ones(3)]
+    torch.testing.assert_close(found, F.batch_norm(both, *of_both, w, b, training=True)[:5])
+    torch.testing.assert_close([mean, var], of_both)
