@@ -206,7 +206,7 @@ class ParallelismSection(Section):
             several devices; ``context`` in which their sequences do; ``equal`` gives each device the same share;
             ``fastest`` uses one device.
         micro_batch_sizes: the sizes that are measured and tried.
-        measure_s: about the seconds that measuring may take, a sixth of it on a single device; with fewer, large sizes are
+        measure_s: about the seconds that measuring may take, a third of it to plan for a single device; with fewer, large sizes are
             extrapolated from small ones.
         bucket_size: gradients are reduced in buckets of about this size.
         rehearsal_s: about the seconds in which the plans that are predicted to be nearly the fastest are run, to see which is;

@@ -28,4 +28,4 @@ def test_weights_gradients_and_states_have_to_fit_into_all_devices_together() ->
 
 def test_one_device_has_no_shares_to_balance() -> None:
     assert measuring_s(2, 60.0) == 60.0
-    assert 0 < measuring_s(1, 60.0) <= 10.0
+    assert 0 < measuring_s(1, 60.0) <= 20.0

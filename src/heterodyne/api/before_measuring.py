@@ -13,7 +13,7 @@ __all__ = ["measuring_s", "require_room"]
 _WHOLE_MODELS = ("data", "equal", "fastest")
 """Strategies in which a device holds the whole model."""
 
-_ALONE = 1 / 6
+_ALONE = 1 / 3
 """Of the time for measuring. One device has no shares to balance: what is measured chooses its micro-batch and predicts the step."""
 
 

@@ -69,7 +69,7 @@ def command(
         typer.Option(
             "--framework",
             metavar="NAME",
-            help="Who runs the plan, if not this library; an unknown name lists those that are known.",
+            help="Who runs the plan, if not this library; any other word lists the names.",
         ),
     ] = None,
     export: Annotated[

@@ -41,7 +41,7 @@ class Claim:
 
     @property
     def error(self) -> float | None:
-        """The relative error; None where a side is not known, as an efficiency is not after unsteady measuring, or nothing was measured."""
+        """The relative error; None where a side is not known (an efficiency after unsteady measuring), or 0 was measured."""
         if self.what == "efficiency" and self.measured is not None and unsteady(self.measured):
             return None
         return self.difference / self.measured if self.difference is not None and self.measured else None

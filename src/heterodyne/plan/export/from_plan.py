@@ -184,7 +184,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         notes.append(f"{len(plan.idle)} devices of the cluster take no part")
     if any(stage.overlap for stage in stages):
         notes.append(
-            "the plan splits each micro-batch in two, of which one half communicates while the other computes; that is not exported"
+            "the plan splits each micro-batch in two, one half communicates while the other computes; that is not exported"
         )
     if len(plan.pipelines) > 1 and any(stage.state_shares for stage in stages):
         notes.append("optimizer states are shared out over all replicas, not within each pipeline only")
