@@ -24,6 +24,7 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Exchange, Layout, Region, Stage
 from heterodyne.plan.plan import Pipeline as Planned
 from heterodyne.plan.sharded_stage import shard_stage
+from heterodyne.runtime.exact.exchange import SampleExchange
 
 WIDTH, INNER, EXPERTS, K = 8, 6, 4, 2
 
@@ -125,6 +126,20 @@ def of_one_mixture(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Te
     # One expert is chosen by nobody.
     indices = torch.rand(samples, EXPERTS - 1, generator=generator).topk(K).indices
     return tokens, indices, weights, gate_up, down
+
+
+def test_experts_as_they_are_stay_in_front_of_a_loss_that_balances_them() -> None:
+    """A device counts the rows of its own samples; what all of them need is the use of each expert."""
+    model = transformer(
+        "gpt_oss", num_local_experts=EXPERTS, head_dim=4, num_hidden_layers=1, output_router_logits=True
+    )
+    captured = trace(model, text_batch())
+    assert captured.graph.loss.reduction == "coupled"
+    assert not mixtures(captured.graph)
+    batch = text_batch()
+    together = captured.coupled(model, torch.device("cpu"), SampleExchange(None, 0))
+    found = together(batch, {}, len(batch["input_ids"]))["loss"]
+    torch.testing.assert_close(found, loss_of(model(**batch)))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

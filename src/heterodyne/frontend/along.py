@@ -43,7 +43,7 @@ def works_along_the_samples(node: fx.Node) -> bool:
     if source is None or (name in SORTS and not source.is_floating_point()):
         return False
     at = {dim for dim, size in enumerate(source.shape) if not size_of(size).is_constant}
-    if not any(degree(tensor) > 0 for tensor in tensors_of(node)):
+    if not any(degree(tensor) >= max(1, degree(source)) for tensor in tensors_of(node)):
         return False  # it reduces, which shows in the shape
     if name in _OF_DIM:
         return _OF_DIM[name] in at

@@ -21,7 +21,7 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.annotations import read_annotations
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
 from heterodyne.frontend.batch_statistics import is_batch_norm
-from heterodyne.frontend.coupling import couplings, mixed, refuse_sizes
+from heterodyne.frontend.coupling import computed_with, couplings, mixed, refuse_sizes
 from heterodyne.frontend.describe import random_ops
 from heterodyne.frontend.export import Traced, is_op, tensors_of
 from heterodyne.frontend.faults import line_of
@@ -154,7 +154,7 @@ def coupled_loss(traced: Traced, cause: CaptureError) -> CoupledLoss:
     for node in leading_to([traced.loss]):
         if node.op != "call_function" or not tensors_of(node):
             continue
-        if any(source in tail or source in sums for source in node.all_input_nodes):
+        if any(source in tail or source in sums for source in computed_with(node)):
             tail.add(node)
         elif node in from_inputs and (node in met or _reduces(node, from_inputs) or any(map(mixed, tensors_of(node)))):
             kind = _kind_of_sum(walk, node)

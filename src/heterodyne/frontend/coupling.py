@@ -29,7 +29,7 @@ from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import degree, proportional, size_of
 
-__all__ = ["CoupledError", "coupled", "couplings", "mixed", "refuse_coupling", "refuse_sizes"]
+__all__ = ["CoupledError", "computed_with", "coupled", "couplings", "mixed", "refuse_coupling", "refuse_sizes"]
 
 _ELEMENTWISE = frozenset({
     "add", "add_", "addcmul", "div", "div_", "l1_loss", "maximum", "minimum", "mse_loss", "mul", "mul_", "sub", "sub_", "where",
@@ -94,7 +94,7 @@ def couplings(traced: Traced, passed: Collection[fx.Node]) -> Iterator[tuple[fx.
         elif name in _COMPARES and places.intersection(node.all_input_nodes):
             yield node, _counted(node, "compares places in the order of all samples")
         elif tensors and (
-            causes := [common[n] for n in _computed_with(node) if n in common and not {n, node} <= set(passed)]
+            causes := [common[n] for n in computed_with(node) if n in common and not {n, node} <= set(passed)]
         ):
             yield node, _of_all(causes[0], node)
 
@@ -140,7 +140,7 @@ def _common(traced: Traced, of_samples: Collection[fx.Node]) -> dict[fx.Node, fx
     for node in traced.graph.nodes:
         if node.op != "call_function" or node not in of_samples or not tensors_of(node):
             continue
-        cause = next((found[n] for n in _computed_with(node) if n in found), None)
+        cause = next((found[n] for n in computed_with(node) if n in found), None)
         if cause is None and _made_of_all(node, of_samples):
             cause = node
         if cause is not None:
@@ -159,7 +159,7 @@ def _made_of_all(node: fx.Node, of_samples: Collection[fx.Node]) -> bool:
     return of_all and (degree(value) == 0 or mixed(value))
 
 
-def _computed_with(node: fx.Node) -> list[fx.Node]:
+def computed_with(node: fx.Node) -> list[fx.Node]:
     """The tensors whose values an op computes with."""
     rows = {id(argument(node, name)) for name in _ROWS_OF_GROUPS}
     return [n for n in node.all_input_nodes if id(n) not in rows]
