@@ -86,18 +86,23 @@ class Annealed(Classifier):
 
 def data(samples: int, seed: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 7, (samples,), generator=generator).tolist()
+    lengths = torch.randint(2, 7, (samples,), generator=generator).tolist()
     rows = [torch.randint(1, 20, (length,), generator=generator) for length in lengths]
     return [(row, row[0] % 3) for row in rows]
 
 
 def padded(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     ids = nn.utils.rnn.pad_sequence([row for row, _ in rows], batch_first=True)
-    return F.pad(ids, (0, 7 - ids.shape[1])), torch.stack([label for _, label in rows])
+    return ids, torch.stack([label for _, label in rows])
 
 
-def loader(samples: int, seed: int, size: int = GLOBAL, **more: Any) -> Any:
-    return DataLoader(data(samples, seed), batch_size=size, collate_fn=padded, **more)
+def at_one_length(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    ids, labels = padded(rows)
+    return F.pad(ids, (0, 7 - ids.shape[1])), labels
+
+
+def loader(samples: int, seed: int, size: int = GLOBAL) -> Any:
+    return DataLoader(data(samples, seed), batch_size=size, collate_fn=padded if size == GLOBAL else at_one_length)
 
 
 class Losses(Callback):
@@ -162,7 +167,7 @@ def graph() -> ModelGraph:
 
 @functools.cache
 def opaque_graph() -> ModelGraph:
-    batch, count = next(iter(loader(SAMPLES, 1))), read_count("samples")
+    batch, count = next(iter(loader(SAMPLES, 1, GLOBAL // 2))), read_count("samples")
     step = TrainingStep(Classifier(), BatchForm(batch), None, (0,))
     named, seen = step.surroundings.form.named(batch), {"random": False, "batch_norm": False}
     return opaque(step, named, reason="", loss=count.loss, count=count, name="TrainingStep", **seen).graph
@@ -287,3 +292,14 @@ def test_a_metric_that_sees_only_the_samples_of_a_rank_is_refused() -> None:
     step = TrainingStep(Measured(), BatchForm(batch), None, (0,))
     with pytest.raises(HeterodyneError, match=r"updates the metric 'right'.*update the metric in validation_step"):
         step(**step.surroundings.form.named(batch))
+
+
+def test_a_batch_may_be_nested() -> None:
+    a, b = torch.ones(2, 3), torch.zeros(2)
+    form = BatchForm({"x": [a, {"y": b}], "w": b})
+    assert form.batch(form.named({"w": b, "x": [b, {"y": a}]})) == {"w": b, "x": [b, {"y": a}]}
+    assert list(BatchForm({"ids": a, "at": b}).named({"at": b, "ids": a})) == ["at", "ids"]
+    with pytest.raises(DataError, match="batch_1 of the batch is a str"):
+        BatchForm((a, "name"))
+    with pytest.raises(DataError, match="nested in another way"):
+        form.named((a, b))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from heterodyne.errors import CaptureError, DataError
 from heterodyne.frontend.arguments import leading_to
@@ -59,6 +61,12 @@ class LossCounter:
         )
         self._of_batch = _StatisticsGraph(traced, self._statistics)
         self._values = [_ValueGraph(traced, d, self._statistics) for d in self._denominators]
+        tiny = any(
+            size in (1, 2) for shape in example.shapes for size in shape[1:]
+        )  # a 1 may be such a size, or one less
+        self._may_hold_sizes = again is not None and (
+            tiny or self._of_batch.may_hold_sizes or any(value.may_hold_sizes for value in self._values)
+        )
 
     @property
     def counts_data(self) -> bool:
@@ -90,7 +98,7 @@ class LossCounter:
 
     def _at(self, inputs: Mapping[str, Tensor]) -> LossCounter:
         """What counts in inputs of these sizes. Raises DataError if a denominator is another function of its statistics there."""
-        places = frozenset[_Place]() if self._again is None else self._places(inputs)
+        places = self._places(inputs) if self._may_hold_sizes else frozenset[_Place]()
         if {(name, dim) for name, dim, _ in places} <= {(name, dim) for name, dim, _ in self._indifferent}:
             return self
         if places not in self._at_sizes:
@@ -183,6 +191,7 @@ class _StatisticsGraph:
         self._samples = self._graph.placeholder("samples_of_part")
         self._graph.output(tuple(self._number(s, copies) for s in statistics))
         self.text = _text(self._graph)
+        self.may_hold_sizes = _has_numbers(self._graph) or any(role.kind == "constant" for role in self._roles)
 
     def __call__(self, inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], samples: int) -> Tensor:
         device = next(iter(inputs.values())).device
@@ -225,6 +234,7 @@ class _ValueGraph:
             reached += count
         self._run = None if denominator.value is None else self._graph(traced, denominator.value)
         self.text = "" if self._run is None else _text(self._run.graph)
+        self.may_hold_sizes = self._run is not None and _has_numbers(self._run.graph)
 
     def __call__(self, statistics: Tensor) -> Tensor:
         if self._run is None:
@@ -278,6 +288,12 @@ def _text(graph: fx.Graph) -> str:
         f"{node.op} {'' if node.op == 'placeholder' else node.target} {written(node.args)} {written(node.kwargs)}"
         for node in graph.nodes
     )
+
+
+def _has_numbers(graph: fx.Graph) -> bool:
+    """Whether it has one that may be a size. Those that stand in any graph are not: 0 and 1 (a dim, a shift), the largest (an end)."""
+    values = pytree.tree_leaves([(node.args, node.kwargs) for node in graph.nodes])
+    return any(type(value) is int and 1 < value < sys.maxsize for value in values)
 
 
 def _entries(statistic: Statistic) -> int:

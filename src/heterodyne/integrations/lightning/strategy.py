@@ -206,6 +206,8 @@ class PlanStrategy(Strategy):
                     "loss_count": (lambda named: count(form.batch(named))) if callable(count) else count,
                 },
             )
+        if all(parameter.device == self.root_device for parameter in step.parameters()):
+            module.to(self.root_device)  # its metrics; the weights are there
         for group in script.param_groups:
             group["params"] = []  # they are the plan's to update, and it may have left them to other ranks
         if self._restored is not None or self._trainer.global_step:
@@ -248,10 +250,7 @@ class PlanStrategy(Strategy):
         if self._session is not None:
             self._validating.enter_context(self._session.phase("validation"))
         if self._distributed is not None:
-            assert self.lightning_module is not None
             self._weights = self._distributed.gathered_weights()
-            if self._weights is None:
-                self.lightning_module.to(self.root_device)  # its metrics; the weights are there
 
     def on_validation_end(self) -> None:
         self._weights = None

@@ -24,14 +24,15 @@ class BatchForm:
     """How batches are nested, as the first one was: tensors by name out, and back. Raises DataError for what is no tensor."""
 
     def __init__(self, batch: Any) -> None:
-        self._kind: Any = type(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else None
-        leaves, self._spec = pytree.tree_flatten(batch if self._kind is None else dict(batch))
-        flat = isinstance(batch, Mapping) and len(leaves) == len(batch)
-        self._names = [str(name) for name in batch] if flat else [f"batch_{number}" for number in range(len(leaves))]
+        self._kind: Any = type(batch) if isinstance(batch, Mapping) else None  # a tokenizer's mapping is no dict
+        leaves, self._spec = self._flat(batch)
+        self._names = [f"batch_{number}" for number in range(len(leaves))]
+        if self._kind is not None and len(leaves) == len(batch):
+            self._names = sorted(map(str, batch))
         self.named(batch)
 
     def named(self, batch: Any) -> dict[str, Tensor]:
-        leaves, spec = pytree.tree_flatten(batch if self._kind is None else dict(batch))
+        leaves, spec = self._flat(batch)
         if spec != self._spec:
             raise DataError("the batch is nested in another way than the first one: let collate_fn make all alike")
         for name, leaf in zip(self._names, leaves, strict=True):
@@ -40,6 +41,11 @@ class BatchForm:
                     f"{name} of the batch is a {type(leaf).__name__}, not a tensor: let collate_fn make a tensor of it, or leave it out"
                 )
         return dict(zip(self._names, leaves, strict=True))
+
+    def _flat(self, batch: Any) -> tuple[list[Any], Any]:
+        if self._kind is None or not isinstance(batch, Mapping):
+            return pytree.tree_flatten(batch)
+        return pytree.tree_flatten({str(name): batch[name] for name in sorted(batch, key=str)})
 
     def batch(self, named: Mapping[str, Tensor]) -> Any:
         made = pytree.tree_unflatten([named[name] for name in self._names], self._spec)
@@ -127,7 +133,7 @@ class TrainingStep(nn.Module):
         for name, count in _updates(module).items():
             if count != before[name]:
                 _refuse_metric(name)
-        if shared.notes is not None:
+        if shared.notes is not None and not exporting:
             _note(shared, logged, loss, size_of(tensors))
         return loss
 
