@@ -362,7 +362,11 @@ def test_nothing_on_the_way_of_resume_reads_pickles() -> None:
             assert not re.search(r"\b(pickle|torch\.load|eval|exec|np\.load)\b", text), name
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, torch.float32, b"bytes", {(1, 2): 3}], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, lambda: 0, torch.float32, b"bytes", {(1, 2): 3}],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_no_checkpoint_can_hold_is_refused_with_its_place(tmp_path: Path, value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"state\.scheduler\.fns\[1\]"):
         save(Checkpoints(tmp_path), 1, {"scheduler": {"fns": [1, value]}})
