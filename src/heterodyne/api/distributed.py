@@ -11,26 +11,20 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from heterodyne.api.as_it_is import AsItIs
-from heterodyne.api.compiled import uncompiled, with_compiled
-from heterodyne.api.loop.arguments import chosen_optimizer, require_sound, wanted_plan
-from heterodyne.api.loop.batches import BatchFormat, BatchLike, batch_format
+from heterodyne.api.loop.batches import BatchFormat, BatchLike
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
-from heterodyne.api.loop.model_with_loss import LossFunction, with_loss
 from heterodyne.api.loop.names import Names
 from heterodyne.api.loop.prediction import Metric, Predictor, gathered_outputs
-from heterodyne.api.loop.run_records import RunRecords, open_run
+from heterodyne.api.loop.run_records import RunRecords
 from heterodyne.api.loop.validation import validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
-from heterodyne.api.loop.whole import copies_of, whole_model
-from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker, prepare
-from heterodyne.api.session import Session, open_session
+from heterodyne.api.preparation import Prepared
+from heterodyne.api.session import Session
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError
-from heterodyne.frontend.opaque import CountGiven
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import OptimizerSection, ParallelismSection, TrainingSection
+from heterodyne.job import TrainingSection
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.export import export_model
@@ -40,13 +34,11 @@ from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.materialise import fill_in
-from heterodyne.runtime.weights.optimizer import OptimizerFactory
 from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline
-from heterodyne.tracker_options import tracker_options
 
-__all__ = ["Distributed", "distribute"]
+__all__ = ["Distributed"]
 
 
 class Distributed:
@@ -328,141 +320,3 @@ class Distributed:
     @property
     def _device_ids(self) -> list[str]:
         return [device.id for device in self._session.cluster.devices]
-
-
-def distribute(
-    model: nn.Module,
-    example_batch: BatchLike,
-    *,
-    loss: LossFunction | None = None,
-    loss_inputs: Sequence[str] = (),
-    optimizer: OptimizerSection | OptimizerFactory | None = None,
-    plan: Plan | Path | str = "auto",
-    global_batch_size: int | None = None,
-    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
-    precision: Literal["fp32", "bf16"] = "fp32",
-    clip_grad_norm: float = 0.0,
-    total_steps: int | None = None,
-    seed: int = 0,
-    session: Session | None = None,
-    profile: Profile | None = None,
-    measure_budget_s: float = 60.0,
-    rehearsal_s: float = 30.0,
-    loss_count: CountGiven | None = None,
-    run_dir: Path | str | None = None,
-    resume: bool = False,
-    trackers: Sequence[str | Mapping[str, Any]] = (),
-    callbacks: Sequence[Callback] = (),
-    weights_at_end: WeightsAtEnd = "all",
-    check_s: float = 10.0,
-) -> Distributed:
-    """Capture, measure, plan, and make ready to train. Every rank of a torchrun (or of our launcher) calls it.
-
-    Args:
-        model: returns its loss when it is called with a batch, or its outputs where ``loss`` is given. Rank 0's weights count, the
-            others get them.
-        example_batch: a global batch, or any part of one: a tensor, a tuple or list of tensors (as a DataLoader's), or a mapping from
-            names to tensors. Later batches have the same form. Dim 0 is the batch.
-        loss: a function outside of the model that returns the loss. A batch ``(x, y)`` gives ``loss(model(x), y)``: the last tensor of
-            a tuple is the target, so a criterion of torch.nn can be passed as it is. A mapping gives ``loss(output, batch)``; the model is
-            called with those entries that its forward names, with all of them if it takes ``**kwargs``. A tensor gives
-            ``loss(model(x), x)``.
-        loss_inputs: entries of a mapping that the model is not called with though it would accept them, such as ``("labels",)``.
-        optimizer: a section as in a job file (AdamW with its defaults if None), or a function from parameters to an optimizer, whose
-            rate stays its own; it gets ``(name, parameter)`` pairs if its first argument is called ``named_parameters``. The planner
-            takes the latter for an AdamW.
-        plan: a strategy (``auto``, ``data``, ``pipeline``, ``split``, ``context``, ``equal``, ``fastest``; see a job's section
-            ``parallelism``), a Plan, or the path of one.
-        global_batch_size: samples of a step; None: those of the example.
-        clip_grad_norm: by the true global norm; 0 for none.
-        total_steps: how long a section's schedule of the learning rate is; None: the rate is constant after the warm-up.
-        session: None: one is opened, and closed with the result.
-        profile: what was measured before; None: measured now, or taken from the cache where it still holds.
-        measure_budget_s: about the seconds that measuring may take.
-        rehearsal_s: those in which the plans that are predicted to be nearly the fastest are run; 0 to believe the prediction.
-        loss_count: what the loss divides by, for a model that torch.export gives no graph of: ``samples`` (a mean over samples that all
-            count alike), ``sum``, or a function of a batch, or part of one, that counts. Such a model is trained by data parallelism.
-        run_dir: a new directory for metrics, plan, timelines and checkpoints, which ``heterodyne report`` reads.
-        resume: the run directory may be that of a run, which goes on from its newest checkpoint if it has one.
-        trackers: that get the metrics beside the run directory, as in ``metrics.trackers`` of a job: ``["tensorboard", {"wandb":
-            {"project": "mine"}}]``. One that hangs or fails costs a warning.
-        callbacks: called on every rank after steps, validations and saves.
-        weights_at_end: the ranks in whose model all trained weights are when it is closed, in host memory where the plan cuts the model.
-        check_s: those that may be spent on comparing the captured graph and the parts of a batch with the model itself, once a model
-            and before anything is measured; 0 to leave it out.
-
-    Raises HeterodyneError for arguments that cannot be, DataError, CaptureError, VerifyError, MeasureError, InfeasibleError or PlanError.
-    """
-    require_sound(locals())
-    chosen = chosen_optimizer(optimizer, total_steps)
-    section = chosen if isinstance(chosen, OptimizerSection) else OptimizerSection()
-    strategy, given = wanted_plan(plan)
-    inside = uncompiled(model)
-    format = batch_format(inside, example_batch, has_loss=loss is not None)
-    example, size = _example(format.named(example_batch))
-    module = inside if loss is None else with_loss(inside, loss, format, example, withheld=loss_inputs)
-    running = with_compiled(module, model)
-    with ExitStack() as stack:
-        here = stack.enter_context(open_session()) if session is None else session
-        run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
-        as_it_is = AsItIs(
-            build=copies_of(module), loss_count=loss_count, strategy="auto" if given else strategy, precision=precision
-        )
-        captured = capture_everywhere(here, module, example, as_it_is, name=type(inside).__name__)
-        settings = Settings(
-            global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
-            precision=precision,
-            optimizer=section,
-            parallelism=ParallelismSection(
-                strategy=strategy,
-                micro_batch_sizes=tuple(micro_batch_sizes),
-                measure_s=measure_budget_s,
-                rehearsal_s=rehearsal_s,
-                check_s=check_s,
-            ),
-        )
-        prepared = prepare(
-            here,
-            captured,
-            whole_model(running, captured, example),
-            settings,
-            given=given,
-            profile=profile,
-        )
-        recorder = Recorder(rank=here.rank, device=here.device)
-        worker = make_worker(
-            here,
-            prepared,
-            running,
-            optimizer=chosen if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen),
-            total_steps=total_steps or 1,
-            seed=seed,
-            clip_grad_norm=clip_grad_norm,
-            recorder=recorder,
-        )
-        if running is not module and not worker.runs_compiled:
-            here.say(
-                "the model is compiled, and its compiled code does not run: the plan runs pieces of its graph, or dropout or BatchNorm are "
-                "replaced by ones that give what one device gives"
-            )
-        trainer = Distributed(
-            model=inside,
-            format=format,
-            session=here,
-            prepared=prepared,
-            worker=worker,
-            recorder=recorder,
-            records=RunRecords(run, here, prepared, worker, tracker_options(trackers)),
-            callbacks=callbacks,
-            weights_at_end=weights_at_end,
-            closing=ExitStack(),
-        )
-        if resume:
-            trainer.load_checkpoint()
-        trainer._closing.push(stack.pop_all())
-        return trainer
-
-
-def _example(batch: Mapping[str, Tensor] | BatchSource) -> tuple[Mapping[str, Tensor], int | None]:
-    """The tensors of an example, and its size where it tells that itself."""
-    return (batch.samples(0, batch.size), batch.size) if isinstance(batch, BatchSource) else (batch, None)
