@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from heterodyne.api.checkpoint_conversion import convert_checkpoint
     from heterodyne.api.distributed import Distributed
+    from heterodyne.api.distributing import distribute
     from heterodyne.api.global_batches import Batches, batches
     from heterodyne.api.loop.callbacks import Callback
     from heterodyne.api.measure import measure_job
     from heterodyne.api.plan import plan_job
     from heterodyne.api.session import Session, open_session
     from heterodyne.api.simulate import Simulated, simulate_job
-    from heterodyne.api.spreading import distribute
     from heterodyne.api.train import train_job
     from heterodyne.api.verify import verify_job
     from heterodyne.api.workers import on_every_device
@@ -42,7 +42,7 @@ _HOMES = {
     "batches": "heterodyne.api.global_batches",
     "capture": "heterodyne.frontend",
     "convert_checkpoint": "heterodyne.api.checkpoint_conversion",
-    "distribute": "heterodyne.api.spreading",
+    "distribute": "heterodyne.api.distributing",
     "measure_job": "heterodyne.api.measure",
     "on_every_device": "heterodyne.api.workers",
     "open_session": "heterodyne.api.session",

@@ -14,6 +14,7 @@ from heterodyne.api.as_it_is import AsItIs, capture_as_it_is, require_same_count
 from heterodyne.api.before_measuring import measuring_s, require_room
 from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
 from heterodyne.api.compiled import uncompiled
+from heterodyne.api.optimizer_reach import require_within_reach, strategy_within_reach
 from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.api.rehearsal import rehearse
 from heterodyne.api.session import Session
@@ -34,8 +35,9 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.stages.deferred import DeferredWeights
+from heterodyne.runtime.weights.optimizer_probe import Reach
 from heterodyne.runtime.worker import OptimizerFactory, Worker
-from heterodyne.search.planned import Planned
+from heterodyne.search.planned import Planned, Strategy
 from heterodyne.search.planner import plan as search_plan
 from heterodyne.units import counted, format_seconds
 
@@ -46,12 +48,16 @@ _TELL_EVERY_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What planning needs to know of a job, whether it came from a file or from arguments."""
+    """What planning needs to know of a job, whether it came from a file or from arguments.
+
+    ``reach``: what an optimizer of the user's own must see at once.
+    """
 
     global_batch_size: int
     precision: str
     optimizer: OptimizerSection
     parallelism: ParallelismSection
+    reach: Reach = "element"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +196,13 @@ def prepare(
     """
     settings = _with_sizes_for(captured.graph, settings)
     if given is not None:
+        require_within_reach(settings.reach, given)
         _require_fitting(given, captured, session, settings)
-    elif profile is None:
+    else:
+        settings = _with_strategy(
+            settings, strategy_within_reach(settings.reach, settings.parallelism.strategy, captured.graph)
+        )
+    if given is None and profile is None:
         session.together(
             lambda: require_room(
                 captured.graph, session.cluster, optimizer=settings.optimizer, parallelism=settings.parallelism
@@ -217,6 +228,7 @@ def prepare(
             strategy=settings.parallelism.strategy,
             given=given,
             rehearsed=rehearsed,
+            whole_weights=settings.reach != "element",
         )
 
     bench = Workbench(
@@ -305,6 +317,10 @@ def _heeding(
         require_module(verdict, given, lower(given, captured.graph, session.cluster))
         return settings
     strategy = strategy_of_module(verdict, settings.parallelism.strategy, captured.graph)
+    return _with_strategy(settings, strategy)
+
+
+def _with_strategy(settings: Settings, strategy: Strategy) -> Settings:
     return replace(settings, parallelism=settings.parallelism.model_copy(update={"strategy": strategy}))
 
 

@@ -54,6 +54,7 @@ def plan(
     memory: MemoryAssumptions | None = None,
     given: Plan | None = None,
     rehearsed: Mapping[str, float] | None = None,
+    whole_weights: bool = False,
 ) -> Planned:
     """The fastest plan by prediction, or the fastest of those that ``strategy`` names. The same arguments give the same plan.
 
@@ -61,6 +62,8 @@ def plan(
 
     ``rehearsed``: seconds of a step of plans that were run, by their `identity`. They count for more than predictions: the choice is
     among these alone.
+
+    ``whole_weights``: the optimizer updates whole weights only, so plans that split them are left out.
 
     Raises InfeasibleError if no plan fits, with what each device lacks; MeasureError where the profile lacks a
     measurement; PlanError if ``given`` cannot run.
@@ -82,7 +85,7 @@ def plan(
     sizes = tuple(sorted({min(size, global_batch_size) for size in micro_batch_sizes}))
     candidates = tuple(
         c if c.plan is None else replace(c, rehearsed_s=(rehearsed or {}).get(identity(c.plan)))
-        for c in _candidates(model, runs, global_batch_size, sizes, strategy)
+        for c in _candidates(model, runs, global_batch_size, sizes, strategy, whole_weights=whole_weights)
     )
     if given is None:
         chosen = _choose(candidates, strategy, fits, recipe)
@@ -111,7 +114,13 @@ def plan(
 
 
 def _candidates(
-    model: CostModel, runs: dict[str, Runs], samples: int, sizes: tuple[int, ...], strategy: Strategy
+    model: CostModel,
+    runs: dict[str, Runs],
+    samples: int,
+    sizes: tuple[int, ...],
+    strategy: Strategy,
+    *,
+    whole_weights: bool,
 ) -> tuple[Candidate, ...]:
     """Everything that is weighed: data parallelism first, and pipelines unless something else was asked for."""
     only_data = model.graph.loss.reduction == "coupled"
@@ -137,9 +146,9 @@ def _candidates(
     counts = _counts(model, found, samples, sizes)
     splits = Split(model=model, runs=runs, samples=samples, sizes=sizes, count=counts[0])
     if strategy != "pipeline":
-        found += [*splits.as_marked(), *splits.candidates(("split", "context") if strategy == "auto" else (strategy,))]
+        found += [*splits.as_marked(), *splits.candidates(_splits(strategy, whole_weights=whole_weights))]
     of_count = [Pipelines(model=model, runs=runs, samples=samples, sizes=sizes, count=count) for count in counts]
-    if strategy in ("auto", "split"):
+    if strategy in ("auto", "split") and not whole_weights:
         found += SplitPipelines(split=splits, pipelines=of_count[0]).candidates()
     if strategy in ("split", "context"):
         return tuple(found)
@@ -162,6 +171,12 @@ def _counts(
         return (None,)
     there = [len(p.micro_batches) for c in found if c.plan is not None for p in c.plan.pipelines]
     return tuple(there[:1] or sorted({-(-samples // size) for size in sizes}))
+
+
+def _splits(strategy: Strategy, *, whole_weights: bool) -> tuple[str, ...]:
+    """The kinds of layouts that are tried; sequences may be split where weights may not."""
+    asked = ("split", "context") if strategy == "auto" else (strategy,)
+    return tuple(kind for kind in asked if kind != "split" or not whole_weights)
 
 
 def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:

@@ -1,4 +1,4 @@
-"""What a training loop of one's own is made of, an idea a file; `heterodyne.api.spreading` puts it together.
+"""What a training loop of one's own is made of, an idea a file; `heterodyne.api.distributing` puts it together.
 
 arguments        what was passed to `distribute`, checked before anything is captured
 batches          a tensor, a tuple or a mapping as tensors by name

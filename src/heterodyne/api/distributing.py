@@ -20,6 +20,7 @@ from heterodyne.api.loop.names import Names
 from heterodyne.api.loop.run_records import RunRecords, open_run
 from heterodyne.api.loop.weights_back import WeightsAtEnd
 from heterodyne.api.loop.whole import copies_of, whole_model
+from heterodyne.api.optimizer_reach import reach_everywhere
 from heterodyne.api.preparation import Settings, capture_everywhere, make_worker, prepare
 from heterodyne.api.session import Session, open_session
 from heterodyne.cluster.profile import Profile
@@ -29,6 +30,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
+from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.tracker_options import tracker_options
 
 __all__ = ["distribute"]
@@ -114,6 +116,8 @@ def distribute(
             build=copies_of(module), loss_count=loss_count, strategy="auto" if given else strategy, precision=precision
         )
         captured = capture_everywhere(here, module, example, as_it_is, name=type(inside).__name__)
+        factory = None if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen)
+        parameters = trainable_parameters(module, captured.graph)
         settings = Settings(
             global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
             precision=precision,
@@ -125,6 +129,7 @@ def distribute(
                 rehearsal_s=rehearsal_s,
                 check_s=check_s,
             ),
+            reach="element" if factory is None else reach_everywhere(here, factory, parameters),
         )
         prepared = prepare(
             here,
@@ -139,7 +144,7 @@ def distribute(
             here,
             prepared,
             running,
-            optimizer=chosen if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen),
+            optimizer=factory or section,
             total_steps=total_steps or 1,
             seed=seed,
             clip_grad_norm=clip_grad_norm,

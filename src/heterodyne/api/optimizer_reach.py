@@ -1,0 +1,57 @@
+"""What plans an optimizer of the user's own leaves: its update may need whole weights, or all of them in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from heterodyne.api.session import Session
+from heterodyne.errors import PlanError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.plan import Plan
+from heterodyne.runtime.weights.optimizer import OptimizerFactory
+from heterodyne.runtime.weights.optimizer_probe import Reach, reach_of
+from heterodyne.search.planned import Strategy
+
+__all__ = ["reach_everywhere", "require_within_reach", "strategy_within_reach"]
+
+_WORDS: Mapping[Reach, str] = {
+    "element": "",
+    "weight": "needs whole weights, so plans that split layers are left out",
+    "model": "needs all weights in one place, so that only data parallelism is exact",
+}
+_CUTS: Mapping[Reach, tuple[str, ...]] = {
+    "element": (),
+    "weight": ("split",),
+    "model": ("pipeline", "split", "context"),
+}
+
+
+def reach_everywhere(session: Session, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> Reach:
+    """The reach of an optimizer, tried on every rank and said once. Collective. Raises HeterodyneError for one that needs a closure."""
+    reach, name = session.together(lambda: reach_of(factory, parameters))
+    if reach != "element":
+        session.say(f"{name} {_WORDS[reach]}")
+    return reach
+
+
+def strategy_within_reach(reach: Reach, strategy: Strategy, graph: ModelGraph) -> Strategy:
+    """The strategy to search with. Raises PlanError for one that cuts what the optimizer must see at once."""
+    if strategy in _CUTS[reach]:
+        raise PlanError(f"the strategy {strategy!r} does not go with this optimizer: it {_WORDS[reach]}; {_REMEDY}")
+    if strategy == "auto" and graph.task_graphs and reach != "element":
+        raise PlanError(f"the model is marked to be cut, and this optimizer {_WORDS[reach]}; {_REMEDY}")
+    return "data" if strategy == "auto" and reach == "model" else strategy
+
+
+def require_within_reach(reach: Reach, plan: Plan) -> None:
+    """Raises PlanError if a plan cuts what the optimizer must see at once."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    split = any(region.layout.kind == "split" for stage in stages for region in stage.regions if stage.sharded)
+    cut = len(stages) > len(plan.pipelines) or any(stage.sharded for stage in stages)
+    if (reach == "weight" and split) or (reach == "model" and cut):
+        raise PlanError(f"the plan does not go with this optimizer: it {_WORDS[reach]}; {_REMEDY}")
+
+
+_REMEDY = "take AdamW, SGD or another optimizer that updates each element by itself, or leave that strategy out"

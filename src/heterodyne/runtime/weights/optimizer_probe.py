@@ -1,0 +1,143 @@
+"""What an optimizer must see at once: an element, a whole weight, or the whole model. Found by trying, on weights of a few elements.
+
+A rank steps the weights that it holds. Where weights are sharded it holds parts of them, so the update must be elementwise there (AdamW,
+SGD); under pipelines it holds some of the weights, so the update of one must not depend on others (Muon, Adafactor and LAMB are good
+there, what takes a norm over the whole model is not).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.weights.optimizer import OptimizerFactory, optimizer_of
+
+__all__ = ["Reach", "reach_of"]
+
+Reach: TypeAlias = Literal["element", "weight", "model"]
+"""What the update of an element may depend on."""
+
+_SIZE = 4
+_SCALES = (1.0, 1e3, 1e-3)  # so that what is only clipped above some norm is clipped
+_ERROR = 1e-4
+
+Weights: TypeAlias = dict[str, Tensor]
+
+
+class _NotTriedError(HeterodyneError):
+    """It cannot be made or stepped."""
+
+
+def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tuple[Reach, str]:
+    """The reach of the optimizer that a factory makes of these parameters, and what the optimizer is called.
+
+    It is made of parameters of the same names and numbers of dims with at most 4 elements a dim, two for each pattern of names
+    (``layers.#.weight``), and stepped three times with random gradients: all together, each half of them by itself, and as the
+    shards of two ranks along each dim. One that cannot be tried is taken to need the whole model.
+
+    Raises HeterodyneError for an optimizer that steps with a closure.
+    """
+    whole = _small(parameters)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        gradients = [{n: scale * torch.randn(w.shape) for n, w in whole.items()} for scale in _SCALES]
+        try:
+            together, name = _stepped(factory, whole, gradients, lambda _, w: w)
+        except _NotTriedError as error:
+            return "model", str(error)
+        for part in _halves(list(whole)):
+            try:
+                alone, _ = _stepped(factory, {n: whole[n] for n in part}, gradients, lambda _, w: w)
+            except _NotTriedError:
+                continue  # that it cannot be made there would be told where a stage has no more
+            if not _equal(whole, together, alone):
+                return "model", name
+        for dim in range(max((w.dim() for w in whole.values()), default=0)):
+            shards = []
+            for rank in range(2):
+                cut = _half(dim, rank)
+                own = {n: cut(n, w) for n, w in whole.items()}
+                shards.append(_stepped(factory, own, gradients, cut)[0])
+            joined = {n: _joined(w, dim, [shard[n] for shard in shards]) for n, w in whole.items()}
+            if not _equal(whole, together, joined):
+                return "weight", name
+    return "element", name
+
+
+def _small(parameters: Mapping[str, Tensor]) -> Weights:
+    """Two for each pattern of names; even sizes, so that two ranks have equal shards."""
+    generator = torch.Generator().manual_seed(0)
+    kept = [name for names in _by_pattern(parameters).values() for name in names[:2]]
+    sizes = {name: [min(size, _SIZE) // 2 * 2 or 1 for size in parameters[name].shape] for name in kept}
+    return {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}
+
+
+def _by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return found
+
+
+def _halves(names: Sequence[str]) -> tuple[list[str], ...]:
+    """The first and the second of each pattern, so that both have weights of each kind; every other name if no pattern has two."""
+    patterns = _by_pattern(names).values()
+    second = [of[1] for of in patterns if len(of) > 1]
+    return ([of[0] for of in patterns], second) if second else (list(names)[::2], list(names)[1::2])
+
+
+def _stepped(
+    factory: OptimizerFactory,
+    weights: Weights,
+    gradients: Sequence[Weights],
+    part: Callable[[str, Tensor], Tensor],
+) -> tuple[Weights, str]:
+    """The weights after a step with each of the gradients, of which these have a part; and what the optimizer is called."""
+    held = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    name = "the optimizer"
+    try:
+        optimizer = optimizer_of(factory, held)
+        name = type(optimizer).__name__
+        for of in gradients:
+            for of_name, parameter in held.items():
+                parameter.grad = part(of_name, of[of_name]).clone()
+            optimizer.step()
+    except Exception as error:
+        if "closure" in str(error):
+            raise HeterodyneError(
+                f"{name} evaluates the loss several times a step, through a closure, and a step here evaluates it once: take an optimizer "
+                "whose step() needs no closure"
+            ) from error
+        raise _NotTriedError(f"{name} (tried on small weights it fails: {type(error).__name__}: {error})") from error
+    return {of_name: parameter.detach() for of_name, parameter in held.items()}, name
+
+
+def _half(dim: int, rank: int) -> Callable[[str, Tensor], Tensor]:
+    """What a rank of two holds of a tensor that is cut along ``dim``; all of it where that cannot be cut."""
+
+    def cut(_: str, tensor: Tensor) -> Tensor:
+        return tensor.chunk(2, dim)[rank] if _is_cut(tensor, dim) else tensor
+
+    return cut
+
+
+def _joined(whole: Tensor, dim: int, shards: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(shards), dim) if _is_cut(whole, dim) else shards[0]
+
+
+def _is_cut(tensor: Tensor, dim: int) -> bool:
+    return tensor.dim() > dim and tensor.shape[dim] > 1
+
+
+def _equal(before: Weights, wanted: Weights, found: Weights) -> bool:
+    """Whether the updates are equal, but for rounding."""
+    return all(_near(wanted[name] - before[name], weight - before[name]) for name, weight in found.items())
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= _ERROR * a.abs().max()) if a.numel() else True

@@ -1,0 +1,116 @@
+"""What an optimizer must see at once is found by trying it, and is what a sharded step of a larger weight shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.weights.optimizer_probe import reach_of
+
+
+class Lamb(torch.optim.Optimizer):
+    """The gradient, scaled so that each weight moves in proportion to its norm."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-float(group["lr"] * p.norm() / p.grad.norm()))
+
+
+class OneNorm(Lamb):
+    """The norm of all gradients together is clipped, above 10."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(held, 10.0)
+        for p in held:
+            p.add_(p.grad, alpha=-0.1)
+
+
+MODEL = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 2))
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def matrices(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("factory", "reach"),
+    [
+        (torch.optim.AdamW, "element"),
+        (lambda ps: torch.optim.AdamW(ps, fused=True, amsgrad=True), "element"),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), "element"),
+        (torch.optim.Adam, "element"),
+        (torch.optim.Adamax, "element"),
+        (torch.optim.NAdam, "element"),
+        (torch.optim.RAdam, "element"),
+        (torch.optim.RMSprop, "element"),
+        (torch.optim.Rprop, "element"),
+        (torch.optim.Adagrad, "element"),
+        (torch.optim.Adadelta, "element"),
+        (torch.optim.ASGD, "element"),
+        (torch.optim.Adafactor, "weight"),
+        (matrices, "weight"),
+        (Lamb, "weight"),
+        (OneNorm, "model"),
+    ],
+)
+def test_the_reach_is_that_of_a_step_of_whole_and_sharded_weights(factory: Factory, reach: str) -> None:
+    found, _ = reach_of(factory, dict(MODEL.named_parameters()))
+    assert found == reach
+    torch.manual_seed(3)
+    weights, gradients = [torch.randn(8, 6), torch.randn(6, 8)], [torch.randn(8, 6), 50 * torch.randn(6, 8)]
+
+    def stepped(held: list[torch.Tensor], of: list[torch.Tensor]) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(weight.clone()) for weight in held]
+        optimizer = factory(parameters)
+        for p, gradient in zip(parameters, of, strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+        return [p.detach() for p in parameters]
+
+    def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+        return torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    together = stepped(weights, gradients)
+    alone = [stepped([w], [g])[0] for w, g in zip(weights, gradients, strict=True)]
+    assert all(map(near, together, alone)) == (reach != "model")
+    sharded = [
+        torch.cat([stepped([a], [b])[0] for a, b in zip(w.chunk(2), g.chunk(2), strict=True)])
+        for w, g in zip(weights, gradients, strict=True)
+    ]
+    assert all(map(near, together, sharded)) == (reach == "element")
+
+
+def test_one_that_wants_a_closure_is_refused_and_one_that_cannot_be_tried_needs_all() -> None:
+    parameters = dict(MODEL.named_parameters())
+    with pytest.raises(HeterodyneError, match=r"LBFGS evaluates the loss several times.*no closure"):
+        reach_of(torch.optim.LBFGS, parameters)
+    reach, name = reach_of(lambda ps: (_ for _ in ()).throw(ValueError("no")), parameters)
+    assert (reach, name) == ("model", "the optimizer (tried on small weights it fails: ValueError: no)")
+
+
+def test_nothing_of_the_model_or_its_draws_changes_and_few_weights_are_tried() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
+    before = [p.detach().clone() for p in model.parameters()]
+    state, made = torch.get_rng_state(), []
+
+    def factory(named_parameters: Any) -> torch.optim.Optimizer:
+        made.append(len(list(named_parameters)))
+        return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+
+    assert reach_of(factory, dict(model.named_parameters())) == ("element", "SGD")
+    assert max(made) == 4
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
