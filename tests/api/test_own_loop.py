@@ -233,3 +233,39 @@ def test_a_bare_tensor_is_taken_as_it_is() -> None:
                     trainer.predict(points)
             with pytest.raises(CheckpointError, match="there is no run directory"):
                 trainer.save_checkpoint()
+
+
+class TimeFirst(nn.Module):
+    """Outputs of [time, samples, classes], and one number for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        steps = torch.stack([self.line(x * number) for number in range(1, 5)])
+        return steps, steps.mean()
+
+
+@pytest.mark.parametrize("samples", [4, 1, 6])
+def test_outputs_keep_the_dim_in_which_the_model_has_its_samples(samples: int) -> None:
+    """Four steps of time and four samples cannot be told apart by their number."""
+    model = TimeFirst()
+    batch = batch_of(4)
+    with hd.distribute(
+        model,
+        batch,
+        loss=lambda outputs, target: F.cross_entropy(outputs[0][-1], target),
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+        measure_budget_s=1,
+        check_s=0,
+    ) as trainer:
+        found, mean = trainer.predict(batch_of(samples)[0])
+    with torch.no_grad():
+        assert torch.allclose(found, model(batch_of(samples)[0])[0])
+    assert mean is None
+
+
+def test_an_optimizer_that_needs_whole_weights_refuses_a_split() -> None:
+    with pytest.raises(HeterodyneError, match="needs whole weights.*take AdamW"):
+        hd.distribute(classifier(), batch_of(4), loss=F.cross_entropy, optimizer=torch.optim.Adafactor, plan="split")

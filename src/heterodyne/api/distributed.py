@@ -156,7 +156,7 @@ class Distributed:
         return found
 
     def predict(self, batch: BatchLike, *, on: Literal["all", "rank0"] = "all") -> Any:
-        """What the model returns for the samples of a batch, in eval mode: tensors on the host, the samples in order along dim 0.
+        """What the model returns for the samples of a batch, in eval mode: tensors on the host, the samples in order.
 
         What has no row for each sample (a loss, a cache) is None. The batch may lack what only the loss reads. None on the ranks that
         are not to have it.

@@ -33,12 +33,16 @@ Metric: TypeAlias = Callable[[Any, Any], tuple[float | Tensor, float | Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The samples ``[first, first + count)`` of a batch, on this rank's device, and what the model returns for them."""
+    """The samples ``[first, first + count)`` of a batch, on this rank's device, and what the model returns for them.
+
+    ``dims``: of each tensor of the outputs the dim in which the samples are, None if there is none.
+    """
 
     first: int
     count: int
     inputs: Mapping[str, Tensor]
     outputs: Any
+    dims: tuple[int | None, ...]
 
 
 class Predictor:
@@ -54,6 +58,7 @@ class Predictor:
         self._say = say
         self._gathered: tuple[int, dict[str, Tensor]] | None = None
         self._said = False
+        self._dims: dict[Any, tuple[int | None, ...]] = {}
 
     def forget(self) -> None:
         """The weights have changed: what was brought together of them goes."""
@@ -80,7 +85,26 @@ class Predictor:
                 bf16 = worker.plan.precision == "bf16"
                 stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=bf16))
                 outputs = _outputs(worker.module, inputs, weights)
-            yield Part(first=first, count=count, inputs=inputs, outputs=outputs)
+                dims = self._dims_of(outputs, inputs, count, weights)
+            yield Part(first=first, count=count, inputs=inputs, outputs=outputs, dims=dims)
+
+    def _dims_of(
+        self, outputs: Any, inputs: Mapping[str, Tensor], count: int, weights: Mapping[str, Tensor] | None
+    ) -> tuple[int | None, ...]:
+        """Where the samples are in each tensor of the outputs: the dim that another number of samples changes. Tried once a form."""
+        leaves, structure = pytree.tree_flatten(_without_cache(outputs))
+        form = (structure, tuple(leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves))
+        if form not in self._dims:
+            batch_dims = {name: self._batch_dims.get(name, 0) for name in inputs}
+            number = 1 if count > 1 else 2
+            other = {
+                name: t if (d := batch_dims[name]) is None else _samples(t, d, number) for name, t in inputs.items()
+            }
+            others, _ = pytree.tree_flatten(_without_cache(_outputs(self._worker.module, other, weights)))
+            self._dims[form] = tuple(
+                _changed(leaf, another, count, number) for leaf, another in zip(leaves, others, strict=True)
+            )
+        return self._dims[form]
 
     @property
     def _batch_dims(self) -> dict[str, int | None]:
@@ -109,6 +133,18 @@ class Predictor:
             tensors = self._worker.tensors(on=0)
             self._gathered = (self._worker.steps_done, {name: t.cpu() for name, t in tensors.items()})
         return self._gathered[1]
+
+
+def _samples(tensor: Tensor, dim: int, number: int) -> Tensor:
+    """The first sample, that many times."""
+    return torch.cat([tensor.narrow(dim, 0, 1)] * number, dim)
+
+
+def _changed(leaf: Any, another: Any, count: int, number: int) -> int | None:
+    if not isinstance(leaf, Tensor) or not isinstance(another, Tensor) or leaf.dim() != another.dim():
+        return None
+    sizes = enumerate(zip(leaf.shape, another.shape, strict=True))
+    return next((dim for dim, (size, other) in sizes if (size, other) == (count, number)), None)
 
 
 def _outputs(module: nn.Module, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None) -> Any:
@@ -142,7 +178,7 @@ class _Some:
 
 
 def gathered_outputs(parts: Sequence[Part], communicator: Communicator, on: Literal["all", "rank0"]) -> Any:
-    """The outputs of all parts of all ranks as one, tensors on the host with the samples in order along dim 0.
+    """The outputs of all parts of all ranks as one, tensors on the host, the samples in order in the dim where the model has them.
 
     What has no row for each sample, a loss or a cache, is None. Collective. None on the ranks that are not to have it.
 
@@ -178,10 +214,10 @@ def _is_hole(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Described:
-    """What a rank has: its spans, and of each tensor the shape of a row and the type, None for what has no rows."""
+    """What a rank has: its spans, and of each tensor the dim of the samples, the shape of one and the type, None for what has none."""
 
     spans: tuple[tuple[int, int], ...] = ()
-    rows: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...] = ()
+    rows: tuple[tuple[int, tuple[int, ...], torch.dtype] | None, ...] = ()
     skeleton: Any = None
     kind: str = ""
 
@@ -196,16 +232,21 @@ class _Own:
             return
         flat = [pytree.tree_flatten(_without_cache(part.outputs)) for part in parts]
         structure = flat[0][1]
+        dims: list[int | None] = []
         for number in range(structure.num_leaves):
             values = [leaves[number] for leaves, _ in flat]
-            follow = all(
-                isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == part.count
-                for v, part in zip(values, parts, strict=True)
+            dim = parts[0].dims[number]
+            dims.append(dim)
+            follow = dim is not None and all(part.dims[number] == dim for part in parts)
+            self.leaves.append(
+                torch.cat([v.detach().cpu().movedim(dim, 0) for v in values]).contiguous() if follow else None
             )
-            self.leaves.append(torch.cat([value.detach().cpu() for value in values]) if follow else None)
         self.described = _Described(
             spans=tuple((part.first, part.count) for part in parts),
-            rows=tuple(None if leaf is None else (tuple(leaf.shape[1:]), leaf.dtype) for leaf in self.leaves),
+            rows=tuple(
+                None if leaf is None or dim is None else (dim, tuple(leaf.shape[1:]), leaf.dtype)
+                for dim, leaf in zip(dims, self.leaves, strict=True)
+            ),
             skeleton=pytree.tree_unflatten([_Hole()] * structure.num_leaves, structure),
             kind=f"a {type(parts[0].outputs).__name__}",
         )
@@ -227,7 +268,8 @@ def _leaf(
         row = entry.rows[number]
         assert row is not None
         here = rank == communicator.rank
-        part = own.leaves[number] if here else torch.empty(sum(c for _, c in entry.spans), *row[0], dtype=row[1])
+        dim, shape, dtype = row
+        part = own.leaves[number] if here else torch.empty(sum(c for _, c in entry.spans), *shape, dtype=dtype)
         assert part is not None
         if on == "all":
             communicator.control.broadcast(part, rank)
@@ -237,10 +279,10 @@ def _leaf(
             communicator.receive(part, rank)
         if on == "rank0" and communicator.rank != 0:
             continue
-        whole = torch.empty(size, *row[0], dtype=row[1]) if whole is None else whole
+        whole = torch.empty(size, *shape, dtype=dtype) if whole is None else whole
         for (first, count), rows in zip(entry.spans, torch.split(part, [c for _, c in entry.spans]), strict=True):
             whole[first : first + count] = rows
-    return whole
+    return whole if whole is None else whole.movedim(0, dim)
 
 
 def _without_cache(outputs: Any) -> Any:
