@@ -326,7 +326,8 @@ def test_layers_with_unlike_constants_are_of_unlike_kinds() -> None:
     assert len({first, second, third}) == 3
 
 
-def test_seventy_billion_parameters_fit_in_four_gibibytes() -> None:
+def test_the_weights_of_a_large_model_are_never_there() -> None:
+    """17 billion parameters, in a process of its own; `benchmarks/capture_large.py` does it for 70."""
     script = """
 import resource
 from pathlib import Path
@@ -334,7 +335,7 @@ import torch
 from heterodyne.frontend import trace
 from heterodyne.job import ModelSection
 from heterodyne.models import build
-fields = dict(model_type="llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+fields = dict(model_type="llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=18,
               num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0)
 model = build(ModelSection(huggingface=fields), base=Path("."), device="meta")
 ids = torch.empty(1, 4096, dtype=torch.long, device="meta")
@@ -343,9 +344,9 @@ print(graph.parameter_count, len(graph.kinds), resource.getrusage(resource.RUSAG
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     parameters, kinds, kibibytes = map(int, run.stdout.split())
-    assert parameters == 70_553_706_496
+    assert parameters == 18 * 855_654_400 + 2 * 128256 * 8192 + 8192
     assert kinds == 3
-    assert kibibytes < 4 * 2**20
+    assert kibibytes < 2 * 2**20
 
 
 def test_what_only_the_strict_trace_understands_is_captured_too() -> None:

@@ -43,7 +43,7 @@ def launched(tmp_path: Path, capfd: pytest.CaptureFixture[str], *command: str) -
         environment={"XDG_CACHE_HOME": str(tmp_path)},
     )
     said: list[str] = []
-    assert launch_workers([worker] * 3, logs=tmp_path / "logs", say=said.append) == 0, said
+    assert launch_workers([worker] * 2, logs=tmp_path / "logs", say=said.append) == 0, said
     return capfd.readouterr().out
 
 
