@@ -267,5 +267,5 @@ def test_outputs_keep_the_dim_in_which_the_model_has_its_samples(samples: int) -
 
 
 def test_an_optimizer_that_needs_whole_weights_refuses_a_split() -> None:
-    with pytest.raises(HeterodyneError, match="needs whole weights.*take AdamW"):
+    with pytest.raises(HeterodyneError, match=r"needs whole weights.*take AdamW"):
         hd.distribute(classifier(), batch_of(4), loss=F.cross_entropy, optimizer=torch.optim.Adafactor, plan="split")
