@@ -70,7 +70,7 @@ def plans_of_equal_counts(draw: st.DrawFn) -> Shares:
     return tuple(shares)
 
 
-quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in MIXING])

@@ -26,7 +26,7 @@ class Cut(Protocol):
 
 Case = TypeVar("Case", bound=Cut)
 
-quick = settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Counting(Group):

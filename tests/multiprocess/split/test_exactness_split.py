@@ -106,7 +106,7 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
 
 @pytest.mark.parametrize("name", [*MODELS, "mixtral"])
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate)
+    max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate)
 )
 @given(data=st.data())
 def test_random_plans(pool: Pool, name: str, data: st.DataObject) -> None:

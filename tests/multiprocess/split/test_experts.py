@@ -24,7 +24,7 @@ from multiprocess.split import moe_model
 
 WIDTH, INNER = 6, 5
 
-quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass(frozen=True, kw_only=True)

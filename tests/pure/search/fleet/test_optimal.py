@@ -78,7 +78,7 @@ def test_every_plan_that_is_weighed_keeps_memory_devices_and_batch(number: int) 
 def test_a_wider_choice_of_schedules_is_never_slower_and_helps_where_pipelines_wait() -> None:
     """Few micro-batches on stages that one device cannot hold: less bubble, or less memory, is all that a schedule can bring."""
     faster = 0
-    for number in range(12):
+    for number in range(6):
         chance = random.Random(300 + number)
         fleet, costs, samples = drawn(chance, devices=4, blocks=6)
         found = [
@@ -96,7 +96,7 @@ def test_a_wider_choice_of_schedules_is_never_slower_and_helps_where_pipelines_w
 
 def test_timelines_play_what_was_predicted() -> None:
     seen = set()
-    for number in range(16):
+    for number in range(8):
         fleet, costs, samples = drawn(random.Random(400 + number), devices=4, blocks=6)
         search = search_of(fleet, costs, samples)
         search.run(_step_s)
