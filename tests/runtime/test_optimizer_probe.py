@@ -114,3 +114,28 @@ def test_nothing_of_the_model_or_its_draws_changes_and_few_weights_are_tried() -
     assert max(made) == 4
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-9, torch.tensor(0.0)])
+def test_a_rate_too_small_to_see_hides_nothing(rate: float | torch.Tensor) -> None:
+    for kind, reach in ((torch.optim.Adafactor, "weight"), (torch.optim.AdamW, "element")):
+        found, _ = reach_of(lambda ps, kind=kind: kind(ps, lr=rate), dict(MODEL.named_parameters()))
+        assert found == reach
+    assert float(rate) < 1e-3, "the user's own tensor is left as it is"
+
+
+def test_one_made_of_other_parameters_is_not_stepped() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+    before = model.weight.detach().clone()
+    reach, name = reach_of(lambda _: torch.optim.SGD(model.parameters(), lr=0.1), dict(MODEL.named_parameters()))
+    assert reach == "model"
+    assert "other parameters than those it is given" in name
+    assert torch.equal(model.weight, before)
+
+
+def test_one_that_moves_nothing_when_it_is_tried_needs_all() -> None:
+    reach, name = reach_of(
+        lambda ps: torch.optim.SGD(ps[:0] or [{"params": []}], lr=0.1), dict(MODEL.named_parameters())
+    )
+    assert (reach, name) == ("model", "SGD (tried on small weights it moves none of them)")

@@ -25,6 +25,7 @@ Reach: TypeAlias = Literal["element", "weight", "model"]
 _SIZE = 4
 _SCALES = (1.0, 1e3, 1e-3)  # so that what is only clipped above some norm is clipped
 _ERROR = 1e-4
+_LEAST_RATE = 1e-3  # with a smaller one, or 0 as before a warm-up, rounding hides how the update is made
 
 Weights: TypeAlias = dict[str, Tensor]
 
@@ -50,6 +51,8 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
             together, name = _stepped(factory, whole, gradients, lambda _, w: w)
         except _NotTriedError as error:
             return "model", str(error)
+        if all(torch.equal(weight, together[n]) for n, weight in whole.items()):
+            return "model", f"{name} (tried on small weights it moves none of them)"
         for part in _halves(list(whole)):
             try:
                 alone, _ = _stepped(factory, {n: whole[n] for n in part}, gradients, lambda _, w: w)
@@ -62,7 +65,10 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
             for rank in range(2):
                 cut = _half(dim, rank)
                 own = {n: cut(n, w) for n, w in whole.items()}
-                shards.append(_stepped(factory, own, gradients, cut)[0])
+                try:
+                    shards.append(_stepped(factory, own, gradients, cut)[0])
+                except _NotTriedError:
+                    return "weight", name
             joined = {n: _joined(w, dim, [shard[n] for shard in shards]) for n, w in whole.items()}
             if not _equal(whole, together, joined):
                 return "weight", name
@@ -103,6 +109,7 @@ def _stepped(
     try:
         optimizer = optimizer_of(factory, held)
         name = type(optimizer).__name__
+        _prepare(optimizer, held)
         for of in gradients:
             for of_name, parameter in held.items():
                 parameter.grad = part(of_name, of[of_name]).clone()
@@ -115,6 +122,19 @@ def _stepped(
             ) from error
         raise _NotTriedError(f"{name} (tried on small weights it fails: {type(error).__name__}: {error})") from error
     return {of_name: parameter.detach() for of_name, parameter in held.items()}, name
+
+
+def _prepare(optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter]) -> None:
+    """A rate at which updates show. Raises ValueError if it would step something else, such as the user's model."""
+    given = {id(parameter) for parameter in held.values()}
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in given for parameter in group["params"]):
+            raise ValueError("it is made of other parameters than those it is given")
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            group["lr"] = rate.detach().clamp(min=_LEAST_RATE)
+        elif isinstance(rate, (int, float)):
+            group["lr"] = max(rate, _LEAST_RATE)
 
 
 def _half(dim: int, rank: int) -> Callable[[str, Tensor], Tensor]:
