@@ -1,4 +1,4 @@
-"""Checkpoints of releases before 0.3, which held Python objects, as checkpoints of today. Nothing else reads pickles.
+"""Checkpoints of version 1, which held Python objects, as checkpoints of today. Nothing else reads pickles.
 
 They were written through torch.distributed.checkpoint: ``.metadata``, the skeleton of the state, and the random state of each rank are
 pickles, and reading a pickle runs whatever its writer wanted.
