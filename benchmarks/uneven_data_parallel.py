@@ -118,7 +118,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             if way in options.ways:
                 made[way] = hd.distribute(
                     model(), batch, optimizer=section, plan=plan, clip_grad_norm=CLIP, session=session, profile=profile,
-                    measure_budget_s=size.budget_s,
+                    measure_s=size.budget_s,
                 )  # fmt: skip
                 profile = made[way].profile
         planned = made["planned"]

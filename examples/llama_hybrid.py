@@ -45,7 +45,7 @@ def main() -> int:
         optimizer=optimizer,
         plan=given.strategy,
         micro_batch_sizes=(1, 2, 4),
-        measure_budget_s=given.measure,
+        measure_s=given.measure,
     ) as trainer:
         run(trainer, batches, given.steps)
     return 0

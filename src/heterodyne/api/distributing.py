@@ -52,7 +52,7 @@ def distribute(
     seed: int = 0,
     session: Session | None = None,
     profile: Profile | None = None,
-    measure_budget_s: float = 60.0,
+    measure_s: float = 60.0,
     rehearsal_s: float = 30.0,
     loss_count: CountGiven | None = None,
     run_dir: Path | str | None = None,
@@ -84,7 +84,7 @@ def distribute(
         total_steps: how long a section's schedule of the learning rate is; None: the rate is constant after the warm-up.
         session: None: one is opened, and closed with the result.
         profile: what was measured before; None: measured now, or taken from the cache where it still holds.
-        measure_budget_s: about the seconds that measuring may take.
+        measure_s: about the seconds that measuring may take.
         rehearsal_s: those in which the plans that are predicted to be nearly the fastest are run; 0 to believe the prediction.
         loss_count: what the loss divides by, for a model that torch.export gives no graph of: ``samples`` (a mean over samples that all
             count alike), ``sum``, or a function of a batch, or part of one, that counts. Such a model is trained by data parallelism.
@@ -125,7 +125,7 @@ def distribute(
             parallelism=ParallelismSection(
                 strategy=strategy,
                 micro_batch_sizes=tuple(micro_batch_sizes),
-                measure_s=measure_budget_s,
+                measure_s=measure_s,
                 rehearsal_s=rehearsal_s,
                 check_s=check_s,
             ),

@@ -143,7 +143,7 @@ def _of_whole_numbers(given: Mapping[str, Any]) -> Iterator[str]:
 def _of_seconds_and_norms(given: Mapping[str, Any]) -> Iterator[str]:
     for name, meaning in (
         ("clip_grad_norm", "the largest norm of the gradient, or 0 for no clipping"),
-        ("measure_budget_s", "seconds"),
+        ("measure_s", "seconds"),
         ("rehearsal_s", "seconds, or 0 for no rehearsal"),
         ("check_s", "seconds, or 0 for no check"),
     ):

@@ -41,7 +41,7 @@ class HeterodyneTrainer(Trainer):
     """As `transformers.Trainer`, and trains on all ranks of a torchrun, or of our launcher, under one plan.
 
     Args:
-        distribution: more arguments of `hd.distribute`, such as ``plan`` or ``measure_budget_s``.
+        distribution: more arguments of `hd.distribute`, such as ``plan`` or ``measure_s``.
 
     Raises HeterodyneError for what no plan can honour, with what to write instead.
     """

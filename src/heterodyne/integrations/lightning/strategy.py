@@ -45,7 +45,7 @@ class PlanStrategy(Strategy):
     """What a strategy of Lightning is under a plan; made one by inheriting from the `Strategy` of the package whose Trainer it is for.
 
     Args:
-        distribution: more arguments of `hd.distribute`, such as ``plan``, ``loss_count`` or ``measure_budget_s``.
+        distribution: more arguments of `hd.distribute`, such as ``plan``, ``loss_count`` or ``measure_s``.
 
     Raises HeterodyneError at the start of a fit for what no plan can honour, with what to write instead.
     """
