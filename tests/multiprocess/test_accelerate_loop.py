@@ -133,5 +133,10 @@ def test_what_a_promise_cannot_give_is_refused() -> None:
     with pytest.raises(HeterodyneError, match="read it after that"):
         promise.item()
     model = Classifier()
-    with pytest.raises(HeterodyneError, match="Adafactor is none of AdamW"):
-        Accelerator().prepare(model, torch.optim.Adafactor(model.parameters()), batches())
+
+    class Forgetful(torch.optim.SGD):
+        def __init__(self, params: Any, momenta: float) -> None:
+            super().__init__(params, momentum=momenta)
+
+    with pytest.raises(HeterodyneError, match=r"Forgetful cannot be made again .* keep its momenta in its groups"):
+        Accelerator().prepare(model, Forgetful(model.parameters(), 0.9), batches())

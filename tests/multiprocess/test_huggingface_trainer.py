@@ -244,10 +244,8 @@ def test_under_a_pipeline_the_best_model_is_back_at_the_end(pool: Pool, tmp_path
 def test_what_no_plan_can_honour_is_refused_with_a_way_out() -> None:
     with pytest.raises(HeterodyneError, match="HeterodyneArguments as TrainingArguments"):
         HeterodyneTrainer(model_of(), TrainingArguments("unused", use_cpu=True))
-    args = HeterodyneArguments("unused", use_cpu=True, optim="adafactor", auto_find_batch_size=True)
-    with pytest.raises(
-        HeterodyneError, match=r"(?s)auto_find_batch_size: the planner finds.*optim=adafactor: it is none of"
-    ):
+    args = HeterodyneArguments("unused", use_cpu=True, auto_find_batch_size=True)
+    with pytest.raises(HeterodyneError, match=r"auto_find_batch_size: the planner finds"):
         HeterodyneTrainer(model_of(), args)
 
     class Own(HeterodyneTrainer):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
 from heterodyne.errors import HeterodyneError
-from heterodyne.integrations.elementwise import follow, remade
+from heterodyne.integrations.remade_optimizer import follow, remade
 
 __all__ = ["Accelerator", "PreparedModel", "Promise"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ from transformers import Trainer, TrainingArguments
 from heterodyne.errors import HeterodyneError
 from heterodyne.integrations.huggingface.arguments import HeterodyneArguments
 
-__all__ = ["require_arguments", "require_honoured"]
+__all__ = ["require_arguments", "require_honoured", "require_optimizer"]
 
-# They update each element by itself, so that a rank may update the part that it holds.
-_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_OF_MODEL = {"params", "model", "optimizer_dict"}
 _SET = {
     "fsdp": "the plan says which rank holds what: leave it out",
     "deepspeed": "the plan says which rank holds what: leave it out",
@@ -46,11 +45,6 @@ def require_arguments(args: TrainingArguments | None) -> HeterodyneArguments:
             "'from heterodyne.integrations.huggingface import HeterodyneArguments as TrainingArguments'"
         )
     wrong = [f"{name}: {why}" for name, why in _SET.items() if getattr(args, name, None)]
-    optim = str(getattr(args.optim, "value", args.optim))
-    if optim not in _ELEMENTWISE:
-        wrong.append(
-            f"optim={optim}: it is none of {', '.join(_ELEMENTWISE)}, which update parts of a tensor as the whole"
-        )
     if args.load_best_model_at_end and args.save_only_model:
         wrong.append("load_best_model_at_end with save_only_model: the best model is read from a whole checkpoint")
     if args._wants_cpu and torch.accelerator.is_available():
@@ -69,6 +63,16 @@ def require_honoured(trainer: Trainer) -> None:
         if name in vars(kind)
     ]
     _require_none([*wrong, *_of(trainer)])
+
+
+def require_optimizer(args: TrainingArguments, kind: Any, options: Mapping[str, Any]) -> None:
+    """Raises HeterodyneError for one that the Trainer makes of the whole model (GaLore, LOMO, APOLLO), of which a rank may hold a part."""
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or _OF_MODEL & set(options):
+        optim = str(getattr(args.optim, "value", args.optim))
+        raise HeterodyneError(
+            f"optim={optim}: it is made of the whole model, of which a rank may hold a part: take one that is made of parameters "
+            "(adamw_torch, adafactor), or pass optimizer_cls_and_kwargs=(class, options)"
+        )
 
 
 def _of(trainer: Any) -> Iterator[str]:

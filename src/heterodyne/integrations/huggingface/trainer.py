@@ -25,7 +25,7 @@ from heterodyne.api import Distributed, distribute
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.integrations.huggingface.last_batch import completed, require_completable
 from heterodyne.integrations.huggingface.optimizer import SteppedByPlan, grouped
-from heterodyne.integrations.huggingface.refusals import require_arguments, require_honoured
+from heterodyne.integrations.huggingface.refusals import require_arguments, require_honoured, require_optimizer
 from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.worker import StepResult
 
@@ -194,6 +194,7 @@ class HeterodyneTrainer(Trainer):
         args, loss, model = self.args, self._loss(), cast(Any, self.model)
         withheld = ("labels",) if self.model_accepts_loss_kwargs else ("labels", _ITEMS)
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, model)
+        require_optimizer(args, kind, options)
         decayed = frozenset(self.get_decay_parameter_names(self._module))
         return distribute(
             self._module,

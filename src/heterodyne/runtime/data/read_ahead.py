@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -106,7 +107,11 @@ class Pool:
         self._iterator, self._loader = iter(()), None
 
     def _deaths(self) -> str:
-        wait([child.sentinel for child in self._processes], timeout=_SETTLE_S)
+        until = time.monotonic() + _SETTLE_S
+        while not any(child.exitcode for child in self._processes):
+            alive = [child.sentinel for child in self._processes if child.exitcode is None]
+            if not wait(alive, timeout=max(0.0, until - time.monotonic())):
+                break
         samples = dict(self._notes.tolist())
         found = [
             f"a process that reads ahead (workers) {describe_exit(child.exitcode)}{_at(samples.get(child.pid, -1))}"

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,25 +14,27 @@ from heterodyne.errors import HeterodyneError
 
 __all__ = ["by_name", "by_number", "follow", "remade"]
 
-# They update each element by itself, so that a rank may update the part that it holds.
-_KINDS = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad)
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def remade(optimizer: Optimizer, model: nn.Module) -> Callable[..., Optimizer]:
     """Makes the same optimizer, with the same groups, of the parameters that a rank holds.
 
-    Raises HeterodyneError for one that cannot be made of a part of the parameters.
+    Its class is called with what its groups say, so each argument of the class must be an option of a group, as in torch.optim.
+    Raises HeterodyneError for another class, and for an optimizer that has made a step.
     """
     kind: Any = type(optimizer)
-    if kind not in _KINDS or optimizer.state:
-        names = ", ".join(one.__name__ for one in _KINDS)
+    if optimizer.state:
+        raise HeterodyneError(f"{kind.__name__} has made steps before: prepare it freshly made")
+    options = [name for name, one in inspect.signature(kind).parameters.items() if one.kind not in _REST][1:]
+    if missing := [name for name in options if any(name not in group for group in optimizer.param_groups)]:
         raise HeterodyneError(
-            f"{kind.__name__} is none of {names}, freshly made: take one, or hd.distribute(optimizer=...)"
+            f"{kind.__name__} cannot be made again of the weights that a rank holds, since it does not keep its {', '.join(missing)} in "
+            "its groups: pass a function that makes it, hd.distribute(optimizer=lambda parameters: ...)"
         )
     of = {parameter: name for name, parameter in model.named_parameters()}
-    known = set(inspect.signature(kind).parameters)
     groups = [
-        ({of[p] for p in group["params"]}, {name: value for name, value in group.items() if name in known - {"params"}})
+        ({of[p] for p in group["params"]}, {name: value for name, value in group.items() if name in options})
         for group in optimizer.param_groups
     ]
 
