@@ -24,6 +24,18 @@ settings.load_profile("heterodyne")
 providers._get_local_constants = providers.Constants
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several processes (``--dist loadgroup``) tests of a group run in one, so that what they capture is captured once.
+
+    A group is a file; of the tests in worker processes, those of one model (the parameter ``name``) in all files.
+    """
+    for item in items:
+        model = getattr(item, "callspec", None) and item.callspec.params.get("name")
+        in_pool = isinstance(model, str) and "pool" in item.fixturenames
+        item.add_marker(pytest.mark.xdist_group(model if in_pool else str(item.path)))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test draws by itself does not depend on those before it."""
     random.seed(0)

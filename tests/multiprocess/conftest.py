@@ -9,10 +9,9 @@ import pytest
 
 from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
-from multiprocess.models import makers
+from multiprocess.models import capture_of, captured_by, makers
 from multiprocess.pool import Pool, Shared
 from multiprocess.split.random_graphs import Program, captured_program
-from multiprocess.work import program_of
 
 
 def _captured(arguments: Sequence[Any]) -> set[str | Program]:
@@ -22,12 +21,17 @@ def _captured(arguments: Sequence[Any]) -> set[str | Program]:
 
 
 def capture(name: str | Program) -> Captured:
-    return captured_program(name) if isinstance(name, Program) else program_of(name)
+    return captured_program(name) if isinstance(name, Program) else capture_of(name)
+
+
+def graph_of(name: str) -> ModelGraph:
+    return capture_of(name).graph
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """``pool.run(world_size, function, *args)``; see `multiprocess.pool`."""
     pool = Pool(Shared(names=_captured, make=capture))
-    yield pool
+    with captured_by(lambda name: pool.ask(graph_of, name)):
+        yield pool
     pool.close()

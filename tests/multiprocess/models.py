@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,7 +46,7 @@ class Case:
     def count(self) -> LossCount:
         """What the loss divides by, counted by hand where it has one denominator."""
         if self.graph.name in (*TERMS, *COUPLED):
-            return counted_by_capture(self.graph.name)
+            return capture_of(self.graph.name).loss_count
         return CountedBy(self._counted, self.graph.loss)
 
     def _counted(self, part: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> float:
@@ -101,20 +102,27 @@ def makers() -> dict[str, Callable[[int], tuple[nn.Module, dict[str, Tensor]]]]:
     }
 
 
+_asked: list[Callable[[str], ModelGraph]] = []
+
+
 @functools.cache
 def captured(name: str) -> ModelGraph:
     """What `capture` says of a case; its size does not matter. Slow once, so jobs on workers are given it."""
-    return capture_of(name).graph
+    return _asked[-1](name) if _asked else capture_of(name).graph
 
 
-def capture_of(name: str) -> Captured:
-    module, batch = _make(name, 4, 0)
-    return trace(module.train(), batch, name=name)
+@contextmanager
+def captured_by(ask: Callable[[str], ModelGraph]) -> Iterator[None]:
+    """While the block runs, `captured` asks a process that has captured the case, or that will need it anyway."""
+    _asked.append(ask)
+    yield
+    _asked.pop()
 
 
 @functools.cache
-def counted_by_capture(name: str) -> LossCount:
-    return capture_of(name).loss_count
+def capture_of(name: str) -> Captured:
+    module, batch = _make(name, 4, 0)
+    return trace(module.train(), batch, name=name)
 
 
 class TinyGPT(nn.Module):

@@ -107,7 +107,10 @@ class _Template:
         remote.close()
 
     def make(self, function: _Function, name: object) -> None:
-        self._ask(("make", function, pickle.dumps(name)))
+        self._ask(("make", function, pickle.dumps((name,))))
+
+    def call(self, function: _Function, arguments: tuple[Any, ...]) -> Any:
+        return self._ask(("call", function, pickle.dumps(arguments)))
 
     def fork(self) -> tuple[int, connection.Connection]:
         """The process id of a new worker, and the pipe to it."""
@@ -186,6 +189,11 @@ class Pool:
                 )
             return self._collect(template, workers, timeout_s)
 
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns in the process that workers are forked from; what it keeps, they have. Raises RemoteError."""
+        template = self._template = self._template or _Template()
+        return template.call(_Function.of(function), arguments)
+
     def close(self) -> None:
         """End every process. The pool can be used again."""
         self._stop_workers()
@@ -252,10 +260,9 @@ def _template(pipe: connection.Connection) -> None:
             return
         try:
             match kind:
-                case "make":
-                    make = _loaded(what[0])
-                    make(pickle.loads(what[1]))
-                    answer: Any = None
+                case "make" | "call":
+                    found = _loaded(what[0])(*pickle.loads(what[1]))
+                    answer: Any = found if kind == "call" else None
                 case "fork":
                     answer = _fork(connection.Connection(reduction.recv_handle(pipe)), pipe)
                 case "wait":

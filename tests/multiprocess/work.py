@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.cluster.spec import Cluster, Device
-from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.lower import lower
@@ -122,12 +120,6 @@ class PipelineOf:
     order: tuple[str, ...] = ()
 
 
-@functools.cache
-def program_of(name: str) -> Captured:
-    """What stages are cut from; captured once a process."""
-    return capture_of(name)
-
-
 def staged_plan(
     graph: ModelGraph, cluster: Cluster, pipelines: Sequence[PipelineOf], schedule: str, **more: Any
 ) -> Plan:
@@ -188,5 +180,5 @@ def staged_worker(
         seed=seed,
         clip_grad_norm=clip,
         recorder=recorder,
-        stage_programs=StageCutter(program_of(case.graph.name), case.module),
+        stage_programs=StageCutter(capture_of(case.graph.name), case.module),
     )
