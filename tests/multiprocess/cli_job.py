@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from multiprocess.crowd import launched
+
 __all__ = ["MODEL", "Place", "make_place"]
 
 PATIENCE_S = 120.0
@@ -84,6 +86,11 @@ class Place:
         process = self.start(*arguments)
         said, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, said
+
+    def run_on(self, ranks: int, *arguments: str) -> tuple[int, str]:
+        """As `run`, on workers that another launcher has started; the worst exit status, and what rank 0 said."""
+        statuses, said = launched(ranks, ("-m", "heterodyne", *arguments), folder=self.path, variables=self.environment)
+        return max(statuses, key=abs), said
 
     def wait_for_step(self, run: str, step: int, process: subprocess.Popen[str]) -> None:
         """Until the metrics of the run have reached the step."""

@@ -36,6 +36,8 @@ PRELOADED = (
     "torch.distributed",
     "torch.optim",
     "torch._dynamo",
+    "heterodyne.api.train",
+    "heterodyne.cli.app",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",

@@ -33,14 +33,17 @@ def test_a_stream_goes_on_in_the_middle_under_another_number_of_workers(tmp_path
     place = make_place(tmp_path)
     (tmp_path / "own.py").write_text(DATA)
     (tmp_path / "job.yaml").write_text(JOB)
-    (tmp_path / "three.yaml").write_text((tmp_path / "two.yaml").read_text().replace("count: 2", "count: 3"))
+    for count, name in ((1, "one"), (3, "three")):
+        (tmp_path / f"{name}.yaml").write_text(
+            (tmp_path / "two.yaml").read_text().replace("count: 2", f"count: {count}")
+        )
     short = ("--set", "training.steps=13", "--set", "optimizer.schedule_steps=24")
-    for arguments in (
-        ("--cluster", "two.yaml", "--run-dir", "whole"),
-        ("--cluster", "two.yaml", "--run-dir", "parts", *short),
-        ("--cluster", "three.yaml", "--run-dir", "parts", "--resume", "--set", "data.workers=1"),
+    for ranks, arguments in (
+        (1, ("--cluster", "one.yaml", "--run-dir", "whole")),
+        (2, ("--cluster", "two.yaml", "--run-dir", "parts", *short)),
+        (3, ("--cluster", "three.yaml", "--run-dir", "parts", "--resume", "--set", "data.workers=1")),
     ):
-        status, said = place.run("train", "job.yaml", *arguments)
+        status, said = place.run_on(ranks, "train", "job.yaml", *arguments)
         assert status == 0, said
     assert "resuming after step 13" in said
     whole = {at: loss for at, loss in place.losses("whole").items() if at != (13, "validation_loss")}

@@ -111,14 +111,14 @@ def test_a_finished_run_is_extended_and_is_then_complete_again(
 ) -> None:
     shutil.copytree(place.path / "undisturbed", place.path / "extended")
     longer = ("--run-dir", "extended", "--resume", "--set", "training.steps=204")
-    status, said = place.run(*TRAIN, *longer)
+    status, said = place.run_on(2, *TRAIN, *longer)
     assert status == 0, said
     assert "keeps its schedule over 200 steps" in said
     assert {**place.losses("extended"), **undisturbed} == place.losses("extended")
     assert (204, "loss") in place.losses("extended")
     assert json.loads((place.path / "extended" / "summary.json").read_text())["steps"] == 204
     for again in (longer, (*longer[:-1], "training.steps=202")):
-        status, said = place.run(*TRAIN, *again)
+        status, said = place.run_on(2, *TRAIN, *again)
         assert (status, "nothing left to do" in said) == (0, True), said
 
 
@@ -127,12 +127,12 @@ def test_any_shares_are_exact_and_a_model_that_depends_on_the_rank_is_caught(
 ) -> None:
     first = random.Random(7).randrange(9)
     plan = shares(place, "shares.json", *(f"1x{n}" if n else "0" for n in (first, 8 - first)))
-    status, said = place.run("verify", "job.yaml", "--cluster", "two.yaml", "--plan", plan)
+    status, said = place.run_on(2, "verify", "job.yaml", "--cluster", "two.yaml", "--plan", plan)
     assert status == 0, said
     assert "exact: loss and all 5 gradients are within 1e-05 of one device" in said
     assert all(f"step {step}" in said for step in range(3))
     assert "count nothing" in said, "the last batch has samples whose labels are ignored"
     drift = ("--set", "model.arguments.drift=0.01", "--batches", "1")
-    status, said = place.run("verify", "job.yaml", "--cluster", "two.yaml", "--plan", "undisturbed", *drift)
+    status, said = place.run_on(2, "verify", "job.yaml", "--cluster", "two.yaml", "--plan", "undisturbed", *drift)
     assert status == 1, said
     assert "NOT exact" in said

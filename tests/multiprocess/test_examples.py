@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from heterodyne.processes import WorkerSpec, launch_workers
+from multiprocess.crowd import launched
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 MEASURE = ("--measure", "2")
 
 
-def emulated(tmp_path: Path, capfd: pytest.CaptureFixture[str], *command: str) -> str:
+def emulated(tmp_path: Path, *command: str) -> str:
     """As a user starts it: on workers that have a part of a core each. What it prints."""
     done = subprocess.run(
         [sys.executable, *command, *MEASURE],
@@ -36,15 +36,16 @@ def emulated(tmp_path: Path, capfd: pytest.CaptureFixture[str], *command: str) -
     return done.stdout
 
 
-def launched(tmp_path: Path, capfd: pytest.CaptureFixture[str], *command: str) -> str:
+def on_two(tmp_path: Path, *command: str) -> str:
     """On as many workers, as under any launcher. What rank 0 prints."""
-    worker = WorkerSpec(
-        command=(sys.executable, str(EXAMPLES / command[0]), *command[1:], *MEASURE),
-        environment={"XDG_CACHE_HOME": str(tmp_path)},
+    statuses, said = launched(
+        2,
+        (str(EXAMPLES / command[0]), *command[1:], *MEASURE),
+        folder=tmp_path,
+        variables={"XDG_CACHE_HOME": str(tmp_path)},
     )
-    said: list[str] = []
-    assert launch_workers([worker] * 2, logs=tmp_path / "logs", say=said.append) == 0, said
-    return capfd.readouterr().out
+    assert statuses == [0, 0], said
+    return said
 
 
 def losses(output: str) -> list[float]:
@@ -62,9 +63,9 @@ SMALL = ("--width", "16", "--layers", "1", "--steps", "6")
             ("classify_100k.py", "--classes", "3000", "--batch", "16", "--steps", "6"),
             "its TaskGraphs ask for it",
         ),
-        (launched, ("m6_moe.py", "--batch", "8", *SMALL), "its TaskGraphs ask for it"),
+        (on_two, ("m6_moe.py", "--batch", "8", *SMALL), "its TaskGraphs ask for it"),
         (
-            launched,
+            on_two,
             (
                 "llama_hybrid.py",
                 "--strategy",
@@ -80,14 +81,12 @@ SMALL = ("--width", "16", "--layers", "1", "--steps", "6")
             ),
             "weights split",
         ),
-        (launched, ("long_context.py", "--length", "96", *SMALL), "sequences split"),
+        (on_two, ("long_context.py", "--length", "96", *SMALL), "sequences split"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_examples_train(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], start: Callable[..., str], command: tuple[str, ...], told: str
-) -> None:
-    output = start(tmp_path, capfd, *command)
+def test_examples_train(tmp_path: Path, start: Callable[..., str], command: tuple[str, ...], told: str) -> None:
+    output = start(tmp_path, *command)
     assert told in output
     assert len(losses(output)) == 6
     assert losses(output)[-1] < losses(output)[0]

@@ -27,7 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def trained(place: Place, name: str, *more: str, change: str = "") -> tuple[dict[tuple[int, str], float], str]:
     changes = [word for setting in (*SETTINGS, *change.split()) for word in ("--set", setting)]
-    status, said = place.run("train", "job.yaml", "--cluster", "two.yaml", "--run-dir", name, *changes, *more)
+    status, said = place.run_on(2, "train", "job.yaml", "--cluster", "two.yaml", "--run-dir", name, *changes, *more)
     assert status == 0, said
     return place.losses(name), said
 
