@@ -16,6 +16,7 @@ model:
                 intermediate_size: 64, vocab_size: 256, max_position_embeddings: 16}
 data: {sequence_length: 16}
 training: {global_batch_size: 8, precision: fp32}
+parallelism: {measure_s: 2}
 """
 FLEET = """\
 name: boxes

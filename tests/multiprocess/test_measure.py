@@ -55,7 +55,7 @@ def measured(
             "layer": Layer(32, broken=own, least=least),
             "*": Layer(64, broken=full if world.rank == 0 else None),
         }
-        request = request_of(programs, cluster=cluster, sampling=QUICK)
+        request = request_of(programs, cluster=cluster, sampling=QUICK, budget_s=20.0)
         try:
             profile = measure(request, peers, cache=Cache(folder=Path(folder)) if folder else None, say=said.append)
         except MeasureError as error:
