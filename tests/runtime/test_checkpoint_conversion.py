@@ -82,5 +82,9 @@ def test_it_is_passed_over_until_it_is_converted(old: Path, capsys: pytest.Captu
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert-checkpoint", str(tmp_path / "step-1"), "--trust"]) == 2
-    assert "step-1 is no checkpoint of version 1" in capsys.readouterr().err
+    for trust in ((), ("--trust",)):
+        assert main(["convert-checkpoint", str(tmp_path / "step-1"), *trust]) == 2
+        assert "step-1 is no checkpoint: it has no manifest.json" in capsys.readouterr().err
+    (tmp_path / "manifest.json").write_text("{}")
+    assert main(["convert-checkpoint", str(tmp_path)]) == 2
+    assert "is no checkpoint of version 1 ('version')" in capsys.readouterr().err

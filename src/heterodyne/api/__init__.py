@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from heterodyne.api.checkpoint_conversion import convert_checkpoint
+    from heterodyne.api.checkpoint_conversion import convert_checkpoint, require_first_version
     from heterodyne.api.distributed import Distributed
     from heterodyne.api.distributing import distribute
     from heterodyne.api.global_batches import Batches, batches
@@ -42,6 +42,7 @@ _HOMES = {
     "batches": "heterodyne.api.global_batches",
     "capture": "heterodyne.frontend",
     "convert_checkpoint": "heterodyne.api.checkpoint_conversion",
+    "require_first_version": "heterodyne.api.checkpoint_conversion",
     "distribute": "heterodyne.api.distributing",
     "measure_job": "heterodyne.api.measure",
     "on_every_device": "heterodyne.api.workers",
@@ -67,6 +68,7 @@ __all__ = [
     "on_every_device",
     "open_session",
     "plan_job",
+    "require_first_version",
     "simulate_job",
     "train_job",
     "verify_job",

@@ -22,7 +22,7 @@ from heterodyne.runtime.checkpoint.manifest import MANIFEST
 from heterodyne.runtime.checkpoint.random_state import random_state
 from heterodyne.runtime.checkpoint.state_tree import graft
 
-__all__ = ["convert_checkpoint"]
+__all__ = ["convert_checkpoint", "require_first_version"]
 
 _SKELETON, _RANDOM = "skeleton", "random"
 
@@ -32,7 +32,7 @@ def convert_checkpoint(path: Path) -> Path:
 
     Raises CheckpointError if it is none of version 1, or not whole.
     """
-    manifest = _manifest(path)
+    manifest = require_first_version(path)
     entries = _entries(path)
     tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
     state = graft(entries[_SKELETON], tensors)
@@ -47,7 +47,12 @@ def convert_checkpoint(path: Path) -> Path:
     )
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def require_first_version(path: Path) -> dict[str, Any]:
+    """The manifest of a whole checkpoint of version 1; no pickle is read. Raises CheckpointError for anything else."""
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{path} is no checkpoint: it has no {MANIFEST}; name a directory step-N of a run's checkpoints"
+        )
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["version"] != 1:
@@ -56,9 +61,7 @@ def _manifest(path: Path) -> dict[str, Any]:
             if zlib.crc32((path / name).read_bytes()) != file["crc32"]:
                 raise CheckpointError(f"{path} is no whole checkpoint: {name} has another content than was written")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is no checkpoint of version 1 ({error}); name a directory step-N of a run"
-        ) from error
+        raise CheckpointError(f"{path} is no checkpoint of version 1 ({error})") from error
     return manifest
 
 

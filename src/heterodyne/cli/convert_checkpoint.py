@@ -25,10 +25,11 @@ def command(
     Reading Python objects (pickles) can run any program on this machine. Convert only checkpoints that you or people you trust
     have written.
     """
+    from heterodyne.api import convert_checkpoint, require_first_version
+
+    require_first_version(checkpoint)
     if not trust:
         raise CheckpointError(
             f"{checkpoint} is read with Python's pickle, which runs whatever its writer put into it; if you trust the writer, say --trust"
         )
-    from heterodyne.api import convert_checkpoint
-
     typer.echo(f"wrote {convert_checkpoint(checkpoint)}")
