@@ -45,27 +45,27 @@ def _costs(**changed: object) -> Drawn:
     return replace(costs, **changed)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("devices", "blocks"), [(3, 4), (4, 2), (4, 3)])
-def test_with_every_way_to_share_it_is_nearly_always_the_best_plan_there_is(devices: int, blocks: int) -> None:
+def test_with_every_way_to_share_it_is_nearly_always_the_best_plan_there_is() -> None:
     longer = []
-    for number in range(10):
-        fleet, costs, samples = drawn(random.Random(number), devices=devices, blocks=blocks, ways=3)
-        search = search_of(fleet, costs, samples)
-        best = search.run(_step_s)
-        known_s = float("inf") if best is None else _step_s(best)
-        shortest_s = Exhaustive(search=search_of(fleet, costs, samples), known_s=known_s).shortest_s()
-        if best is None:
-            assert shortest_s == float("inf")
-        else:
-            longer.append(known_s / shortest_s - 1)
-            assert search.bound_s <= shortest_s * (1 + 1e-9)
+    for devices, blocks in ((3, 4), (4, 2), (4, 3)):
+        for number in range(5):
+            fleet, costs, samples = drawn(random.Random(number), devices=devices, blocks=blocks, ways=3)
+            search = search_of(fleet, costs, samples)
+            best = search.run(_step_s)
+            known_s = float("inf") if best is None else _step_s(best)
+            shortest_s = Exhaustive(search=search_of(fleet, costs, samples), known_s=known_s).shortest_s()
+            if best is None:
+                assert shortest_s == float("inf")
+            else:
+                longer.append(known_s / shortest_s - 1)
+                assert search.bound_s <= shortest_s * (1 + 1e-9)
     assert max(longer) <= 0.01
     assert sum(value <= 1e-9 for value in longer) >= 0.9 * len(longer)
 
 
 def test_no_plan_is_lost_with_kinds_that_others_are_better_than() -> None:
     left_out = 0
-    for number in range(20):
+    for number in range(8):
         fleet, costs, samples = drawn(random.Random(number), devices=3, blocks=2, ways=3)
         for space in (Space(), Space(micro_batches=(2,))):
             few, every = (
