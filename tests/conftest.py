@@ -1,10 +1,14 @@
 """Random cases are the same in each run and on each machine; `make fuzz` draws new ones, and says how to draw them again.
 
 Random tests have no deadline: how long one takes says something about the machine, nothing about the code.
+
+Tensors here are tiny, and threads would only wait for each other: each process has one, those that tests start too.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import sys
 
@@ -14,6 +18,8 @@ from hypothesis.internal.conjecture import providers
 
 FUZZ = "fuzz"
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
+
 settings.register_profile(
     "heterodyne", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
 )
@@ -22,6 +28,17 @@ settings.load_profile("heterodyne")
 
 # Hypothesis also draws numbers that it finds in the modules loaded so far, so cases would depend on which tests ran before.
 providers._get_local_constants = providers.Constants
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> None:
+    """The garbage collector looks only at what the tests of a file make.
+
+    torch and Transformers make half a million objects that stay. Training and measuring each begin with a full collection, which
+    takes most of the time of their small tests if it visits all of them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
