@@ -1,10 +1,14 @@
 """Random cases are the same in each run and on each machine; `make fuzz` draws new ones, and says how to draw them again.
 
 Random tests have no deadline: how long one takes says something about the machine, nothing about the code.
+
+Tensors here are tiny, and threads would only wait for each other: each process has one, those that tests start too.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import sys
 
@@ -13,6 +17,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 FUZZ = "fuzz"
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
 
 settings.register_profile(
     "heterodyne", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
@@ -34,6 +40,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         model = getattr(item, "callspec", None) and item.callspec.params.get("name")
         in_pool = isinstance(model, str) and "pool" in item.fixturenames
         item.add_marker(pytest.mark.xdist_group(model if in_pool else str(item.path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> None:
+    """The garbage collector looks only at what the tests of a file make.
+
+    torch and Transformers make half a million objects that stay. Training and measuring each begin with a full collection, which
+    takes most of the time of their small tests if it visits all of them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

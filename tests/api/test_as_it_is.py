@@ -71,7 +71,7 @@ def test_a_loss_outside_tells_what_it_divides_by_though_the_model_has_no_graph(
     model = WithLoss(Chooses(), nn.CrossEntropyLoss())
     plain = copy.deepcopy(model)
     batches = [batch_of(6, longest) for longest in (5, 3, 7)]
-    with hd.distribute(model, batches[0], optimizer=sgd, micro_batch_sizes=(1, 2), measure_s=1.0) as trainer:
+    with hd.distribute(model, batches[0], optimizer=sgd, micro_batch_sizes=(1, 2), measure_s=0.05) as trainer:
         results = [trainer.step(batch) for batch in batches]
         assert trainer.evaluate(batch_of(4, 6)) == pytest.approx(plain_loss(model, batch_of(4, 6)), rel=1e-5)
         assert [result.count for result in results] == [5, 5, 5], "one label of six does not count"
@@ -157,7 +157,7 @@ def test_a_compiled_model_is_captured_and_named_as_the_one_inside_and_runs_compi
     model: Any = torch.compile(plain, backend=backend)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo's own
-        with hd.distribute(model, batch, optimizer=sgd, micro_batch_sizes=(4,), measure_s=1.0) as trainer:
+        with hd.distribute(model, batch, optimizer=sgd, micro_batch_sizes=(4,), measure_s=0.05) as trainer:
             ran.clear()
             assert trainer.step(batch).loss == pytest.approx(expected, rel=1e-5)
             assert list(trainer.state_dict()["model"]) == list(plain.state_dict())

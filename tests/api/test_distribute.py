@@ -44,7 +44,7 @@ def test_a_loop_of_ones_own_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     model = Scaled()
     plain = copy.deepcopy(model)
     batches = [batch_of(6) for _ in range(3)]
-    with hd.distribute(model, batches[0], optimizer=sgd, micro_batch_sizes=(1, 2, 4), measure_s=1.0) as trainer:
+    with hd.distribute(model, batches[0], optimizer=sgd, micro_batch_sizes=(1, 2, 4), measure_s=0.05) as trainer:
         assert trainer.plan.global_batch_size == 6, "the samples, not what the first input has in its first dim"
         losses = [trainer.step(batch).loss for batch in batches]
         kept = trainer.plan
@@ -64,7 +64,7 @@ def test_a_loop_of_ones_own_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     assert validation == pytest.approx(plain(**batch_of(5)).item(), rel=1e-5)
 
     kept.save(tmp_path / "plan.json")
-    with hd.distribute(Scaled(), batches[0], optimizer=sgd, plan=tmp_path / "plan.json", measure_s=1.0) as again:
+    with hd.distribute(Scaled(), batches[0], optimizer=sgd, plan=tmp_path / "plan.json", measure_s=0.05) as again:
         assert again.plan.pipelines == kept.pipelines
         with pytest.raises(DataError, match="has 5 samples, the plan was made for 6"):
             again.step(batch_of(5))

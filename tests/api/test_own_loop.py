@@ -93,7 +93,7 @@ def test_a_loop_with_a_criterion_a_scheduler_and_a_run_directory(tmp_path: Path)
 
     def start(model: nn.Module, **more: Any) -> hd.Distributed:
         return hd.distribute(
-            model, batches[0], loss=nn.CrossEntropyLoss(), optimizer=groups, measure_s=1.0, run_dir=run, **more
+            model, batches[0], loss=nn.CrossEntropyLoss(), optimizer=groups, measure_s=0.05, run_dir=run, **more
         )
 
     (tmp_path / "noting.py").write_text(NOTING_TRACKER)
@@ -181,7 +181,7 @@ def test_a_mapping_goes_to_the_model_as_far_as_it_names_it_and_to_the_loss_as_a_
     points, labels = batch_of(6)
     batch = {"points": points, "labels": labels, "weights": torch.arange(6.0)}
     expected = weighted(model(points), batch).item()
-    with hd.distribute(model, batch, loss=weighted, loss_inputs=("labels",), measure_s=0.5) as trainer:
+    with hd.distribute(model, batch, loss=weighted, loss_inputs=("labels",), measure_s=0.05) as trainer:
         results = [trainer.step(batch) for _ in range(3)]
         outputs = trainer.predict({"points": points})
     assert results[0].loss == pytest.approx(expected, rel=1e-5)
@@ -222,7 +222,7 @@ class Reconstruction(nn.Module):
 def test_a_bare_tensor_is_taken_as_it_is() -> None:
     points = batch_of(6)[0]
     for model, loss in ((Reconstruction(), None), (nn.Linear(4, 4), nn.MSELoss())):
-        with hd.distribute(model, points, loss=loss, measure_s=0.5, weights_at_end="none") as trainer:
+        with hd.distribute(model, points, loss=loss, measure_s=0.05, weights_at_end="none") as trainer:
             expected = model(points) if loss is None else loss(model(points), points)
             assert trainer.evaluate(points[:5]) == pytest.approx(
                 (model(points[:5]) if loss is None else loss(model(points[:5]), points[:5])).item(), rel=1e-5
@@ -257,7 +257,7 @@ def test_outputs_keep_the_dim_in_which_the_model_has_its_samples(samples: int) -
         batch,
         loss=lambda outputs, target: F.cross_entropy(outputs[0][-1], target),
         optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
-        measure_s=1,
+        measure_s=0.05,
         check_s=0,
     ) as trainer:
         found, mean = trainer.predict(batch_of(samples)[0])

@@ -1,4 +1,5 @@
-"""A pipeline played by hand in one process: what stages send is handed to those that receive it, and gradients back."""
+"""A pipeline played by hand in one process: what stages send is handed to those that receive it, and gradients back; and what it is
+compared with."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from heterodyne.frontend import BoundStage, Captured, StageProgram
+from heterodyne.frontend import BoundStage, Captured, StageProgram, loss_of
 
 CPU = torch.device("cpu")
+CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+Gradients = Mapping[str, Tensor | None]
 
 
 def programs_of(captured: Captured, starts: Sequence[int]) -> list[StageProgram]:
@@ -84,3 +88,44 @@ def take_gradients(module: nn.Module) -> dict[str, Tensor | None]:
     found = {name: p.grad for name, p in module.named_parameters()}
     module.zero_grad()
     return found
+
+
+def eager(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Gradients]:
+    loss = loss_of(model(**batch))
+    loss.backward()
+    return loss.detach(), take_gradients(model)
+
+
+def piped(
+    captured: Captured, starts: list[int], model: nn.Module, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Gradients]:
+    done = Pipeline.of(captured, starts, model).forward(batch, samples_of(batch))
+    done.backward()
+    return done.loss.detach(), take_gradients(model)
+
+
+def samples_of(batch: Mapping[str, Tensor]) -> int:
+    return len(next(iter(batch.values())))
+
+
+def assert_gradients(found: Gradients, expected: Gradients, *, rtol: float, atol: float) -> None:
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=atol, msg=name)
+
+
+def assert_same_buffers(one: nn.Module, other: nn.Module) -> None:
+    for (name, buffer), (_, expected) in zip(one.named_buffers(), other.named_buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+
+
+def block_starts(captured: Captured) -> list[int]:
+    return [block.start for block in captured.graph.blocks]
+
+
+@st.composite
+def cuts(draw: st.DrawFn, captured: Captured) -> list[int]:
+    places = st.integers(1, len(captured.graph.ops) - 1)
+    return [0, *sorted(draw(st.sets(places, min_size=1, max_size=5)))]

@@ -1,19 +1,12 @@
-"""Captures that several tests look at, made once."""
+"""Tests that ask for ``captured`` run for each of the small models."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
-from frontend.tiny_models import CASES, build
-from heterodyne.frontend import Captured, trace
-
-
-@cache
-def captured_case(name: str) -> Captured:
-    model, batch = build(name)
-    return trace(model, batch)
+from frontend.captured_models import captured_case
+from frontend.tiny_models import CASES
+from heterodyne.frontend import Captured
 
 
 @pytest.fixture(params=sorted(CASES))

@@ -17,7 +17,7 @@ from frontend.by_hand import Pipeline, take_gradients
 from frontend.tiny_models import hugging_face, text_batch
 from heterodyne.errors import CaptureError
 from heterodyne.experts import mixture
-from heterodyne.frontend import capture, loss_of, trace
+from heterodyne.frontend import Captured, capture, loss_of, trace
 from heterodyne.graph import ModelGraph, Op, Ref
 from heterodyne.graph.sharding import COPY, SUM, Sharding, cut
 from heterodyne.plan.micro_batches import MicroBatches
@@ -52,8 +52,13 @@ def transformer(name: str, implementation: str = "grouped_mm", **more: Any) -> n
 
 
 @cache
+def captured(name: str, implementation: str, layers: int) -> tuple[nn.Module, Captured]:
+    model = transformer(name, implementation, num_hidden_layers=layers)
+    return model, trace(model, text_batch())
+
+
 def mixtral() -> ModelGraph:
-    return capture(transformer("mixtral"), text_batch())
+    return captured("mixtral", "grouped_mm", 2)[1].graph
 
 
 def mixtures(graph: ModelGraph) -> list[Op]:
@@ -63,16 +68,27 @@ def mixtures(graph: ModelGraph) -> list[Op]:
 # ---- those of Transformers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("name", sorted(_OF_EACH))
-def test_a_mixture_of_transformers_is_one_op_with_the_same_loss_and_gradients(name: str, implementation: str) -> None:
-    model, batch = transformer(name, implementation), text_batch()
-    captured = trace(model, batch)
-    assert [op.module for op in mixtures(captured.graph)] == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
+@pytest.mark.parametrize(
+    ("name", "implementation", "layers"),
+    [  # two of them where other tests want both
+        ("mixtral", "grouped_mm", 2),
+        ("mixtral", "batched_mm", 1),
+        ("qwen2_moe", "grouped_mm", 2),
+        ("qwen2_moe", "batched_mm", 1),
+        ("qwen3_moe", "grouped_mm", 1),
+        ("qwen3_moe", "batched_mm", 1),
+    ],
+)
+def test_a_mixture_of_transformers_is_one_op_with_the_same_loss_and_gradients(
+    name: str, implementation: str, layers: int
+) -> None:
+    model, found = captured(name, implementation, layers)
+    batch = text_batch()
+    assert [op.module for op in mixtures(found.graph)] == [f"model.layers.{n}.mlp.experts" for n in range(layers)]
     loss = loss_of(model(**batch))
     loss.backward()
     expected = take_gradients(model)
-    pipeline = Pipeline.of(captured, [0, len(captured.graph.ops) // 2], model)
+    pipeline = Pipeline.of(found, [0, len(found.graph.ops) // 2], model)
     forward = pipeline.forward(batch, 3)
     forward.backward()
     torch.testing.assert_close(forward.loss, loss, rtol=1e-6, atol=0.0)
@@ -96,21 +112,21 @@ def test_what_the_graph_says_of_a_mixture() -> None:
 
 def test_in_half_precision_too() -> None:
     # The grouped product of PyTorch wants rows of multiples of 16 bytes.
-    graph = capture(transformer("qwen3_moe", moe_intermediate_size=16).to(torch.bfloat16), text_batch())
-    assert [op.outputs[0].dtype for op in mixtures(graph)] == ["bfloat16"] * 2
+    model = transformer("qwen3_moe", moe_intermediate_size=16, num_hidden_layers=1)
+    assert [op.outputs[0].dtype for op in mixtures(capture(model.to(torch.bfloat16), text_batch()))] == ["bfloat16"]
 
 
 def test_blocks_with_mixtures_are_alike_and_run_by_themselves() -> None:
-    captured = trace(transformer("qwen2_moe"), text_batch())
-    first, second = (block for block in captured.graph.blocks if "layers" in block.name)
+    _, found = captured("qwen2_moe", "grouped_mm", 2)
+    first, second = (block for block in found.graph.blocks if "layers" in block.name)
     assert first.kind == second.kind
-    module, inputs = captured.block(first).instantiate(2, torch.device("cpu"))
+    module, inputs = found.block(first).instantiate(2, torch.device("cpu"))
     for output in module(*inputs):
         assert output.isfinite().all()
 
 
 def test_biases_stay_as_they_are() -> None:
-    model = transformer("gpt_oss", "batched_mm", num_local_experts=EXPERTS, head_dim=4)
+    model = transformer("gpt_oss", "batched_mm", num_local_experts=EXPERTS, head_dim=4, num_hidden_layers=1)
     assert not mixtures(capture(model, text_batch()))
 
 
@@ -133,13 +149,13 @@ def test_experts_as_they_are_stay_in_front_of_a_loss_that_balances_them() -> Non
     model = transformer(
         "gpt_oss", num_local_experts=EXPERTS, head_dim=4, num_hidden_layers=1, output_router_logits=True
     )
-    captured = trace(model, text_batch())
-    assert captured.graph.loss.reduction == "coupled"
-    assert not mixtures(captured.graph)
+    found = trace(model, text_batch())
+    assert found.graph.loss.reduction == "coupled"
+    assert not mixtures(found.graph)
     batch = text_batch()
-    together = captured.coupled(model, torch.device("cpu"), SampleExchange(None, 0))
-    found = together(batch, {}, len(batch["input_ids"]))["loss"]
-    torch.testing.assert_close(found, loss_of(model(**batch)))
+    together = found.coupled(model, torch.device("cpu"), SampleExchange(None, 0))
+    loss = together(batch, {}, len(batch["input_ids"]))["loss"]
+    torch.testing.assert_close(loss, loss_of(model(**batch)))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

@@ -1,10 +1,10 @@
-"""Stages of a cut graph: played one after the other, they are the model, wherever it is cut."""
+"""Stages of a cut graph: what they draw, hold and write over, and what is refused. `test_models` plays those of whole models."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,190 +14,25 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from frontend.by_hand import CPU, Pipeline, programs_of, take_gradients
-from frontend.conftest import captured_case
-from frontend.tiny_models import CASES, MORE, build
+from frontend.by_hand import (
+    CLOSE,
+    CPU,
+    assert_gradients,
+    assert_same_buffers,
+    block_starts,
+    cuts,
+    eager,
+    piped,
+    programs_of,
+)
+from frontend.captured_models import captured_case
+from frontend.tiny_models import fresh
 from heterodyne.errors import CaptureError, DataError, PlanError
-from heterodyne.frontend import Captured, loss_of, trace
-from heterodyne.graph import crossings
+from heterodyne.frontend import Captured, trace
 from heterodyne.runtime.exact.dropout import SampleDropout
 from heterodyne.runtime.exact.interception import Interception
 
-ALL = sorted({**CASES, **MORE}.keys() - {"gpt"})  # the example is its like
-# The trace gives these an explicit mask, and with it another kernel for attention.
-OTHER_KERNEL = ("llama", "mixtral")
-CLOSE = {"rtol": 1e-5, "atol": 1e-7}
-
 Batch = dict[str, Tensor]
-Gradients = Mapping[str, Tensor | None]
-
-
-@functools.cache
-def cached_build(name: str) -> tuple[nn.Module, Batch]:
-    return build(name)
-
-
-def fresh(name: str) -> tuple[nn.Module, Batch]:
-    """A model of its own."""
-    model, batch = cached_build(name)
-    return copy.deepcopy(model), batch
-
-
-def eager(model: nn.Module, batch: Batch) -> tuple[Tensor, Gradients]:
-    loss = loss_of(model(**batch))
-    loss.backward()
-    return loss.detach(), take_gradients(model)
-
-
-def piped(captured: Captured, starts: list[int], model: nn.Module, batch: Batch) -> tuple[Tensor, Gradients]:
-    done = Pipeline.of(captured, starts, model).forward(batch, samples_of(batch))
-    done.backward()
-    return done.loss.detach(), take_gradients(model)
-
-
-def samples_of(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
-
-
-def sliced(batch: Batch, part: slice) -> Batch:
-    return {name: value[part] for name, value in batch.items()}
-
-
-def assert_gradients(found: Gradients, expected: Gradients, *, rtol: float, atol: float) -> None:
-    for name, gradient in expected.items():
-        if gradient is None:
-            assert found[name] is None, name
-        else:
-            torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=atol, msg=name)
-
-
-def assert_same_buffers(one: nn.Module, other: nn.Module) -> None:
-    for (name, buffer), (_, expected) in zip(one.named_buffers(), other.named_buffers(), strict=True):
-        assert torch.equal(buffer, expected), name
-
-
-def block_starts(captured: Captured) -> list[int]:
-    return [block.start for block in captured.graph.blocks]
-
-
-@st.composite
-def cuts(draw: st.DrawFn, captured: Captured) -> list[int]:
-    places = st.integers(1, len(captured.graph.ops) - 1)
-    return [0, *sorted(draw(st.sets(places, min_size=1, max_size=5)))]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_one_stage_of_all_is_the_model_bit_for_bit(name: str) -> None:
-    model, batch = fresh(name)
-    other = copy.deepcopy(model)
-    loss, expected = eager(model, batch)
-    found_loss, found = piped(captured_case(name), [0], other, batch)
-    assert torch.equal(found_loss, loss)
-    exact = {"rtol": 0.0, "atol": 0.0}
-    assert_gradients(found, expected, **(CLOSE if name in OTHER_KERNEL else exact))
-    assert_same_buffers(other, model)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_stages_cut_anywhere_are_the_model(name: str) -> None:
-    captured = captured_case(name)
-    model, batch = fresh(name)
-    before = copy.deepcopy(model)
-    loss, expected = eager(model, batch)
-
-    @settings(max_examples=4, deadline=None)
-    @given(cuts(captured))
-    def check(starts: list[int]) -> None:
-        other = copy.deepcopy(before)
-        found_loss, found = piped(captured, starts, other, batch)
-        assert torch.equal(found_loss, loss)
-        assert_gradients(found, expected, **CLOSE)
-        assert_same_buffers(other, model)
-
-    check()
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if name != "resnet"])
-@pytest.mark.parametrize("part", [slice(0, 1), slice(1, 3)], ids=["1", "2"])
-def test_a_slice_of_any_size_runs_through_the_same_stages(name: str, part: slice) -> None:
-    model, batch = fresh(name)
-    captured = captured_case(name)
-    loss, expected = eager(model, sliced(batch, part))
-    found_loss, found = piped(captured, block_starts(captured), model, sliced(batch, part))
-    torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
-    assert_gradients(found, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_same_stages_evaluate(name: str) -> None:
-    model, batch = fresh(name)
-    other = copy.deepcopy(model)
-    captured = captured_case(name)
-    pipeline = Pipeline.of(captured, block_starts(captured), other)
-    for stage in pipeline.stages:
-        stage.training = False
-    model.eval()
-    with torch.no_grad():
-        expected = loss_of(model(**batch))
-        assert torch.equal(pipeline.forward(batch, samples_of(batch)).loss, expected)
-        assert not torch.is_grad_enabled()
-    assert_same_buffers(other, model)
-
-
-@pytest.mark.parametrize("name", ["example_gpt", "llama", "resnet", "t5", "unet"])
-def test_autocast_around_stages_is_autocast_around_the_model(name: str) -> None:
-    model, batch = fresh(name)
-    captured = captured_case(name)
-    other = copy.deepcopy(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, expected = eager(model, batch)
-        pipeline = Pipeline.of(captured, block_starts(captured), other)
-        done = pipeline.forward(batch, samples_of(batch))
-        done.backward()
-    torch.testing.assert_close(done.loss, loss, rtol=1e-3, atol=0)
-    assert_gradients(take_gradients(other), expected, rtol=0.1, atol=1e-3)
-    for program, made in zip(pipeline.programs, done.made, strict=True):
-        assert all(str(made[value.name].dtype) == f"torch.{value.dtype}" for value in program.sends)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_what_crosses_is_what_it_says_and_what_the_planner_expects(name: str) -> None:
-    model, batch = fresh(name)
-    captured = captured_case(name)
-    starts = block_starts(captured)
-    pipeline = Pipeline.of(captured, starts, model)
-    done = pipeline.forward(batch, samples_of(batch))
-    sent = [value for program in pipeline.programs for value in program.sends]
-    assert [(v.name, v.producer, v.consumers) for v in sent] == [
-        (c.name, c.producer, c.consumers) for c in crossings(captured.graph, starts)
-    ]
-    for index, (program, made) in enumerate(zip(pipeline.programs, done.made, strict=True)):
-        assert all(value.producer == index for value in program.sends)
-        assert program.receives == tuple(value for value in sent if index in value.consumers)
-        assert all(".py:" in value.source for value in program.sends)
-        for value in program.sends:
-            assert tuple(made[value.name].shape) == tuple(size(samples_of(batch)) for size in value.shape)
-            assert made[value.name].requires_grad == value.differentiable
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if name != "resnet"])  # its samples see each other in training
-def test_samples_are_cut_out_of_what_crosses_as_it_says(name: str) -> None:
-    model, batch = fresh(name)
-    captured = captured_case(name)
-    starts = list(range(0, len(captured.graph.ops), 5))
-    programs = programs_of(captured, starts)
-    pipeline = Pipeline(programs, [program.bind(model, CPU) for program in programs])
-    whole = pipeline.forward(batch, 3)
-    part = pipeline.forward(sliced(batch, slice(1, 3)), 2)
-    for program, of_whole, of_part in zip(programs, whole.made, part.made, strict=True):
-        for value in program.sends:
-            expected = of_whole[value.name]
-            if not value.ordered:
-                continue
-            if value.batch_dim is not None:
-                rows = value.rows_a_sample
-                expected = expected.narrow(value.batch_dim, rows, 2 * rows)
-            torch.testing.assert_close(of_part[value.name], expected, rtol=1e-4, atol=1e-5, msg=value.name)
 
 
 class Noisy(nn.Module):
@@ -306,15 +141,6 @@ def test_the_draws_before_a_stage_are_counted() -> None:
     assert [program.random_before for program in programs_of(captured, starts)] == [0, 1, 3]
 
 
-def test_inputs_go_straight_to_the_stages_that_read_them() -> None:
-    captured = captured_case("t5")
-    programs = programs_of(captured, block_starts(captured))
-    assert programs[0].inputs == ("input_ids",)
-    assert all(value.dtype == "float32" for program in programs for value in program.sends)  # no masks, no positions
-    assert programs[-1].inputs == ("labels",)
-    assert [program.is_last for program in programs] == [False] * (len(programs) - 1) + [True]
-
-
 def test_stages_hold_only_the_parameters_that_they_read_and_share_the_tied_one() -> None:
     model, batch = fresh("gpt")
     captured = captured_case("gpt")
@@ -329,20 +155,6 @@ def test_stages_hold_only_the_parameters_that_they_read_and_share_the_tied_one()
                 setattr(module, key, nn.Parameter(parameter.to("meta")))
     stage = programs[0].bind(elsewhere, CPU)
     assert set(stage({"input_ids": batch["input_ids"]}, {}, 3)) == {value.name for value in programs[0].sends}
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_stage_moves_to_another_device_whole(name: str) -> None:
-    model, batch = fresh(name)
-    captured = captured_case(name)
-    meta = torch.device("meta")
-    programs = programs_of(captured, block_starts(captured))
-    model.to(meta)
-    done = Pipeline(programs, [program.bind(model, meta) for program in programs]).forward(
-        {name: value.to(meta) for name, value in batch.items()}, samples_of(batch)
-    )
-    done.backward()
-    assert {value.device for made in done.made for value in made.values()} == {meta}
 
 
 def test_a_batch_of_another_length_is_refused() -> None:

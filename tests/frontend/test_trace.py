@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,10 +16,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frontend.captured_models import captured_case
 from frontend.tiny_models import GPT, TOKENS, VOCABULARY, text_batch
 from heterodyne.errors import CaptureError
 from heterodyne.frontend import capture, trace
 from heterodyne.graph import ModelGraph, Op
+
+ANOTHER_PROCESS = """
+import json, resource
+from pathlib import Path
+import torch
+from frontend.captured_models import captured_case
+from frontend.tiny_models import GPT, text_batch
+from heterodyne.frontend import capture
+from heterodyne.job import ModelSection
+from heterodyne.models import build
+fields = dict(model_type="llama", vocab_size=128256, hidden_size=16384, intermediate_size=57344, num_hidden_layers=3,
+              num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0)
+large = build(ModelSection(huggingface=fields), base=Path("."), device="meta")
+ids = torch.empty(1, 4096, dtype=torch.long, device="meta")
+graph = capture(large, {"input_ids": ids, "labels": ids})
+kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with torch.device("meta"):
+    model = GPT()
+print(json.dumps(dict(parameters=graph.parameter_count, kinds=len(graph.kinds), kibibytes=kibibytes,
+                      fingerprint=capture(model, text_batch(5)).fingerprint)))
+"""
+
+
+@pytest.fixture(scope="module")
+def another_process() -> dict[str, Any]:
+    """A large model and a small one, captured where nothing else was, with other hashes of strings."""
+    environment = {**os.environ, "PYTHONHASHSEED": "12", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", ANOTHER_PROCESS]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
 
 
 class Loss(nn.Module):
@@ -38,7 +71,7 @@ def op_of(graph: ModelGraph, name: str) -> Op:
 
 
 def test_an_op_knows_its_line_its_module_and_its_inputs() -> None:
-    graph = capture(GPT(), text_batch())
+    graph = captured_case("gpt").graph
     embedding = graph.ops[0]
     assert embedding.target == "aten.embedding.default"
     assert embedding.inputs == ("input_ids",)
@@ -54,7 +87,7 @@ def test_an_op_knows_its_line_its_module_and_its_inputs() -> None:
 
 
 def test_sizes_are_polynomials_in_the_batch() -> None:
-    graph = capture(GPT(width=32), text_batch())
+    graph = captured_case("gpt").graph
     first = graph.ops[0].outputs[0]
     assert [size(5) for size in first.shape] == [5, TOKENS, 32]
     assert first.bytes(5) == 5 * TOKENS * 32 * 4
@@ -268,28 +301,13 @@ def test_views_cost_no_traffic_and_copies_do() -> None:
     assert linear.bytes_written(3) == 4 * 3 * 6 * 4
 
 
-FINGERPRINT = """
-import torch
-from frontend.tiny_models import GPT, text_batch
-from heterodyne.frontend import capture
-with torch.device("meta"):
-    model = GPT()
-print(capture(model, text_batch(5)).fingerprint)
-"""
-
-
-def test_the_fingerprint_is_the_same_in_another_process() -> None:
-    tests = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONHASHSEED": "12", "PYTHONPATH": tests}
-    printed = subprocess.run(
-        [sys.executable, "-c", FINGERPRINT], env=environment, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    assert printed == capture(GPT(), text_batch()).fingerprint
+def test_the_fingerprint_is_the_same_in_another_process(another_process: dict[str, Any]) -> None:
+    assert another_process["fingerprint"] == captured_case("gpt").graph.fingerprint
 
 
 @pytest.mark.parametrize("change", [{"layers": 1}, {"width": 64}, {"heads": 2}, {"dropout": 0.1}])
 def test_the_fingerprint_changes_with_the_model(change: dict[str, Any]) -> None:
-    assert capture(GPT(**change), text_batch()).fingerprint != capture(GPT(), text_batch()).fingerprint
+    assert capture(GPT(**change), text_batch()).fingerprint != captured_case("gpt").graph.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -326,27 +344,11 @@ def test_layers_with_unlike_constants_are_of_unlike_kinds() -> None:
     assert len({first, second, third}) == 3
 
 
-def test_the_weights_of_a_large_model_are_never_there() -> None:
-    """17 billion parameters, in a process of its own; `benchmarks/capture_large.py` does it for 70."""
-    script = """
-import resource
-from pathlib import Path
-import torch
-from heterodyne.frontend import trace
-from heterodyne.job import ModelSection
-from heterodyne.models import build
-fields = dict(model_type="llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=18,
-              num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0)
-model = build(ModelSection(huggingface=fields), base=Path("."), device="meta")
-ids = torch.empty(1, 4096, dtype=torch.long, device="meta")
-graph = trace(model, {"input_ids": ids, "labels": ids}).graph
-print(graph.parameter_count, len(graph.kinds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    parameters, kinds, kibibytes = map(int, run.stdout.split())
-    assert parameters == 18 * 855_654_400 + 2 * 128256 * 8192 + 8192
-    assert kinds == 3
-    assert kibibytes < 2 * 2**20
+def test_the_weights_of_a_large_model_are_never_there(another_process: dict[str, Any]) -> None:
+    """14 billion parameters, in a process of its own; `benchmarks/capture_large.py` does it for 70."""
+    assert another_process["parameters"] == 3 * 3_422_584_832 + 2 * 128256 * 16384 + 16384
+    assert another_process["kinds"] == 3
+    assert another_process["kibibytes"] < 2 * 2**20
 
 
 def test_what_only_the_strict_trace_understands_is_captured_too() -> None:
@@ -367,7 +369,7 @@ def test_what_only_the_strict_trace_understands_is_captured_too() -> None:
 
 
 def test_random_inputs_are_valid_indices() -> None:
-    captured = trace(GPT(), text_batch())
+    captured = captured_case("gpt")
     first, last = captured.graph.blocks[0], captured.graph.blocks[-1]
     _, (ids,) = captured.block(first).instantiate(8, torch.device("cpu"))
     assert isinstance(ids, Tensor)
@@ -379,7 +381,7 @@ def test_random_inputs_are_valid_indices() -> None:
 
 
 def test_a_block_in_another_precision() -> None:
-    captured = trace(GPT(), text_batch())
+    captured = captured_case("gpt")
     for block in captured.graph.kinds.values():
         module, inputs = captured.block(block).instantiate(2, torch.device("cpu"), dtype=torch.bfloat16)
         assert {o.dtype for o in module(*inputs)} == {torch.bfloat16}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +207,14 @@ def build(name: str) -> Case:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return {**CASES, **MORE}[name]()
+
+
+@cache
+def _built(name: str) -> Case:
+    return build(name)
+
+
+def fresh(name: str) -> Case:
+    """A copy of `build`, which costs less than to build it again."""
+    model, batch = _built(name)
+    return copy.deepcopy(model), batch

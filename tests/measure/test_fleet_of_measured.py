@@ -10,13 +10,13 @@ import pytest
 from heterodyne.cli.app import run
 from heterodyne.cluster.profile import PROFILE_VERSION
 
-JOB = """\
+JOB = f"""\
 model:
-  huggingface: {model_type: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 4,
-                intermediate_size: 64, vocab_size: 256, max_position_embeddings: 16}
-data: {sequence_length: 16}
-training: {global_batch_size: 8, precision: fp32}
-parallelism: {measure_s: 2}
+  factory: {Path(__file__).parents[2] / "examples" / "gpt.py"}:build
+  arguments: {{vocabulary: 256, length: 16, width: 32, layers: 2, heads: 4}}
+data: {{sequence_length: 16}}
+training: {{global_batch_size: 8, precision: fp32}}
+parallelism: {{measure_s: 1}}
 """
 FLEET = """\
 name: boxes

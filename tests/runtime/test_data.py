@@ -70,7 +70,7 @@ def test_training_and_validation_share_no_token_and_leave_none_out(count: int, l
 
 
 @given(batch=st.integers(1, 40), seed=st.integers(0, 100), fraction=fractions)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 def test_every_epoch_sees_each_training_window_once_whatever_the_batch_size(
     batch: int, seed: int, fraction: float
 ) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,41 +191,52 @@ def test_what_cannot_be_pickled_is_refused_in_words_where_processes_are_not_fork
         source.batch(1).samples(0, 1)
 
 
-ORPHANS = """
-import os, sys
-sys.path.insert(0, {tests!r})
-from runtime.test_read_ahead import Drawn
-from heterodyne.runtime.data.dataset import DatasetSource
+def rank_with_readers(told: Callable[[Iterable[int]], None]) -> None:
+    """Tells the ids of its processes, which then read on."""
+    source = DatasetSource(dataset=Drawn(30), batch_size=6, seed=0, workers=2)
+    found: set[int] = set()
+    for step in range(4):
+        found |= set(source.batch(step).samples(0, 6)["process"].tolist())
+    told(found - {os.getpid()})
 
-source = DatasetSource(dataset=Drawn(30), batch_size=6, seed=0, workers=2)
-found = set()
-for step in range(4):
-    found |= set(source.batch(step).samples(0, 6)["process"].tolist())
-print(*(found - {{os.getpid()}}), flush=True)
-if sys.argv[1] == "end":
-    sys.exit()
-input()
+
+ENDS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from runtime.test_read_ahead import rank_with_readers
+rank_with_readers(print)
 """
 
 
-@pytest.mark.parametrize("way", ["end", "kill"])
-def test_no_process_outlives_its_rank(way: str) -> None:
-    tests = str(Path(__file__).resolve().parents[1])
-    rank = subprocess.Popen(
-        [sys.executable, "-c", ORPHANS.format(tests=tests), way],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-    )
-    assert rank.stdout is not None
-    readers = [int(pid) for pid in rank.stdout.readline().split()]
-    assert len(readers) == 2
-    if way == "kill":
+def test_no_process_outlives_a_rank_that_ends() -> None:
+    command = [sys.executable, "-c", ENDS, str(Path(__file__).resolve().parents[1])]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert_both_end([int(pid) for pid in re.findall(r"\d+", told)])
+
+
+def test_no_process_outlives_a_rank_that_is_killed() -> None:
+    ours, theirs = multiprocessing.Pipe()
+
+    def run() -> None:
+        rank_with_readers(theirs.send)
+        signal.pause()
+
+    rank = multiprocessing.get_context("fork").Process(target=run)
+    rank.start()
+    assert rank.pid is not None
+    try:
+        readers = sorted(ours.recv())
         assert all(psutil.pid_exists(pid) for pid in readers)
         assert all(os.getpgid(pid) != os.getpgid(rank.pid) for pid in readers), "signals of the run are for the rank"
+    finally:
         rank.kill()
-    rank.communicate()
+        rank.join()
+    assert_both_end(readers)
+
+
+def assert_both_end(readers: Sequence[int]) -> None:
+    assert len(readers) == 2
     until = time.monotonic() + 60
     while any(psutil.pid_exists(pid) for pid in readers):
         assert time.monotonic() < until, "a process outlived its rank"
-        time.sleep(0.1)
+        time.sleep(0.02)
