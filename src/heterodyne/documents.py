@@ -8,22 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from heterodyne.errors import FileError
+from heterodyne.yaml_text import Location, YamlFaultError, parse_yaml
 
-__all__ = ["Section", "read_yaml", "validate"]
+__all__ = ["Location", "Section", "Whole", "read_yaml", "validate"]
 
-Location = tuple[str | int, ...]
+_MOST_BYTES = 2**24
+
+Whole: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""A number of things, which fits wherever it is passed on to."""
 
 
 class Section(BaseModel):
     """A part of a file that a person writes: immutable, and a key that it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 Document = TypeVar("Document", bound=BaseModel)
@@ -32,26 +35,21 @@ Document = TypeVar("Document", bound=BaseModel)
 def read_yaml(path: Path, error: type[FileError]) -> tuple[Any, dict[Location, int]]:
     """The content of a YAML file, and the line of each key and item in it. Raises ``error``."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as failure:
         reason = failure.strerror if isinstance(failure, OSError) else "it is not UTF-8 text"
         raise error(f"cannot be read: {reason}", path=str(path)) from failure
+    if len(raw) > _MOST_BYTES:
+        raise error(f"has more than {_MOST_BYTES:,} bytes, so it is no file that a person wrote", path=str(path))
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            raise error("is empty", path=str(path))
-        lines: dict[Location, int] = {}
-        _number(node, (), lines, path, error)
-        return loader.construct_document(node), lines
-    except ValueError as failure:  # a value that looks like a date and is none
-        raise error(f"not YAML: {failure}", path=str(path)) from failure
-    except RecursionError as failure:
-        raise error("an alias (*) refers to what it stands in", path=str(path)) from failure
-    except yaml.YAMLError as failure:
-        mark = getattr(failure, "problem_mark", None)
-        problem = getattr(failure, "problem", None) or str(failure)
-        raise error(f"not YAML: {problem}", path=str(path), line=mark.line + 1 if mark else None) from failure
+        content, lines = parse_yaml(text)
+    except YamlFaultError as failure:
+        raise error(str(failure), path=str(path), line=failure.line) from failure
+    if not lines:
+        raise error("is empty", path=str(path))
+    return content, lines
 
 
 def validate(
@@ -84,25 +82,6 @@ def validate(
         first, message = faults[0]
         rest = [f"line {line}: {text}" if line else text for line, text in faults[1:]]
         raise error("\n  ".join([message, *rest, *elsewhere]), path=path, line=first) from failure
-
-
-def _number(node: yaml.Node, at: Location, lines: dict[Location, int], path: Path, error: type[FileError]) -> None:
-    """Record the line of every key and item; refuse a key given twice, which YAML would silently let win."""
-    lines.setdefault(at, node.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = (*at, str(key.value))
-            if here in lines:
-                raise error(
-                    f"{key.value!r} is given twice (first on line {lines[here]})",
-                    path=str(path),
-                    line=key.start_mark.line + 1,
-                )
-            lines[here] = key.start_mark.line + 1
-            _number(value, here, lines, path, error)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            _number(value, (*at, index), lines, path, error)
 
 
 def _line(at: Sequence[str | int], lines: Mapping[Location, int]) -> int | None:

@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
-from heterodyne.documents import Section, read_yaml, validate
+from heterodyne.documents import Section, Whole, read_yaml, validate
 from heterodyne.errors import JobError
 from heterodyne.tracker_options import TrackerList, TrackerOptions, tracker_options
 from heterodyne.units import parse_bytes
+from heterodyne.yaml_text import YamlFaultError, parse_yaml
 
 __all__ = [
     "CheckpointSection",
@@ -32,9 +33,10 @@ __all__ = [
     "decisive",
 ]
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-Positive = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**40)]
+Positive = Annotated[Whole, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelSection(Section):
@@ -108,10 +110,10 @@ class DataSection(Section):
     sequence_length: Positive = 128
     packing: bool | None = None
     balance: bool | None = None
-    shuffle_buffer: Annotated[int, Field(ge=0)] | None = None
+    shuffle_buffer: Whole | None = None
     validation: str | tuple[str, ...] | None = None
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    workers: Annotated[int, Field(ge=0)] = 0
+    validation_fraction: Below1 = 0.05
+    workers: Whole = 0
     prefetch: Positive | None = None
     cache: str | None = None
 
@@ -166,12 +168,12 @@ class TrainingSection(Section):
 
     steps: Positive = 100
     global_batch_size: Positive = 32
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     precision: Literal["fp32", "bf16"] = "fp32"
-    clip_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    validate_every: Annotated[int, Field(ge=0)] = 0
+    clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    validate_every: Whole = 0
     validation_samples: Positive = 64
-    max_skipped_steps: Annotated[int, Field(ge=0)] = 5
+    max_skipped_steps: Whole = 5
 
 
 class OptimizerSection(Section):
@@ -185,13 +187,13 @@ class OptimizerSection(Section):
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    betas: tuple[Below1, Below1] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
     momentum: Fraction = 0.9
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
     decay_norms_and_biases: bool = False
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Whole = 0
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_ratio: Fraction = 0.1
     schedule_steps: Positive | None = None
@@ -216,17 +218,17 @@ class ParallelismSection(Section):
     """
 
     strategy: Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"] = "auto"
-    micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 2, 4, 8)
-    measure_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=64)] = (1, 2, 4, 8)
+    measure_s: Annotated[float, Field(gt=0)] = 60.0
     bucket_size: Bytes = 4 * 2**20
-    rehearsal_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    check_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    rehearsal_s: Annotated[float, Field(ge=0)] = 30.0
+    check_s: Annotated[float, Field(ge=0)] = 10.0
 
 
 class CheckpointSection(Section):
     """``every`` 0: only at the end. ``keep``: how many of the newest stay on disk."""
 
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Whole = 0
     keep: Positive = 2
 
 
@@ -242,7 +244,7 @@ class MetricsSection(Section):
     every: Positive = 1
     tensorboard: bool = True
     trackers: TrackerList = ()
-    flush_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    flush_s: Annotated[float, Field(ge=0)] = 30.0
 
     @property
     def wanted(self) -> tuple[TrackerOptions, ...]:
@@ -352,9 +354,9 @@ def _override(content: dict[str, Any], override: str) -> tuple[str, ...]:
     if not equals or not path:
         raise JobError(f"--set {override}: write section.field=value, for example --set training.steps=50")
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise JobError(f"--set {override}: {text!r} is not a YAML value") from error
+        value, _ = parse_yaml(text)
+    except YamlFaultError as error:
+        raise JobError(f"--set {override[:200]}: {text[:200]!r} is not a YAML value: {error}") from error
     place: Any = content
     for part in (section, *path[:-1]):
         if place.get(part) is None:

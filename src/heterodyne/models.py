@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from torch import nn
 from heterodyne.errors import JobError
 from heterodyne.factories import call_factory, named_function
 from heterodyne.job import ModelSection
+from heterodyne.json_files import read_json
 
 __all__ = ["build", "build_count"]
 
@@ -134,7 +134,7 @@ def _transformers() -> Any:
 
 def _read_configuration(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
         raise JobError(
             f"model: {path} cannot be read: {error.strerror}. It is a path, relative to the job file; nothing is fetched from the "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.json_files import EXACT, Count, checked, parse_json
 
 __all__ = ["Event", "Lane", "Timeline"]
 
@@ -25,17 +26,30 @@ FORMAT_VERSION = 1
 class Event:
     """One action of one rank. ``kind`` is an action kind ("F"), ``name`` the whole action ("0F3")."""
 
-    rank: int
+    __pydantic_config__ = EXACT
+
+    rank: Count
     lane: Lane
     kind: str
     name: str
-    step: int
+    step: Count
     start_s: float
     end_s: float
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Header:
+    """The first line of a file."""
+
+    __pydantic_config__ = EXACT
+
+    version: Literal[1]
+    origin: Literal["measured", "simulated"]
+    devices: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,19 +110,20 @@ class Timeline:
         """Read what `save` wrote; a last line that was cut short is left out. Raises HeterodyneError."""
         lines = path.read_text(encoding="utf-8").splitlines()
         try:
-            header = json.loads(lines[0])
-            origin, devices = header["origin"], header["devices"]
-        except (IndexError, KeyError, TypeError, json.JSONDecodeError) as error:
+            header = checked(_Header, parse_json(lines[0]))
+        except (IndexError, ValueError) as error:
             raise HeterodyneError(f"{path}: not a timeline (its first line is no header)") from error
         events = []
         for number, line in enumerate(lines[1:], start=2):
             try:
-                events.append(Event(**json.loads(line)))
-            except (json.JSONDecodeError, TypeError) as error:
+                events.append(checked(Event, parse_json(line)))
+                if events[-1].rank >= len(header.devices):
+                    raise ValueError("its rank is none of the header's devices")
+            except ValueError as error:
                 if number == len(lines):
                     break
                 raise HeterodyneError(f"{path}:{number}: not an event of a timeline") from error
-        return cls.of(origin, devices, events)
+        return cls.of(header.origin, header.devices, events)
 
     def to_perfetto(self) -> dict[str, object]:
         """The trace-event JSON that Perfetto and chrome://tracing open; a process a rank, a thread a lane."""

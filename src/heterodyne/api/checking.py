@@ -19,6 +19,7 @@ from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.errors import DataError, VerifyError
 from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.json_files import read_json
 from heterodyne.measure.cache import default_folder
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.plan import Plan
@@ -191,7 +192,7 @@ def _path(captured: Captured, device: torch.device) -> Path:
 def _read(path: Path) -> Verdict | None:
     """None for a file that is not there or that is none of ours: then it is checked again."""
     try:
-        found = Verdict(**json.loads(path.read_text(encoding="utf-8")))
+        found = Verdict(**read_json(path))
     except (OSError, ValueError, TypeError):
         return None
     return replace(found, line=f"{found.line}, as found before")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import CaptureError, ClusterError, HeterodyneError, JobError, MeasureError, NoGraphError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job, ModelSection
+from heterodyne.json_files import read_json
 from heterodyne.predictor.from_config import transformer_of
 from heterodyne.predictor.graph_costs import graph_layers
 from heterodyne.predictor.layer_costs import predicted_layers
@@ -83,7 +83,7 @@ def shape_of(section: ModelSection, base: Path) -> Mapping[str, Any] | None:
     if isinstance(given, str) or section.directory is not None:
         path = base / given if isinstance(given, str) else base / (section.directory or "") / "config.json"
         try:
-            given = json.loads(path.read_text(encoding="utf-8"))
+            given = read_json(path)
         except (OSError, ValueError) as error:
             raise JobError(f"{path} cannot be read as a configuration: {error}") from error
     return given if isinstance(given, Mapping) and section.auto_class == "AutoModelForCausalLM" else None

@@ -20,6 +20,7 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
+from heterodyne.json_files import read_json
 from heterodyne.plan.diff import differences
 from heterodyne.plan.plan import Plan
 from heterodyne.report.compare import compare
@@ -135,10 +136,10 @@ def _continuing(session: Session, job: Job, data: DataSource, found: Checkpoint)
 def _is_complete(session: Session, run: RunDirectory, job: Job, found: Checkpoint) -> bool:
     def summed_up() -> int | None:
         try:
-            steps = json.loads(run.summary.read_text(encoding="utf-8"))["steps"]
+            steps = read_json(run.summary)["steps"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return int(steps)
+        return steps if isinstance(steps, int) else None
 
     # The summary is the last thing that is written. That of a run which has been extended since is of an earlier step.
     return session.agreement.first(

@@ -27,7 +27,7 @@ def tell(error: HeterodyneError) -> int:
 def _number(variable: str) -> int:
     """Read from the environment, because the error may be one of reading it properly."""
     text = os.environ.get(variable, "")
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def of_the_system(error: OSError) -> HeterodyneError:

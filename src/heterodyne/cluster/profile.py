@@ -10,9 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
 
 from heterodyne.errors import MeasureError
+from heterodyne.json_files import EXACT, Count, Seconds, checked, read_json
 
 __all__ = ["WHOLE", "BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
@@ -30,15 +33,17 @@ class BlockSample:
     ``input_s`` and ``weight_s`` are the two halves of a backward that is run in halves, both 0 where that was not measured.
     """
 
-    micro_batch_size: int
-    forward_s: float
-    backward_s: float
-    spread: float
-    saved_bytes: int
-    peak_bytes: int = 0
+    __pydantic_config__ = EXACT
+
+    micro_batch_size: Annotated[Count, Field(ge=1)]
+    forward_s: Seconds
+    backward_s: Seconds
+    spread: Seconds
+    saved_bytes: Count
+    peak_bytes: Count = 0
     extrapolated: bool = False
-    input_s: float = 0.0
-    weight_s: float = 0.0
+    input_s: Seconds = 0.0
+    weight_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +61,14 @@ class DeviceProfile:
         context_bytes: what the process occupied of this device's memory before there was a model, 0 where it was not seen.
     """
 
+    __pydantic_config__ = EXACT
+
     blocks: Mapping[str, tuple[BlockSample, ...]]
-    optimizer_s_per_byte: float
-    step_overhead_s: float = 0.0
-    overlap: float = 0.0
-    calibration: float = 1.0
-    context_bytes: int = 0
+    optimizer_s_per_byte: Seconds
+    step_overhead_s: Seconds = 0.0
+    overlap: Seconds = 0.0
+    calibration: Annotated[float, Field(gt=0)] = 1.0
+    context_bytes: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +79,13 @@ class LinkSample:
     in between; waits for who comes late are part of its seconds.
     """
 
+    __pydantic_config__ = EXACT
+
     op: Literal["all_reduce", "send", "exchange"]
     devices: tuple[str, ...]
-    bytes: int
-    seconds: float
-    spread: float
+    bytes: Count
+    seconds: Seconds
+    spread: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +95,8 @@ class Profile:
     ``key`` changes when model, devices, torch or dtype change (see `heterodyne.measure`); a profile under another key is not used.
     ``kinds`` says for people what each kind of block is: ``layers.0 (x4)``.
     """
+
+    __pydantic_config__ = EXACT
 
     key: str
     devices: Mapping[str, DeviceProfile]
@@ -102,23 +113,14 @@ class Profile:
     def load(cls, path: Path) -> Profile:
         """Read what `save` wrote. Raises MeasureError for anything else."""
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls.from_dict(read_json(path))
+        except (OSError, ValueError, TypeError) as error:
             raise MeasureError(f"{path}: not a profile of version {PROFILE_VERSION} ({error})") from error
 
     @classmethod
     def from_dict(cls, content: Mapping[str, object]) -> Profile:
-        """The inverse of `dataclasses.asdict`, with the version beside it. Raises ValueError, KeyError or TypeError."""
+        """The inverse of `dataclasses.asdict`, with the version beside it. Raises ValueError or TypeError."""
         fields = dict(content)
-        if fields.pop("version") != PROFILE_VERSION:
-            raise ValueError("another version")
-        devices: dict[str, DeviceProfile] = {}
-        for name, device in fields["devices"].items():  # type: ignore[attr-defined]  # checked by the caller's except
-            blocks = {kind: tuple(BlockSample(**s) for s in samples) for kind, samples in device["blocks"].items()}
-            devices[name] = DeviceProfile(**{**device, "blocks": blocks})
-        links = tuple(
-            LinkSample(**{**link, "devices": tuple(link["devices"])})
-            for link in fields["links"]  # type: ignore[attr-defined]
-        )
-        kinds = {str(kind): str(name) for kind, name in fields["kinds"].items()}  # type: ignore[attr-defined]
-        return cls(key=str(fields["key"]), devices=devices, links=links, kinds=kinds)
+        if (version := fields.pop("version", None)) != PROFILE_VERSION:
+            raise ValueError(f"its version is {version!r}")
+        return checked(cls, fields)

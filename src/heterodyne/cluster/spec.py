@@ -12,8 +12,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Annotated
+
+from pydantic import Field
 
 from heterodyne.errors import ClusterError
+from heterodyne.json_files import EXACT, Count, Seconds
 
 __all__ = ["Cluster", "Device", "Link"]
 
@@ -30,10 +34,12 @@ class Device:
         backend: ``cpu``, ``cuda``, ``xpu``, ...: the name of the torch device type.
     """
 
+    __pydantic_config__ = EXACT
+
     id: str
     kind: str
     node: str
-    memory_bytes: int
+    memory_bytes: Count
     backend: str = "cpu"
 
 
@@ -41,9 +47,11 @@ class Device:
 class Link:
     """Joins devices inside one node (both ends equal) or of two nodes. Symmetric."""
 
+    __pydantic_config__ = EXACT
+
     between: tuple[str, str]
-    bandwidth_bytes_per_s: float
-    latency_s: float
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
+    latency_s: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,8 @@ class Cluster:
 
     Raises ClusterError if there is no device, an id is used twice, or a link names a node that is not there.
     """
+
+    __pydantic_config__ = EXACT
 
     name: str
     devices: tuple[Device, ...]

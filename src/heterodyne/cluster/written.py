@@ -14,6 +14,7 @@ import yaml
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster, Device, Link
 from heterodyne.errors import ClusterError, UnitError
+from heterodyne.json_files import checked, parse_json
 from heterodyne.units import (
     format_bandwidth,
     format_bytes,
@@ -54,13 +55,12 @@ def cluster_to_json(cluster: Cluster) -> str:
 def cluster_from_json(text: str, *, path: str | None = None) -> Cluster:
     """The inverse of `cluster_to_json`. Raises ClusterError for anything else."""
     try:
-        content = json.loads(text)
-        if content["version"] != CLUSTER_VERSION:
-            raise ValueError(f"version {content['version']!r} is not {CLUSTER_VERSION}")
-        devices = tuple(Device(**device) for device in content["devices"])
-        links = tuple(Link(**{**link, "between": tuple(link["between"])}) for link in content["links"])
-        return Cluster(name=content["name"], devices=devices, links=links)
-    except (ValueError, KeyError, TypeError) as error:
+        content = dict(parse_json(text))
+        version = content.pop("version", None)
+        if version != CLUSTER_VERSION:
+            raise ValueError(f"version {version!r} is not {CLUSTER_VERSION}")
+        return checked(Cluster, content)
+    except (ValueError, TypeError) as error:
         raise ClusterError(f"not a cluster as it was saved ({error})", path=path) from error
 
 

@@ -8,7 +8,6 @@ at a width without sizes, nothing is known.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from heterodyne.cost.layers import DATA_WIDTHS, LayerCost, Widths
 from heterodyne.errors import MeasureError
+from heterodyne.json_files import read_json
 
 __all__ = ["LayerProfiles", "LayerSizes", "read_layer_profiles"]
 
@@ -92,7 +92,7 @@ class LayerProfiles:
 def read_layer_profiles(path: Path, model: str) -> LayerProfiles:
     """The layers of one model of the file. Raises MeasureError if the file or the model is not there, or an entry is wrong."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         times = [row for row in content["times"] if row["model"] == model]
         sizes = [row for row in content["sizes"] if row["model"] == model]
         if not times or not sizes:

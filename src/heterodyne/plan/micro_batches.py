@@ -9,7 +9,8 @@ from itertools import groupby
 
 __all__ = ["MicroBatches"]
 
-_RUN = re.compile(r"^([1-9][0-9]*)x([1-9][0-9]*)$")
+_RUN = re.compile(r"^([1-9][0-9]{0,8})x([1-9][0-9]{0,8})$")
+_MOST = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,10 @@ class MicroBatches:
             raise ValueError(
                 f"{text!r} is not a list of micro-batches; write COUNTxSIZE, as in '7x4' or '3x4+1x2', or '0' for none"
             )
-        return cls(tuple(int(run[2]) for run in runs if run for _ in range(int(run[1]))))
+        counts = [(int(run[1]), int(run[2])) for run in runs if run]
+        if sum(count for count, _ in counts) > _MOST:
+            raise ValueError(f"{text!r} has more than {_MOST:,} micro-batches")
+        return cls(tuple(size for count, size in counts for _ in range(count)))
 
     @classmethod
     def of_samples(cls, samples: int, size: int) -> MicroBatches:

@@ -19,8 +19,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
+from heterodyne.documents import Whole
 from heterodyne.errors import PlanError
 from heterodyne.graph.sharding.price import FLOPS_PER_BYTE, LATENCY_BYTES
+from heterodyne.json_files import parse_json
 from heterodyne.plan.micro_batches import MicroBatches
 
 __all__ = ["PLAN_VERSION", "Exchange", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
@@ -28,12 +30,17 @@ __all__ = ["PLAN_VERSION", "Exchange", "Layout", "Pipeline", "Plan", "Prediction
 PLAN_VERSION: Final = 1
 
 
+Positive = Annotated[Whole, Field(ge=1)]
+
+
 def _micro_batches(value: object) -> object:
     return MicroBatches.parse(value) if isinstance(value, str) else value
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
+    )
 
 
 class Layout(_Part):
@@ -44,7 +51,7 @@ class Layout(_Part):
     """
 
     kind: Literal["replicate", "split", "context"] = "replicate"
-    shares: tuple[Annotated[int, Field(ge=0)], ...]
+    shares: tuple[Whole, ...]
 
 
 class Region(_Part):
@@ -61,8 +68,8 @@ class Exchange(_Part):
     together while a byte is sent.
     """
 
-    latency_bytes: Annotated[int, Field(ge=0)] = LATENCY_BYTES
-    flops_per_byte: Annotated[int, Field(ge=1)] = FLOPS_PER_BYTE
+    latency_bytes: Whole = LATENCY_BYTES
+    flops_per_byte: Positive = FLOPS_PER_BYTE
 
 
 class Stage(_Part):
@@ -73,11 +80,11 @@ class Stage(_Part):
     turns, so that what one half exchanges is on its way while the other one computes.
     """
 
-    ops: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+    ops: tuple[Whole, Whole]
     devices: tuple[str, ...]
     regions: tuple[Region, ...]
-    recompute: tuple[int, ...] = ()
-    state_shares: tuple[int, ...] | None = None
+    recompute: tuple[Whole, ...] = ()
+    state_shares: tuple[Whole, ...] | None = None
     exchange: Exchange = Exchange()
     overlap: bool = False
 
@@ -143,10 +150,10 @@ class Plan(_Part):
     version: Literal[1] = PLAN_VERSION
     model: str
     cluster: str
-    global_batch_size: Annotated[int, Field(ge=1)]
+    global_batch_size: Positive
     precision: Literal["fp32", "bf16"] = "fp32"
     schedule: str = "1F1B"
-    bucket_bytes: Annotated[int, Field(ge=1)] = 4 * 2**20
+    bucket_bytes: Positive = 4 * 2**20
     pipelines: tuple[Pipeline, ...]
     idle: tuple[str, ...] = ()
     predicted: Prediction | None = None
@@ -173,9 +180,11 @@ class Plan(_Part):
     def parse(cls, text: str, *, path: str | None = None) -> Plan:
         """Read what `dump` wrote or a person edited. Raises PlanError with every field that is wrong."""
         try:
-            content = json.loads(text)
+            content = parse_json(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"not JSON: {error.msg} (column {error.colno})", path=path, line=error.lineno) from error
+        except ValueError as error:
+            raise PlanError(str(error), path=path) from error
         if isinstance(content, dict) and "kind" in content and "pipelines" not in content:
             raise PlanError(
                 "this is a plan on paper: pools and counts, not the devices that are here. Write one that runs with 'heterodyne plan JOB "

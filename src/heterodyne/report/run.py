@@ -10,7 +10,6 @@ A run that was killed leaves some files missing and some cut short. Neither is a
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
@@ -21,12 +20,14 @@ from typing import Any, TypeGuard
 from heterodyne.cluster import Cluster, Device, Link, Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
+from heterodyne.json_files import parse_json, read_json
 from heterodyne.plan import Plan
 from heterodyne.report.plan_shares import samples_of
 from heterodyne.timeline import Timeline
 
 __all__ = ["Candidate", "Metrics", "Run", "StepMetrics", "Validation", "candidates_from", "load_run", "read_metrics"]
 
+_FINITE = 1e300  # of what may be added and squared; NaN is not below it either
 _SIGNS_OF_A_RUN = ("job.yaml", "plan.json", "metrics.jsonl")
 
 
@@ -265,11 +266,11 @@ def _cluster(path: Path) -> Cluster:
 
 
 def _candidates(path: Path) -> tuple[Candidate, ...]:
-    return candidates_from(json.loads(path.read_text(encoding="utf-8")))
+    return candidates_from(read_json(path))
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
     return content
@@ -277,15 +278,15 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 
 def _line(text: str) -> Mapping[str, Any]:
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError:
+        content = parse_json(text)
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _FINITE
 
 
 def _positive(value: Any) -> float | None:
-    return float(value) if _is_number(value) and math.isfinite(value) and value > 0 else None
+    return float(value) if _is_number(value) and value > 0 else None

@@ -27,7 +27,8 @@ import torch
 
 from heterodyne.errors import CheckpointError
 from heterodyne.job import decisive
-from heterodyne.runtime.checkpoint.manifest import FileRecord, Manifest, differences, json_of, record, write_json
+from heterodyne.json_files import read_json
+from heterodyne.runtime.checkpoint.manifest import FileRecord, Manifest, differences, record, write_json
 from heterodyne.runtime.checkpoint.random_state import random_state
 from heterodyne.runtime.checkpoint.state_json import decoded, encoded
 from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, strip
@@ -191,7 +192,7 @@ class Checkpoints:
             return wanted(keys) if kind == _STATE else keys[0] == mine
 
         try:
-            skeleton = decoded(json_of(path / _SKELETON, _SKELETON_BYTES))
+            skeleton = decoded(read_json(path / _SKELETON, _SKELETON_BYTES))
             tensors, others = read_tensors(path, sorted(checkpoint.manifest.files), is_wanted)
             # Each for itself: of a state of which nothing is wanted, what is no tensor is wanted all the same.
             state = graft(skeleton.get(_STATE), tensors, without=others)

@@ -18,8 +18,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from heterodyne.errors import CheckpointError
+from heterodyne.json_files import read_json
 
-__all__ = ["MANIFEST", "FileRecord", "Manifest", "differences", "json_of", "record", "write_json"]
+__all__ = ["MANIFEST", "FileRecord", "Manifest", "differences", "record", "write_json"]
 
 MANIFEST = "manifest.json"
 VERSION: Final = 2
@@ -67,7 +68,7 @@ class Manifest(_Strict):
         """Raises CheckpointError if it is not there, not a manifest of this version, or not as it was written."""
         path = directory / MANIFEST
         try:
-            content = json_of(path, _MANIFEST_BYTES)
+            content = read_json(path, _MANIFEST_BYTES)
             version = content.get("version")
             if type(version) is int and 0 < version < VERSION:
                 raise CheckpointError(
@@ -132,24 +133,6 @@ def write_json(path: Path, content: Any) -> None:
         json.dump(content, file, indent=1, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
-
-
-def json_of(path: Path, most_bytes: int) -> Any:
-    """The JSON of a file. Raises OSError, and ValueError or RecursionError for what is none: keys given twice, NaN, or too much of it."""
-    if path.stat().st_size > most_bytes:
-        raise ValueError("it is too large")
-    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is given twice")
-    return found
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

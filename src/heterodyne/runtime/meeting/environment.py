@@ -128,10 +128,9 @@ def _number(
     text = given.get(name)
     if text is None and default is not None:
         return default
-    try:
-        value = int(text or "")
-    except ValueError:
-        raise WorkerError(f"{name}={text} is not a whole number") from None
+    if text is None or not re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII):
+        raise WorkerError(f"{name}={(text or '')[:40]} is not a whole number")
+    value = int(text)
     if value < low:
         raise WorkerError(f"{name}={value} must be at least {low}")
     if below is not None and value >= below[1]:
