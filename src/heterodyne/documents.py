@@ -18,6 +18,7 @@ from heterodyne.yaml_text import Location, YamlFaultError, parse_yaml
 __all__ = ["Location", "Section", "Whole", "read_yaml", "validate"]
 
 _MOST_BYTES = 2**24
+_MOST_FAULTS, _MOST_LETTERS = 20, 600
 
 Whole: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """A number of things, which fits wherever it is passed on to."""
@@ -80,7 +81,9 @@ def validate(
         if not faults:
             raise error("\n  ".join(elsewhere)) from failure
         first, message = faults[0]
-        rest = [f"line {line}: {text}" if line else text for line, text in faults[1:]]
+        rest = [f"line {line}: {text}" if line else text for line, text in faults[1:_MOST_FAULTS]]
+        if len(faults) > _MOST_FAULTS:
+            rest.append(f"and {len(faults) - _MOST_FAULTS} more")
         raise error("\n  ".join([message, *rest, *elsewhere]), path=path, line=first) from failure
 
 
@@ -108,8 +111,14 @@ def _say(fault: Any, document: type[BaseModel]) -> str:
         return f"{place}: there is no such key{hint}"
     if fault["type"] == "missing":
         return f"{place}: is missing"
-    message = str(fault["msg"]).removeprefix("Value error, ")
+    message = _shortened(str(fault["msg"]).removeprefix("Value error, "))
     return f"{place}: {message}" if place else message
+
+
+def _shortened(text: str) -> str:
+    """Where it shows a value that is a page long, its two ends."""
+    half = _MOST_LETTERS // 2
+    return text if len(text) <= _MOST_LETTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 def _keys(document: Any, at: Sequence[str | int]) -> list[str]:

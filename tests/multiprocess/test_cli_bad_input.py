@@ -51,8 +51,8 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "told"),
     [
         (("train", "typo.yaml"), "typo.yaml:3: training.stepz: there is no such key; did you mean 'steps'?"),
-        (("train", "date.yaml"), "date.yaml: not YAML"),
-        (("train", "alias.yaml"), "alias.yaml: an alias (*) refers to what it stands in"),
+        (("train", "date.yaml"), "date.yaml:2: '2026-99-99' is no timestamp"),
+        (("train", "alias.yaml"), "alias.yaml:1: an alias (*) refers to what it stands in"),
         (("train", "empty.yaml"), "empty.yaml: is empty"),
         (("train", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         (("train", "."), ".: cannot be read: Is a directory"),
@@ -132,10 +132,10 @@ def test_each_verb_has_help_that_the_list_of_verbs_can_show_whole(
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({"RANK": "0"}, "the environment has RANK=0 but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2 but not RANK"),
+        ({"RANK": "0"}, "the environment has RANK='0' but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE='2' but not RANK"),
         ({"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=5 must be less than WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "y"}, "MASTER_PORT=y is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "y"}, "MASTER_PORT='y' is not a whole number"),
     ],
     ids=str,
 )  # fmt: skip

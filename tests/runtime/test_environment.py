@@ -44,13 +44,13 @@ def test_without_a_launcher_there_is_no_environment() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"WORLD_SIZE": None}, r"has RANK=1, MASTER_ADDR=node0, MASTER_PORT=29500 but not WORLD_SIZE; start"),
+        ({"WORLD_SIZE": None}, r"has RANK='1', MASTER_ADDR='node0', MASTER_PORT='29500' but not WORLD_SIZE; start"),
         ({"RANK": None}, r"but not RANK"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, r"but not MASTER_ADDR, MASTER_PORT"),
         ({"RANK": "4"}, r"RANK=4 must be less than WORLD_SIZE=4"),
         ({"RANK": "-1"}, r"RANK=-1 must be at least 0"),
-        ({"RANK": "one"}, r"RANK=one is not a whole number"),
-        ({"RANK": ""}, r"RANK= is not a whole number"),
+        ({"RANK": "one"}, r"RANK='one' is not a whole number"),
+        ({"RANK": ""}, r"RANK='' is not a whole number"),
         ({"WORLD_SIZE": "0"}, r"WORLD_SIZE=0 must be at least 1"),
         ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, r"LOCAL_WORLD_SIZE=2 must be at least 3"),
         ({"MASTER_PORT": "70000"}, r"MASTER_PORT=70000 must be less than the number of ports=65536"),
@@ -104,5 +104,7 @@ def test_torchrun_within_a_step_of_slurm_counts_and_one_task_is_alone() -> None:
 def test_what_slurm_cannot_mean_is_refused() -> None:
     with pytest.raises(WorkerError, match="SLURM_PROCID=7 must be less than SLURM_STEP_NUM_TASKS=7"):
         WorkerEnvironment.read(SLURM | {"SLURM_PROCID": "7"})
-    with pytest.raises(WorkerError, match="SLURM_STEP_TASKS_PER_NODE=two is not a list"):
+    with pytest.raises(WorkerError, match="SLURM_STEP_TASKS_PER_NODE='two' is not a list"):
         WorkerEnvironment.read(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"})
+    with pytest.raises(WorkerError, match=r"SLURM_STEP_TASKS_PER_NODE='2' has 1 nodes, and SLURM_NODEID is 1"):
+        WorkerEnvironment.read(SLURM | {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"})

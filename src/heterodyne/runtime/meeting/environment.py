@@ -56,7 +56,7 @@ class WorkerEnvironment:
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if name not in given]
         if missing:
-            present = ", ".join(f"{name}={given[name]}" for name in needed if name in given)
+            present = ", ".join(f"{name}={given[name][:40]!r}" for name in needed if name in given)
             raise WorkerError(
                 f"the environment has {present} but not {', '.join(missing)}; start the workers with torchrun or "
                 "heterodyne, or set all four"
@@ -92,9 +92,7 @@ class WorkerEnvironment:
             rank=_number(given, "SLURM_PROCID", low=0, below=("SLURM_STEP_NUM_TASKS", world_size)),
             world_size=world_size,
             local_rank=local_rank,
-            local_world_size=_tasks_of_nodes(given.get("SLURM_STEP_TASKS_PER_NODE", str(local_rank + 1)))[node_rank:][
-                0
-            ],
+            local_world_size=_tasks_of_node(given.get("SLURM_STEP_TASKS_PER_NODE", str(local_rank + 1)), node_rank),
             node_rank=node_rank,
             master_address=given.get("MASTER_ADDR") or _first_node(given.get("SLURM_STEP_NODELIST", "localhost")),
             master_port=_number(
@@ -111,15 +109,17 @@ def _first_node(nodes: str) -> str:
     return name + re.split(r"[-,\]]", inside)[0]
 
 
-def _tasks_of_nodes(counts: str) -> list[int]:
-    """Of Slurm's list of tasks: ``2(x3),1`` gives ``[2, 2, 2, 1]``. Raises WorkerError."""
-    found: list[int] = []
+def _tasks_of_node(counts: str, node_rank: int) -> int:
+    """Of Slurm's list of the tasks of each node: ``2(x3),1`` has 2 for the first three and 1 for the next. Raises WorkerError."""
+    nodes = 0
     for part in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
         if match is None:
-            raise WorkerError(f"SLURM_STEP_TASKS_PER_NODE={counts} is not a list such as 2(x3),1")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+            raise WorkerError(f"SLURM_STEP_TASKS_PER_NODE={counts[:200]!r} is not a list such as 2(x3),1")
+        nodes += int(match[2] or 1)
+        if node_rank < nodes:
+            return int(match[1])
+    raise WorkerError(f"SLURM_STEP_TASKS_PER_NODE={counts[:200]!r} has {nodes} nodes, and SLURM_NODEID is {node_rank}")
 
 
 def _number(
@@ -129,7 +129,7 @@ def _number(
     if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII):
-        raise WorkerError(f"{name}={(text or '')[:40]} is not a whole number")
+        raise WorkerError(f"{name}={(text or '')[:40]!r} is not a whole number")
     value = int(text)
     if value < low:
         raise WorkerError(f"{name}={value} must be at least {low}")
