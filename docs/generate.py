@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
+import types
 import typing
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -133,15 +134,23 @@ def _docstring(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
 
 
 def _type(info: FieldInfo) -> str:
-    found = info.annotation
-    if typing.get_origin(found) is typing.Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(found))
-    shown = (
-        found.__name__
-        if isinstance(found, type) and not typing.get_args(found)
-        else re.sub(r"typing\.|heterodyne\.\w+\.", "", str(found))
-    )
-    return f"`{shown}`".replace("|", "\\|")
+    if typing.get_origin(info.annotation) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(info.annotation))
+    return f"`{_name(info.annotation)}`".replace("|", r"\|")
+
+
+def _name(kind: Any) -> str:
+    """A type as people write it, without the bounds that pydantic keeps in it."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _name(inner[0])
+    if origin is typing.Literal:
+        return " | ".join(map(repr, inner))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_name, inner))
+    if inner:
+        return f"{origin.__name__}[{', '.join(map(_name, inner))}]"
+    return {type(None): "None", ...: "..."}.get(kind) or getattr(kind, "__name__", str(kind))
 
 
 def _default(info: FieldInfo) -> str:
