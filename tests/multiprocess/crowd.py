@@ -10,6 +10,7 @@ that a launcher would start in new processes runs in forked ones with `launched`
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -141,6 +142,7 @@ def _live(job: Job, environment: WorkerEnvironment, arguments: tuple[Any, ...], 
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    gc.freeze()  # as in the pool
     import torch
 
     torch.set_num_threads(1)

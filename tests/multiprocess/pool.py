@@ -12,6 +12,7 @@ worker that died or that is stuck makes the call fail in bounded time, and the n
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -289,6 +290,7 @@ def _fork(to_worker: connection.Connection, to_template: connection.Connection) 
 
 def _serve(pipe: connection.Connection) -> None:
     """What a worker does: one call after the other, until the other end of the pipe is closed."""
+    gc.freeze()  # training begins with a full collection, which would visit all that torch and the template have made
     while True:
         try:
             call: _Call = pipe.recv()
