@@ -28,7 +28,7 @@ from heterodyne.frontend.annotations import Annotations, read_annotations
 from heterodyne.frontend.changes import numbers_of, refuse_changes, refuse_counters, refuse_new_buffers
 from heterodyne.frontend.example import Example, trace_sizes
 from heterodyne.frontend.faults import explain, line_of, refuse_unknown_sizes
-from heterodyne.frontend.fixed_sizes import SizeWatch
+from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_choices_by_size
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.graph import ModuleOnly
@@ -110,7 +110,8 @@ class _LossOnly(nn.Module):
         numbers = numbers_of(self.model)
         with self._watch, self._sizes:
             loss = self.loss(batch)
-        self._changed.update(key for key, value in numbers_of(self.model).items() if numbers.get(key, value) != value)
+        now = numbers_of(self.model)
+        self._changed.update(key for key, value in now.items() if key not in numbers or numbers[key] != value)
         self._watch.look_at(loss)
         refuse_new_buffers(before, dict(self.model.named_buffers()))
         return loss
@@ -189,6 +190,7 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
     _drop_bookkeeping(graph)
     _refuse_functions(graph)
     refuse_unknown_sizes(graph)
+    refuse_choices_by_size(graph, example.batch)
     refuse_changes(graph, {node: role.name for node, role in roles.items() if role.kind != "input"}, model)
     (results,) = graph.output_node().args
     if not isinstance(results, tuple) or not isinstance(results[0], fx.Node):
