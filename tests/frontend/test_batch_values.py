@@ -255,7 +255,7 @@ CHOICES: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_choice_by_the_number_of_samples_is_refused_with_its_line(name: str) -> None:
     change, assumed = CHOICES[name]
-    with pytest.raises(CaptureError, match=rf"test_batch_values.py:\d+: .*\n.*holds only where {re.escape(assumed)}\."):
+    with pytest.raises(CaptureError, match=rf"test_batch_values.py:\d+: .*\n.*traced where {re.escape(assumed)}\."):
         trace(Net(change), BATCH)
 
 

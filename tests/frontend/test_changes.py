@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -137,6 +139,25 @@ def test_a_counter_is_refused_wherever_the_model_keeps_it(where: str, line: str)
     model = Keeps("a list that grows")
     capture(model, {"x": torch.zeros(2, 4)})
     assert not model.logged, "a trace runs a copy"
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_python_are_refused_at_the_line_after_them(draw: Callable[[], float]) -> None:
+    class Skips(nn.Module):
+        """A layer is left out once in a while, so seldom that no check sees it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = draw() > 1e-9
+            return (self.linear(x) if kept else x).pow(2).mean()
+
+    with pytest.raises(
+        CaptureError, match=r"test_changes.py:\d+: return \(self.linear(.|\n)*draws random numbers from Python"
+    ):
+        capture(Skips(), {"x": torch.zeros(2, 4)})
 
 
 def test_tensors_that_are_made_in_forward_may_change() -> None:

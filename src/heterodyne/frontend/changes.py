@@ -13,7 +13,7 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.faults import line_of
 
-__all__ = ["numbers_of", "refuse_changes", "refuse_counters", "refuse_new_buffers"]
+__all__ = ["changed_numbers", "numbers_of", "refuse_changes", "refuse_counters", "refuse_new_buffers"]
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _MOST_KEPT = 100
@@ -45,7 +45,7 @@ def refuse_new_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 
 
 def numbers_of(model: nn.Module) -> dict[tuple[str, str], object]:
-    """The numbers and words that its modules keep as plain attributes, or in lists and dicts there, by the path of the module and the name."""
+    """The numbers and words that its modules keep as attributes, or in lists and dicts there, by the path of the module and the name."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -63,6 +63,13 @@ def _named(name: str, kept: object) -> Iterable[tuple[str, object]]:
     if isinstance(kept, list | deque):
         return [(f"{name}[{place}]", value) for place, value in enumerate(list(kept)[:_MOST_KEPT])]
     return [(name, kept)]
+
+
+def changed_numbers(
+    before: Mapping[tuple[str, str], object], after: Mapping[tuple[str, str], object]
+) -> list[tuple[str, str]]:
+    """Those that are new or others (`numbers_of`)."""
+    return [key for key, value in after.items() if key not in before or before[key] != value]
 
 
 def refuse_counters(model: nn.Module, changed: Collection[tuple[str, str]], run: Callable[[], object]) -> None:

@@ -25,11 +25,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from heterodyne.annotate import capturing
 from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.annotations import Annotations, read_annotations
-from heterodyne.frontend.changes import numbers_of, refuse_changes, refuse_counters, refuse_new_buffers
+from heterodyne.frontend.changes import (
+    changed_numbers,
+    numbers_of,
+    refuse_changes,
+    refuse_counters,
+    refuse_new_buffers,
+)
 from heterodyne.frontend.example import Example, trace_sizes
 from heterodyne.frontend.faults import explain, line_of, refuse_unknown_sizes
 from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_choices_by_size
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
+from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.graph import ModuleOnly
 from heterodyne.model_output import loss_of
@@ -108,10 +115,12 @@ class _LossOnly(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return self.loss(batch)
         numbers = numbers_of(self.model)
-        with self._watch, self._sizes:
+        draws = PythonDraws()
+        draws.begin()
+        with self._watch, self._sizes, draws:
             loss = self.loss(batch)
-        now = numbers_of(self.model)
-        self._changed.update(key for key, value in now.items() if key not in numbers or numbers[key] != value)
+        draws.refuse()
+        self._changed.update(changed_numbers(numbers, numbers_of(self.model)))
         self._watch.look_at(loss)
         refuse_new_buffers(before, dict(self.model.named_buffers()))
         return loss

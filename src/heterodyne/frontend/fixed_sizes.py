@@ -73,7 +73,7 @@ def refuse_choices_by_size(graph: fx.Graph, samples: int) -> None:
         for guard in shapes.guards:
             if not _holds(guard.expr, max(samples, _SIZES_AT_LEAST)) and (line := _own_line(guard.sloc)):
                 raise CaptureError(
-                    f"{line}\nforward chooses by the number of samples: the trace holds only where {_in_words(guard.expr)}. Each device has "
+                    f"{line}\nforward chooses by the number of samples: it was traced where {_in_words(guard.expr)}. Each device has "
                     "some of the samples, in micro-batches of several sizes, and would choose otherwise than one device with all of "
                     "them. Do the same for every number of samples, or choose by a constant that the model is given when it is built."
                 )
@@ -84,7 +84,9 @@ def _shapes_of(graph: fx.Graph) -> list[ShapeEnv]:
     found: dict[int, ShapeEnv] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        sizes: list[Any] = [size for size in value.shape if not isinstance(size, int)] if isinstance(value, Tensor) else []
+        sizes: list[Any] = (
+            [size for size in value.shape if not isinstance(size, int)] if isinstance(value, Tensor) else []
+        )
         found |= {id(size.node.shape_env): size.node.shape_env for size in sizes}
     return list(found.values())
 
