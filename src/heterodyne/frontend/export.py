@@ -168,8 +168,22 @@ def _refuse_counters(
 
 def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: int, strict: bool) -> ExportedProgram:
     dims = tuple({0: Dim.DYNAMIC} if follows else {} for follows in example.follows)
-    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), capturing(), quiet():
+    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), capturing(), quiet(), _no_transform_left():
         return torch.export.export(wrapped, (example.fake(mode, size),), dynamic_shapes=(dims,), strict=strict)
+
+
+@contextlib.contextmanager
+def _no_transform_left() -> Iterator[None]:
+    """A trace that fails inside of a transform of torch.func stays in it, and nothing has gradients there any more: leave it."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    hooks = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    try:
+        yield
+    except Exception:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if hooks:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        raise
 
 
 @contextlib.contextmanager

@@ -254,6 +254,7 @@ class Worker:
             rank=self.rank,
             parts=self._parts(source),
             loss_count=self._loss_count,
+            gradients=self.graph.opaque is not None,
             control=self._communicator.control,
         )
 

@@ -150,6 +150,12 @@ class _Run:
         with self._unchanged(), nothing_from_python(), self._watch, norms, run_eager():
             loss = self._forward.loss(part, draws)
             self._calls.append(tuple(norms.calls))
+            if norms.calls and norms.took_gradient:
+                raise CaptureError(
+                    "forward takes a gradient (torch.autograd.grad) and has BatchNorm in training: through the statistics of the whole "
+                    "batch that gradient reads the samples of all devices, which would have to meet in the middle of it. Put BatchNorm in "
+                    "eval mode, or take LayerNorm or GroupNorm"
+                )
             if len(set(self._calls)) > 1:
                 raise _sometimes_normed()
             self._forward.backward(loss, weight, draws)
@@ -209,12 +215,17 @@ def _partitions(samples: int) -> list[list[int]]:
 
 class _FixedBatchNorm(Interception):
     """While active, BatchNorm in training normalises with mean 0 and variance 1, so that samples do not see each other in it; the
-    runtime serves it (`exact.batch_norm`). ``calls``: what was called.
+    runtime serves it (`exact.batch_norm`). ``calls``: what was called; ``took_gradient``: torch.autograd.grad was, too.
     """
 
     def __init__(self) -> None:
-        super().__init__(batch_norms(self._batch_norm))
+        super().__init__({**batch_norms(self._batch_norm), torch.autograd.grad: self._gradient})
         self.calls: list[object] = []
+        self.took_gradient = False
+
+    def _gradient(self, *args: Any, **options: Any) -> Any:
+        self.took_gradient = True
+        return torch.autograd.grad(*args, **options)
 
     def _batch_norm(
         self,
