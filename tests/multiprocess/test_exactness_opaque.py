@@ -105,7 +105,7 @@ def test_a_gradient_inside_forward_does_not_go_through_statistics_of_all_devices
             self.energy.insert(1, nn.BatchNorm1d(WIDTH))
 
     _, batch, given = make("forces", 6)
-    with pytest.raises(CaptureError, match="takes a gradient .* and has BatchNorm in training"):
+    with pytest.raises(CaptureError, match=r"takes a gradient .* and has BatchNorm in training"):
         graph_of(NormedForces(), batch, given)
 
 

@@ -176,12 +176,12 @@ def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: in
 def _no_transform_left() -> Iterator[None]:
     """A trace that fails inside of a transform of torch.func stays in it, and nothing has gradients there any more: leave it."""
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
-    hooks = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    allowed = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
     try:
         yield
     except Exception:
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        if hooks:
+        if allowed:
             torch._C._autograd._saved_tensors_hooks_enable()
         raise
 

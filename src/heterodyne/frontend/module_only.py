@@ -40,7 +40,7 @@ class BackwardWatch(TorchFunctionMode):
         elif name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
             line, what = (
                 line_now(),
-                "forward takes a gradient (torch.autograd.grad), and no graph of a forward holds what a backward computes",
+                "forward takes a gradient (torch.autograd.grad), and no graph of a forward holds a backward",
             )
             raise NoGraphError("\n".join(filter(None, [line, f"{what}."])), reason=f"{line} ({what})" if line else what)
         return func(*args, **(kwargs or {}))
