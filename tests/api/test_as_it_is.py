@@ -124,6 +124,40 @@ def test_what_a_model_without_a_graph_cannot_have_is_refused_before_anything_is_
         hd.distribute(WithLoss(Chooses(), graphless), batch)
 
 
+class Warms(Chooses):
+    """Changes after some calls: the parts of a batch are as many calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0]
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return super().forward(tokens, lengths) * (2 if self.calls[0] > 1000 else 1)
+
+
+class Streams(Chooses):
+    state: tuple[Tensor, ...] = ()
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        found = super().forward(tokens, lengths)
+        last = self.state[0] if self.state and self.state[0].shape == found.shape else torch.zeros_like(found)
+        self.state = (found.detach(),)
+        return found + last
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Warms, r"test_as_it_is.py:\d+: self.calls\[0\] \+= 1\nforward changes"),
+        (Streams, "in a second call on the same samples"),
+    ],
+)
+def test_what_a_call_keeps_for_the_next_is_refused(kind: type[nn.Module], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        hd.distribute(WithLoss(kind(), nn.CrossEntropyLoss()), batch_of(6, 5), optimizer=sgd)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_module_that_cannot_be_copied_is_refused_before_anything_is_measured() -> None:
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 2)))

@@ -53,6 +53,8 @@ def test_a_loop_of_ones_own_is_that_of_plain_pytorch(tmp_path: Path) -> None:
         assert trainer.predicted() is not None
         assert trainer.measured() is not None
         validation = trainer.evaluate(batch_of(5))
+    with pytest.raises(HeterodyneError, match="the trainer is closed"):
+        trainer.step(batches[0])
     optimizer = sgd(plain.parameters())
     for batch, loss in zip(batches, losses, strict=True):
         optimizer.zero_grad()

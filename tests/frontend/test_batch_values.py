@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -243,6 +244,27 @@ def test_rows_of_several_samples_are_refused(name: str) -> None:
     with pytest.raises(CaptureError, match="samples of a batch depend on each other") as caught:
         trace(Net(lambda n, h, last: n.behind(MIXED[name](n, h, last))), BATCH)
     assert "test_batch_values.py:" in str(caught.value)
+
+
+CHOICES: dict[str, tuple[Change, str]] = {
+    "a bound": (lambda n, h, last: h * (2 if h.shape[0] > 20 else 1), "samples <= 20"),
+    "odd or even, by len()": (lambda n, h, last: h * (2 if len(h) % 2 == 0 else 1), "(samples % 2) != 0"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_by_the_number_of_samples_is_refused_with_its_line(name: str) -> None:
+    change, assumed = CHOICES[name]
+    with pytest.raises(CaptureError, match=rf"test_batch_values.py:\d+: .*\n.*traced where {re.escape(assumed)}\."):
+        trace(Net(change), BATCH)
+
+
+def test_what_holds_for_every_number_of_samples_may_be_asked() -> None:
+    def asked(n: Net, h: Tensor, last: Tensor) -> Tensor:
+        assert h.shape[0] == last.shape[0] > 0
+        return h * 2 if h.shape[0] == 1 else h
+
+    trace(Net(asked), BATCH)
 
 
 def test_an_op_that_fails_at_some_size_is_named_with_its_line() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -99,6 +101,63 @@ def test_a_counter_in_python_is_refused_with_its_line_and_a_cache_is_not() -> No
     model = Counts(cached=True)
     capture(model, {"x": torch.zeros(2, 4)})
     assert model.longest == 0
+
+
+class Keeps(nn.Module):
+    """Counts its calls somewhere, and changes its mind after many of them: no check of a few calls sees that."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.where, self.by_name, self.by_place = where, {"calls": 0}, [0]
+        self.logged: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "a dict":
+            self.by_name["calls"] += 1
+        elif self.where == "a list":
+            self.by_place[0] += 1
+        elif self.where == "a late attribute":
+            self.late = getattr(self, "late", 0) + 1
+        else:
+            self.logged.append(float(x.shape[1]))
+        calls = max(self.by_name["calls"], self.by_place[0], getattr(self, "late", 0))
+        return (self.linear(x) * (2 if calls > 100 else 1)).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        ("a dict", r"self.by_name\[\"calls\"\] \+= 1\nforward changes \"by_name\['calls'\]\""),
+        ("a list", r"self.by_place\[0\] \+= 1\nforward changes 'by_place\[0\]'"),
+        ("a late attribute", r"self.late = getattr.*\nforward changes 'late'"),
+    ],
+)
+def test_a_counter_is_refused_wherever_the_model_keeps_it(where: str, line: str) -> None:
+    with pytest.raises(CaptureError, match=rf"test_changes.py:\d+: {line}"):
+        capture(Keeps(where), {"x": torch.zeros(2, 4)})
+    model = Keeps("a list that grows")
+    capture(model, {"x": torch.zeros(2, 4)})
+    assert not model.logged, "a trace runs a copy"
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_python_are_refused_at_the_line_after_them(draw: Callable[[], float]) -> None:
+    class Skips(nn.Module):
+        """A layer is left out once in a while, so seldom that no check sees it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = draw() > 1e-9
+            return (self.linear(x) if kept else x).pow(2).mean()
+
+    with pytest.raises(
+        CaptureError, match=r"test_changes.py:\d+: return \(self.linear(.|\n)*draws random numbers from Python"
+    ):
+        capture(Skips(), {"x": torch.zeros(2, 4)})
 
 
 def test_tensors_that_are_made_in_forward_may_change() -> None:

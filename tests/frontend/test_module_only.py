@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heterodyne.errors import CaptureError, PlanError
+from heterodyne.errors import CaptureError, NoGraphError, PlanError
 from heterodyne.frontend import trace
 
 
@@ -97,7 +97,7 @@ def test_terms_with_denominators_of_their_own_need_the_graph() -> None:
         trace(Terms(Rounded.apply), BATCH)  # type: ignore[arg-type]
 
 
-def test_a_gradient_inside_forward_is_refused_with_its_line() -> None:
+def test_a_gradient_inside_forward_is_in_no_graph_and_leaves_the_module_as_it_is() -> None:
     class Forces(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,5 +109,22 @@ def test_a_gradient_inside_forward_is_refused_with_its_line() -> None:
             (found,) = torch.autograd.grad(energy, x, create_graph=True)
             return (found + forces).pow(2).mean()
 
-    with pytest.raises(CaptureError, match=r"test_module_only.py:\d+: .*autograd.grad.*\n.*takes a gradient"):
+    with pytest.raises(NoGraphError, match=r"test_module_only.py:\d+: .*autograd.grad.*\n.*takes a gradient"):
         trace(Forces(), {"x": torch.zeros(2, 3), "forces": torch.zeros(2, 3)})
+
+
+def test_a_trace_that_fails_inside_of_a_transform_leaves_it() -> None:
+    class Jacobian(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            jacobian = torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(self.linear(row))))
+            return jacobian(x).pow(2).mean()  # type: ignore[no-any-return]
+
+    model, x = Jacobian(), torch.ones(2, 3)
+    with pytest.raises(NoGraphError):
+        trace(model, {"x": x})
+    model(x).backward()
+    assert model.linear.weight.grad is not None

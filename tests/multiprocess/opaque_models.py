@@ -93,6 +93,20 @@ class Normed(nn.Module):
         return torch.cat(rows).pow(2).sum()
 
 
+class Forces(nn.Module):
+    """What it is fitted to are gradients of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.energy(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return (force - 1).pow(2).mean() + energy.pow(2).mean()
+
+
 def labelled(batch: Any) -> Tensor:
     return (batch["labels"] != IGNORED).sum()
 
@@ -103,6 +117,8 @@ def make(name: str, samples: int) -> Made:
     if name == "early":
         early, x = EarlyExit(), torch.randn(samples, WIDTH) * 2
         return early, {"x": x, "y": torch.linspace(-1, 2, samples)}, "samples"
+    if name == "forces":
+        return Forces(), {"x": torch.randn(samples, WIDTH)}, "samples"
     if name == "normed":
         return Normed(), {"x": torch.randn(samples, WIDTH)}, "sum"
     lengths = torch.arange(samples) % 5 + 2

@@ -19,7 +19,7 @@ from heterodyne.plan.lower import lower
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.worker import Worker
-from multiprocess.opaque_models import graph_of, make
+from multiprocess.opaque_models import WIDTH, Forces, graph_of, make
 from multiprocess.pool import Pool, World
 from multiprocess.work import Shares, cluster_of, copied, plan_of
 
@@ -84,12 +84,29 @@ def errors_of(world: World, name: str, shares: Shares) -> tuple[float, list[str]
 
 @pytest.mark.parametrize(
     ("name", "shares"),
-    [("early", ((4,), (1, 2), None)), ("routed", ((1, 1), (3, 2), None)), ("normed", ((3, 1), (1, 1), None))],
+    [
+        ("early", ((4,), (1, 2), None)),
+        ("routed", ((1, 1), (3, 2), None)),
+        ("normed", ((3, 1), (1, 1), None)),
+        ("forces", ((3, 1), (2,), None)),
+    ],
 )
 def test_loss_and_gradients_are_those_of_one_device(pool: Pool, name: str, shares: Shares) -> None:
     for largest, untouched in pool.run(3, errors_of, name, shares):
         assert largest <= BAR
-        assert untouched == (["never.bias", "never.weight"] if name == "early" else []), "as on one device"
+        expected = {"early": ["never.bias", "never.weight"], "forces": []}
+        assert untouched == expected.get(name, []), "as on one device"
+
+
+def test_a_gradient_inside_forward_does_not_go_through_statistics_of_all_devices() -> None:
+    class NormedForces(Forces):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy.insert(1, nn.BatchNorm1d(WIDTH))
+
+    _, batch, given = make("forces", 6)
+    with pytest.raises(CaptureError, match=r"takes a gradient .* and has BatchNorm in training"):
+        graph_of(NormedForces(), batch, given)
 
 
 def trained(world: World, shares: Shares, compiled: bool) -> tuple[list[float], float, float]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs do not declare it
 
 from heterodyne.errors import WorkerError
+from heterodyne.runtime.meeting.distributed import init_distributed
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.rendezvous import open_store
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
@@ -108,3 +112,26 @@ def test_what_slurm_cannot_mean_is_refused() -> None:
         WorkerEnvironment.read(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"})
     with pytest.raises(WorkerError, match=r"SLURM_STEP_TASKS_PER_NODE='2' has 1 nodes, and SLURM_NODEID is 1"):
         WorkerEnvironment.read(SLURM | {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"})
+
+
+def test_each_meeting_of_the_same_processes_has_keys_of_its_own() -> None:
+    """The store of torchrun outlives a trainer, and what the first has left there must not be read by the second."""
+    launcher = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = GIVEN | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port)}
+    environment = WorkerEnvironment.read(given | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert environment is not None
+    first, second = (open_store(environment, timeout_s=10.0) for _ in range(2))
+    first.set("address", "gone")
+    assert first.check(["address"])
+    assert not second.check(["address"])
+
+
+def test_a_process_group_that_is_there_is_told() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        environment = WorkerEnvironment.read(GIVEN)
+        assert environment is not None
+        with pytest.raises(WorkerError, match="close one trainer"), init_distributed(environment, backend="gloo"):
+            pass
+    finally:
+        dist.destroy_process_group()

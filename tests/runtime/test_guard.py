@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from heterodyne.api.stage_cutting import StageCutter
-from heterodyne.errors import DataError, VerifyError
+from heterodyne.errors import DataError, HeterodyneError, VerifyError
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import Loss, ModelGraph
 from heterodyne.loss_count import CountedBy, LossCount
@@ -66,6 +67,28 @@ class Counting(Plain):
     def middle(self, h: Tensor) -> Tensor:
         self.calls = getattr(self, "calls", 0) + 1
         return h * self.calls
+
+
+class Streaming(Plain):
+    """Goes on where it was, if the batch is of the same size: parts of other sizes do not show it."""
+
+    state: tuple[Tensor, ...] = ()
+
+    def middle(self, h: Tensor) -> Tensor:
+        last = self.state[0] if self.state and self.state[0].shape == h.shape else torch.zeros_like(h)
+        self.state = (h.detach(),)
+        return h + 0.1 * last
+
+
+class Renormed(Plain):
+    def middle(self, h: Tensor) -> Tensor:
+        self.second.weight.data = F.normalize(self.second.weight.data)
+        return h
+
+
+class DrawsOutside(Plain):
+    def middle(self, h: Tensor) -> Tensor:
+        return h * 2 if random.random() < 1e-9 else h
 
 
 class _Reversed(torch.autograd.Function):
@@ -286,10 +309,18 @@ def test_another_op_is_found_by_the_cut() -> None:
     assert "loss" in cut.beyond
 
 
-def test_a_counter_in_python_is_found() -> None:
-    """Which is no rounding: a second plain call gives something else too."""
-    (finding,) = compared(Counting)
-    assert not finding.agrees
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Counting, "when it is called a second time on the same samples"),
+        (Streaming, r"keeps something from one call to the next. It sets 'state\[0\]' in forward"),
+        (Renormed, r"puts other values into 'second.weight' in its forward"),
+        (DrawsOutside, "draws random numbers from Python's random"),
+    ],
+)
+def test_what_a_call_keeps_for_the_next_is_refused(kind: type[Plain], said: str) -> None:
+    with pytest.raises(HeterodyneError, match=said):
+        compared(kind)
 
 
 def test_a_part_that_the_model_does_not_take_is_told() -> None:

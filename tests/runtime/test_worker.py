@@ -153,6 +153,11 @@ def test_a_model_that_changed_since_its_capture_is_told() -> None:
     case.module.scale.requires_grad_()
     with pytest.raises(PlanError, match="the capture lacks scale"):
         worker_of(ALONE, case, ((4,),))
+    case.module.scale.requires_grad_(False)
+    worker = worker_of(ALONE, case, ((4,),))
+    case.module.scale.requires_grad_()
+    with pytest.raises(PlanError, match=r"scale: not trained when the trainer was made, and requires_grad now"):
+        worker.step(case.batch)
 
 
 def test_rank_0_must_have_the_weights() -> None:

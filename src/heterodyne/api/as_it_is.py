@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from heterodyne.api.session import Session
 from heterodyne.errors import CaptureError, HeterodyneError, NoGraphError
 from heterodyne.frontend import Captured, Opaque, opaque, read_count
+from heterodyne.frontend.changes import changed_numbers, numbers_of, refuse_counters
 from heterodyne.frontend.faults import user_line
 from heterodyne.frontend.loss_alone import has_loss_outside, output_of_model, trace_loss
 from heterodyne.frontend.opaque import CountGiven
@@ -87,14 +88,20 @@ def capture_as_it_is(
     draft = captured(Seen(random=True, batch_norm=False))
 
     def in_parts(module: nn.Module, batch: Mapping[str, Tensor]) -> Seen:
-        return run_in_parts(
-            module,
-            as_source(batch, draft.graph),
-            graph=draft.graph,
-            loss_count=draft.loss_count,
-            device=session.device,
-            precision=wanted.precision,
-        )
+        def run() -> Seen:
+            return run_in_parts(
+                module,
+                as_source(batch, draft.graph),
+                graph=draft.graph,
+                loss_count=draft.loss_count,
+                device=session.device,
+                precision=wanted.precision,
+            )
+
+        before = numbers_of(module)
+        seen = run()
+        refuse_counters(module, changed_numbers(before, numbers_of(module)), run)
+        return seen
 
     with session.announced("comparing the module on a few samples with itself on parts of them"):
         found = captured(session.agreement.first(lambda: _run(in_parts, session, wanted, example_batch)))

@@ -32,9 +32,9 @@ from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["Verdict", "check_everywhere", "require_module", "strategy_of_module"]
 
-_VERSION = 1
+_VERSION = 2
 _SAMPLES = (5, 3)  # as many as fit
-_RUNS = 3  # in one piece, in parts, cut
+_RUNS = 4  # in one piece, twice, in parts, cut
 _PROBE = 512
 _LEAVE_OUT = "'check_s: 0' in the section parallelism, or distribute(..., check_s=0), leaves this check out."
 

@@ -22,7 +22,7 @@ from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
 from heterodyne.api.preparation import Prepared
 from heterodyne.api.session import Session
 from heterodyne.cluster.profile import Profile
-from heterodyne.errors import CheckpointError
+from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import TrainingSection
 from heterodyne.plan.plan import Plan
@@ -120,8 +120,13 @@ class Distributed:
 
         A step whose loss or gradient is not finite updates nothing; its result has a ``fault``. Raises NumericsError after more than
         five of them in a row; DataError for a batch of another size than the plan's, one in which nothing counts, or batches that differ
-        between ranks.
+        between ranks; HeterodyneError after `close`.
         """
+        if self._closed:
+            raise HeterodyneError(
+                "the trainer is closed: its 'with' is left, or close() was called, and nothing brings the gradients of the ranks together "
+                "any more. Step inside of the 'with', or distribute the model again"
+            )
         with self._calls.named("step()"):
             named = self._format.named(batch)
             several = self._session.world_size > 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import Tensor, fx, nn
 
@@ -12,8 +13,10 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.faults import line_of
 
-__all__ = ["numbers_of", "refuse_changes", "refuse_counters", "refuse_new_buffers"]
+__all__ = ["changed_numbers", "numbers_of", "refuse_changes", "refuse_counters", "refuse_new_buffers"]
 
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_MOST_KEPT = 100
 _WHY = (
     "which the model keeps for the next forward. Each device sees only its own samples, in micro-batches of its own, so the copies would "
     "drift apart. Change it outside of forward, once a step; BatchNorm is the one exception that is known."
@@ -42,13 +45,31 @@ def refuse_new_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 
 
 def numbers_of(model: nn.Module) -> dict[tuple[str, str], object]:
-    """The numbers and words that its modules keep as plain attributes, by the path of the module and the name."""
+    """The numbers and words that its modules keep as attributes, or in lists and dicts there, by the path of the module and the name."""
     return {
         (path, name): value
         for path, module in model.named_modules()
-        for name, value in vars(module).items()
+        for attribute, kept in vars(module).items()
+        if attribute not in _OF_MODULES
+        for name, value in _named(attribute, kept)
         if isinstance(value, int | float | str)
     }
+
+
+def _named(name: str, kept: object) -> Iterable[tuple[str, object]]:
+    """An attribute, or what is in it: ``calls``, ``state['calls']``, ``state[0]``."""
+    if isinstance(kept, dict):
+        return [(f"{name}[{key!r}]", value) for key, value in list(kept.items())[:_MOST_KEPT]]
+    if isinstance(kept, list | deque):
+        return [(f"{name}[{place}]", value) for place, value in enumerate(list(kept)[:_MOST_KEPT])]
+    return [(name, kept)]
+
+
+def changed_numbers(
+    before: Mapping[tuple[str, str], object], after: Mapping[tuple[str, str], object]
+) -> list[tuple[str, str]]:
+    """Those that are new or others (`numbers_of`)."""
+    return [key for key, value in after.items() if key not in before or before[key] != value]
 
 
 def refuse_counters(model: nn.Module, changed: Collection[tuple[str, str]], run: Callable[[], object]) -> None:
@@ -76,7 +97,7 @@ def _line_that_sets(made: type, name: str) -> str:
         filename, (lines, first) = inspect.getsourcefile(made), inspect.getsourcelines(made)
     except (OSError, TypeError):
         return ""
-    sets = re.compile(rf"self\.{re.escape(name)}\s*([-+*/]|//)?=(?!=)")
+    sets = re.compile(rf"\w+\.{re.escape(name.partition('[')[0])}(\[.*\])?\s*([-+*/]|//)?=(?!=)")
     places = [number for number, text in enumerate(lines) if sets.search(text)]
     return f"{filename}:{first + places[-1]}: {lines[places[-1]].strip()}" if places else ""
 

@@ -25,11 +25,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from heterodyne.annotate import capturing
 from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.annotations import Annotations, read_annotations
-from heterodyne.frontend.changes import numbers_of, refuse_changes, refuse_counters, refuse_new_buffers
+from heterodyne.frontend.changes import (
+    changed_numbers,
+    numbers_of,
+    refuse_changes,
+    refuse_counters,
+    refuse_new_buffers,
+)
 from heterodyne.frontend.example import Example, trace_sizes
 from heterodyne.frontend.faults import explain, line_of, refuse_unknown_sizes
-from heterodyne.frontend.fixed_sizes import SizeWatch
+from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_choices_by_size
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
+from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.graph import ModuleOnly
 from heterodyne.model_output import loss_of
@@ -108,9 +115,12 @@ class _LossOnly(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return self.loss(batch)
         numbers = numbers_of(self.model)
-        with self._watch, self._sizes:
+        draws = PythonDraws()
+        draws.begin()
+        with self._watch, self._sizes, draws:
             loss = self.loss(batch)
-        self._changed.update(key for key, value in numbers_of(self.model).items() if numbers.get(key, value) != value)
+        draws.refuse()
+        self._changed.update(changed_numbers(numbers, numbers_of(self.model)))
         self._watch.look_at(loss)
         refuse_new_buffers(before, dict(self.model.named_buffers()))
         return loss
@@ -150,7 +160,8 @@ def _refuse_counters(
     wrapped: _LossOnly, changed: Collection[tuple[str, str]], example: Example, mode: FakeTensorMode, size: int
 ) -> None:
     def run() -> None:
-        with mode, torch.no_grad(), capturing(), quiet():
+        # Not every op runs outside of a trace without data; what was counted until there still shows.
+        with contextlib.suppress(RuntimeError), mode, torch.no_grad(), capturing(), quiet():
             wrapped.loss(example.fake(mode, size))
 
     refuse_counters(wrapped.model, changed, run)
@@ -158,8 +169,22 @@ def _refuse_counters(
 
 def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: int, strict: bool) -> ExportedProgram:
     dims = tuple({0: Dim.DYNAMIC} if follows else {} for follows in example.follows)
-    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), capturing(), quiet():
+    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), capturing(), quiet(), _no_transform_left():
         return torch.export.export(wrapped, (example.fake(mode, size),), dynamic_shapes=(dims,), strict=strict)
+
+
+@contextlib.contextmanager
+def _no_transform_left() -> Iterator[None]:
+    """A trace that fails inside of a transform of torch.func stays in it, and nothing has gradients there any more: leave it."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    allowed = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+    try:
+        yield
+    except Exception:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if allowed:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        raise
 
 
 @contextlib.contextmanager
@@ -189,6 +214,7 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
     _drop_bookkeeping(graph)
     _refuse_functions(graph)
     refuse_unknown_sizes(graph)
+    refuse_choices_by_size(graph, example.batch)
     refuse_changes(graph, {node: role.name for node, role in roles.items() if role.kind != "input"}, model)
     (results,) = graph.output_node().args
     if not isinstance(results, tuple) or not isinstance(results[0], fx.Node):

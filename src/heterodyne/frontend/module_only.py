@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 
-from heterodyne.errors import CaptureError
+from heterodyne.errors import NoGraphError
 from heterodyne.frontend.faults import line_now
 from heterodyne.graph import ModuleOnly
 
@@ -38,12 +38,11 @@ class BackwardWatch(TorchFunctionMode):
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
             self._note(f"forward calls Tensor.{name}", line_now())
         elif name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
-            place = f"{line}\n" if (line := line_now()) else ""
-            raise CaptureError(
-                f"{place}forward takes a gradient (torch.autograd.grad), and no graph of a forward holds what a backward computes. "
-                "Write the derivative out in forward, or let the network return what was differentiated here (forces as an output of "
-                "their own)."
+            line, what = (
+                line_now(),
+                "forward takes a gradient (torch.autograd.grad), and no graph of a forward holds a backward",
             )
+            raise NoGraphError("\n".join(filter(None, [line, f"{what}."])), reason=f"{line} ({what})" if line else what)
         return func(*args, **(kwargs or {}))
 
     def look_at(self, loss: Tensor) -> None:

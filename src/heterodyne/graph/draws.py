@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from heterodyne.errors import CaptureError
@@ -14,6 +15,11 @@ _COVERED: Final = frozenset({
     "dropout", "feature_dropout", "alpha_dropout", "scaled_dot_product_attention", "rand", "rand_like", "randn", "randn_like",
     "bernoulli", "uniform", "normal", "exponential",
 })  # fmt: skip
+# What to write for those that are met most: time steps of diffusion, samples of a categorical distribution.
+_INSTEAD: Final[Mapping[str, str]] = {
+    "randint": ", as (torch.rand(x.shape[0]) * high).long() for torch.randint(high, (x.shape[0],))",
+    "multinomial": ", as (p.log() - torch.empty_like(p).exponential_().log()).argmax(-1) for one torch.multinomial(p, 1) a row",
+}
 _DROPS: Final = frozenset({"dropout", "feature_dropout", "alpha_dropout", "scaled_dot_product_attention"})
 
 
@@ -38,7 +44,7 @@ def _fault(op: Op) -> str:
     if kind not in _COVERED:
         return (
             "draws random numbers that cannot be made to belong to the samples, and would depend on the plan. "
-            "Draw with torch.rand, randn, bernoulli or dropout, or switch it off"
+            f"Draw with torch.rand, randn, bernoulli or dropout{_INSTEAD.get(kind, '')}, or switch it off"
         )
     if all(size.is_constant for size in shape):
         return (

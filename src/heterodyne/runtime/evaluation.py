@@ -28,11 +28,13 @@ def evaluate(
     rank: int,
     parts: Parts,
     loss_count: LossCount,
+    gradients: bool,
     control: Channel,
 ) -> tuple[float, float]:
     """The loss of the whole batch, and what it counts, on every rank. Collective over ``control``.
 
-    Each pipeline takes its parts through its stages one after the other.
+    Each pipeline takes its parts through its stages one after the other. ``gradients``: a forward may ask for one
+    (torch.autograd.grad), so autograd is on.
     """
     stages, transfers = parts.stages, parts.transfers
     place = placement.places[rank]
@@ -47,7 +49,7 @@ def evaluate(
         if transfers is not None:
             transfers.begin([_sends(other, len(sizes)) for other in placement.places], sizes)
         stages.begin()
-        with eval_mode(module), stages.evaluating(), torch.no_grad():
+        with eval_mode(module), stages.evaluating(), torch.set_grad_enabled(gradients):
             for index in range(len(sizes)):
                 for stage in place.stages:
                     start, samples = place.spans_of(first, sizes, stage)[index]

@@ -38,7 +38,7 @@ from heterodyne.runtime.weights.optimizer import (
     optimizer_of,
 )
 from heterodyne.runtime.weights.ownership import Ownership
-from heterodyne.runtime.weights.trainable import trainable_parameters
+from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters
 from heterodyne.runtime.weights.worker_state import WorkerState
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
@@ -141,6 +141,7 @@ class Worker:
         self._buffers = dict(module.named_buffers())
         self._statistics = {n: b for n, b in self._buffers.items() if graph.batch_statistics and not b.is_meta}
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
+        self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.optimizer = self._make_optimizer(optimizer)
         buckets = bucket_channels(plan, graph, cluster, communicator)
         self._gradients = GradientBuckets(
@@ -254,6 +255,7 @@ class Worker:
             rank=self.rank,
             parts=self._parts(source),
             loss_count=self._loss_count,
+            gradients=self.graph.opaque is not None,
             control=self._communicator.control,
         )
 
@@ -329,6 +331,7 @@ class Worker:
                 f"the batch has {source.size} samples, the plan was made for {self.plan.global_batch_size}: "
                 "pass global batches of that size (a DataLoader leaves out a shorter last one with drop_last=True), or plan again"
             )
+        require_none_unfrozen(self.module, self._trained)
         place = self._place
         slices, own = part_statistics(self._loss_count, source, place.spans() if place.last else (), self._buffers)
         # Where the devices of the last stage lie in parts, all of them count the same samples.

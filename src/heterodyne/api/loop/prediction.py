@@ -80,7 +80,8 @@ class Predictor:
         for first, count in spans:
             inputs = {name: tensor.to(device) for name, tensor in source.samples(first, count).items()}
             with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
+                # A model without a graph may take a gradient in forward (torch.autograd.grad), which needs autograd.
+                stack.enter_context(torch.set_grad_enabled(worker.graph.opaque is not None))
                 stack.enter_context(eval_mode(worker.module))
                 bf16 = worker.plan.precision == "bf16"
                 stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=bf16))
@@ -155,8 +156,10 @@ def _outputs(module: nn.Module, inputs: Mapping[str, Tensor], weights: Mapping[s
     if isinstance(module, ModelWithLoss):
         model, (args, kwargs) = module.model, module.arguments(inputs)
     if weights is None:
-        return model(*args, **kwargs)
-    return functional_call(model, Names(module).own_model(weights), args, kwargs)
+        outputs = model(*args, **kwargs)
+    else:
+        outputs = functional_call(model, Names(module).own_model(weights), args, kwargs)
+    return pytree.tree_map_only(Tensor, Tensor.detach, outputs) if torch.is_grad_enabled() else outputs
 
 
 class _Some:

@@ -35,7 +35,7 @@ from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import Forward, Precision
 from heterodyne.runtime.weights.trainable import trainable_parameters
 
-__all__ = ["Seen", "run_in_parts"]
+__all__ = ["Seen", "nothing_from_python", "run_in_parts"]
 
 _MOST_SAMPLES = 8
 # How far rounding alone may go: on accelerators the size of a batch decides which kernel runs, and in what precision.
@@ -76,6 +76,7 @@ def run_in_parts(
         )
     run = _Run(module, source, graph=graph, loss_count=loss_count, device=device, precision=precision)
     whole = run.on([samples])
+    run.require_same_again(whole, run.on([samples]))
     for sizes in _partitions(samples):
         run.require_equal(whole, run.on(sizes), sizes)
     return run.seen()
@@ -146,13 +147,27 @@ class _Run:
     def _backward(self, part: Mapping[str, Tensor], samples: range, weight: float) -> float:
         draws = self._forward.draws(0, samples)
         norms = _FixedBatchNorm()
-        with self._unchanged_buffers(), _nothing_from_python(), self._watch, norms, run_eager():
+        with self._unchanged(), nothing_from_python(), self._watch, norms, run_eager():
             loss = self._forward.loss(part, draws)
             self._calls.append(tuple(norms.calls))
+            if norms.calls and norms.took_gradient:
+                raise CaptureError(
+                    "forward takes a gradient (torch.autograd.grad) and has BatchNorm in training: through the statistics of the whole "
+                    "batch that gradient reads the samples of all devices, which would have to meet in the middle of it. Put BatchNorm in "
+                    "eval mode, or take LayerNorm or GroupNorm"
+                )
             if len(set(self._calls)) > 1:
                 raise _sometimes_normed()
             self._forward.backward(loss, weight, draws)
         return loss.item()
+
+    def require_same_again(self, whole: _Result, again: _Result) -> None:
+        if not compare(again.loss, again.gradients, whole.loss, whole.gradients).largest <= self._bar:
+            raise CaptureError(
+                f"the loss of {self._graph.name} is {again.loss:.7g} in a second call on the same samples, and was {whole.loss:.7g} in the "
+                "first: it keeps something from one call to the next. Each device calls it for its own parts of a batch, so the copies "
+                "would drift apart. Pass what the next call needs as an input of the batch, or change it outside of forward, once a step"
+            )
 
     def require_equal(self, whole: _Result, parts: _Result, sizes: Sequence[int]) -> None:
         found = compare(parts.loss, parts.gradients, whole.loss, whole.gradients)
@@ -175,12 +190,13 @@ class _Run:
         )
 
     @contextmanager
-    def _unchanged_buffers(self) -> Iterator[None]:
-        """Raises CaptureError if a buffer is another one after."""
+    def _unchanged(self) -> Iterator[None]:
+        """Raises CaptureError if a buffer or a parameter is another one after."""
         norms = {id(b) for m in self._all() if isinstance(m, nn.modules.batchnorm._BatchNorm) for b in m.buffers()}
-        before = [(name, b, b.detach().clone()) for name, b in self._module.named_buffers() if id(b) not in norms]
+        kept = [*self._module.named_buffers(), *self._module.named_parameters()]
+        before = [(name, tensor, tensor.detach().clone()) for name, tensor in kept if id(tensor) not in norms]
         yield
-        now = dict(self._module.named_buffers())
+        now = dict([*self._module.named_buffers(), *self._module.named_parameters()])
         for name, buffer, value in before:
             if now.get(name) is not buffer or not torch.equal(buffer, value):
                 raise CaptureError(
@@ -199,12 +215,17 @@ def _partitions(samples: int) -> list[list[int]]:
 
 class _FixedBatchNorm(Interception):
     """While active, BatchNorm in training normalises with mean 0 and variance 1, so that samples do not see each other in it; the
-    runtime serves it (`exact.batch_norm`). ``calls``: what was called.
+    runtime serves it (`exact.batch_norm`). ``calls``: what was called; ``took_gradient``: torch.autograd.grad was, too.
     """
 
     def __init__(self) -> None:
-        super().__init__(batch_norms(self._batch_norm))
+        super().__init__({**batch_norms(self._batch_norm), torch.autograd.grad: self._gradient})
         self.calls: list[object] = []
+        self.took_gradient = False
+
+    def _gradient(self, *args: Any, **options: Any) -> Any:
+        self.took_gradient = True
+        return torch.autograd.grad(*args, **options)
 
     def _batch_norm(
         self,
@@ -259,7 +280,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _nothing_from_python() -> Iterator[None]:
+def nothing_from_python() -> Iterator[None]:
     """Raises CaptureError if random numbers were drawn inside that are not torch's."""
     before = random.getstate(), _numpy_state()
     yield

@@ -62,6 +62,12 @@ def init_distributed(
     Raises:
         WorkerError: a rank came twice or never, or a peer died or hangs.
     """
+    if dist.is_initialized():
+        raise WorkerError(
+            "torch's default process group is in use in this process: by another trainer that is still open, or by a call of "
+            "torch.distributed.init_process_group. Heterodyne makes it: leave that call out, and close one trainer (or leave its 'with') "
+            "before the next one is made"
+        )
     keeps_store = not environment.store_is_hosted
     limits = limits or WatchLimits()
     store = open_store(environment, timeout_s=timeout_s)

@@ -6,6 +6,7 @@ rank that nobody claims, are told with names instead of a hanging start.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -54,7 +55,10 @@ def open_store(environment: WorkerEnvironment, *, timeout_s: float) -> Store:
             f"{str(error).splitlines()[0]}; is another program at that port? Set another MASTER_PORT",
             rank=environment.rank,
         ) from error
-    return PrefixStore(f"heterodyne/{environment.attempt}", store)
+    ours = PrefixStore(f"heterodyne/{environment.attempt}", store)
+    # torchrun's store outlives a trainer: the next one of these processes must not read what this one has left there.
+    times = ours.add(f"times/{environment.rank}/{socket.gethostname()}/{os.getpid()}", 1)
+    return PrefixStore(str(times), ours)
 
 
 def _connect(environment: WorkerEnvironment, *, keeps_it: bool, timeout_s: float) -> TCPStore:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 
-__all__ = ["trainable_parameters"]
+__all__ = ["require_none_unfrozen", "trainable_parameters"]
 
 
 def trainable_parameters(module: nn.Module, graph: ModelGraph) -> dict[str, nn.Parameter]:
@@ -29,3 +31,14 @@ def trainable_parameters(module: nn.Module, graph: ModelGraph) -> dict[str, nn.P
         )
     name_of = {id(by_name[name]): name for name in trained}
     return {name_of[id(p)]: p for p in module.parameters() if id(p) in name_of}
+
+
+def require_none_unfrozen(module: nn.Module, trained: Collection[str]) -> None:
+    """Raises PlanError if a parameter is trained now that was frozen, or not there, when buckets and optimizer were made (``trained``)."""
+    late = [name for name, p in module.named_parameters() if p.requires_grad and name not in trained]
+    if late:
+        raise PlanError(
+            f"{', '.join(late[:5])}: not trained when the trainer was made, and requires_grad now. No gradient would reach "
+            f"{'it' if len(late) == 1 else 'them'}: plan, gradient buckets and optimizer are made for what is trained at first. "
+            "Close the trainer, set requires_grad, and distribute the model again"
+        )
