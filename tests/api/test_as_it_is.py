@@ -79,7 +79,7 @@ def test_a_loss_outside_tells_what_it_divides_by_though_the_model_has_no_graph(
         assert trainer.graph.opaque
     told = capfd.readouterr().err
     assert "test_as_it_is.py:31: rows.append(self.head(self.more(h) if length > 3 else h))" in told
-    assert "was compared with itself in parts on the first batch alone" in told
+    assert "was compared with itself in parts on the first batch, and" in told
     optimizer = sgd(plain.parameters())
     for batch, result in zip(batches, results, strict=True):
         optimizer.zero_grad()
@@ -199,3 +199,26 @@ def test_a_compiled_model_is_captured_and_named_as_the_one_inside_and_runs_compi
             assert ran
     with pytest.raises(CaptureError, match="by its graph it is a mean: leave it out"):
         hd.distribute(model, batch, loss_count="sum")
+
+
+class Longest(Chooses):
+    """Adds, to every sample, something of the longest one: as outputs that are padded to it do."""
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        return super().forward(tokens, lengths) + 0.01 * int(lengths.max())
+
+
+def test_a_choice_for_a_whole_batch_that_the_first_one_does_not_show_is_refused_at_one_that_does() -> None:
+    even = batch_of(6, 1) | {"lengths": torch.full((6,), 1)}
+    loss_fn = nn.MultiMarginLoss(reduction="sum")
+    with hd.distribute(
+        WithLoss(Longest(), lambda out, labels: loss_fn(out.cumsum(1), labels.clamp(min=0))),
+        even,
+        optimizer=sgd,
+        micro_batch_sizes=(2,),
+        measure_s=0.05,
+        loss_count="sum",
+    ) as trainer:
+        trainer.step(even)
+        with pytest.raises(CaptureError, match=r"the batch of step 2 do not add up .* the length of the longest"):
+            trainer.step(batch_of(6, 5))

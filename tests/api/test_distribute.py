@@ -53,6 +53,8 @@ def test_a_loop_of_ones_own_is_that_of_plain_pytorch(tmp_path: Path) -> None:
         assert trainer.predicted() is not None
         assert trainer.measured() is not None
         validation = trainer.evaluate(batch_of(5))
+        with pytest.raises(DataError, match=r"is float64, that of the example was float32: convert it"):
+            trainer.step({n: v.double() if v.is_floating_point() else v for n, v in batches[0].items()})
     with pytest.raises(HeterodyneError, match="the trainer is closed"):
         trainer.step(batches[0])
     optimizer = sgd(plain.parameters())
@@ -78,3 +80,14 @@ def test_a_plan_that_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(PlanError, match="plan version None"):
         hd.distribute(Scaled(), batch_of(4), plan=tmp_path / "plan.json")
+
+
+def test_batch_norm_over_samples_alone_is_measured_with_two() -> None:
+    """Of one sample it has no statistics, and micro-batches of one are among those that are measured if nothing is said."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    plain, batch = copy.deepcopy(model), (torch.randn(6, 4), torch.randn(6, 1))
+    with hd.distribute(model, batch, loss=nn.MSELoss(), optimizer=sgd, measure_s=0.05, rehearsal_s=0) as trainer:
+        assert trainer.step(batch).loss == pytest.approx(
+            nn.functional.mse_loss(plain(batch[0]), batch[1]).item(), rel=1e-5
+        )

@@ -41,6 +41,17 @@ MODEL = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 2))
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+class Noisy(torch.optim.SGD):
+    """SGD with Langevin's noise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
 def matrices(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.1)
 
@@ -139,3 +150,9 @@ def test_one_that_moves_nothing_when_it_is_tried_needs_all() -> None:
         lambda ps: torch.optim.SGD(ps[:0] or [{"params": []}], lr=0.1), dict(MODEL.named_parameters())
     )
     assert (reach, name) == ("model", "SGD (tried on small weights it moves none of them)")
+
+
+def test_a_step_that_draws_random_numbers_is_refused() -> None:
+    """Each replica of a weight would get other noise."""
+    with pytest.raises(HeterodyneError, match="the step of Noisy draws random numbers"):
+        reach_of(Noisy, dict(MODEL.named_parameters()))

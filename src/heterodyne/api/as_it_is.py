@@ -106,8 +106,9 @@ def capture_as_it_is(
     with session.announced("comparing the module on a few samples with itself on parts of them"):
         found = captured(session.agreement.first(lambda: _run(in_parts, session, wanted, example_batch)))
     session.say(
-        f"{name} was compared with itself in parts on the first batch alone. A choice that it makes for a whole batch, and that turns out "
-        "otherwise in another one, is not seen: 'heterodyne verify' compares steps of a job"
+        f"{name} was compared with itself in parts on the first batch, and its loss will be on some samples of a few later ones. A choice "
+        "that it makes for a whole batch, and that turns out otherwise only in others, is not seen: 'heterodyne verify' compares steps of "
+        "a job"
     )
     return found
 

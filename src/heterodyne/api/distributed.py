@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from heterodyne.api.loop.batches import BatchFormat, BatchLike
+from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_dtypes
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
 from heterodyne.api.loop.names import Names
@@ -115,6 +115,12 @@ class Distributed:
         """Also those before a checkpoint that was loaded."""
         return self._worker.steps_done
 
+    def _named(self, batch: BatchLike) -> Mapping[str, Tensor] | BatchSource:
+        named = self._format.named(batch)
+        if not isinstance(named, BatchSource):
+            require_dtypes(named, self.graph)
+        return named
+
     def step(self, batch: BatchLike) -> StepResult:
         """One optimizer step on a global batch, the same on every rank; each works on its share of it.
 
@@ -128,7 +134,7 @@ class Distributed:
                 "any more. Step inside of the 'with', or distribute the model again"
             )
         with self._calls.named("step()"):
-            named = self._format.named(batch)
+            named = self._named(batch)
             several = self._session.world_size > 1
             if several and is_looked_at(self.steps_done):
                 digests = self._session.communicator.all_gather_object(digest(named))
@@ -143,7 +149,7 @@ class Distributed:
     def evaluate(self, batch: BatchLike) -> float:
         """The loss of a batch of any size in eval mode, without training on it."""
         with self._calls.named("evaluate()"):
-            return self._worker.evaluate(self._format.named(batch))
+            return self._worker.evaluate(self._named(batch))
 
     def validate(self, batches: Iterable[BatchLike], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """``loss`` and each metric over all samples of the batches, which may have any sizes; the same on every rank.

@@ -258,11 +258,15 @@ def prepare(
 
 
 def _with_sizes_for(graph: ModelGraph, settings: Settings) -> Settings:
-    """Where a replica takes all its samples in one micro-batch, any share is a size of one."""
-    if graph.loss.reduction != "coupled":
+    """Where a replica takes all its samples in one micro-batch, any share is a size of one; where BatchNorm sees one value a sample, one
+    sample has no statistics."""
+    given, largest = settings.parallelism.micro_batch_sizes, settings.global_batch_size
+    if graph.loss.reduction == "coupled":
+        sizes = sorted({*(1 << power for power in range(largest.bit_length())), largest})
+    elif any(op.name in graph.batch_statistics and len(op.outputs[0].shape) == 2 for op in graph.ops):
+        sizes = [size for size in given if size > 1] or [2]
+    else:
         return settings
-    largest = settings.global_batch_size
-    sizes = sorted({*(1 << power for power in range(largest.bit_length())), largest})
     return replace(settings, parallelism=settings.parallelism.model_copy(update={"micro_batch_sizes": tuple(sizes)}))
 
 

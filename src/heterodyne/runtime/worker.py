@@ -19,11 +19,13 @@ from heterodyne.plan.boxes import inside
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.runtime.evaluation import evaluate
+from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.exact.weighting import Weights, part_statistics
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source
 from heterodyne.runtime.stages.assembly import Assembly, Parts, StagePrograms, bucket_channels, completed_gradients
 from heterodyne.runtime.weights.clipping import Clipping
@@ -163,6 +165,11 @@ class Worker:
             communicator=communicator,
             leader=self.placement.leader if drifts else None,
         )
+        self._later = (
+            None
+            if graph.opaque is None
+            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=plan.precision)
+        )
         self._assembly = Assembly(
             module,
             graph=graph,
@@ -198,6 +205,8 @@ class Worker:
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
         work = self._work(batch, number)
+        if self._later is not None and is_looked_at(number):
+            self._later.require(work.source, self._place.spans(), number)
         before = {name: buffer.clone() for name, buffer in self._statistics.items()}
         loss = self._executor.run(work)
         fault = self._fault(work, loss, before) if work.skipped else None

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from heterodyne.errors import DataError
 from heterodyne.frontend.example import positional_names
+from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["TARGET", "BatchFormat", "BatchLike", "batch_format"]
+__all__ = ["TARGET", "BatchFormat", "BatchLike", "batch_format", "require_dtypes"]
 
 BatchLike: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | BatchSource
 TARGET = "target"
@@ -76,6 +77,18 @@ def batch_format(model: nn.Module, example: BatchLike, *, has_loss: bool) -> Bat
     names = positional_names(model, count - 1)
     target = TARGET if TARGET not in names else f"{TARGET} of the loss"
     return BatchFormat(names=(*names, target), target=target)
+
+
+def require_dtypes(tensors: Mapping[str, Tensor], graph: ModelGraph) -> None:
+    """Raises DataError for an entry of another dtype than that of the example."""
+    known = {entry.name: entry.spec.dtype for entry in graph.inputs}
+    for name, tensor in tensors.items():
+        found = str(tensor.dtype).removeprefix("torch.")
+        if found != known.get(name, found):
+            raise DataError(
+                f"the entry {name} of the batch is {found}, that of the example was {known[name]}: convert it, "
+                f"{name}.to(torch.{known[name]})"
+            )
 
 
 def _tensors(batch: object) -> Mapping[str, Tensor] | tuple[Tensor, ...]:

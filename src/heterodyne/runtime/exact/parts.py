@@ -35,12 +35,17 @@ from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import Forward, Precision
 from heterodyne.runtime.weights.trainable import trainable_parameters
 
-__all__ = ["Seen", "nothing_from_python", "run_in_parts"]
+__all__ = ["MOST_SAMPLES", "Seen", "nothing_from_python", "rounding_bar", "run_in_parts"]
 
-_MOST_SAMPLES = 8
+MOST_SAMPLES = 8
 # How far rounding alone may go: on accelerators the size of a batch decides which kernel runs, and in what precision.
 _BARS = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 3e-2}
 _BARS_ELSEWHERE = {"fp32": 2e-3, "bf16": 3e-2}
+
+
+def rounding_bar(device: torch.device, precision: Precision) -> float:
+    """The relative difference up to which two orders of the same additions may differ."""
+    return _BARS.get((device.type, precision), _BARS_ELSEWHERE[precision])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,7 @@ def run_in_parts(
     Raises CaptureError if the parts do not add up, with both losses; if forward changes a buffer (but those of BatchNorm), draws random
     numbers that cannot belong to the samples, or reaches BatchNorm in some parts only; and if the module fails.
     """
-    samples = min(source.size, _MOST_SAMPLES)
+    samples = min(source.size, MOST_SAMPLES)
     if samples < 2:
         raise CaptureError(
             "the example batch has one sample, and shows nothing about the parts of a batch: take two or more"
@@ -108,7 +113,7 @@ class _Run:
         self._count = loss_count
         self._parameters = trainable_parameters(module, graph)
         self._forward = Forward(module, graph, device=device, precision=precision, seed=0)
-        self._bar = _BARS.get((device.type, precision), _BARS_ELSEWHERE[precision])
+        self._bar = rounding_bar(device, precision)
         self._watch = _RandomOps()
         self._calls: list[tuple[object, ...]] = []
         _require_no_sync_batch_norm(module)

@@ -41,7 +41,9 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
     (``layers.#.weight``), and stepped three times with random gradients: all together, each half of them by itself, and as the
     shards of two ranks along each dim. One that cannot be tried is taken to need the whole model.
 
-    Raises HeterodyneError for an optimizer that steps with a closure.
+    Couplings that only show in larger weights (a block of 8 x 8, a norm beyond the scales that are tried) are not seen.
+
+    Raises HeterodyneError for an optimizer that steps with a closure or draws random numbers.
     """
     whole = _small(parameters)
     with torch.random.fork_rng([]):
@@ -51,6 +53,12 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
             together, name = _stepped(factory, whole, gradients, lambda _, w: w)
         except _NotTriedError as error:
             return "model", str(error)
+        # The generators of torch are further on now.
+        if not _equal(whole, together, _stepped(factory, whole, gradients, lambda _, w: w)[0]):
+            raise HeterodyneError(
+                f"the step of {name} draws random numbers, so replicas of a weight would drift apart: add the noise to the loss or "
+                "to the data, or take an optimizer without it"
+            )
         if all(torch.equal(weight, together[n]) for n, weight in whole.items()):
             return "model", f"{name} (tried on small weights it moves none of them)"
         for part in _halves(list(whole)):

@@ -1,0 +1,74 @@
+"""Do the parts of later batches add up, too? Asked of modules that run as they are, now and then.
+
+`exact.parts` has asked it of the first batch. A module may still choose in Python once for all samples of a batch, by what is in them:
+``pad_packed_sequence`` gives outputs as long as the longest sample, and if the first batch had samples of one length, that choice did
+not show. No graph says so beforehand; a later batch shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.errors import CaptureError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.loss_count import LossCount
+from heterodyne.runtime.exact.parts import MOST_SAMPLES, rounding_bar
+from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
+from heterodyne.runtime.slices import BatchSource, as_source
+from heterodyne.runtime.stages.forward import Forward, Precision
+
+__all__ = ["LaterBatches"]
+
+
+class LaterBatches:
+    """Compares the loss of some samples with those of parts of them. Nothing is trained by it.
+
+    BatchNorm in training would count these calls in its statistics, so modules with it are not asked.
+    """
+
+    def __init__(
+        self, module: nn.Module, graph: ModelGraph, count: LossCount, *, device: torch.device, precision: Precision
+    ) -> None:
+        self._graph = graph
+        self._count = count
+        self._buffers = dict(module.named_buffers())
+        self._forward = Forward(module, graph, device=device, precision=precision, seed=0)
+        self._bar = rounding_bar(device, precision)
+
+    def require(self, source: BatchSource, own: Sequence[tuple[int, int]], step: int) -> None:
+        """Look at samples that this rank trains on, those of its micro-batches ``(first, count)``. Raises CaptureError if their parts do
+        not add up.
+        """
+        samples = min(sum(count for _, count in own), MOST_SAMPLES)
+        if samples < 2 or self._graph.batch_statistics:
+            return
+        tensors = source.samples(own[0][0], samples)
+        whole, parts = (self._loss(tensors, sizes) for sizes in ([samples], [1, samples - 1]))
+        if whole is None or parts is None or abs(parts - whole) <= self._bar * max(abs(whole), self._bar):
+            return
+        raise CaptureError(
+            f"the parts of the batch of step {step + 1} do not add up to the whole: the loss of {samples} of its samples is {whole:.7g}, "
+            f"and {parts:.7g} in parts of 1 and {samples - 1}. Those of the first batch did. {self._graph.name} chooses something once for "
+            "all samples of a batch, by what is in them, such as the length of the longest: pass it as an input, or let each sample go "
+            "its own way (pad_packed_sequence has total_length)"
+        )
+
+    def _loss(self, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> float | None:
+        """The weighted sum over parts of these sizes; None where nothing in them counts."""
+        source = as_source(tensors, self._graph)
+        spans = list(pairwise(accumulate(sizes, initial=0)))
+        parts = [source.samples(first, last - first) for first, last in spans]
+        own = [self._count.statistics(part, size, self._buffers) for part, size in zip(parts, sizes, strict=True)]
+        batch = torch.stack(own).sum(0)
+        if not self._count.is_defined(batch):
+            return None
+        weights = [self._count.weight(each, batch) for each in own]
+        losses = [
+            self._forward.loss(part, self._forward.draws(0, range(*span))).item()
+            for span, part in zip(spans, parts, strict=True)
+        ]
+        return known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64))
