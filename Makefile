@@ -24,7 +24,7 @@ train: setup
 # whatever the shell says: dozens of processes load the same package.
 ALONE := tests/measure tests/emulate tests/gpu tests/multiprocess/test_emulate.py tests/multiprocess/test_failures.py \
 	tests/multiprocess/test_measure.py
-BESIDE := --numprocesses $(shell expr 3 \* $$(getconf _NPROCESSORS_ONLN) / 2) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+BESIDE := --numprocesses $(shell expr 3 \* $$(getconf _NPROCESSORS_ONLN) / 2) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 test fuzz: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	@status=0; \

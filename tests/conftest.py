@@ -10,13 +10,16 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 FUZZ = "fuzz"
+IN_WORKERS = "tests/multiprocess/"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
 
@@ -30,16 +33,26 @@ settings.load_profile("heterodyne")
 providers._get_local_constants = providers.Constants
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several processes (``--dist loadgroup``) tests of a group run in one, so that what they capture is captured once.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a group run in one process, so that what they capture is captured once.
 
-    A group is a file; of the tests in worker processes, those of one model (the parameter ``name``) in all files.
+    A group is a file; of the tests in worker processes, those of one model in all files: models are parameters, and stand in the names of
+    tests. (The marks of ``--dist loadgroup`` are not seen by pytest-xdist 3.8 under pytest 9.2.)
     """
-    for item in items:
-        model = getattr(item, "callspec", None) and item.callspec.params.get("name")
-        in_pool = isinstance(model, str) and "pool" in item.fixturenames
-        item.add_marker(pytest.mark.xdist_group(model if in_pool else str(item.path)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    from multiprocess.models import makers
+
+    models = set(makers())
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            named = models.intersection(re.split(r"[-\[\]]", nodeid)) if file.startswith(IN_WORKERS) else ()
+            return min(named, default=file)
+
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)
