@@ -48,6 +48,7 @@ def named_function(named: str, *, base: Path, key: str) -> Callable[..., Any]:
     place, separator, name = named.rpartition(":")
     if not separator or not place or not name:
         raise JobError(f"{key} {named!r}: write package.module:function or path/to/file.py:function")
+    _make_importable((base / place).parent if place.endswith(".py") else base)
     module = _load_file(base / place, key) if place.endswith(".py") else _load_module(place, key)
     function = getattr(module, name, None)
     if not callable(function):
@@ -65,6 +66,12 @@ def told(error: BaseException) -> str:
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_FOREIGN))
     ]
     return f"{text}\n  {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else text
+
+
+def _make_importable(folder: Path) -> None:
+    """Modules beside the user's own can be imported. Last: a file ``yaml.py`` there must not stand in for the library."""
+    if (path := str(folder.resolve())) not in sys.path:
+        sys.path.append(path)
 
 
 def _load_module(name: str, key: str) -> ModuleType:

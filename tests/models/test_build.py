@@ -168,3 +168,13 @@ def test_without_transformers_the_remedy_is_named(base: Path, monkeypatch: pytes
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(JobError, match=r"pip install 'heterodyne\[huggingface\]'"):
         build(ModelSection(huggingface=LLAMA), base=base)
+
+
+def test_what_lies_beside_a_file_can_be_imported_but_is_no_library(tmp_path: Path) -> None:
+    (tmp_path / "colorsys.py").write_text("raise AssertionError('taken for the library')\n")
+    (tmp_path / "beside_the_model.py").write_text("WIDTH = 3\n")
+    (tmp_path / "model.py").write_text(
+        "import colorsys\nimport beside_the_model\nfrom torch import nn\n"
+        "def make(): return nn.Linear(beside_the_model.WIDTH, 1)\n"
+    )
+    assert build(ModelSection(factory="model.py:make"), base=tmp_path).in_features == 3

@@ -16,9 +16,15 @@ import psutil
 
 from multiprocess.crowd import launched
 
-__all__ = ["MODEL", "Place", "make_place"]
+__all__ = ["HETERODYNE", "MODEL", "Place", "make_place"]
 
 PATIENCE_S = 120.0
+HETERODYNE = (
+    sys.executable,
+    "-P",
+    "-m",
+    "heterodyne",
+)  # the current directory is no place of libraries, as with the script
 
 MODEL = """
 import os
@@ -72,7 +78,7 @@ class Place:
     def start(self, *arguments: str, **more: Any) -> subprocess.Popen[str]:
         """``heterodyne ARGUMENTS`` here, both streams in one pipe."""
         return subprocess.Popen(
-            [sys.executable, "-m", "heterodyne", *arguments],
+            [*HETERODYNE, *arguments],
             cwd=self.path,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -127,6 +133,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 def make_place(path: Path) -> Place:
     (path / "model.py").write_text(MODEL)
     (path / "job.yaml").write_text(JOB)
+    (path / "yaml.py").write_text("raise SystemExit('a file beside the job was taken for a library')")
     (path / "two.yaml").write_text(CLUSTER)
     (path / "text.txt").write_text("".join(f"{number * number} is the square of {number}\n" for number in range(2000)))
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -128,10 +128,10 @@ def _launched(environment: WorkerEnvironment, arguments: list[str], folder: str,
     )
     module = arguments[0] == "-m"
     sys.argv = arguments[module:]
-    sys.path[0] = folder if module else str(Path(arguments[0]).parent)
     if module:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
+        sys.path.insert(0, str(Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
 
 

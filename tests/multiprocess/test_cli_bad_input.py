@@ -24,6 +24,7 @@ FILES = {
     "number.py": "def build():\n    return 3\n",
     "lossless.py": "from torch import nn\nclass M(nn.Module):\n    def forward(self, input_ids, labels): return None\nbuild = M\n",
     "text.json": "{oops",
+    "many.yaml": "name: many\nnodes: [{name: here, devices: [{kind: cpu, count: 100000, memory: 1 GiB}]}]\n",
     "old.json": '{"version": 0}',
 }  # fmt: skip
 TRAIN = ("train", "job.yaml")
@@ -83,6 +84,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*TRAIN, "--set", "model.arguments.widht=3"), "got an unexpected keyword argument 'widht'"),
         ((*TRAIN, "--set", "model.arguments.vocabulary=100"), "has a vocabulary of 100, text as bytes needs 256"),
         ((*TRAIN, "--cluster", "small.yaml"), "it lacks"),
+        ((*TRAIN, "--cluster", "many.yaml"), "many.yaml: it has 100,000 devices, a worker each, and with"),
         (("plan", "job.yaml", "--out", "no/plan.json"), "--out no/plan.json: there is no directory no"),
         (("report", "nowhere"), "nowhere is not a directory"),
         (("report", "holds"), "holds is no run"),

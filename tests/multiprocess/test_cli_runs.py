@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from heterodyne.cli import main
-from multiprocess.cli_job import Place, kill_all, make_place, worker
+from multiprocess.cli_job import HETERODYNE, Place, kill_all, make_place, worker
 
 TRAIN = ("train", "job.yaml", "--cluster", "two.yaml")
 
@@ -82,7 +81,7 @@ def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_u
     process = place.start(*TRAIN, "--run-dir", "disturbed", "--resume")
     place.wait_for_step("disturbed", random.Random(7).randrange(90, 140), process)
     kill_all(process)
-    heterodyne = (sys.executable, "-m", "heterodyne", *TRAIN, "--run-dir", "disturbed", "--resume")
+    heterodyne = (*HETERODYNE, *TRAIN, "--run-dir", "disturbed", "--resume")
     status, said = place.run("emulate", "--speeds", "0.9,0.9", "--", *heterodyne)
     assert status == 0, said
     assert "resuming after step" in said

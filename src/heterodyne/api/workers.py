@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from heterodyne.cluster.file import load_cluster
 from heterodyne.errors import ClusterError
 from heterodyne.processes import WorkerSpec, launch_workers
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.units import counted, format_bytes
 
 __all__ = ["on_every_device"]
+
+_WORKERS_PER_CORE = 32
+_WORKER_BYTES = 2**27  # resident, once torch is loaded
 
 
 def on_every_device(arguments: Sequence[str], cluster_file: Path | None) -> int | None:
@@ -20,7 +27,8 @@ def on_every_device(arguments: Sequence[str], cluster_file: Path | None) -> int 
     That is so if a launcher made it a worker already, or if there is one device only. The devices are those of the cluster
     file; without one the accelerators, or else the CPU. Returns the exit status of the workers.
 
-    Raises ClusterError for a file with several nodes: a launcher that reaches them (torchrun, Slurm) must start the workers.
+    Raises ClusterError for a file with several nodes: a launcher that reaches them (torchrun, Slurm) must start the workers. And for one
+    with more devices than this machine could run workers.
     """
     if WorkerEnvironment.read() is not None:
         return None
@@ -38,7 +46,20 @@ def on_every_device(arguments: Sequence[str], cluster_file: Path | None) -> int 
                 path=str(cluster_file),
             )
         count = len(cluster.devices)
+        if count > (most := _most_workers()):
+            raise ClusterError(
+                f"it has {counted(count, 'device')}, a worker each, and with {counted(os.cpu_count() or 1, 'core')} and "
+                f"{format_bytes(psutil.virtual_memory().total)} of memory this machine is given {most} at most: lower 'count', or start "
+                "the workers with torchrun",
+                path=str(cluster_file),
+            )
     if count == 1:
         return None
-    command = (sys.executable, "-m", "heterodyne", *arguments)
+    # -P: what lies in the current directory must not stand in for a library
+    command = (sys.executable, "-P", "-m", "heterodyne", *arguments)
     return launch_workers([WorkerSpec(command=command)] * count)
+
+
+def _most_workers() -> int:
+    """More would only wait for each other, or for memory."""
+    return max(1, min(_WORKERS_PER_CORE * (os.cpu_count() or 1), psutil.virtual_memory().total // _WORKER_BYTES))
