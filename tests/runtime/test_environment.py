@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs do not declare it
 
 from heterodyne.errors import WorkerError
+from heterodyne.processes.port import reserve_port
+from heterodyne.runtime.meeting import rendezvous
 from heterodyne.runtime.meeting.distributed import init_distributed
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.rendezvous import open_store
@@ -135,3 +139,32 @@ def test_a_process_group_that_is_there_is_told() -> None:
             pass
     finally:
         dist.destroy_process_group()
+
+
+def test_a_program_that_is_no_store_and_a_name_that_nobody_knows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own client would wait for minutes before a listener that says nothing."""
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_RESOLVED_S", 0.2)
+    given = GIVEN | {"MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = WorkerEnvironment.read(given | {"MASTER_PORT": str(silent.getsockname()[1])})
+        assert environment is not None
+        with pytest.raises(WorkerError, match=r"does not answer as a store .* Set another MASTER_PORT"):
+            open_store(environment, timeout_s=10.0)
+    environment = WorkerEnvironment.read(given | {"MASTER_ADDR": "nobody.invalid"})
+    assert environment is not None
+    with pytest.raises(WorkerError, match=r"MASTER_ADDR='nobody.invalid' does not resolve"):
+        open_store(environment, timeout_s=10.0)
+
+
+def test_who_waits_says_for_whom() -> None:
+    said: list[str] = []
+    with reserve_port() as port:
+        environment = WorkerEnvironment.read(
+            GIVEN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "LOCAL_RANK": "0"}
+        )
+        assert environment is not None
+        with pytest.raises(WorkerError, match="found nobody at MASTER_ADDR:MASTER_PORT"):
+            open_store(environment, timeout_s=0.5, say=said.append, every_s=0.1)
+    assert len(said) >= 2
+    assert f"rank 1 waits for rank 0 at 127.0.0.1:{port}, where nobody listens yet" in said[0]

@@ -8,39 +8,55 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs do not declare it
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from heterodyne.errors import WorkerError
+from heterodyne.processes import to_standard_error
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.judge import Verdict
 from heterodyne.runtime.meeting.members import Member
+from heterodyne.runtime.meeting.waiting import WAITING_EVERY_S, Waiting
 
 __all__ = ["meet", "open_store"]
 
 _POLL_S = 0.1
 _STORE_TIMEOUT_S = 30.0  # of one request
+_ANSWER_S = 10.0  # in which a store answers a client
+_RESOLVED_S = 5.0  # in which a name service answers
 _CONFLICT = "conflict"
 
 
-def open_store(environment: WorkerEnvironment, *, timeout_s: float) -> Store:
+def open_store(
+    environment: WorkerEnvironment,
+    *,
+    timeout_s: float,
+    say: Callable[[str], None] = to_standard_error,
+    every_s: float = WAITING_EVERY_S,
+) -> Store:
     """A connection to the store at the master address; rank 0 opens the store, unless the launcher keeps it.
 
+    Args:
+        say: is told every ``every_s`` seconds who is waited for, on one rank of each machine.
+
     Raises:
-        WorkerError: there is no store within the time, or rank 0 cannot open it.
+        WorkerError: the address does not resolve, there is no store within the time, or rank 0 cannot open it.
     """
     address, port = environment.master_address, environment.master_port
     keeps_it = environment.rank == 0 and not environment.store_is_hosted
-    until = time.monotonic() + timeout_s
+    waiting = Waiting(timeout_s, every_s=every_s, say=say if environment.local_rank == 0 else None)
+    _require_resolved(environment, min(timeout_s, _RESOLVED_S))
     if keeps_it and _answers(address, port):
         # Either a second rank 0, which `meet` will name, or a program that is not ours.
         keeps_it = False
     while not keeps_it and not _answers(address, port):
-        if time.monotonic() > until:
+        if waiting.is_over(f"rank {environment.rank} waits for rank 0 at {address}:{port}, where nobody listens yet"):
             raise WorkerError(
                 f"rank {environment.rank} on {socket.gethostname()} found nobody at MASTER_ADDR:MASTER_PORT "
                 f"{address}:{port} for {timeout_s:.0f} s: rank 0 never came, or the address or a firewall is wrong",
@@ -65,10 +81,14 @@ def _connect(environment: WorkerEnvironment, *, keeps_it: bool, timeout_s: float
     """Raises RuntimeError."""
     address, port = environment.master_address, environment.master_port
     timeout = timedelta(seconds=max(1.0, min(timeout_s, _STORE_TIMEOUT_S)))
-    try:
+
+    def connect() -> TCPStore:
         return TCPStore(
             address, port, environment.world_size, is_master=keeps_it, timeout=timeout, wait_for_workers=False
         )
+
+    try:
+        return connect() if keeps_it else _within(_ANSWER_S, connect)
     except RuntimeError:
         if keeps_it and _answers(address, port):  # another rank 0 was faster by a moment
             return _connect(environment, keeps_it=False, timeout_s=timeout_s)
@@ -76,11 +96,18 @@ def _connect(environment: WorkerEnvironment, *, keeps_it: bool, timeout_s: float
 
 
 def meet(
-    store: Store, environment: WorkerEnvironment, *, timeout_s: float, linger_s: float = 2.0
+    store: Store,
+    environment: WorkerEnvironment,
+    *,
+    timeout_s: float,
+    linger_s: float = 2.0,
+    say: Callable[[str], None] = to_standard_error,
+    every_s: float = WAITING_EVERY_S,
 ) -> tuple[Member, ...]:
     """Claim this worker's rank and wait for the others. Returns all workers in order of rank.
 
     Args:
+        say: is told every ``every_s`` seconds who is waited for, on rank 0.
         linger_s: how long the worker that keeps the store stays after a failed start, to let the others read why.
 
     Raises:
@@ -94,17 +121,16 @@ def meet(
         store.compare_set(_CONFLICT, "", Verdict(rank=me.rank, host=me.host, text=text).dump())
         raise WorkerError(text, rank=me.rank, host=me.host)
     try:
-        return _wait_for_all(store, environment, timeout_s)
+        return _wait_for_all(store, environment, Waiting(timeout_s, every_s=every_s, say=say if me.rank == 0 else None))
     except WorkerError:
         if me.rank == 0 and not environment.store_is_hosted:
             time.sleep(linger_s)
         raise
 
 
-def _wait_for_all(store: Store, environment: WorkerEnvironment, timeout_s: float) -> tuple[Member, ...]:
+def _wait_for_all(store: Store, environment: WorkerEnvironment, waiting: Waiting) -> tuple[Member, ...]:
     """Raises WorkerError."""
     missing = list(range(environment.world_size))
-    until = time.monotonic() + timeout_s
     try:
         while True:
             if store.check([_CONFLICT]):
@@ -113,8 +139,8 @@ def _wait_for_all(store: Store, environment: WorkerEnvironment, timeout_s: float
             missing = [rank for rank in missing if not store.check([f"rank/{rank}"])]
             if not missing:
                 return tuple(Member.load(store.get(f"rank/{rank}")) for rank in range(environment.world_size))
-            if time.monotonic() > until:
-                store.compare_set(_CONFLICT, "", _never_came(missing, environment.world_size, timeout_s).dump())
+            if waiting.is_over(f"waiting for {_ranks(missing)} of {environment.world_size} to start"):
+                store.compare_set(_CONFLICT, "", _never_came(missing, environment.world_size, waiting.most_s).dump())
             time.sleep(_POLL_S)
     except WorkerError:
         raise
@@ -127,12 +153,49 @@ def _wait_for_all(store: Store, environment: WorkerEnvironment, timeout_s: float
 
 
 def _never_came(missing: Sequence[int], world_size: int, timeout_s: float) -> Verdict:
-    ranks = ", ".join(map(str, missing))
     text = (
-        f"{'rank' if len(missing) == 1 else 'ranks'} {ranks} of {world_size} never came within {timeout_s:.0f} s: "
+        f"{_ranks(missing)} of {world_size} never came within {timeout_s:.0f} s: "
         "start one worker for each rank, and see the logs of those that are missing"
     )
     return Verdict(rank=missing[0], host=None, text=text)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
+
+
+def _require_resolved(environment: WorkerEnvironment, patience_s: float) -> None:
+    """Raises WorkerError for an address that no name service knows. A service that just starts has a moment."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.getaddrinfo(environment.master_address, environment.master_port)
+            return
+        except (OSError, UnicodeError) as error:  # the latter for labels that no name can have
+            if time.monotonic() > until:
+                raise WorkerError(
+                    f"MASTER_ADDR={environment.master_address!r} does not resolve on {socket.gethostname()} ({error}): set it to the name "
+                    "or the address of the machine of rank 0",
+                    rank=environment.rank,
+                ) from error
+        time.sleep(_POLL_S)
+
+
+def _within(seconds: float, make: Callable[[], TCPStore]) -> TCPStore:
+    """What it makes. Raises RuntimeError if that takes longer: before a program that is no store, torch's client waits for ever."""
+    made: Future[TCPStore] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:  # noqa: BLE001  # it is raised where the result is asked for
+            made.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return made.result(seconds)
+    except TimeoutError:
+        raise RuntimeError(f"what listens there does not answer as a store of torch within {seconds:.0f} s") from None
 
 
 def _answers(address: str, port: int) -> bool:
