@@ -160,6 +160,26 @@ def test_random_numbers_of_python_are_refused_at_the_line_after_them(draw: Calla
         capture(Skips(), {"x": torch.zeros(2, 4)})
 
 
+def test_a_seed_set_in_forward_is_refused_at_the_line_after_it() -> None:
+    class Seeds(nn.Module):
+        """Wants the same mask in each step; a plan draws masks for each sample from the run's seed and the step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(0)
+            return nn.functional.dropout(self.linear(x), 0.5).pow(2).mean()
+
+    model, state = Seeds(), torch.get_rng_state()
+    with pytest.raises(
+        CaptureError, match=r"test_changes.py:\d+: return nn.functional.dropout(.|\n)*seeds torch's generator"
+    ):
+        capture(model, {"x": torch.zeros(2, 4)})
+    assert torch.equal(torch.get_rng_state(), state), "a trace leaves the generator as it was"
+
+
 def test_tensors_that_are_made_in_forward_may_change() -> None:
     class Fills(nn.Module):
         def __init__(self) -> None:

@@ -116,10 +116,11 @@ class _LossOnly(nn.Module):
             return self.loss(batch)
         numbers = numbers_of(self.model)
         draws = PythonDraws()
-        draws.begin()
-        with self._watch, self._sizes, draws:
-            loss = self.loss(batch)
-        draws.refuse()
+        with torch.random.fork_rng(devices=()):
+            draws.begin()
+            with self._watch, self._sizes, draws:
+                loss = self.loss(batch)
+            draws.refuse()
         self._changed.update(changed_numbers(numbers, numbers_of(self.model)))
         self._watch.look_at(loss)
         refuse_new_buffers(before, dict(self.model.named_buffers()))

@@ -1,4 +1,6 @@
-"""Random numbers that a forward takes from Python or numpy: a trace takes them once and for all, and each device would take its own."""
+"""Random numbers that a plan cannot give each sample: those of Python and numpy, which a trace takes once for ever and each device for
+itself, and those of torch's generator where a forward seeds it anew, whose masks Heterodyne draws from the run's seed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch.overrides import TorchFunctionMode
 
 from heterodyne.errors import CaptureError
@@ -16,32 +19,45 @@ __all__ = ["PythonDraws"]
 
 
 class PythonDraws(TorchFunctionMode):
-    """Sees, while a forward runs, after which line the generators of Python or numpy are other ones."""
+    """Sees, while a forward runs, after which line the generators of Python or numpy have drawn, or that of torch is seeded."""
 
     def __init__(self) -> None:
         super().__init__()
         self._first: object = None
         self._line: str | None = None
+        self._seed = 0
+        self._seeding: str | None = None
 
     def begin(self) -> None:
-        """To be called before the mode is entered."""
+        """To be called before the mode is entered, where the state of torch's generator is restored later (fork_rng)."""
         self._first = _state()
+        self._seed = torch.initial_seed() ^ 0x5EED  # a forward may seed with the same as its script did
+        torch.default_generator.manual_seed(self._seed)
 
     def __torch_function__(  # type: ignore[no-untyped-def]  # as torch declares it
         self, func, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if self._line is None and _state() != self._first:
             self._line = line_now()
+        if self._seeding is None and torch.initial_seed() != self._seed:
+            self._seeding = line_now()
         return func(*args, **(kwargs or {}))
 
     def refuse(self) -> None:
-        """Raise CaptureError, with the first op after the draw, if any number was drawn."""
+        """Raise CaptureError, with the first op after the draw or the seeding, if there was one."""
         if self._line is not None or _state() != self._first:
             place = f"{self._line}\n" if self._line else ""
             raise CaptureError(
                 f"{place}forward draws random numbers from Python's random or from numpy, here or just before. A captured graph would keep "
                 "the first draw for ever, and each micro-batch of each device would draw its own. Draw them for each sample with "
                 "torch.rand(x.shape[0], ...), or in the data."
+            )
+        if self._seeding is not None or torch.initial_seed() != self._seed:
+            place = f"{self._seeding}\n" if self._seeding else ""
+            raise CaptureError(
+                f"{place}forward seeds torch's generator (torch.manual_seed), here or just before. Heterodyne draws for each sample from the "
+                "run's seed and the step, the same under every plan, so this seed would have no effect. Leave it out, or draw the noise "
+                "once and keep it in a buffer (register_buffer)."
             )
 
 
