@@ -55,8 +55,8 @@ class PythonDraws(TorchFunctionMode):
         if self._seeding is not None or torch.initial_seed() != self._seed:
             place = f"{self._seeding}\n" if self._seeding else ""
             raise CaptureError(
-                f"{place}forward seeds torch's generator (torch.manual_seed), here or just before. Heterodyne draws for each sample from the "
-                "run's seed and the step, the same under every plan, so this seed would have no effect. Leave it out, or draw the noise "
+                f"{place}forward seeds torch's generator (torch.manual_seed), here or just above. Heterodyne draws for each sample from "
+                "the run's seed and the step, the same under every plan, so the seed has no effect. Leave it out, or draw the noise "
                 "once and keep it in a buffer (register_buffer)."
             )
 
