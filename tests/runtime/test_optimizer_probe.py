@@ -156,3 +156,21 @@ def test_a_step_that_draws_random_numbers_is_refused() -> None:
     """Each replica of a weight would get other noise."""
     with pytest.raises(HeterodyneError, match="the step of Noisy draws random numbers"):
         reach_of(Noisy, dict(MODEL.named_parameters()))
+
+
+def test_one_that_keeps_gradients_from_step_to_step_is_refused() -> None:
+    """It accumulates: three steps of four do nothing, and leave the gradients where they are."""
+
+    class Fourth(torch.optim.SGD):
+        count = 0
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            self.count += 1
+            return super().step(closure) if self.count % 4 == 0 else None
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            if self.count % 4 == 0:
+                super().zero_grad(set_to_none)
+
+    with pytest.raises(HeterodyneError, match="the zero_grad of Fourth keeps gradients for the next step"):
+        reach_of(lambda ps: Fourth(ps, lr=0.1), dict(MODEL.named_parameters()))

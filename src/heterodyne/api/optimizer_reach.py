@@ -29,7 +29,7 @@ _CUTS: Mapping[Reach, tuple[str, ...]] = {
 
 
 def reach_everywhere(session: Session, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> Reach:
-    """The reach of an optimizer, tried on every rank and said once. Collective. Raises HeterodyneError for one that needs a closure."""
+    """The reach of an optimizer, tried on every rank and said once. Collective. Raises HeterodyneError for one that no plan can step."""
     reach, name = session.together(lambda: reach_of(factory, parameters))
     if reach != "element":
         session.say(f"{name} {_WORDS[reach]}")

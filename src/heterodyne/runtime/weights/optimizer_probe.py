@@ -43,7 +43,7 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
 
     Couplings that only show in larger weights (a block of 8 x 8, a norm beyond the scales that are tried) are not seen.
 
-    Raises HeterodyneError for an optimizer that steps with a closure or draws random numbers.
+    Raises HeterodyneError for an optimizer that steps with a closure, draws random numbers, or keeps gradients from step to step.
     """
     whole = _small(parameters)
     with torch.random.fork_rng([]):
@@ -113,7 +113,7 @@ def _stepped(
 ) -> tuple[Weights, str]:
     """The weights after a step with each of the gradients, of which these have a part; and what the optimizer is called."""
     held = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
-    name = "the optimizer"
+    name, kept = "the optimizer", False
     try:
         optimizer = optimizer_of(factory, held)
         name = type(optimizer).__name__
@@ -122,6 +122,9 @@ def _stepped(
             for of_name, parameter in held.items():
                 parameter.grad = part(of_name, of[of_name]).clone()
             optimizer.step()
+            optimizer.zero_grad()
+            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            kept = kept or any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in stepped)
     except Exception as error:
         if "closure" in str(error):
             raise HeterodyneError(
@@ -129,6 +132,11 @@ def _stepped(
                 "whose step() needs no closure"
             ) from error
         raise _NotTriedError(f"{name} (tried on small weights it fails: {type(error).__name__}: {error})") from error
+    if kept:
+        raise HeterodyneError(
+            f"the zero_grad of {name} keeps gradients for the next step, and a step here begins without any: take larger batches (their "
+            "micro-batches are accumulated), or an optimizer that adds gradients up in its own state"
+        )
     return {of_name: parameter.detach() for of_name, parameter in held.items()}, name
 
 
