@@ -141,17 +141,21 @@ def test_a_counter_is_refused_wherever_the_model_keeps_it(where: str, line: str)
     assert not model.logged, "a trace runs a copy"
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_random_numbers_of_python_are_refused_at_the_line_after_them(draw: Callable[[], float]) -> None:
+OWN = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, OWN.random, None])
+def test_random_numbers_of_python_are_refused_at_the_line_after_them(draw: Callable[[], float] | None) -> None:
     class Skips(nn.Module):
         """A layer is left out once in a while, so seldom that no check sees it."""
 
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
+            self.own = random.Random(0)
 
         def forward(self, x: Tensor) -> Tensor:
-            kept = draw() > 1e-9
+            kept = (draw or self.own.random)() > 1e-9
             return (self.linear(x) if kept else x).pow(2).mean()
 
     with pytest.raises(

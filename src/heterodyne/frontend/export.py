@@ -115,7 +115,7 @@ class _LossOnly(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return self.loss(batch)
         numbers = numbers_of(self.model)
-        draws = PythonDraws()
+        draws = PythonDraws(self.model)
         with torch.random.fork_rng(devices=()):
             draws.begin()
             with self._watch, self._sizes, draws:
