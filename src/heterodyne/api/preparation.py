@@ -35,6 +35,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.stages.deferred import DeferredWeights
+from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.optimizer_probe import Reach
 from heterodyne.runtime.worker import OptimizerFactory, Worker
 from heterodyne.search.planned import Planned, Strategy
@@ -110,6 +111,7 @@ def _traced(
     except NoGraphError as error:
         return error
     require_same_count(as_it_is.loss_count, example_batch, captured)
+    ValuesInRange(captured.graph).require(example_batch, 0, "the example batch")
     return captured
 
 

@@ -28,6 +28,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source
 from heterodyne.runtime.stages.assembly import Assembly, Parts, StagePrograms, bucket_channels, completed_gradients
+from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets
@@ -133,6 +134,7 @@ class Worker:
         self._section = optimizer if isinstance(optimizer, OptimizerSection) else None
         self._total_steps = total_steps
         self._watch = watch
+        self._values = ValuesInRange(graph)
         trained = list(trainable_parameters(module, graph))
         place_weights(
             module,
@@ -200,7 +202,8 @@ class Worker:
         """Train on one global batch, the same on every rank. ``step`` None: the one after the last.
 
         The batch is tensors by input name, or hands out samples (`BatchSource`), so that a rank reads only its own.
-        Raises DataError for a batch of another size than the plan's, or one in which nothing counts.
+        Raises DataError for a batch of another size than the plan's, one in which nothing counts, or values that the model cannot look
+        up.
         """
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
@@ -256,7 +259,7 @@ class Worker:
         return (loss * count if count else 0.0), count
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
-        source = self._source(batch)
+        source = self._source(batch, "evaluation")
         return evaluate(
             self.module,
             source,
@@ -334,7 +337,7 @@ class Worker:
         return self.placement.places[self.rank]
 
     def _work(self, batch: GlobalBatchLike, number: int) -> Step:
-        source = self._source(batch)
+        source = self._source(batch, f"step {number + 1}")
         if source.size != self.plan.global_batch_size:
             raise DataError(
                 f"the batch has {source.size} samples, the plan was made for {self.plan.global_batch_size}: "
@@ -356,9 +359,13 @@ class Worker:
             learning_rate=None if self._section is None else learning_rate(self._section, number, self._total_steps),
         )
 
-    def _source(self, batch: GlobalBatchLike) -> BatchSource:
+    def _source(self, batch: GlobalBatchLike, where: str) -> BatchSource:
         source = as_source(batch, self.graph)
-        if not (self._assembly.cut and isinstance(batch, BatchSource)):
+        if not isinstance(batch, BatchSource):
+            self._values.require(source.samples(0, source.size), 0, where)
+            return source
+        source = self._values.source(source, where)
+        if not self._assembly.cut:
             return source
         return OneShape(source, {entry.name: entry.batch_dim for entry in self.graph.inputs})
 
