@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from heterodyne.errors import CaptureError
+from heterodyne.errors import CaptureError, DataError
 from heterodyne.frontend.opaque import opaque, read_count
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
@@ -186,3 +186,28 @@ def test_a_model_that_leaves_its_way_is_refused_and_not_waited_for(pool: Pool, w
     batch = {"x": torch.ones(8, 4), "norm": nothing, "draw": nothing} | {what: some if what == "norm" else some + 1}
     for said in pool.run(2, refused, batch, what == "norm"):
         assert told in said
+
+
+class Unseen(nn.Module):
+    """Its labels are looked up where no graph shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(x)
+        return scores.sum() if scores.isnan().any() else nn.functional.cross_entropy(scores, labels)
+
+
+def test_a_label_outside_of_the_classes_is_told_with_step_module_and_line() -> None:
+    batch = {"x": torch.randn(4, WIDTH), "labels": torch.tensor([0, 1, 2, 3])}
+    module = Unseen()
+    worker = _worker(World(rank=0, world_size=1), module, *graph_of(copy.deepcopy(module), batch, "samples"), ((4,),))
+    worker.step(batch)
+    batch["labels"][2] = 4
+    with pytest.raises(DataError, match="step 2, in Unseen: IndexError: Target 4 is out of bounds") as told:
+        worker.step(batch)
+    assert f"{__file__}:" in str(told.value)
+    with pytest.raises(DataError, match="evaluation, in Unseen: IndexError: Target 4 is out of bounds"):
+        worker.evaluate(batch)

@@ -22,6 +22,7 @@ from heterodyne.runtime.evaluation import evaluate
 from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.exact.weighting import Weights, part_statistics
 from heterodyne.runtime.executor import Executor, Step, Watch
+from heterodyne.runtime.failed_lookups import told_with_place
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.records.recorder import Recorder
@@ -208,10 +209,11 @@ class Worker:
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
         work = self._work(batch, number)
-        if self._later is not None and is_looked_at(number):
-            self._later.require(work.source, self._place.spans(), number)
         before = {name: buffer.clone() for name, buffer in self._statistics.items()}
-        loss = self._executor.run(work)
+        with told_with_place(self.module, f"step {number + 1}"):
+            if self._later is not None and is_looked_at(number):
+                self._later.require(work.source, self._place.spans(), number)
+            loss = self._executor.run(work)
         fault = self._fault(work, loss, before) if work.skipped else None
         if not self._place.active and fault is None:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
@@ -260,16 +262,17 @@ class Worker:
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
         source = self._source(batch, "evaluation")
-        return evaluate(
-            self.module,
-            source,
-            placement=self.placement,
-            rank=self.rank,
-            parts=self._parts(source),
-            loss_count=self._loss_count,
-            gradients=self.graph.opaque is not None,
-            control=self._communicator.control,
-        )
+        with told_with_place(self.module, "evaluation"):
+            return evaluate(
+                self.module,
+                source,
+                placement=self.placement,
+                rank=self.rank,
+                parts=self._parts(source),
+                loss_count=self._loss_count,
+                gradients=self.graph.opaque is not None,
+                control=self._communicator.control,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (by parameter name) and step. Collective. Tensors that are held here are the live ones, not copies.
