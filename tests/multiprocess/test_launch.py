@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -115,7 +118,7 @@ def test_the_first_failure_is_told_with_rank_host_and_last_lines(tmp_path: Path,
     specs = [python(STAY), python(STAY), python(fail)]
     assert launch_workers(specs, logs=tmp_path / "logs", say=said.append) == 3
     (report,) = said
-    assert f"rank 2 on {socket.gethostname()} ended with exit status 3" in report
+    assert re.search(rf"rank 2 on {socket.gethostname()} \(pid \d+\) ended with exit status 3", report)
     assert "the end is near" in report
     assert str(tmp_path / "logs" / "rank-2.log") in report
     assert alive(settled(home)) == []
@@ -124,7 +127,7 @@ def test_the_first_failure_is_told_with_rank_host_and_last_lines(tmp_path: Path,
 def test_a_killed_worker_is_told_by_its_signal(tmp_path: Path, said: list[str]) -> None:
     specs = [python("import time; time.sleep(3600)"), python("import os; os.kill(os.getpid(), 9)")]
     assert launch_workers(specs, logs=tmp_path, say=said.append) == 128 + signal.SIGKILL
-    assert "rank 1" in said[0]
+    assert re.search(r"rank 1 on \S+ \(pid \d+\) was", said[0])
     assert "killed by SIGKILL; the one other worker was ended" in said[0]
 
 
@@ -248,6 +251,33 @@ def test_temporary_logs_stay_only_after_a_failure(
     assert launch_workers([python("import os; raise SystemExit(int(os.environ['RANK']))")] * 2, say=said.append) == 1
     (log,) = tmp_path.glob("*/rank-1.log")
     assert str(log) in said[0]
+
+
+def test_of_earlier_logs_those_of_living_runs_and_the_latest_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "heterodyne-logs-fresh").mkdir()  # somebody is just making it
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "heterodyne-logs-link").symlink_to(tmp_path / "elsewhere")
+    old = [tmp_path / f"heterodyne-logs-{number:02}" for number in range(12)]
+    for number, directory in enumerate(old):
+        directory.mkdir()
+        (directory / "alive").touch()
+        os.utime(directory, (number, number))
+    with (old[0] / "alive").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert launch_workers([python("pass")], say=said.append) == 0
+    stays = {"elsewhere", "heterodyne-logs-link", "heterodyne-logs-fresh", old[0].name, *(one.name for one in old[4:])}
+    assert {path.name for path in tmp_path.iterdir()} == stays
+
+
+def test_workers_that_one_of_them_was_asked_to_stop_are_given_time_and_nobody_is_blamed(
+    tmp_path: Path, said: list[str]
+) -> None:
+    late = "import os, sys, time; time.sleep(0.5 * (os.environ['RANK'] == '0')); sys.exit(130)"
+    assert launch_workers([python(late)] * 2, logs=tmp_path, say=said.append, grace_s=0.1) == 130
+    assert said == []
 
 
 def test_ports_are_free_and_exclude_each_other() -> None:

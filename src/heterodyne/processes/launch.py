@@ -12,19 +12,19 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from heterodyne.errors import WorkerError
 from heterodyne.processes.guardian import guarded, kill_marked
+from heterodyne.processes.logs import temporary_logs
 from heterodyne.processes.mark import marked_environment, new_mark
 from heterodyne.processes.port import reserve_port
 from heterodyne.processes.signals import StopRequest, stop_requests
-from heterodyne.processes.status import GAVE_UP_ON_A_PEER, TOLD, describe_exit, shell_status
+from heterodyne.processes.status import GAVE_UP_ON_A_PEER, STOPPED, TOLD, describe_exit, shell_status
 
 __all__ = ["WorkerSpec", "launch_workers", "to_standard_error"]
 
@@ -93,7 +93,7 @@ def launch_workers(
 
     Args:
         specs: one for each rank.
-        logs: where the logs go; None: a temporary directory, which stays only if the run fails.
+        logs: where the logs go; None: a temporary directory, which stays only if the run fails, and then until some more runs have.
         say: takes each line for people.
 
     Returns:
@@ -105,7 +105,7 @@ def launch_workers(
     """
     mark = new_mark()
     with ExitStack() as stack:
-        directory = Path(tempfile.mkdtemp(prefix="heterodyne-logs-")) if logs is None else logs
+        directory = stack.enter_context(temporary_logs()) if logs is None else logs
         directory.mkdir(parents=True, exist_ok=True)
         stop = stack.enter_context(stop_requests())
         port = stack.enter_context(reserve_port())
@@ -185,11 +185,13 @@ def _wait(
             return _pass_on(workers, stop, say, grace_s=interrupt_grace_s), False
         codes = [worker.returncode for worker in workers]
         if any(codes):
+            if _stopped_in_order(workers, stop, interrupt_grace_s):
+                return STOPPED, False
             break
         if all(code == 0 for code in codes):
             return 0, False
         time.sleep(_POLL_S)
-    culprit = _culprit(workers)
+    culprit = _culprit(workers, first=[worker.rank for worker, code in zip(workers, codes, strict=True) if code])
     status = culprit.returncode or 0
     remaining = [worker for worker in workers if worker.returncode is None]
     _signal(remaining, signal.SIGTERM)
@@ -201,9 +203,20 @@ def _wait(
     return shell_status(status), not told
 
 
-def _culprit(workers: Sequence[_Worker]) -> _Worker:
+def _stopped_in_order(workers: Sequence[_Worker], stop: StopRequest, seconds: float) -> bool:
+    """Whether all end because somebody asked one of them to stop; rank 0 has told whom. It may still have a report to write."""
+
+    def differs() -> bool:
+        return any(worker.returncode not in (None, 0, STOPPED) for worker in workers) or stop.number is not None
+
+    return not differs() and _wait_for(workers, seconds, differs) and not differs()
+
+
+def _culprit(workers: Sequence[_Worker], first: Collection[int]) -> _Worker:
     """The worker that failed of itself; if all that failed blame another, wait a moment for the other's own end.
 
+    ``first``: the ranks that had failed when the first failure was seen. A worker that a signal has ended is the cause before those
+    that miss it, and one that aborted itself (SIGABRT, as libraries do that lose a peer) only if there is no other.
     An error that is told (a mistake in a file, say) is often every rank's: then rank 0, which has the terminal, gets time to tell it.
     """
     until, until_told = time.monotonic() + _CULPRIT_S, time.monotonic() + _TOLD_S
@@ -212,8 +225,15 @@ def _culprit(workers: Sequence[_Worker]) -> _Worker:
         own_fault = [worker for worker in failed if worker.returncode != GAVE_UP_ON_A_PEER]
         told = bool(own_fault) and all(worker.returncode == TOLD for worker in own_fault)
         if own_fault and not (told and workers[0].returncode is None and time.monotonic() < until_told):
-            # One that was killed comes first: those that miss it fail a moment later.
-            return min(own_fault, key=lambda worker: ((worker.returncode or 0) > 0, worker.rank))
+            return min(
+                own_fault,
+                key=lambda worker: (
+                    (worker.returncode or 0) > 0,
+                    worker.rank not in first,
+                    worker.returncode == -signal.SIGABRT,
+                    worker.rank,
+                ),
+            )
         if not own_fault and (time.monotonic() > until or len(failed) == len(workers)):
             return failed[0]
         time.sleep(_POLL_S)
@@ -221,7 +241,7 @@ def _culprit(workers: Sequence[_Worker]) -> _Worker:
 
 def _report(culprit: _Worker, returncode: int, others: int) -> str:
     """What happened to whom, with the last lines of its log."""
-    who = f"rank {culprit.rank} on {socket.gethostname()}"
+    who = f"rank {culprit.rank} on {socket.gethostname()} (pid {culprit.process.pid})"
     if returncode == GAVE_UP_ON_A_PEER:
         happened = f"{who} gave up, because another worker died or hangs (its last lines say which)"
     else:

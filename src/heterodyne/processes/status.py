@@ -6,13 +6,16 @@ import signal
 
 from heterodyne.errors import HeterodyneError, WorkerError
 
-__all__ = ["GAVE_UP_ON_A_PEER", "TOLD", "describe_exit", "shell_status", "worker_exit_status"]
+__all__ = ["GAVE_UP_ON_A_PEER", "STOPPED", "TOLD", "describe_exit", "shell_status", "worker_exit_status"]
 
 GAVE_UP_ON_A_PEER = 71
 """Exit status of a worker that is well itself and ends because another one died or hangs (EX_OSERR of sysexits.h)."""
 
 TOLD = 2
 """Exit status of a worker that ends with an error that it has told in a message for people."""
+
+STOPPED = 130
+"""Exit status of a worker that has stopped in good order because somebody asked for it."""
 
 
 def shell_status(returncode: int) -> int:
@@ -22,6 +25,8 @@ def shell_status(returncode: int) -> int:
 
 def describe_exit(returncode: int) -> str:
     """``was killed by SIGKILL`` or ``ended with exit status 3``, from a `Popen` return code."""
+    if returncode == STOPPED:
+        return "was interrupted (SIGINT, or another signal that asks to stop)"
     if returncode >= 0:
         return f"ended with exit status {returncode}"
     try:

@@ -8,6 +8,7 @@ was told to stop before it, and then all stop after that same step, with a check
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -220,7 +221,10 @@ class Trainer:
             stopping = self._ranks.ask(lambda: stop.number is not None)
             self._step(sinks)
             if stopping() and self._done < steps:
-                self._say_first(f"stopping after step {self._done}, as asked")
+                asked = self._ranks.each(
+                    lambda: None if stop.number is None else f"{stop.number.name} (pid {os.getpid()})"
+                )
+                self._say_first(f"{_got(asked)}stopping after step {self._done}, as asked")
                 return True
             if self._validation_is_due():
                 self._validate(sinks)
@@ -334,3 +338,9 @@ class Trainer:
     def _say_first(self, text: str) -> None:
         if self._ranks.rank == 0:
             self._reporter.say(text)
+
+
+def _got(asked: Sequence[str | None]) -> str:
+    """Which ranks were sent a signal, where it was not all of them, as a launcher does."""
+    sent = [f"rank {rank} got {signal}" for rank, signal in enumerate(asked) if signal is not None]
+    return f"{', '.join(sent)}: " if len(sent) < len(asked) else ""
