@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 
 import pytest
@@ -13,6 +14,7 @@ from heterodyne.processes.port import reserve_port
 from heterodyne.runtime.meeting import rendezvous
 from heterodyne.runtime.meeting.distributed import init_distributed
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.file_handles import require_file_handles
 from heterodyne.runtime.meeting.rendezvous import open_store
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -168,3 +170,16 @@ def test_who_waits_says_for_whom() -> None:
             open_store(environment, timeout_s=0.5, say=said.append, every_s=0.1)
     assert len(said) >= 2
     assert f"rank 1 waits for rank 0 at 127.0.0.1:{port}, where nobody listens yet" in said[0]
+
+
+def test_too_few_open_files_are_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, set_to = {"of": (256, 256)}, []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: allowed["of"])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    require_file_handles(8)
+    with pytest.raises(WorkerError, match="may have 256 files open here, and each of 64 workers needs about 604"):
+        require_file_handles(64)
+    assert set_to == []
+    allowed["of"] = (256, 2048)  # its own limit it may raise
+    require_file_handles(64)
+    assert set_to == [(2048, 2048)]

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.dataset import DatasetSource
@@ -174,6 +175,24 @@ def test_faults_of_a_stream_come_in_words_after_what_was_read_before() -> None:
     source.close()
     with pytest.raises(DataError, match="no parts that 2 workers could read: set workers to 1"):
         StreamSource([1], batch_size=1, seed=0, workers=2)
+
+
+def test_shared_memory_that_is_full_or_missing_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"
+        )
+
+    sources = [
+        DatasetSource(dataset=Drawn(30), batch_size=6, seed=0, collate=collate, workers=2)
+        for collate in (full, default_collate)
+    ]
+    with pytest.raises(DataError, match=r"(?s)No space left on device .*--shm-size=8g.* or set workers to 0"):
+        sources[0].batch(0).samples(0, 2)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with pytest.raises(DataError, match=r"(?s)cannot be started: .*No space left on device .*--shm-size=8g"):
+        for step in range(2):  # the first shows what the rank reads
+            sources[1].batch(step).samples(0, 2)
 
 
 def test_what_cannot_be_pickled_is_refused_in_words_where_processes_are_not_forked() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
 from heterodyne.errors import FileError, HeterodyneError
 from heterodyne.processes import worker_exit_status
+from heterodyne.runtime.meeting.file_handles import TOO_MANY_OPEN
 
 __all__ = ["of_the_system", "tell"]
 
@@ -32,6 +34,8 @@ def _number(variable: str) -> int:
 
 def of_the_system(error: OSError) -> HeterodyneError:
     """What the operating system refused (no room, no right to write), as an error for people: the system's own words and the file."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return HeterodyneError(f"too many files are open ({error.strerror}): {TOO_MANY_OPEN}")
     where = f"{error.filename}: " if error.filename else ""
     return HeterodyneError(
         f"{where}{error.strerror or error}; what was written before it is as it was: mend the cause and try again"

@@ -229,7 +229,7 @@ def _culprit(workers: Sequence[_Worker], first: Collection[int]) -> _Worker:
                 own_fault,
                 key=lambda worker: (
                     (worker.returncode or 0) > 0,
-                    worker.rank not in first,
+                    (worker.returncode or 0) < 0 and worker.rank not in first,
                     worker.returncode == -signal.SIGABRT,
                     worker.rank,
                 ),

@@ -19,6 +19,7 @@ from heterodyne.errors import DataError
 from heterodyne.factories import told
 from heterodyne.runtime.data.padding import PadTo
 from heterodyne.runtime.data.sample_draws import draws_of, generator_states
+from heterodyne.runtime.data.shared_room import no_shared_room
 
 __all__ = ["Collate", "Collator"]
 
@@ -72,7 +73,7 @@ class Collator:
         try:
             found = self.collate(samples)
         except Exception as error:  # whatever the user's own code raises, it is told as that
-            hint = _HINT if self.collate is default_collate else ""
+            hint = no_shared_room(error) or (_HINT if self.collate is default_collate else "")
             raise DataError(f"{_named(keys)} cannot be collated: {told(error)}{hint}") from error
         if found is None:
             raise DataError(

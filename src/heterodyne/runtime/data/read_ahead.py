@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.factories import told
 from heterodyne.processes import describe_exit
+from heterodyne.runtime.data.shared_room import no_shared_room
 from heterodyne.runtime.slices import BatchSource
 
 __all__ = ["Failed", "Noted", "Pool", "ReadAhead"]
@@ -57,8 +58,13 @@ class Pool:
     def __init__(
         self, dataset: Any, *, keys: Any, workers: int, prefetch: int, start_method: str | None = None
     ) -> None:
-        # By process: its id, and the number of the sample that it reads.
-        self._notes: Tensor = torch.full((workers, 2), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        try:
+            # By process: its id, and the number of the sample that it reads.
+            self._notes: Tensor = torch.full((workers, 2), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise DataError(
+                f"the processes that read ahead (workers) cannot be started: {told(error)}{no_shared_room(error)}"
+            ) from error
         self._loader: DataLoader[Any] | None = DataLoader(
             dataset,
             batch_size=None,
@@ -100,7 +106,7 @@ class Pool:
             OSError,
             EOFError,
         ) as error:  # the last two: it died with tensors that were not fetched yet
-            raise DataError(self._deaths() or f"reading ahead failed: {told(error)}") from error
+            raise DataError(self._deaths() or f"reading ahead failed: {told(error)}{no_shared_room(error)}") from error
 
     def close(self) -> None:
         """End the processes."""

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.meeting.file_handles import TOO_MANY_OPEN, require_file_handles
 from heterodyne.runtime.meeting.judge import WatchLimits
 from heterodyne.runtime.meeting.members import Member
 from heterodyne.runtime.meeting.rendezvous import meet, open_store
@@ -60,7 +61,7 @@ def init_distributed(
         before_exit: called before the watchdog ends a process whose main thread is stuck, to close files.
 
     Raises:
-        WorkerError: a rank came twice or never, or a peer died or hangs.
+        WorkerError: a rank came twice or never, a peer died or hangs, or this process may open too few files.
     """
     if dist.is_initialized():
         raise WorkerError(
@@ -68,6 +69,7 @@ def init_distributed(
             "torch.distributed.init_process_group. Heterodyne makes it: leave that call out, and close one trainer (or leave its 'with') "
             "before the next one is made"
         )
+    require_file_handles(environment.world_size)
     keeps_store = not environment.store_is_hosted
     limits = limits or WatchLimits()
     store = open_store(environment, timeout_s=timeout_s)
@@ -92,6 +94,10 @@ def init_distributed(
             yield Session(environment=environment, members=members, store=store, watchdog=watchdog)
         except (RuntimeError, WorkerError) as error:
             _destroy_in_bounded_time()
+            if "Too many open files" in str(error):
+                raise WorkerError(
+                    f"rank {environment.rank} cannot open another connection: {TOO_MANY_OPEN}", rank=environment.rank
+                ) from error
             if _is_of_the_network(error) and (culprit := watchdog.blame()) is not None:
                 raise culprit from error
             raise
