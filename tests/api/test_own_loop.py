@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import heterodyne as hd
 from heterodyne.api.loop.callbacks import Callback
-from heterodyne.errors import CaptureError, CheckpointError, HeterodyneError
+from heterodyne.errors import CaptureError, CheckpointError, DataError, HeterodyneError
 from heterodyne.job import OptimizerSection
 from heterodyne.report.html import write_report
 
@@ -109,6 +109,16 @@ def test_a_loop_with_a_criterion_a_scheduler_and_a_run_directory(tmp_path: Path)
         outputs = trainer.predict(batch_of(5))
         assert torch.equal(trainer.predict(batch_of(5)[:1]), outputs), "the target is not needed for outputs"
         validation = trainer.validate([batch_of(5), batch_of(2, seed=9)], {"accuracy": hits})
+        with pytest.raises(DataError, match="there are no batches to validate on"):
+            trainer.validate([])
+        with pytest.raises(DataError, match="the batch to evaluate has no samples"):
+            trainer.evaluate((torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)))
+        wrong = batches[0][1].clone()
+        wrong[2] = CLASSES
+        with pytest.raises(
+            DataError, match=r"step 3, sample 2: target holds 3; the loss.* has 3 classes \(0 ... 2, or -100"
+        ):
+            trainer.step((batches[0][0], wrong))
         state = copy.deepcopy(trainer.state_dict())
         trainer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})
         assert trainer.save_pretrained(tmp_path / "model").name == "model"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from heterodyne.api.loop.batches import batch_format
 from heterodyne.api.loop.model_with_loss import with_loss
-from heterodyne.errors import HeterodyneError
+from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
@@ -239,6 +239,14 @@ def test_under_a_pipeline_the_best_model_is_back_at_the_end(pool: Pool, tmp_path
     options = options_of(str(tmp_path / "ranks"), **{**more, "per_device_eval_batch_size": 6})
     for found in pool.run(2, on_ranks, graph(0.1), pipeline_plan(graph(0.1)), options, timeout_s=200):
         require_equal(found, expected)
+
+
+def test_an_empty_dataset_is_told_before_anything_is_planned(tmp_path: Path) -> None:
+    trainer = HeterodyneTrainer(
+        model_of(), HeterodyneArguments(**options_of(str(tmp_path))), train_dataset=data(0), eval_dataset=data()
+    )
+    with pytest.raises(DataError, match="train_dataset has no samples"):
+        trainer.train()
 
 
 def test_what_no_plan_can_honour_is_refused_with_a_way_out() -> None:

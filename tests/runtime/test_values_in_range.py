@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heterodyne.errors import DataError
+from heterodyne.errors import CaptureError, DataError
 from heterodyne.frontend import capture
 from heterodyne.graph.value_bounds import value_bounds
 from heterodyne.runtime.values_in_range import ValuesInRange
@@ -99,3 +99,11 @@ def test_a_source_is_looked_at_as_it_hands_out_samples() -> None:
     assert source.samples(0, 3)["labels"].shape[0] == 3
     with pytest.raises(DataError, match="step 5, sample 3: input_ids holds 99"):
         source.samples(2, 2)
+
+
+def test_empty_samples_are_told() -> None:
+    found = case("gpt")
+    with pytest.raises(DataError, match=r"step 2: input_ids is \[4, 0\], so its samples are empty"):
+        ValuesInRange(found.graph).require({name: tensor[:, :0] for name, tensor in found.batch.items()}, 0, "step 2")
+    with pytest.raises(CaptureError, match=r"'labels' of the example batch is \[4, 0\], so its samples are empty"):
+        capture(found.module, {**found.batch, "labels": found.batch["labels"][:, :0]})

@@ -83,6 +83,12 @@ def read_example(model: nn.Module, batch: Batch) -> Example:
                 "Leave it out, or give it to the model when it is built."
             )
     size = _batch_size(names, values)
+    for name, value in zip(names, values, strict=True):
+        if not value.numel():
+            raise CaptureError(
+                f"the input {name!r} of the example batch is {list(value.shape)}, so its samples are empty: give samples that hold "
+                "something, or leave that input out"
+            )
     return Example(
         names=names,
         keywords=keywords,

@@ -36,7 +36,7 @@ class ValuesInRange:
             self._bounds.setdefault(bound.field, []).append(bound)
 
     def require(self, tensors: Mapping[str, Tensor], first: int, where: str) -> None:
-        """Raises DataError for a value of some samples that is out of range.
+        """Raises DataError for a value of some samples that is out of range, and for samples without any.
 
         Args:
             tensors: the samples, by the names of the inputs.
@@ -45,8 +45,12 @@ class ValuesInRange:
         """
         for field, bounds in self._bounds.items():
             tensor = tensors.get(field)
-            if tensor is None or not tensor.numel() or tensor.is_meta:
+            if tensor is None or tensor.is_meta or (tensor.dim() and not tensor.shape[0]):
                 continue
+            if not tensor.numel():
+                raise DataError(
+                    f"{where}: {field} is {list(tensor.shape)}, so its samples are empty: leave such samples out of the data"
+                )
             low, high = torch.stack(torch.aminmax(tensor)).tolist()
             for bound in bounds:
                 if (low >= 0 and high < bound.size) or not (bound.fixed or self._sized_as_captured(tensors)):

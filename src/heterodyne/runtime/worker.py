@@ -262,6 +262,8 @@ class Worker:
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
         source = self._source(batch, "evaluation")
+        if not source.size:
+            raise DataError("the batch to evaluate has no samples: leave empty batches out")
         with told_with_place(self.module, "evaluation"):
             return evaluate(
                 self.module,

@@ -33,6 +33,7 @@ def validated(
         raise DataError("a metric is called 'loss', which is the name of the model's own: call it otherwise")
     total, count = 0.0, 0.0
     sums = dict.fromkeys(metrics, (0.0, 0.0))
+    batch: BatchLike | None = None
     for batch in batches:
         named = format.named(batch)
         own, counted = worker.evaluate_sum(named)
@@ -43,6 +44,10 @@ def validated(
                 more, samples = _pair(name, metric(part.outputs, given))
                 before = sums[name]
                 sums[name] = (before[0] + more, before[1] + samples)
+    if batch is None:
+        raise DataError(
+            "there are no batches to validate on: the dataset is empty, or its loader leaves out all of it (drop_last)"
+        )
     together = torch.tensor(list(sums.values()), dtype=torch.float64)
     if metrics:
         communicator.control.all_reduce(together).wait()

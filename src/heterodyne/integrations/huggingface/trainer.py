@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from heterodyne.api import Distributed, distribute
-from heterodyne.errors import CheckpointError, HeterodyneError
+from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.integrations.huggingface.last_batch import completed, require_completable
 from heterodyne.integrations.huggingface.optimizer import SteppedByPlan, grouped
 from heterodyne.integrations.huggingface.refusals import require_arguments, require_honoured, require_optimizer
@@ -67,6 +67,9 @@ class HeterodyneTrainer(Trainer):
         self.accelerator.device_placement = False  # the plan places model and batches
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **options: Any) -> Any:
+        samples = getattr(self.train_dataset, "__len__", None)
+        if samples is not None and not samples():
+            raise DataError("train_dataset has no samples: give one that has some")
         is_open = self._distributed is not None
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self._folder) or True  # type: ignore[no-untyped-call]
