@@ -33,8 +33,13 @@ def test_a_loop_goes_on_in_the_middle_of_an_epoch() -> None:
     again.load_state_dict(state)
     assert seen + consumed(again) == whole
     assert (state["epoch"], state["cursor"]) == (1, 2)
-    with pytest.raises(CheckpointError, match="'seed': 3"):
+    with pytest.raises(CheckpointError, match="seed: 3 there, 4 here"):
         hd.batches(DATASET, global_batch_size=4, seed=4).load_state_dict(state)
+    for changed in (DATASET[:9], [*DATASET, DATASET[0]]):  # the permutation is another one
+        with pytest.raises(
+            CheckpointError, match=f"samples: 10 there, {len(changed)} here.*give it the data that it began with"
+        ):
+            hd.batches(changed, global_batch_size=4, seed=3).load_state_dict(state)
 
 
 def test_streams_and_packing_have_the_same_face() -> None:

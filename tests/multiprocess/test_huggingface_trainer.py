@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from heterodyne.api.loop.batches import batch_format
 from heterodyne.api.loop.model_with_loss import with_loss
-from heterodyne.errors import DataError, HeterodyneError
+from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
@@ -30,6 +30,7 @@ pytest.importorskip("accelerate")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from heterodyne.integrations.huggingface import HeterodyneArguments, HeterodyneTrainer
+from heterodyne.integrations.huggingface.refusals import require_same_length
 
 GLOBAL = 8
 SHARES = ((5,), (2,), (1,))
@@ -247,6 +248,16 @@ def test_an_empty_dataset_is_told_before_anything_is_planned(tmp_path: Path) -> 
     )
     with pytest.raises(DataError, match="train_dataset has no samples"):
         trainer.train()
+
+
+def test_a_train_dataset_of_another_length_is_refused_at_resume(tmp_path: Path) -> None:
+    require_same_length(10, 10, tmp_path)
+    require_same_length(None, 10, tmp_path)
+    for now in (9, 11):
+        with pytest.raises(
+            CheckpointError, match=f"of 10 samples, and now it has {now}; .* give it the data that it began with"
+        ):
+            require_same_length(10, now, tmp_path)
 
 
 def test_what_no_plan_can_honour_is_refused_with_a_way_out() -> None:

@@ -399,6 +399,11 @@ def test_one_of_another_job_says_in_which_fields(written: Path) -> None:
     assert "job.training.seed: 0 there, 1 here" in str(caught.value)
     assert "data.tokens: 'abc' there, 'xyz' here" in str(caught.value)
     assert "global_batch_size" not in str(caught.value)
+    same = dict(found.manifest.identity)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)other data:.*samples: None there, 8 here.*give it the data that it began with"
+    ):
+        found.require({**same, "data": {**same["data"], "samples": 8}})
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from heterodyne.errors import CheckpointError, DataError
+from heterodyne.runtime.checkpoint.checkpoints import OTHER_DATA
+from heterodyne.runtime.checkpoint.manifest import differences
 from heterodyne.runtime.data.dataset import DatasetSource, is_map_style
 from heterodyne.runtime.data.packing import PackedRows
 from heterodyne.runtime.data.padding import PadTo
@@ -69,9 +71,10 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, on any number of ranks. Raises CheckpointError if it is of other data, or of another seed."""
-        if dict(state["identity"]) != dict(self._source.identity):
+        other = differences(state["identity"], self._source.identity)
+        if other:
             raise CheckpointError(
-                f"these batches were made of {state['identity']}, and now of {self._source.identity}: give the same data and seed"
+                f"these batches were made of other data ({'; '.join(other)}); {OTHER_DATA}, and its seed"
             )
         self._step = int(state["steps"])
         if "stream" in state:

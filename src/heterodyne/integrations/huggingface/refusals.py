@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments
 
-from heterodyne.errors import HeterodyneError
+from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.integrations.huggingface.arguments import HeterodyneArguments
+from heterodyne.runtime.checkpoint.checkpoints import OTHER_DATA
 
-__all__ = ["require_arguments", "require_honoured", "require_optimizer"]
+__all__ = ["require_arguments", "require_honoured", "require_optimizer", "require_same_length"]
 
 _OF_MODEL = {"params", "model", "optimizer_dict"}
 _SET = {
@@ -87,3 +89,14 @@ def _of(trainer: Any) -> Iterator[str]:
 def _require_none(wrong: list[str]) -> None:
     if wrong:
         raise HeterodyneError("\n  ".join(["HeterodyneTrainer cannot honour", *wrong]))
+
+
+def require_same_length(before: int | None, now: int | None, checkpoint: Path) -> None:
+    """Raises CheckpointError if the training data had another number of samples when a checkpoint was written: the Trainer finds its
+    place by counting batches, which are others then. None: a stream, or not known.
+    """
+    if before is not None and now is not None and before != now:
+        raise CheckpointError(
+            f"{checkpoint} was written with a train_dataset of {before} samples, and now it has {now}; {OTHER_DATA}, or train anew from "
+            "the weights of the checkpoint (from_pretrained)"
+        )

@@ -25,13 +25,19 @@ from heterodyne.api import Distributed, distribute
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.integrations.huggingface.last_batch import completed, require_completable
 from heterodyne.integrations.huggingface.optimizer import SteppedByPlan, grouped
-from heterodyne.integrations.huggingface.refusals import require_arguments, require_honoured, require_optimizer
+from heterodyne.integrations.huggingface.refusals import (
+    require_arguments,
+    require_honoured,
+    require_optimizer,
+    require_same_length,
+)
 from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.worker import StepResult
 
 __all__ = ["HeterodyneTrainer"]
 
 _STATE = "heterodyne"
+_SAMPLES = "train_samples"
 """In a checkpoint of the Trainer: optimizer and weights as each rank holds them."""
 _ITEMS = "num_items_in_batch"
 _ARGUMENTS = "training_args.bin"
@@ -67,8 +73,7 @@ class HeterodyneTrainer(Trainer):
         self.accelerator.device_placement = False  # the plan places model and batches
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **options: Any) -> Any:
-        samples = getattr(self.train_dataset, "__len__", None)
-        if samples is not None and not samples():
+        if self._samples == 0:
             raise DataError("train_dataset has no samples: give one that has some")
         is_open = self._distributed is not None
         if resume_from_checkpoint is True:
@@ -87,6 +92,7 @@ class HeterodyneTrainer(Trainer):
         distributed = self._opened()
         if self._resumed is not None and (self._resumed / _STATE).is_dir():
             self._load(distributed, self._resumed)
+            require_same_length(distributed.extra.get(_SAMPLES), self._samples, self._resumed)
         if self.optimizer is None:
             self.optimizer = SteppedByPlan(distributed.optimizer)
         return self.optimizer
@@ -148,7 +154,7 @@ class HeterodyneTrainer(Trainer):
                 processing.save_pretrained(folder)
             torch.save(self.args, folder / _ARGUMENTS)
         if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-") and self.is_in_train and not self.args.save_only_model:
-            self._distributed.save_checkpoint(folder / _STATE, keep=1)
+            self._distributed.save_checkpoint(folder / _STATE, extra={_SAMPLES: self._samples}, keep=1)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -244,8 +250,14 @@ class HeterodyneTrainer(Trainer):
         return smoothed
 
     def _has_smaller_batch(self) -> bool:
-        samples = getattr(self.train_dataset, "__len__", None)
-        return not self.args.dataloader_drop_last and samples is not None and samples() % self.args.train_batch_size > 0
+        samples = self._samples
+        return not self.args.dataloader_drop_last and samples is not None and samples % self.args.train_batch_size > 0
+
+    @property
+    def _samples(self) -> int | None:
+        """Of the training data; None for a stream."""
+        length = getattr(self.train_dataset, "__len__", None)
+        return None if length is None else int(length())
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:

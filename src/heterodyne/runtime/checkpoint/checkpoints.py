@@ -35,7 +35,12 @@ from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, str
 from heterodyne.runtime.checkpoint.tensor_files import assigned, read_tensors, write_tensors
 from heterodyne.runtime.meeting.agreement import Agreement
 
-__all__ = ["Checkpoint", "Checkpoints", "Restored"]
+__all__ = ["OTHER_DATA", "Checkpoint", "Checkpoints", "Restored"]
+
+OTHER_DATA = (
+    "the order of the samples is drawn for all of them together, so with more or fewer of them the run would go on with other ones: "
+    "give it the data that it began with"
+)
 
 PLAN = "plan.json"
 _SKELETON = "state.json"
@@ -67,6 +72,13 @@ class Checkpoint:
         if "job" in there:
             there["job"] = decisive(there["job"])  # an older release recorded more fields
         other = differences(there, identity)
+        if other and all(line.startswith("data.") for line in other):
+            raise CheckpointError(
+                f"{self.path} was written with other data:\n  - "
+                + "\n  - ".join(other)
+                + f"\n{OTHER_DATA}, or start anew in another "
+                "run directory"
+            )
         if other:
             raise CheckpointError(
                 f"{self.path} belongs to another job:\n  - "
