@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.processes import GAVE_UP_ON_A_PEER
+from heterodyne.processes.status import TOLD
 from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.meeting.distributed import init_distributed
@@ -209,6 +211,38 @@ def test_batches_that_differ_between_ranks_are_noticed_on_every_rank(pool: Pool)
         text.startswith("4: the batches of step 4 differ: ranks 1, 2 have another one than rank 0") for text in told
     )
     assert "take a DistributedSampler out" in told[0]
+
+
+class Wrong:
+    """Labels of which one, sample 9 of 12, is none of the classes."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        points, labels = batch_of(12)
+        return {"points": points[index], "target": labels[index] + 4 * (index == 9)}
+
+
+def with_a_wrong_label(environment: WorkerEnvironment, found: ModelGraph, plan: Plan) -> None:
+    with init_distributed(environment, backend="gloo", timeout_s=30.0) as meeting:
+        world = World(rank=environment.rank, world_size=environment.world_size)
+        here = dataclasses.replace(session_of(world), watchdog=meeting.watchdog)
+        with start(world, Labelled(), plan, found, session=here) as trainer:
+            for batch in hd.batches(Wrong(), global_batch_size=SAMPLES, shuffle=False):
+                trainer.step(batch)
+
+
+def test_a_label_that_only_one_rank_sees_ends_all_with_its_words() -> None:
+    plan = plan_of(graph(), cluster_of(2), ((2,), (4,)))
+    told = re.compile(
+        r"DataError: step 2, sample 3 \(number 9 of the dataset\): target holds \d; the loss at \S+:\d+ has 4 classes"
+    )
+    with Crowd() as crowd:
+        workers = [crowd.start(with_a_wrong_label, graph(), plan, rank=rank, world_size=2) for rank in range(2)]
+        assert [worker.wait() for worker in workers] == [GAVE_UP_ON_A_PEER, TOLD], [worker.output for worker in workers]
+        assert "rank 1 on" in workers[0].output
+        assert all(told.search(worker.output) for worker in workers), workers[0].output
 
 
 def alone_in_a_call(environment: WorkerEnvironment, found: ModelGraph, plan: Plan) -> None:

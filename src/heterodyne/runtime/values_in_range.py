@@ -6,7 +6,7 @@ where, after which the process has no device any more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,16 @@ class ValuesInRange:
         for bound in value_bounds(graph):
             self._bounds.setdefault(bound.field, []).append(bound)
 
-    def require(self, tensors: Mapping[str, Tensor], first: int, where: str) -> None:
+    def require(
+        self, tensors: Mapping[str, Tensor], first: int, where: str, number_of: Callable[[int], int] | None = None
+    ) -> None:
         """Raises DataError for a value of some samples that is out of range, and for samples without any.
 
         Args:
             tensors: the samples, by the names of the inputs.
             first: the place of the first of them in the global batch.
             where: what the batch belongs to ("step 12").
+            number_of: of a place in the global batch which sample of the dataset it is.
         """
         for field, bounds in self._bounds.items():
             tensor = tensors.get(field)
@@ -57,7 +60,8 @@ class ValuesInRange:
                     continue
                 found = self._found(bound, tensor)
                 if found is not None:
-                    raise DataError(_told(bound, *found, first, where))
+                    value, place = found
+                    raise DataError(f"{where}{_sample(place, first, number_of)}: {_told(bound, value)}")
 
     def source(self, source: BatchSource, where: str) -> BatchSource:
         """The same batch, whose samples are looked at when they are handed out."""
@@ -103,7 +107,7 @@ class _LookedAt:
 
     def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
         found = self.inner.samples(first, count)
-        self.values.require(found, first, self.where)
+        self.values.require(found, first, self.where, getattr(self.inner, "number_of", None))
         return found
 
 
@@ -135,13 +139,19 @@ def _arguments(op: Op, tensor: Tensor, samples: int) -> dict[str, Any]:
 _TEXTS = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
 
 
-def _told(bound: ValueBound, value: int, sample: int | None, first: int, where: str) -> str:
+def _sample(place: int | None, first: int, number_of: Callable[[int], int] | None) -> str:
+    if place is None:
+        return ""
+    of_dataset = "" if number_of is None else f" (number {number_of(first + place)} of the dataset)"
+    return f", sample {first + place}{of_dataset}"
+
+
+def _told(bound: ValueBound, value: int) -> str:
     who = {"rows": "the embedding", "classes": "the loss", "entries": "the tensor that it indexes"}[bound.what]
     at = f" at {bound.source}" if bound.source else ""
     others = "" if bound.ignore is None else f", or {bound.ignore} for what is left out"
     remedy = "the data and the model must be of one tokenizer" if bound.what == "rows" else "correct the data"
-    of_sample = "" if sample is None else f", sample {first + sample}"
     return (
-        f"{where}{of_sample}: {bound.field} holds {value}; {who}{at} has {bound.size} {bound.what} "
+        f"{bound.field} holds {value}; {who}{at} has {bound.size} {bound.what} "
         f"(0 ... {bound.size - 1}{others}): {remedy}, or give the model more {bound.what}"
     )

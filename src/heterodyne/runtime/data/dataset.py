@@ -75,6 +75,10 @@ class DatasetBatch:
         """The same for the same samples in the same order."""
         return hashlib.blake2b(self.indices.tobytes() + self.epochs.tobytes(), digest_size=16).hexdigest()
 
+    def number_of(self, place: int) -> int:
+        """Which sample of the dataset is at a place of the batch."""
+        return int(self.indices[place])
+
     def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
         """Samples ``[first, first + count)``, collated. Raises ValueError outside, DataError if one cannot be read."""
         if first < 0 or count < 0 or first + count > self.size:

@@ -276,6 +276,11 @@ class _Batch:
         found: str | None = getattr(self.plain, "digest", None)
         return found
 
+    @property
+    def number_of(self) -> Callable[[int], int] | None:
+        found: Callable[[int], int] | None = getattr(self.plain, "number_of", None)
+        return found
+
     def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
         """Samples ``[first, first + count)``. Raises ValueError outside, DataError if they cannot be read."""
         return self.ahead.samples(self.step, (first, count), self.plain)
