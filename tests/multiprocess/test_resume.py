@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,6 +99,18 @@ class Strike:
     number: signal.Signals
 
 
+class Heard(SilentReporter):
+    """Writes down what is said for people."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(STEPS)
+        self._path = path
+
+    def say(self, text: str) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{text}\n")
+
+
 class Struck(Worker):
     strike: Strike | None = None
 
@@ -140,7 +153,7 @@ def train(world: World, run: Path, shares: Sequence[int | None], resume: bool, s
             plan=plan,
             run=RunDirectory(run),
             agreement=Agreement.of_all(),
-            reporter=SilentReporter(STEPS),
+            reporter=Heard(run / "said"),
         )
         if resume:
             trainer.resume()
@@ -205,6 +218,7 @@ def test_asked_on_one_rank_all_stop_after_the_same_step_and_go_on_bit_for_bit(
     assert all(outcome.interrupted for outcome in outcomes)
     (stopped,) = {outcome.steps for outcome in outcomes}
     assert 4 <= stopped <= 5, "the step in which it was asked, or the next"
+    assert re.search(rf"rank {rank} got SIGTERM \(pid \d+\): stopping after step {stopped}", (run / "said").read_text())
     assert (run / "checkpoint" / f"step-{stopped}").is_dir()
     outcomes = pool.run(2, train, run, (5, 3), True, None)
     assert not any(outcome.interrupted for outcome in outcomes)
