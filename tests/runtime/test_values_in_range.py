@@ -61,6 +61,21 @@ def test_longer_samples_have_the_same_bounds() -> None:
         values.require(with_value(batch, "labels", (2, 13), -7), 0, "step 1")
 
 
+def test_narrow_integers_are_compared_with_bounds_that_they_cannot_hold() -> None:
+    graph = capture(Wide(), {"tokens": torch.zeros(4, 6, dtype=torch.int8)})
+    with pytest.raises(DataError, match=r"sample 1: tokens holds -1; .* has 300 rows"):
+        ValuesInRange(graph).require({"tokens": torch.tensor([[5], [-1]], dtype=torch.int8)}, 0, "step 1")
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens.long()).mean()
+
+
 class Pointer(nn.Module):
     """Its classes are the places of the sequence, so longer samples have more of them."""
 

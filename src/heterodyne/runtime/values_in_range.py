@@ -54,9 +54,12 @@ class ValuesInRange:
                 raise DataError(
                     f"{where}: {field} is {list(tensor.shape)}, so its samples are empty: leave such samples out of the data"
                 )
-            low, high = torch.stack(torch.aminmax(tensor)).tolist()
+            tensor = tensor.long()  # a bound may be beyond what a narrow one can hold
+            seen = _extremes(tensor)
             for bound in bounds:
-                if (low >= 0 and high < bound.size) or not (bound.fixed or self._sized_as_captured(tensors)):
+                if _inside(bound, seen) or not (bound.fixed or self._sized_as_captured(tensors)):
+                    continue
+                if bound.ignore is not None and _inside(bound, _extremes(tensor.where(tensor != bound.ignore, 0))):
                     continue
                 found = self._found(bound, tensor)
                 if found is not None:
@@ -68,9 +71,7 @@ class ValuesInRange:
         return _LookedAt(source, self, where) if self._bounds else source
 
     def _found(self, bound: ValueBound, tensor: Tensor) -> tuple[int, int | None] | None:
-        """The first value that is out of range, and its sample."""
-        if not _outside(bound, tensor).any():
-            return None
+        """The first value that is out of range and looked up, and its sample."""
         dim = self._batch_dims[bound.field]
         if bound.taken:
             size = 1 if dim is None else tensor.shape[dim]
@@ -109,6 +110,16 @@ class _LookedAt:
         found = self.inner.samples(first, count)
         self.values.require(found, first, self.where, getattr(self.inner, "number_of", None))
         return found
+
+
+def _extremes(tensor: Tensor) -> tuple[int, int]:
+    """The lowest and the highest value. An accelerator is waited for once."""
+    low, high = torch.stack(torch.aminmax(tensor)).tolist()
+    return low, high
+
+
+def _inside(bound: ValueBound, extremes: tuple[int, int]) -> bool:
+    return extremes[0] >= 0 and extremes[1] < bound.size
 
 
 def _outside(bound: ValueBound, tensor: Tensor) -> Tensor:
