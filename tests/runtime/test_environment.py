@@ -173,13 +173,17 @@ def test_who_waits_says_for_whom() -> None:
 
 
 def test_too_few_open_files_are_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed, set_to = {"of": (256, 256)}, []
+    allowed, set_to, said = {"of": (256, 256)}, [], []
     monkeypatch.setattr(resource, "getrlimit", lambda _: allowed["of"])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
-    require_file_handles(8)
+    require_file_handles(2, said.append)
     with pytest.raises(WorkerError, match="may have 256 files open here, and each of 64 workers needs about 604"):
-        require_file_handles(64)
-    assert set_to == []
-    allowed["of"] = (256, 2048)  # its own limit it may raise
-    require_file_handles(64)
-    assert set_to == [(2048, 2048)]
+        require_file_handles(64, said.append)
+    assert (set_to, said) == ([], [])
+    allowed["of"] = (256, resource.RLIM_INFINITY)  # its own limit it may raise
+    require_file_handles(64, said.append)
+    assert (set_to, said) == ([(3 * 604, resource.RLIM_INFINITY)], [])
+    allowed["of"] = (256, 1024)
+    require_file_handles(64, said.append)
+    assert set_to[1:] == [(1024, 1024)]
+    assert "may need 1812 under a plan that cuts the model" in said[0]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from heterodyne.errors import WorkerError
+from heterodyne.processes import to_standard_error
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.file_handles import TOO_MANY_OPEN, require_file_handles
 from heterodyne.runtime.meeting.judge import WatchLimits
@@ -69,7 +70,7 @@ def init_distributed(
             "torch.distributed.init_process_group. Heterodyne makes it: leave that call out, and close one trainer (or leave its 'with') "
             "before the next one is made"
         )
-    require_file_handles(environment.world_size)
+    require_file_handles(environment.world_size, to_standard_error if environment.rank == 0 else lambda _: None)
     keeps_store = not environment.store_is_hosted
     limits = limits or WatchLimits()
     store = open_store(environment, timeout_s=timeout_s)

@@ -50,6 +50,8 @@ class Member:
             status = str(psutil.Process(self.pid).status())
         except psutil.NoSuchProcess:
             return None
+        except OSError:  # this process has too many files open to look
+            return "unknown"
         return None if status in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} else status
 
 
