@@ -21,13 +21,17 @@ __all__ = ["Results", "arguments", "spread"]
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def arguments(description: str | None, *, whole: str | None = None) -> argparse.Namespace:
-    """``--quick`` for a form of at most two minutes, ``--json FILE`` for a machine; ``--all``, if there is more than ten minutes hold."""
+def arguments(description: str | None, *, whole: str | None = None, seed: int | None = None) -> argparse.Namespace:
+    """``--quick`` for a form of at most two minutes, ``--json FILE`` for a machine; ``--all``, if there is more than ten minutes hold;
+    ``--seed``, if something is drawn.
+    """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a form of at most two minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here as JSON")
     if whole:
         parser.add_argument("--all", action="store_true", help=whole)
+    if seed is not None:
+        parser.add_argument("--seed", type=int, default=seed, help=f"what is drawn follows from it; {seed} by default")
     return parser.parse_args()
 
 

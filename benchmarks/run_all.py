@@ -62,6 +62,7 @@ BENCHMARKS = (
     "convergence",
     "capture_large",
     "kill_and_resume",
+    "bad_inputs",
     "trackers",
     "simulator_speed",
     "greedy_schedules",

@@ -17,7 +17,7 @@ from heterodyne.cli import convert_checkpoint, devices, emulate, measure, plan, 
 from heterodyne.cli.failure import of_the_system, tell
 from heterodyne.errors import HeterodyneError
 
-__all__ = ["run"]
+__all__ = ["application", "run"]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # The arguments travel along, because a verb may start itself again once for each device.
-        _app()(args=given, obj=given)
+        application()(args=given, obj=given)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 2
     except HeterodyneError as error:
@@ -35,7 +35,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _app() -> typer.Typer:
+def application() -> typer.Typer:
+    """Every verb with its options."""
     app = typer.Typer(
         name="heterodyne",
         no_args_is_help=True,

@@ -1,0 +1,174 @@
+"""Generated bad inputs at the level of the command line: each is a clear message within seconds, or a success that is right.
+
+Every command, option, kind of file and variable of the environment (`bad_cases`), spoiled in the ways of accidents and strangers. Most
+commands run in processes that are forked from one that has imported torch; one in twenty in a new interpreter. A command that is still
+at work after the limit (a job of 2,000,000,000 steps is no mistake) must have said so, and must end with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from results import ROOT, Results, arguments, spread
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from bad_cases import Case, cases
+from bad_place import make_place
+from warm_command import Ended, run
+
+LIMIT_S = 10.0
+STARTING_S = 10.0  # what a new interpreter may take besides, to import torch while others do
+SAYING_S = 2.0  # who waits says so every 10 s, and must have done so
+SAMPLE = 20  # one case in so many runs in a new interpreter
+FAULTS = (
+    "traceback",
+    "over 10 s",
+    "ended without a word",
+    "several messages",
+    "names no place",
+    "a success that is wrong",
+)
+AT_WORK = re.compile(
+    r"^(step \d|measuring|capturing|waiting for|rank \d+ waits|reading|rehearsing|searching|planning)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    case: Case
+    ended: Ended
+    verdict: str
+    warm: bool
+
+
+def main() -> int:
+    options = arguments(__doc__, seed=0)
+    results = Results("bad_inputs")
+    count = 60 if options.quick else 400
+    with tempfile.TemporaryDirectory(prefix="bad-inputs-") as name:
+        folder = Path(name)
+        place = folder / "good"
+        place.mkdir()
+        variables = {"XDG_CACHE_HOME": str(place / "home"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        os.environ.update(variables)
+
+        def heterodyne(*words: str) -> None:
+            ended = run(words, place=place, variables={}, limit_s=120.0)
+            if ended.status != 0:
+                raise RuntimeError(f"{' '.join(words)}: {ended.said}")
+
+        make_place(place, heterodyne)
+        whole = weights(place / "whole")
+
+        def judge(numbered: tuple[int, Case]) -> Judged:
+            number, case = numbered
+            return judged(case, folder / str(number), good=place, whole=whole, warm=number % SAMPLE != SAMPLE - 1)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            found = list(threads.map(judge, enumerate(cases(count, options.seed, place))))
+    report(results, found)
+    return results.write(options.json)
+
+
+def judged(case: Case, place: Path, *, good: Path, whole: str, warm: bool) -> Judged:
+    shutil.copytree(good, place)
+    for name, content in case.files.items():
+        if content is None:
+            (place / name).unlink()
+        else:
+            (place / name).write_bytes(content)
+    allowed_s = LIMIT_S if warm else LIMIT_S + STARTING_S
+    variables = {"XDG_CACHE_HOME": str(place / "home"), **case.variables}
+    ended = run(case.arguments, place=place, variables=variables, limit_s=allowed_s + SAYING_S, warm=warm)
+    verdict = verdict_of(case, ended, place, whole, allowed_s)
+    shutil.rmtree(place, ignore_errors=True)
+    return Judged(case=case, ended=ended, verdict=verdict, warm=warm)
+
+
+def verdict_of(case: Case, ended: Ended, place: Path, whole: str, allowed_s: float) -> str:
+    """One of `FAULTS`, or what is right: ``message``, ``success`` or ``at work``."""
+    said = ended.said
+    if "Traceback (most recent call last)" in said or "Exception ignored" in said:
+        return "traceback"
+    if (
+        ended.killed
+        or (not ended.interrupted and ended.seconds > allowed_s)
+        or (ended.interrupted and not AT_WORK.search(said))
+    ):
+        return "over 10 s"
+    if ended.interrupted:
+        return "at work"
+    if ended.status == 0:
+        return "success" if is_right(case, place, whole) else "a success that is wrong"
+    messages = re.findall(r"^(?:error: |Error: |Usage: )(.*)", said, re.MULTILINE | re.IGNORECASE)
+    if ended.status < 0 or not messages:
+        return "verify says no" if case.arguments[0] == "verify" and ended.status == 1 else "ended without a word"
+    if len(re.findall(r"^error: ", said, re.MULTILINE)) > 1:
+        return "several messages"
+    # Of a usage error the words come last; of ours, all that follows is part of it.
+    start = re.search(r"^error: ", said, re.MULTILINE | re.IGNORECASE)
+    message = said[start.start() :] if start else said
+    return (
+        "message"
+        if any(name in message for name in (*case.names, *case.arguments[1:], "here/cpu:0", "CPUs of here"))
+        else "names no place"
+    )
+
+
+def is_right(case: Case, place: Path, whole: str) -> bool:
+    """A run that was resumed has the weights of one that was left alone; what was trained has losses that are numbers."""
+    if case.equals_whole:
+        return weights(place / "run") == whole
+    for metrics in place.glob("runs/*/metrics.jsonl"):
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        if not all(math.isfinite(line["loss"]) for line in lines if "loss" in line):
+            return False
+    return True
+
+
+def weights(run_directory: Path) -> str:
+    path = run_directory / "model" / "model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+
+
+def report(results: Results, found: list[Judged]) -> None:
+    for kind in dict.fromkeys(each.case.kind for each in found):
+        of_kind = [each for each in found if each.case.kind == kind]
+        counts = Counter(each.verdict for each in of_kind)
+        results.row(kind, cases=len(of_kind), seconds=spread([each.ended.seconds for each in of_kind]), **dict(counts))
+    new = [each.ended.seconds for each in found if not each.warm]
+    if new:
+        results.row("of these in a new interpreter", cases=len(new), seconds=spread(new))
+    for each in found:
+        if each.verdict in FAULTS:
+            results.row(f"fault: {each.verdict}", **shown(each))
+    for fault in FAULTS:
+        results.bar(fault, sum(each.verdict == fault for each in found), "<= 0")
+    results.bar("inputs", len(found), f">= {len(found)}")
+
+
+def shown(each: Judged) -> dict[str, Any]:
+    """What one needs to see it again."""
+    files = {name: "removed" if text is None else repr(text)[:300] for name, text in each.case.files.items()}
+    return {
+        "command": " ".join(word if len(word) < 200 else f"{word[:200]}..." for word in each.case.arguments),
+        "files": str(files), "variables": str(each.case.variables), "status": each.ended.status,
+        "seconds": each.ended.seconds, "said": each.ended.said[-1500:],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
