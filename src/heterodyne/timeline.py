@@ -15,6 +15,7 @@ from typing import Literal
 
 from heterodyne.errors import HeterodyneError
 from heterodyne.json_files import EXACT, Count, checked, parse_json
+from heterodyne.text_files import read_text
 
 __all__ = ["Event", "Lane", "Timeline"]
 
@@ -108,7 +109,7 @@ class Timeline:
     @classmethod
     def load(cls, path: Path) -> Timeline:
         """Read what `save` wrote; a last line that was cut short is left out. Raises HeterodyneError."""
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, most_bytes=2**30).splitlines()
         try:
             header = checked(_Header, parse_json(lines[0]))
         except (IndexError, ValueError) as error:

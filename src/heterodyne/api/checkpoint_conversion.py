@@ -33,18 +33,20 @@ def convert_checkpoint(path: Path) -> Path:
     Raises CheckpointError if it is none of version 1, or not whole.
     """
     manifest = require_first_version(path)
-    entries = _entries(path)
-    tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-    state = graft(entries[_SKELETON], tensors)
-    ranks = {name.partition("/")[2]: value for name, value in entries.items() if name.startswith(f"{_RANDOM}/")}
+    try:
+        entries = _entries(path)
+        tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+        state = graft(entries[_SKELETON], tensors)
+        ranks = {name.partition("/")[2]: value for name, value in entries.items() if name.startswith(f"{_RANDOM}/")}
+        generators = {rank: _generators(old) for rank, old in ranks.items()}
+        step, identity, plan = manifest["step"], manifest["identity"], (path / PLAN).read_text(encoding="utf-8")
+    except Exception as error:  # reading objects raises whatever they want
+        raise CheckpointError(
+            f"{path} cannot be converted: it does not hold what an earlier release wrote ({type(error).__name__}: {error}); it is as it "
+            "was: convert an earlier one"
+        ) from error
     checkpoints = Checkpoints(path.parent, keep=sys.maxsize)
-    return checkpoints.save(
-        manifest["step"],
-        state,
-        identity=manifest["identity"],
-        plan=(path / PLAN).read_text(encoding="utf-8"),
-        generators={rank: _generators(old) for rank, old in ranks.items()},
-    )
+    return checkpoints.save(step, state, identity=identity, plan=plan, generators=generators)
 
 
 def require_first_version(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from heterodyne.cluster.written import cluster_from_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
+from heterodyne.text_files import read_text
 
 __all__ = ["command"]
 
@@ -82,7 +83,7 @@ def _known(folder: Path, cluster: Path | None, profile: Path | None) -> tuple[Cl
     of_run = all(path.is_file() for path in kept)
     described = load_cluster(cluster) if cluster is not None else None
     if described is None and of_run:
-        described = cluster_from_json(kept[0].read_text(encoding="utf-8"), path=str(kept[0]))
+        described = cluster_from_json(read_text(kept[0]), path=str(kept[0]))
     if profile is None and of_run:
         profile = kept[1]
     return described, None if profile is None else Profile.load(profile)

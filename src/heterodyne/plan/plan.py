@@ -24,6 +24,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.sharding.price import FLOPS_PER_BYTE, LATENCY_BYTES
 from heterodyne.json_files import parse_json
 from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.text_files import read_text
 
 __all__ = ["PLAN_VERSION", "Exchange", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
 
@@ -212,7 +213,7 @@ class Plan(_Part):
     def load(cls, path: Path) -> Plan:
         """Raises PlanError if the file is not there or not a plan."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
         except OSError as error:
             raise PlanError(f"cannot be read: {error.strerror}", path=str(path)) from error
         except UnicodeDecodeError as error:

@@ -23,6 +23,7 @@ from heterodyne.job import Job
 from heterodyne.json_files import parse_json, read_json
 from heterodyne.plan import Plan
 from heterodyne.report.plan_shares import samples_of
+from heterodyne.text_files import read_text
 from heterodyne.timeline import Timeline
 
 __all__ = ["Candidate", "Metrics", "Run", "StepMetrics", "Validation", "candidates_from", "load_run", "read_metrics"]
@@ -172,7 +173,7 @@ def read_metrics(path: Path) -> Metrics:
     """The lines of a ``metrics.jsonl``, or of the one in a run directory. Raises HeterodyneError if it is not there."""
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(file, most_bytes=2**30, errors="replace").splitlines()
     except OSError as error:
         raise HeterodyneError(f"{file}: cannot be read: {error.strerror}") from error
     steps: dict[int, StepMetrics] = {}
@@ -232,7 +233,7 @@ class _Reader:
             return None
 
     def text(self, name: str, without: str) -> str:
-        text: str | None = self.of(name, lambda path: path.read_text(encoding="utf-8", errors="replace"), without)
+        text: str | None = self.of(name, lambda path: read_text(path, errors="replace"), without)
         return text or ""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules.schedule import Orders
+from heterodyne.text_files import read_text
 
 __all__ = ["computing", "format_csv", "load_csv", "parse_csv", "save_csv"]
 
@@ -42,7 +43,7 @@ def format_csv(orders: Orders) -> str:
 def load_csv(path: Path) -> Orders:
     """Raises PlanError if the file is not there or holds what is no action."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise PlanError(f"cannot be read: {error.strerror}", path=str(path)) from error
     except UnicodeDecodeError as error:

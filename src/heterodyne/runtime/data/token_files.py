@@ -28,7 +28,7 @@ def open_token_file(path: Path, *, dtype: str = "uint16") -> TokenFile:
     try:
         size = path.stat().st_size
         if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            tokens = np.lib.format.open_memmap(path, mode="r")  # unlike np.load, it takes no archive and no pickle
         elif not size or size % np.dtype(dtype).itemsize:
             raise DataError(
                 f"data.tokens: {path} has {size} bytes, which is no whole number of {dtype} tokens: it was cut short, or holds others "
