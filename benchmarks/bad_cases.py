@@ -128,7 +128,7 @@ def of_override(draw: Draw) -> Case:
     return Case(
         kind=draw.kind,
         arguments=(*command, "--set", _argument(f"{name}={text}")[:100_000]),
-        names=("--set", *_fields()),
+        names=("--set", text[:40], *_fields()),
     )
 
 
@@ -270,7 +270,9 @@ def of_option(draw: Draw) -> Case:
         del command[place_of : place_of + 2]
     split = 1 if verb == "emulate" else len(command)
     return Case(
-        kind=draw.kind, arguments=(*command[:split], *given, *command[split:]), names=(option, value[:20] or "''")
+        kind=draw.kind,
+        arguments=(*command[:split], *given, *command[split:]),
+        names=(option.strip("-"), value[:20] or "''"),
     )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from heterodyne.errors import FileError
 from heterodyne.yaml_text import Location, YamlFaultError, parse_yaml
@@ -29,8 +29,26 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, field: ValidationInfo) -> Any:
+        """Pydantic takes ``yes`` for 1, so that ``steps: yes`` would be one step."""
+        kinds = _kinds(cls.model_fields[str(field.field_name)].annotation)
+        values = value if isinstance(value, list | tuple) else (value,)
+        if kinds & {int, float} and not kinds & {bool, Any} and any(isinstance(each, bool) for each in values):
+            raise ValueError("a truth value (true, yes, on) is no number")
+        return value
+
 
 Document = TypeVar("Document", bound=BaseModel)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is put together from."""
+    inner = get_args(annotation)
+    if not inner:
+        return {annotation} if isinstance(annotation, type) or annotation is Any else set()
+    return {kind for each in inner for kind in _kinds(each)}
 
 
 def read_yaml(path: Path, error: type[FileError]) -> tuple[Any, dict[Location, int]]:

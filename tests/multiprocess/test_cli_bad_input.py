@@ -148,3 +148,11 @@ def test_an_environment_that_contradicts_itself_is_told(
         monkeypatch.setenv(name, value)
     assert main(TRAIN) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_terminal_whose_width_is_no_number_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "²")
+    assert main(["devices", "--cluster", "small.yaml"]) == 0
+    assert "a/cpu:0" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.written import cluster_from_json, cluster_to_json
-from heterodyne.errors import HeterodyneError
+from heterodyne.errors import HeterodyneError, JobError
 from heterodyne.job import Job
 from heterodyne.plan import Plan
 from heterodyne.plan.schedules.csv_file import load_csv
@@ -196,3 +196,20 @@ def test_the_report_of_a_run_with_a_spoiled_file(
     else:
         spoil(path, chance, as_text, content)
     require_words(lambda: render(load_run(spoiled)))
+
+
+@pytest.mark.parametrize("load", [Job.load, load_cluster, load_fleet, Plan.load, load_csv])
+def test_a_file_without_an_end_is_refused(load: Callable[[Path], object]) -> None:
+    with pytest.raises((HeterodyneError, OSError), match=r"has more than [0-9,]+ bytes"):
+        load(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["training.steps=yes", "optimizer.lr=true", "optimizer.betas=[true, 0.5]", "parallelism.micro_batch_sizes=[on]"],
+)
+def test_a_truth_value_is_no_number(tmp_path: Path, override: str) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    with pytest.raises(JobError, match=r"a truth value .* is no number"):
+        Job.load(tmp_path / "job.yaml", (override,))
+    assert Job.load(tmp_path / "job.yaml", ("data.packing=yes", "model.arguments.bias=true")).data.packing

@@ -105,7 +105,7 @@ def test_numbers_of_a_kind_go_on_where_it_is_listed_twice(write: Write) -> None:
         ("A100-SXM4-80GB", "H100-NVL-94GB", 6, "knows .* not its memory"),
         ("count: 2\n", "count: 0\n", 4, "greater than or equal to 1"),
         ("count: 2}", "count: 0}", 6, "greater than or equal to 1"),
-        ("count: 2}", "count: yes}", 6, "integer"),
+        ("count: 2}", "count: yes}", 6, "a truth value"),
         ("count: 2}", "number: 2}", 6, "no such key"),
         ("name: old", "name: new", 7, "'new' is there already .line 3"),
         ("name: old", "name: new-1", 7, "'new-1' is there already .line 3"),

@@ -19,7 +19,7 @@ from heterodyne.cli import main
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
-from heterodyne.runtime.checkpoint.state_tree import strip
+from heterodyne.runtime.checkpoint.state_tree import Leaf, strip
 
 IDENTITY = {"job": {"training": {"seed": 0}}}
 STATE: dict[str, Any] = {
@@ -31,12 +31,16 @@ STATE: dict[str, Any] = {
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
     """A checkpoint as version 1 was written, by two ranks."""
-    path = tmp_path / "step-4"
-    path.mkdir()
     tensors, skeleton = strip(STATE, "state")
     generators = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    entries = {**tensors, "skeleton": skeleton, "random/0": generators, "random/1": generators}
+    return write_first_version(tmp_path / "step-4", entries)
+
+
+def write_first_version(path: Path, entries: dict[str, Any]) -> Path:
+    path.mkdir()
     save(
-        {**tensors, "skeleton": skeleton, "random/0": generators, "random/1": generators},
+        entries,
         storage_writer=FileSystemWriter(path),
         planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         no_dist=True,
@@ -79,6 +83,21 @@ def test_it_is_passed_over_until_it_is_converted(old: Path, capsys: pytest.Captu
     assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == drawn
     assert main(["convert-checkpoint", str(old), "--trust"]) == 2
     assert "needs no conversion" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "content", [{}, {"skeleton": Leaf("nowhere")}, {"skeleton": {}, "random/0": None}, {"skeleton": {}, "random/0": {"python": 1}}],
+    ids=str,
+)  # fmt: skip
+def test_objects_of_another_kind_are_refused(
+    tmp_path: Path, content: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_first_version(tmp_path / "step-4", content)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert main(["convert-checkpoint", str(path), "--trust"]) == 2
+    assert "step-4 cannot be converted" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import threading
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.corpus import Source, text_sources
+from heterodyne.runtime.data.token_files import open_token_file
 from heterodyne.runtime.data.tokens import HEADER_BYTES, open_tokens, read_tokens
 
 TEXT = {"a": b"first file", "b": "zweite Dätei".encode()}
@@ -91,3 +96,26 @@ def test_a_cache_that_cannot_be_written_is_named(sources: tuple[Source, ...], tm
     (tmp_path / "cache").write_text("a file, not a directory")
     with pytest.raises(DataError, match=r"set data\.cache"):
         open_tokens(sources, tmp_path / "cache", say=lambda _: None)
+
+
+def archive() -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as file:
+        file.writestr("tokens.npy", b"")
+    return content.getvalue()
+
+
+def of_objects() -> bytes:
+    content = io.BytesIO()
+    np.save(content, np.array([{}], dtype=object), allow_pickle=True)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content", [b"PK\x03\x04", archive(), of_objects(), pickle.dumps([1]), b"", b"\x93NUMPY"], ids=range(6)
+)
+def test_what_is_no_row_of_numbers_is_no_token_file(tmp_path: Path, content: bytes) -> None:
+    """Archives and pickles, which numpy.load takes too."""
+    (tmp_path / "tokens.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokens\.npy .* is no whole \.npy file"):
+        open_token_file(tmp_path / "tokens.npy")

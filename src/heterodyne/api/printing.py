@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-
 from heterodyne.report import rows
 from heterodyne.report.rows import Rows
 from heterodyne.report.run import Candidate, candidates_from
@@ -14,6 +12,7 @@ from heterodyne.report.step_times import step_spans
 from heterodyne.report.tables import candidate_rows, device_rows, share_rows
 from heterodyne.search.explain import alternatives, paragraph
 from heterodyne.search.planned import Planned
+from heterodyne.terminal import console_on
 from heterodyne.timeline import Timeline
 
 __all__ = ["candidate_lines", "candidates_of", "show", "show_planned", "show_step", "terminal_width"]
@@ -21,14 +20,14 @@ __all__ = ["candidate_lines", "candidates_of", "show", "show_planned", "show_ste
 
 def show(*tables: Rows) -> None:
     """Print tables."""
-    console = Console(file=sys.stdout)
+    console = console_on(sys.stdout)
     for table in tables:
         rows.show(table, console)
 
 
 def terminal_width() -> int:
     """Characters in a line of the terminal; what rich takes for granted where there is none."""
-    return Console(file=sys.stdout).width
+    return console_on(sys.stdout).width
 
 
 def show_step(timeline: Timeline) -> None:
@@ -36,7 +35,7 @@ def show_step(timeline: Timeline) -> None:
     spans = step_spans(timeline)
     if not spans:
         return
-    console = Console(file=sys.stdout)
+    console = console_on(sys.stdout)
     drawn = step_text(timeline.of_step(max(spans)), console.width, title="One step, as simulated")
     if console.is_terminal:
         console.print(drawn)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from heterodyne.runtime.records.metrics import StepRecord, Validation
+from heterodyne.terminal import console_on
 from heterodyne.units import format_seconds
 
 __all__ = ["BarReporter", "LineReporter", "Reporter", "SilentReporter", "reporter_for"]
@@ -133,5 +134,5 @@ class SilentReporter(Reporter):
 
 def reporter_for(stream: TextIO, *, total: int, done: int = 0) -> Reporter:
     """A bar if the stream is a terminal, lines if not."""
-    console = Console(file=stream)
+    console = console_on(stream)
     return BarReporter(total, console, done) if console.is_terminal else LineReporter(total, stream)
