@@ -185,7 +185,13 @@ def of_run(draw: Draw) -> Case:
     reports = (GOOD["report"], GOOD["report"], ("report", "whole", "--reference", "run"))
     command = draw.chance.choice((*reports, ("simulate", "run"), RESUME, (*GOOD["train"], "--plan", "run")))
     spoiled = {f"run/{name}": _any(draw.place / "run" / name, draw.chance)}
-    return Case(kind=draw.kind, arguments=command, files=spoiled, names=("run", name), equals_whole=command is RESUME)
+    return Case(
+        kind=draw.kind,
+        arguments=command,
+        files=spoiled,
+        names=("run", name, *_fields()),
+        equals_whole=command is RESUME,
+    )
 
 
 def of_checkpoint(draw: Draw) -> Case:
@@ -262,7 +268,11 @@ def of_option(draw: Draw) -> Case:
     value = _value(parameter, draw.chance)
     if parameter.param_type_name == "argument":
         command[1 if verb != "emulate" else -1] = value
-        return Case(kind=draw.kind, arguments=tuple(command), names=(parameter.metavar, value[:20] or "''", "Missing"))
+        return Case(
+            kind=draw.kind,
+            arguments=tuple(command),
+            names=(parameter.metavar, value[:20] or "''", "Missing", "No such option"),
+        )
     option = parameter.opts[0]
     given = (option,) if getattr(parameter, "is_flag", False) else (option, value)
     if option in command:

@@ -150,9 +150,10 @@ def test_an_environment_that_contradicts_itself_is_told(
     assert told in capsys.readouterr().err
 
 
-def test_a_terminal_whose_width_is_no_number_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("columns", ["²", "1" + 30 * "0"])
+def test_a_terminal_of_no_possible_width_stops_nothing(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "²")
+    monkeypatch.setenv("COLUMNS", columns)
     assert main(["devices", "--cluster", "small.yaml"]) == 0
     assert "a/cpu:0" in capsys.readouterr().out

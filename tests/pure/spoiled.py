@@ -56,7 +56,10 @@ def places(content: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def with_other_value(content: Any, chance: random.Random) -> Any:
     """The same with one place replaced, taken out, or given a neighbour."""
     spoiled = copy.deepcopy(content)
-    *before, last = chance.choice(list(places(spoiled)))
+    inside = list(places(spoiled))
+    if not inside:
+        return chance.choice(VALUES)
+    *before, last = chance.choice(inside)
     holder = spoiled
     for key in before:
         holder = holder[key]
