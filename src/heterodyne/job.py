@@ -306,7 +306,7 @@ class Job(Section):
         gives another one.
         """
         length = decisive(recorded).get("optimizer", {}).get("schedule_steps")
-        if length is None or self.optimizer.schedule_steps is not None:
+        if type(length) is not int or length < 1 or self.optimizer.schedule_steps is not None:
             return self
         return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"schedule_steps": length})})
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import json
 import os
 import pickle
 import random
-import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.manifest import record
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state
 from heterodyne.runtime.checkpoint.state_tree import graft, merged, strip
+from pure.spoiled import places
 
 IDENTITY = {"job": {"training": {"seed": 0, "global_batch_size": 5}}, "data": {"tokens": "abc"}}
 PLAN = '{"version": 1}\n'
@@ -280,6 +282,8 @@ def of_itself(manifest: dict[str, Any]) -> str:
         {"files": None},
         {"world_size": 0},
         {"identity": []},
+        {"identity": {"job": "job"}},
+        {"identity": {"job": {"training": "training"}}},
         {"version": 99},
         {"version": "2"},
         {"more": 1},
@@ -347,19 +351,133 @@ def test_a_pickle_in_place_of_any_file_is_not_run(copy: Path, tmp_path: Path, fi
     assert not (tmp_path / "executed").exists()
 
 
-def test_nothing_on_the_way_of_resume_reads_pickles() -> None:
-    """Of our own modules that the trainer loads; between the ranks of a run, objects are pickled by torch.distributed."""
-    program = "import sys, heterodyne.runtime.checkpoint.checkpoints; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert not [
-        name
-        for name in loaded
-        if name.startswith(("torch.distributed.checkpoint", "heterodyne.api.checkpoint_conversion"))
+@pytest.mark.parametrize("file", ["manifest.json", "state.json"])
+@pytest.mark.parametrize("protocol", [0, 4])
+def test_a_pickle_in_place_of_any_field_is_not_run(copy: Path, tmp_path: Path, file: str, protocol: int) -> None:
+    """Each value in turn, with digests that are right."""
+    directory = copy / "step-2"
+    content = json.loads((directory / file).read_text())
+    manifest = json.loads((directory / "manifest.json").read_text())
+    bomb = pickle.dumps(Bomb(tmp_path / "executed"), protocol).decode("latin-1")
+    checkpoints = Checkpoints(copy)
+    for *around, last in places(content):
+        changed = deepcopy(content)
+        reduce(getitem, around, changed)[last] = bomb
+        if file == "manifest.json":
+            (directory / file).write_text(of_itself(changed))
+        else:
+            (directory / file).write_text(json.dumps(changed))
+            manifest["files"][file] = record(directory / file).model_dump()
+            (directory / "manifest.json").write_text(of_itself(manifest))
+        with suppress(CheckpointError):
+            found = checkpoints.latest()
+            assert found is not None
+            checkpoints.load(found, identity=IDENTITY)
+        assert not (tmp_path / "executed").exists(), (around, last)
+
+
+DAMAGES: dict[str, Callable[[Path, bytes], object]] = {
+    "emptied": lambda path, _: path.write_bytes(b""),
+    "cut": lambda path, _: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path, _: path.write_bytes(path.read_bytes() + b"}"),
+    "of another step": lambda path, other: path.write_bytes(other),
+    "removed": lambda path, _: path.unlink(),
+    "a directory": lambda path, _: (path.unlink(), path.mkdir()),
+    "a link to nowhere": lambda path, _: (path.unlink(), path.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_file_damaged_in_any_way_is_noticed_and_without_a_whole_one_nothing_begins(
+    copy: Path, file: str, damage: str
+) -> None:
+    first, second = copy / "step-1" / file, copy / "step-2" / file
+    whole = first.read_bytes(), second.read_bytes()
+    if damage == "of another step" and whole[0] == whole[1]:
+        return
+    DAMAGES[damage](second, whole[0])
+    assert_passed_over(copy, "step-2")
+    DAMAGES[damage](first, whole[1])
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole:\n  - step-2: .*\n  - step-1: .*\nmove"):
+        Checkpoints(copy).latest()
+
+
+FOREIGN = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+LOADS = {
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "pd.read_pickle",
+    "eval",
+    "exec",
+}
+BETWEEN_OWN_PROCESSES = {
+    "heterodyne.runtime.meeting.agreement",  # whether an error can be sent to the other ranks
+    "heterodyne.runtime.data.elements",  # where a stream is, from the process of this rank that reads it
+}
+
+
+def test_nothing_on_the_way_of_resume_reads_what_could_run_code() -> None:
+    """Of our own modules, all that `heterodyne.api.train` imports, at once or in a function; torch sends objects between the ranks."""
+    reached: dict[str, ast.Module] = {}
+    waiting = ["heterodyne.api.train"]
+    while waiting:
+        name = waiting.pop()
+        found = None if name in reached else importlib.util.find_spec(name)
+        if found is None or found.origin is None:
+            continue
+        reached[name] = ast.parse(Path(found.origin).read_text())
+        waiting += imported(reached[name])
+    assert "heterodyne.runtime.checkpoint.checkpoints" in reached
+    assert "heterodyne.runtime.trainer" in reached
+    assert "heterodyne.api.checkpoint_conversion" not in reached
+    faults = {name: found for name, tree in reached.items() if (found := readers_of_code(tree))}
+    assert set(faults) == BETWEEN_OWN_PROCESSES, faults
+    assert not [name for name in faults if name.startswith("heterodyne.runtime.checkpoint")]
+
+
+def imported(tree: ast.Module) -> list[str]:
+    """Our modules that a module names in its imports, but for those that only a type checker reads."""
+    names: list[str] = []
+    unread = [
+        each
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for each in ast.walk(node)
     ]
-    for name in loaded:
-        if name.startswith("heterodyne.runtime.checkpoint"):
-            text = Path(str(importlib.util.find_spec(name).origin)).read_text()  # type: ignore[union-attr]
-            assert not re.search(r"\b(pickle|torch\.load|eval|exec|np\.load)\b", text), name
+    for node in {*ast.walk(tree)} - {*unread}:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in names if name.split(".")[0] == "heterodyne" and is_module(name)]
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is a module with that name in it
+        return False
+
+
+def readers_of_code(tree: ast.Module) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                found += [alias.name for alias in node.names if alias.name.split(".")[0] in FOREIGN]
+            case ast.ImportFrom(module=str(module)):
+                if module.split(".")[0] in FOREIGN or module.startswith("torch.distributed.checkpoint"):
+                    found.append(module)
+            case ast.Call():
+                told = {(word.arg, ast.unparse(word.value)) for word in node.keywords}
+                if ast.unparse(node.func) in LOADS or told & {("allow_pickle", "True"), ("weights_only", "False")}:
+                    found.append(ast.unparse(node)[:80])
+    return found
 
 
 @pytest.mark.parametrize(

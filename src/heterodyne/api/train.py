@@ -123,7 +123,7 @@ def _checkpoint(session: Session, run: RunDirectory) -> Checkpoint | None:
 
 def _continuing(session: Session, job: Job, data: DataSource, found: Checkpoint) -> Job:
     """The job as it goes on from there. Raises CheckpointError if the checkpoint is of another job or of other data."""
-    continued = job.continuing(found.manifest.identity["job"])
+    continued = job.continuing(found.manifest.identity.get("job", {}))
     found.require(identity_of(continued, data))
     if continued.schedule_steps != job.schedule_steps and job.optimizer.schedule == "cosine":
         session.say(

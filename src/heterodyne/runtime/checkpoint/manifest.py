@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from heterodyne.errors import CheckpointError
 from heterodyne.json_files import read_json
@@ -40,6 +40,13 @@ class FileRecord(_Strict):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+def _with_sections(identity: dict[str, Any]) -> dict[str, Any]:
+    job = identity.get("job", {})
+    if not isinstance(job, dict) or not all(isinstance(section, dict) for section in job.values()):
+        raise ValueError("its job has no sections")
+    return identity
+
+
 class Manifest(_Strict):
     """Of one checkpoint.
 
@@ -53,7 +60,7 @@ class Manifest(_Strict):
 
     version: Literal[2] = VERSION
     step: Annotated[int, Field(ge=0)]
-    identity: dict[str, Any]
+    identity: Annotated[dict[str, Any], AfterValidator(_with_sections)]
     world_size: Annotated[int, Field(ge=1)]
     torch: str
     files: Annotated[dict[FileName, FileRecord], Field(min_length=1)]
