@@ -5,6 +5,7 @@ Each kind of case takes a good command, and spoils one thing of it: a file, a fi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from bad_place import CLUSTER, FLEET, JOB, SCHEDULE, STEPS
 
 from heterodyne.cli import app
 from heterodyne.job import Job
-from pure.spoiled import VALUES, as_json, as_text, as_yaml
+from pure.spoiled import VALUES, as_json, as_text, as_yaml, with_other_value
 
 __all__ = ["KINDS", "Case", "cases"]
 
@@ -205,6 +206,25 @@ def of_checkpoint(draw: Draw) -> Case:
     return Case(kind=draw.kind, arguments=RESUME, files=files, names=("checkpoint", "step-"), equals_whole=True)
 
 
+def of_crafted_checkpoint(draw: Draw) -> Case:
+    """A field of the state or of the manifest changed by somebody who knows how to make the digests right."""
+    directory = draw.place / "run" / "checkpoint" / "step-4"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    files = {}
+    if draw.chance.random() < 0.3:
+        manifest = with_other_value(manifest, draw.chance)
+    else:
+        state = _bytes(json.dumps(with_other_value(json.loads((directory / "state.json").read_text()), draw.chance)))
+        files["state.json"] = state
+        manifest["files"]["state.json"] = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+    manifest.pop("digest", None)
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    manifest["digest"] = hashlib.sha256(text.encode()).hexdigest()
+    files["manifest.json"] = _bytes(json.dumps(manifest))
+    spoiled = {f"run/checkpoint/step-4/{name}": content for name, content in files.items()}
+    return Case(kind=draw.kind, arguments=RESUME, files=spoiled, names=("checkpoint", "step-"))
+
+
 def of_old_checkpoint(draw: Draw) -> Case:
     path = draw.chance.choice(sorted((draw.place / "old" / "step-4").iterdir()))
     return Case(
@@ -333,6 +353,7 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "profile": (3, of_profile),
     "run directory": (6, of_run),
     "checkpoint": (4, of_checkpoint),
+    "crafted checkpoint": (2, of_crafted_checkpoint),
     "checkpoint of an earlier release": (1, of_old_checkpoint),
     "exported model": (2, of_exported),
     "data": (2, of_data),

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from heterodyne.errors import CheckpointError
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.manifest import record
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state
 from heterodyne.runtime.checkpoint.state_tree import graft, merged, strip
@@ -478,6 +478,19 @@ def readers_of_code(tree: ast.Module) -> list[str]:
                 if ast.unparse(node.func) in LOADS or told & {("allow_pickle", "True"), ("weights_only", "False")}:
                     found.append(ast.unparse(node)[:80])
     return found
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("w"), TypeError("no dict"), RuntimeError("size\nmismatch"), CheckpointError("of another")]
+)
+def test_a_state_that_nothing_can_take_is_named(written: Path, error: Exception) -> None:
+    found = Checkpoints(written).latest()
+    assert found is not None
+    with (
+        pytest.raises(CheckpointError, match=r"step-2 holds a state that this run cannot take \(.*moving it away"),
+        taken_from(found),
+    ):
+        raise error
 
 
 @pytest.mark.parametrize(

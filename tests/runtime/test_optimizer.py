@@ -154,3 +154,29 @@ def test_a_rank_without_parameters_has_the_same_groups(named: bool) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.step()
     scheduler.step()
+
+
+@pytest.mark.parametrize("section", SECTIONS[:2], ids=lambda section: section.name)
+def test_a_state_of_other_entries_or_shapes_is_refused(section: OptimizerSection) -> None:
+    parameters = {"weight": nn.Parameter(torch.ones(2, 3)), "bias": nn.Parameter(torch.ones(2))}
+    optimizer = make_optimizer(section, parameters)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = state_by_name(optimizer, parameters)
+    weights = {key: parameter.clone() for key, parameter in parameters.items()}
+
+    other = make_optimizer(section, parameters)
+    load_state_by_name(other, parameters, {"bias": state["bias"]})
+    assert list(state_by_name(other, parameters)) == ["bias"], "one that was never updated has none"
+    load_state_by_name(other, parameters, state)
+    assert all(torch.equal(parameter, weights[key]) for key, parameter in parameters.items())
+    for key in state["weight"]:
+        without = {entry: value for entry, value in state["weight"].items() if entry != key}
+        changes = [without, {**state["weight"], key: torch.ones(7)}, {**state["weight"], key: "text"}]
+        if isinstance(state["weight"][key], torch.Tensor):
+            for change in changes:
+                with pytest.raises(CheckpointError, match="the optimizer's state of weight is"):
+                    load_state_by_name(other, parameters, {**state, "weight": change})
+    with pytest.raises(CheckpointError, match="the optimizer's state of weight is"):
+        load_state_by_name(other, parameters, {**state, "weight": {**state["weight"], "more": torch.ones(())}})

@@ -26,7 +26,7 @@ from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import TrainingSection
 from heterodyne.plan.plan import Plan
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
 from heterodyne.runtime.records.recorder import Recorder
@@ -251,11 +251,12 @@ class Distributed:
             if found is None:
                 return None
             restored = checkpoints.load(found, identity=self._identity, wanted=self._needs)
-            self._worker.load_state_dict(self._names.captured_state(restored.state))
-            if restored.random is not None:
-                restore_random_state(restored.random)
-            self._predictor.forget()
-            self.extra = dict(restored.state.get("extra", {}))
+            with taken_from(found):
+                self._worker.load_state_dict(self._names.captured_state(restored.state))
+                if restored.random is not None:
+                    restore_random_state(restored.random)
+                self._predictor.forget()
+                self.extra = dict(restored.state.get("extra", {}))
         self._session.say(f"going on after step {self.steps_done} from {found.path}")
         return self.extra
 

@@ -24,7 +24,7 @@ from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.heap import give_back_memory
 from heterodyne.processes.signals import StopRequest, stop_requests
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
 from heterodyne.runtime.data.source import DataSource
@@ -309,13 +309,14 @@ class Trainer:
 
     def _restore(self, found: Checkpoint) -> None:
         restored = self._checkpoints.load(found, identity=self._identity, wanted=self._wanted)
-        state = dict(restored.state)
-        read = state.pop(_DATA, None)
-        if read is not None:
-            self._data.load_state_dict(read)
-        self._worker.load_state_dict(state)
-        if restored.random is not None:
-            restore_random_state(restored.random)
+        with taken_from(found):
+            state = dict(restored.state)
+            read = state.pop(_DATA, None)
+            if read is not None:
+                self._data.load_state_dict(read)
+            self._worker.load_state_dict(state)
+            if restored.random is not None:
+                restore_random_state(restored.random)
         self._done = self._saved = self._unproved = restored.step
 
     def _wanted(self, keys: Sequence[str]) -> bool:

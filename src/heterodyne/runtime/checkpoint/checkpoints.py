@@ -18,7 +18,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, str
 from heterodyne.runtime.checkpoint.tensor_files import assigned, read_tensors, write_tensors
 from heterodyne.runtime.meeting.agreement import Agreement
 
-__all__ = ["OTHER_DATA", "Checkpoint", "Checkpoints", "Restored"]
+__all__ = ["OTHER_DATA", "Checkpoint", "Checkpoints", "Restored", "taken_from"]
 
 OTHER_DATA = (
     "the order of the samples is drawn for all of them together, so with more or fewer of them the run would go on with other ones: "
@@ -302,6 +303,21 @@ class Checkpoints:
         return CheckpointError(
             f"the checkpoint of step {step} cannot be written to {self.directory} ({reason}); {_REMEDY}"
         )
+
+
+@contextmanager
+def taken_from(checkpoint: Checkpoint) -> Iterator[None]:
+    """While a restored state is put into a model: whatever does not fit there is a CheckpointError with the path. Its bytes are as they
+    were written; so it was written by a program that is not this one.
+    """
+    try:
+        yield
+    except (CheckpointError, KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        reason = " ".join(f"{kind}{error}".split())
+        raise CheckpointError(
+            f"{checkpoint.path} holds a state that this run cannot take ({reason[:300]}); resume from an earlier one by moving it away"
+        ) from error
 
 
 _REMEDY = "the checkpoints before it are as they were: make room or make the directory writable, then resume"

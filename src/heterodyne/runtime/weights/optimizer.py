@@ -29,6 +29,8 @@ OptimizerFactory: TypeAlias = Callable[..., torch.optim.Optimizer]
 """Called with the parameters of this rank; with ``(name, parameter)`` pairs if its first argument is called ``named_parameters``."""
 
 _NAMED = "named_parameters"
+_FIXED_STATE = (torch.optim.AdamW, torch.optim.SGD)
+"""Whose state of a parameter has always the same entries."""
 
 
 def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:
@@ -116,11 +118,30 @@ def load_state_by_name(
             f"the optimizer's state names parameters that the model does not train: {', '.join(unknown[:5])}"
         )
     optimizer.state.clear()
+    if type(optimizer) in _FIXED_STATE and state:
+        _require_alike(optimizer, parameters, state)
     for name, values in state.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
             key: _copied(value, parameter) if isinstance(value, Tensor) else value for key, value in values.items()
         }
+
+
+def _require_alike(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raises CheckpointError for a state of other entries or shapes than the optimizer makes. Leaves the optimizer without any."""
+    initialise_state(optimizer)
+    for name, values in state.items():
+        made = {key: _shape(value) for key, value in optimizer.state[parameters[name]].items()}
+        given = {key: _shape(value) for key, value in values.items()}
+        if given != made:
+            raise CheckpointError(f"the optimizer's state of {name} is {given}, and this optimizer's is {made}")
+    optimizer.state.clear()
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
