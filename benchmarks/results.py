@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -21,9 +21,15 @@ __all__ = ["Results", "arguments", "spread"]
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def arguments(description: str | None, *, whole: str | None = None, seed: int | None = None) -> argparse.Namespace:
+def arguments(
+    description: str | None,
+    *,
+    whole: str | None = None,
+    seed: int | None = None,
+    names: tuple[str, tuple[str, ...]] | None = None,
+) -> argparse.Namespace:
     """``--quick`` for a form of at most two minutes, ``--json FILE`` for a machine; ``--all``, if there is more than ten minutes hold;
-    ``--seed``, if something is drawn.
+    ``--seed``, if something is drawn; an option such as ``--plans A,B`` with which of the names are wanted, by default all.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a form of at most two minutes")
@@ -32,7 +38,19 @@ def arguments(description: str | None, *, whole: str | None = None, seed: int | 
         parser.add_argument("--all", action="store_true", help=whole)
     if seed is not None:
         parser.add_argument("--seed", type=int, default=seed, help=f"what is drawn follows from it; {seed} by default")
+    if names is not None:
+        option, known = names
+        parser.add_argument(option, type=_some_of(known), default=known, metavar=",".join(known), help="only these")
     return parser.parse_args()
+
+
+def _some_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def chosen(text: str) -> tuple[str, ...]:
+        if unknown := set(text.split(",")) - set(known):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: give some of {', '.join(known)}")
+        return tuple(text.split(","))
+
+    return chosen
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

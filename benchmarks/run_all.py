@@ -62,6 +62,7 @@ BENCHMARKS = (
     "convergence",
     "capture_large",
     "kill_and_resume",
+    "chain_of_faults",
     "bad_inputs",
     "trackers",
     "simulator_speed",
