@@ -47,7 +47,7 @@ def test_examples_of_jobs_are_jobs(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_exist(page: Path) -> None:
     """Every ``heterodyne VERB --option`` of an indented example."""
-    commands = typer.main.get_command(app._app()).commands  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app.application()).commands  # type: ignore[attr-defined]
     for line in re.findall(
         r"^    (?:\S*/)?heterodyne ([a-z]+ .*|[a-z]+)$", page.read_text(encoding="utf-8"), re.MULTILINE
     ):
