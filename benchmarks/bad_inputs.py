@@ -129,7 +129,9 @@ def verdict_of(case: Case, ended: Ended, place: Path, whole: str, allowed_s: flo
 
 
 def is_right(case: Case, place: Path, whole: str) -> bool:
-    """A run that was resumed has the weights of one that was left alone; what was trained has losses that are numbers."""
+    """A run that was resumed has the weights of one that was left alone; losses are numbers; devices given as files are devices still."""
+    if not all(Path("/dev", name).is_char_device() for name in ("null", "zero", "full")):
+        return False
     if case.equals_whole:
         return weights(place / "run") == whole
     for metrics in place.glob("runs/*/metrics.jsonl"):

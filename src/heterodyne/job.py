@@ -207,7 +207,7 @@ class ParallelismSection(Section):
             ``pipeline`` the fastest in which the model is cut into stages; ``split`` the fastest in which layers lie in parts on
             several devices; ``context`` in which their sequences do; ``equal`` gives each device the same share;
             ``fastest`` uses one device.
-        micro_batch_sizes: the sizes that are measured and tried.
+        micro_batch_sizes: the sizes that are measured and tried; ``auto``: 1, 2, 4, and so on, while larger ones are faster on any device.
         measure_s: about the seconds that measuring may take, a third of it to plan for a single device; with fewer, large sizes are
             extrapolated from small ones.
         bucket_size: gradients are reduced in buckets of about this size.
@@ -218,7 +218,7 @@ class ParallelismSection(Section):
     """
 
     strategy: Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"] = "auto"
-    micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=64)] = (1, 2, 4, 8)
+    micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=64)] | Literal["auto"] = "auto"
     measure_s: Annotated[float, Field(gt=0)] = 60.0
     bucket_size: Bytes = 4 * 2**20
     rehearsal_s: Annotated[float, Field(ge=0)] = 30.0

@@ -15,7 +15,7 @@ from typing import Literal
 
 from heterodyne.errors import HeterodyneError
 from heterodyne.json_files import EXACT, Count, checked, parse_json
-from heterodyne.text_files import read_text
+from heterodyne.text_files import read_text, replacing
 
 __all__ = ["Event", "Lane", "Timeline"]
 
@@ -102,7 +102,7 @@ class Timeline:
     def save(self, path: Path) -> None:
         """Write JSON lines: a header, then an event a line."""
         header = {"version": FORMAT_VERSION, "origin": self.origin, "devices": list(self.devices)}
-        with path.open("w", encoding="utf-8") as file:
+        with replacing(path) as place, place.open("w", encoding="utf-8") as file:
             file.write(json.dumps(header) + "\n")
             file.writelines(json.dumps(asdict(event)) + "\n" for event in self.events)
 

@@ -69,6 +69,17 @@ def test_the_whole_model_is_measured_at_two_sizes_and_they_give_the_composition(
     assert compute.forward.composition == ((1, pytest.approx(1.2)), (4, pytest.approx(1.2)))
 
 
+@pytest.mark.parametrize(("fixed_s", "largest"), [(0.0, 2), (0.01, 32), (0.1, 256)])
+def test_sizes_grow_while_any_rank_gains(fixed_s: float, largest: int) -> None:
+    """``a + b n`` seconds: doubling to n gains (a / n) / (2 a / n + b), within 3% from n = 31.3 a / b on. The other rank never gains."""
+    clock = FakeClock()
+    programs = {"layer": FakeProgram(clock, fixed_s, 0.01), "*": FakeProgram(clock, fixed_s, 0.01)}
+    bench = bench_of(clock, gather=lambda word: (word, None), devices=("a", "b"))
+    blocks = measure_blocks(programs, [1 << n for n in range(9)], bench, while_faster=True, budget_s=1e9)
+    assert [s.micro_batch_size for s in blocks["layer"]] == [1 << n for n in range(largest.bit_length())]
+    assert blocks["*"][0].micro_batch_size == 1
+
+
 def test_the_halves_of_a_backward_are_measured_apart_and_the_whole_model_is_not_halved() -> None:
     """A backward of twice the forward, of which a third is left for the second half."""
     clock = FakeClock()

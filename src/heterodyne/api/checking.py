@@ -28,6 +28,7 @@ from heterodyne.runtime.exact.disagreement import words_of
 from heterodyne.runtime.exact.guard import Finding, compare_forms, needs_graph
 from heterodyne.runtime.slices import as_source
 from heterodyne.search.planned import Strategy
+from heterodyne.text_files import write_text
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["Verdict", "check_everywhere", "require_module", "strategy_of_module"]
@@ -201,6 +202,4 @@ def _read(path: Path) -> Verdict | None:
 def _write(path: Path, verdict: Verdict) -> None:
     with suppress(OSError):  # it will be checked again
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
-        beside.replace(path)
+        write_text(path, json.dumps(asdict(verdict)))

@@ -45,7 +45,7 @@ def distribute(
     optimizer: OptimizerSection | OptimizerFactory | None = None,
     plan: Plan | Path | str = "auto",
     global_batch_size: int | None = None,
-    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
+    micro_batch_sizes: Sequence[int] | Literal["auto"] = "auto",
     precision: Literal["fp32", "bf16"] = "fp32",
     clip_grad_norm: float = 0.0,
     total_steps: int | None = None,
@@ -80,6 +80,7 @@ def distribute(
         plan: a strategy (``auto``, ``data``, ``pipeline``, ``split``, ``context``, ``equal``, ``fastest``; see a job's section
             ``parallelism``), a Plan, or the path of one.
         global_batch_size: samples of a step; None: those of the example.
+        micro_batch_sizes: the sizes that are measured and tried; ``auto``: 1, 2, 4, and so on, while larger ones are faster on any device.
         clip_grad_norm: by the true global norm; 0 for none.
         total_steps: how long a section's schedule of the learning rate is; None: the rate is constant after the warm-up.
         session: None: one is opened, and closed with the result.
@@ -124,7 +125,7 @@ def distribute(
             optimizer=section,
             parallelism=ParallelismSection(
                 strategy=strategy,
-                micro_batch_sizes=tuple(micro_batch_sizes),
+                micro_batch_sizes="auto" if micro_batch_sizes == "auto" else tuple(micro_batch_sizes),
                 measure_s=measure_s,
                 rehearsal_s=rehearsal_s,
                 check_s=check_s,

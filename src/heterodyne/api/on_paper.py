@@ -33,6 +33,7 @@ from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
 from heterodyne.search.fleet.weighed import Weighed
+from heterodyne.text_files import write_text
 from heterodyne.units import counted, format_seconds
 
 __all__ = ["FLEET_PLAN_VERSION", "plan_on_paper"]
@@ -96,7 +97,7 @@ def plan_on_paper(
         _, before = _planned(job, today, costs_of, wishes, space, say, out)
         what = [*(f"add {text}" for text in wishes.add), *(f"without {text}" for text in wishes.without), *wishes.links]
         show_change(before.best, found.best, ", ".join(what))
-    out.write_text(told, encoding="utf-8")
+    write_text(out, told)
     say(f"wrote {out}")
     if wishes.export is not None:
         exports = _exports(job, planner, wishes.export, out)
@@ -105,14 +106,14 @@ def plan_on_paper(
             why = exports.refused(found.refused.plan)
             say(f"a plan with a step of {theirs} instead of {ours} cannot be exported: {why}")
         for path, text in exports.files(found.best.plan).items():
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
             say(f"wrote {path}")
     if wishes.runnable is not None and plan is not None:
         plan.save(wishes.runnable)
         say(f"wrote {wishes.runnable}")
     if wishes.timeline is not None:
         step = fleet_timeline(planner.search(Space()).predictor, found.best)
-        wishes.timeline.write_text(json.dumps(step.to_perfetto()), encoding="utf-8")
+        write_text(wishes.timeline, json.dumps(step.to_perfetto()))
         say(
             f"wrote {wishes.timeline} ({len(step.devices)} ranks that stand for {found.best.predicted.devices:,} devices)"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -133,6 +133,7 @@ def measure_everywhere(
     ``to_plan``: for a plan of these devices alone, for which one device takes less time (see `measuring_s`).
     """
     graph = captured.graph
+    sizes, while_faster = _sizes(graph, settings)
     most_s = settings.parallelism.measure_s
     budget_s = measuring_s(session.world_size, most_s) if to_plan else most_s
     request = Request(
@@ -140,7 +141,8 @@ def measure_everywhere(
         programs=_programs(captured, whole),
         cluster=session.cluster,
         device=session.device,
-        micro_batch_sizes=settings.parallelism.micro_batch_sizes,
+        micro_batch_sizes=sizes,
+        while_faster=while_faster,
         precision="bf16" if settings.precision == "bf16" else "fp32",
         optimizer=settings.optimizer.name,
         budget_s=budget_s,
@@ -196,7 +198,6 @@ def prepare(
 
     Raises PlanError, VerifyError, InfeasibleError or MeasureError, on every rank alike.
     """
-    settings = _with_sizes_for(captured.graph, settings)
     if given is not None:
         require_within_reach(settings.reach, given)
         _require_fitting(given, captured, session, settings)
@@ -215,6 +216,7 @@ def prepare(
         settings = _heeding(verdict, settings, captured, session, given)
 
     rehearsed: Mapping[str, float] = {}
+    sizes, while_faster = _sizes(captured.graph, settings)
 
     def search(known: Profile) -> Planned:
         return search_plan(
@@ -222,7 +224,7 @@ def prepare(
             session.cluster,
             known,
             global_batch_size=settings.global_batch_size,
-            micro_batch_sizes=settings.parallelism.micro_batch_sizes,
+            micro_batch_sizes=None if while_faster else sizes,
             optimizer=settings.optimizer.name,
             momentum=settings.optimizer.momentum,
             precision="bf16" if settings.precision == "bf16" else "fp32",
@@ -259,17 +261,19 @@ def prepare(
     return _prepared(session, captured, profile, plan, planned)
 
 
-def _with_sizes_for(graph: ModelGraph, settings: Settings) -> Settings:
-    """Where a replica takes all its samples in one micro-batch, any share is a size of one; where BatchNorm sees one value a sample, one
+def _sizes(graph: ModelGraph, settings: Settings) -> tuple[Sequence[int], bool]:
+    """The micro-batch sizes to measure and try, and whether to stop at those that are no faster.
+
+    Where a replica takes all its samples in one micro-batch, any share is a size of one; where BatchNorm sees one value a sample, one
     sample has no statistics."""
     given, largest = settings.parallelism.micro_batch_sizes, settings.global_batch_size
+    doubled = sorted({*(1 << power for power in range(largest.bit_length())), largest})
     if graph.loss.reduction == "coupled":
-        sizes = sorted({*(1 << power for power in range(largest.bit_length())), largest})
-    elif any(op.name in graph.batch_statistics and len(op.outputs[0].shape) == 2 for op in graph.ops):
-        sizes = [size for size in given if size > 1] or [2]
-    else:
-        return settings
-    return replace(settings, parallelism=settings.parallelism.model_copy(update={"micro_batch_sizes": tuple(sizes)}))
+        return doubled, False
+    sizes: Sequence[int] = doubled if given == "auto" else given
+    if any(op.name in graph.batch_statistics and len(op.outputs[0].shape) == 2 for op in graph.ops):
+        sizes = [size for size in sizes if size > 1] or [2]
+    return sizes, given == "auto"
 
 
 def _prepared(

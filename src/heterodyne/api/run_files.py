@@ -15,6 +15,7 @@ from heterodyne.api.session import Session
 from heterodyne.cluster.written import cluster_to_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.text_files import write_text
 
 __all__ = ["environment", "write_plan_files"]
 
@@ -24,8 +25,8 @@ def write_plan_files(run: RunDirectory, session: Session, prepared: Prepared) ->
     planned = prepared.planned
     assert planned is not None, "rank 0 is the one that searched"
     try:
-        run.cluster.write_text(cluster_to_json(session.cluster), encoding="utf-8")
-        run.candidates.write_text(json.dumps(candidate_lines(planned), indent=1) + "\n", encoding="utf-8")
+        write_text(run.cluster, cluster_to_json(session.cluster))
+        write_text(run.candidates, json.dumps(candidate_lines(planned), indent=1) + "\n")
         planned.simulation.timeline([device.id for device in session.cluster.devices]).save(run.timeline("simulated"))
         prepared.plan.save(run.plan)
         prepared.profile.save(run.profile)  # last: a run that has it has the others

@@ -30,6 +30,7 @@ from heterodyne.plan.traffic import Traffic
 from heterodyne.report.faulty_orders import drawn_faults
 from heterodyne.report.simulated import lacking, simulation_rows
 from heterodyne.sim.run import simulate
+from heterodyne.text_files import write_text
 
 __all__ = ["Simulated", "simulate_job"]
 
@@ -157,7 +158,7 @@ def _tell(
     show_step(timeline)
     timeline.save(wanted.out)
     trace = wanted.out.with_suffix(".trace.json")
-    trace.write_text(json.dumps(timeline.to_perfetto(), allow_nan=False), encoding="utf-8")
+    write_text(trace, json.dumps(timeline.to_perfetto(), allow_nan=False))
     sys.stdout.flush()
     session.say(f"wrote {wanted.out} and {trace}")
     short = lacking(simulation, plan, cluster)

@@ -34,6 +34,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
+from heterodyne.text_files import write_text
 
 __all__ = ["train_job"]
 
@@ -175,7 +176,7 @@ def _write_job(run: RunDirectory, job: Job, base: Path) -> None:
     kept = job.model_copy(update={"relative_to": str(base.resolve())})
     text = yaml.safe_dump(kept.model_dump(mode="json", exclude_none=True), sort_keys=False)
     try:
-        run.job.write_text(text, encoding="utf-8")
+        write_text(run.job, text)
     except OSError as error:
         raise HeterodyneError(
             f"{run.job} cannot be written ({error.strerror}); make the run directory writable"
@@ -238,7 +239,7 @@ def _summarise(run: RunDirectory, graph: ModelGraph, outcome: Outcome) -> None:
         **asdict(outcome),
         "environment": environment(),
     }
-    run.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_text(run.summary, json.dumps(summary, indent=1) + "\n")
     page = write_report(run.path)
     loaded = load_run(run.path)
     comparison = compare(loaded)

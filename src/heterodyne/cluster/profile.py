@@ -16,6 +16,7 @@ from pydantic import Field
 
 from heterodyne.errors import MeasureError
 from heterodyne.json_files import EXACT, Count, Seconds, checked, read_json
+from heterodyne.text_files import write_text
 
 __all__ = ["WHOLE", "BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
@@ -103,11 +104,15 @@ class Profile:
     links: tuple[LinkSample, ...] = field(default=())
     kinds: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """The sizes that were measured on any device, rising."""
+        samples = (s for device in self.devices.values() for kind in device.blocks.values() for s in kind)
+        return tuple(sorted({s.micro_batch_size for s in samples if not s.extrapolated}))
+
     def save(self, path: Path) -> None:
-        """Write JSON, by way of a neighbouring file, so that a reader never sees half of it."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=1), encoding="utf-8")
-        partial.replace(path)
+        """Write JSON. Raises OSError."""
+        write_text(path, json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Profile:

@@ -29,6 +29,7 @@ def measure_blocks(
     micro_batch_sizes: Sequence[int],
     bench: Workbench,
     *,
+    while_faster: bool = False,
     budget_s: float = 60.0,
     memory_bytes: int | None = None,
     needs: Callable[[str, int], float] | None = None,
@@ -40,6 +41,7 @@ def measure_blocks(
         programs: what to measure, by kind, the same kinds in the same order on every rank. ``*`` is the whole model, measured at
             `whole_sizes` only; it is left out where it does not fit into memory or time.
         micro_batch_sizes: the same on every rank.
+        while_faster: larger sizes are left out once no rank gains by them, that is, once a sample takes no less time in them.
         budget_s: about the seconds that this may take; small sizes come first, and what is left out is continued from them.
         memory_bytes, needs: what the device has, and an estimate of what a kind needs at a size; more than there is is not tried.
         counts: how many blocks of each kind the model has, once each if not given: the time of the whole is expected from it.
@@ -49,15 +51,35 @@ def measure_blocks(
     """
     sizes = sorted(set(micro_batch_sizes))
     survey = _Survey(programs, bench, memory_bytes, needs, dict.fromkeys(programs, 1) if counts is None else counts)
-    sections = [(size, kind) for size in sizes for kind in programs if kind != WHOLE or size in whole_sizes(sizes)]
-    work = [size * survey.blocks_in(kind) for size, kind in sections]
+    parts = [kind for kind in programs if kind != WHOLE]
     deadline = bench.now() + budget_s
-    bench.meet()
-    for index, (size, kind) in enumerate(sections):
-        bench.progress(f"{bench.name_of(kind)} at {_samples(size)}", index + 1, len(sections))
-        failure = survey.section(kind, size, deadline - bench.now(), work[index] / sum(work[index:]))
+    done: list[int] = []
+    number = 0
+
+    def measured(kind: str, size: int, ahead: Sequence[tuple[str, int]]) -> None:
+        """One section; ``ahead``: those that share with it the time that is left."""
+        nonlocal number
+        number += 1
+        bench.progress(f"{bench.name_of(kind)} at {_samples(size)}", number, number + len(ahead))
+        work = [size * survey.blocks_in(kind) for kind, size in ((kind, size), *ahead)]
+        failure = survey.section(kind, size, deadline - bench.now(), work[0] / sum(work))
         bench.meet(survey.run, failure=failure, cause=survey.cause)
-    return survey.completed(sizes)
+
+    bench.meet()
+    for index, size in enumerate(sizes):
+        # Who may stop after each size does not count on more than the next one.
+        later = sizes[index + 1 : index + 2] if while_faster else sizes[index + 1 :]
+        wholes = [(WHOLE, at) for at in whole_sizes([*done, size, *later]) if WHOLE in programs and at > sizes[0]]
+        kinds = list(programs) if not done else parts
+        for place, kind in enumerate(kinds):
+            ahead = [(kind, size) for kind in kinds[place + 1 :]] + [(kind, at) for at in later for kind in parts]
+            measured(kind, size, ahead + wholes)
+        done.append(size)
+        if while_faster and later and not bench.any_of(survey.gains(size), survey.run):
+            break
+    for at in whole_sizes(done)[1:] if WHOLE in programs else ():
+        measured(WHOLE, at, ())
+    return survey.completed(done)
 
 
 def extrapolate(samples: Sequence[BlockSample], size: int) -> BlockSample:
@@ -149,6 +171,19 @@ class _Survey:
         if kind == WHOLE or self._measured[kind]:
             return None
         return f"{self._bench.name_of(kind)} cannot be measured even at {_samples(size)}: {reason}"
+
+    def gains(self, size: int) -> bool:
+        """Whether a sample takes less time at that size than at the one before, by more than measuring can tell; yes at the first."""
+        seconds = []
+        for kind, count in self._counts.items():
+            samples = self._measured[kind]
+            if kind in self._reasons or samples[-1].micro_batch_size != size:
+                return False
+            if len(samples) == 1:
+                return True
+            seconds.append([count * (s.forward_s + s.backward_s) / s.micro_batch_size for s in samples[-2:]])
+        before, now = map(sum, zip(*seconds, strict=True))
+        return now < before * (1 - self._bench.sampling.steady)
 
     def completed(self, sizes: Sequence[int]) -> dict[str, tuple[BlockSample, ...]]:
         """All samples, larger sizes continued from those that were measured; what was left out is said, once for each reason."""

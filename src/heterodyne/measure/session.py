@@ -45,6 +45,7 @@ class Request:
         cluster: the device of each rank, in order.
         device: where the tensors of this rank live.
         micro_batch_sizes: sizes to measure.
+        while_faster: larger sizes are left out once no device gains by them.
         optimizer: ``adamw`` or ``sgd``.
         budget_s: about the seconds that all of it may take.
         halves: makes what splits a backward into halves; None: backwards are measured as a whole only.
@@ -55,6 +56,7 @@ class Request:
     cluster: Cluster
     device: torch.device
     micro_batch_sizes: Sequence[int]
+    while_faster: bool = False
     precision: Precision = "fp32"
     optimizer: str = "adamw"
     budget_s: float = 60.0
@@ -158,6 +160,7 @@ class _Session:
             cluster=request.cluster,
             precision=request.precision,
             micro_batch_sizes=request.micro_batch_sizes,
+            while_faster=request.while_faster,
             optimizer=request.optimizer,
             torch_versions=versions,
             threads=threads,
@@ -227,6 +230,7 @@ class _Session:
             self._request.programs,
             self._request.micro_batch_sizes,
             self._bench,
+            while_faster=self._request.while_faster,
             budget_s=self._budget("blocks"),
             memory_bytes=own.memory_bytes,
             needs=self._request.needs,

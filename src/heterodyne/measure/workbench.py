@@ -118,6 +118,12 @@ class Workbench:
         if failures:
             raise MeasureError("; ".join(failures)) from cause
 
+    def any_of(self, mine: bool, beside: Callable[[], object] | None = None) -> bool:
+        """Whether it is so on any rank; the same answer on every rank, which compute ``beside`` until the last one comes."""
+        word = "yes" if mine else None
+        words = self.gather(word) if beside is None else self._gathered(word, beside)
+        return any(word is not None for word in words)
+
     def _gathered(self, word: Word, beside: Callable[[], object]) -> Sequence[Word]:
         answer: Future[Sequence[Word]] = Future()
 

@@ -24,7 +24,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.sharding.price import FLOPS_PER_BYTE, LATENCY_BYTES
 from heterodyne.json_files import parse_json
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.text_files import read_text
+from heterodyne.text_files import read_text, write_text
 
 __all__ = ["PLAN_VERSION", "Exchange", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
 
@@ -207,7 +207,7 @@ class Plan(_Part):
             raise PlanError("; ".join(wrong), path=path) from error
 
     def save(self, path: Path) -> None:
-        path.write_text(self.dump(), encoding="utf-8")
+        write_text(path, self.dump())
 
     @classmethod
     def load(cls, path: Path) -> Plan:

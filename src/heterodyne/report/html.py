@@ -23,6 +23,7 @@ from heterodyne.report.sections.times import time_section
 from heterodyne.report.sections.training import efficiency_chart, loss_chart, norm_chart, rate_chart, training_lead
 from heterodyne.report.sections.weighed import plan_section
 from heterodyne.report.words import kind_name, seconds, unbroken
+from heterodyne.text_files import write_text
 
 __all__ = ["render", "write_report"]
 
@@ -43,7 +44,7 @@ def write_report(run_dir: Path, out: Path | None = None, *, reference_metrics: P
         page = page / "report.html"
     text = render(run, reference_metrics=reference_metrics)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(text, encoding="utf-8")
+    write_text(page, text)
     write_trace(run, page.with_name("trace.json"))
     return page
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from heterodyne.report.run import Run
 from heterodyne.report.step_times import median_step
+from heterodyne.text_files import write_text
 from heterodyne.timeline import Timeline
 
 __all__ = ["SIMULATED_PID", "trace", "write_trace"]
@@ -34,7 +35,7 @@ def trace(run: Run) -> dict[str, Any]:
 
 def write_trace(run: Run, path: Path) -> Path:
     """Write `trace` as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-    path.write_text(json.dumps(trace(run), allow_nan=False), encoding="utf-8")
+    write_text(path, json.dumps(trace(run), allow_nan=False))
     return path
 
 

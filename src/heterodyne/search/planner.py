@@ -44,7 +44,7 @@ def plan(
     profile: Profile,
     *,
     global_batch_size: int,
-    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
+    micro_batch_sizes: Sequence[int] | None = None,
     optimizer: Literal["adamw", "sgd"] = "adamw",
     momentum: float = 0.9,
     precision: Literal["fp32", "bf16"] = "fp32",
@@ -58,6 +58,8 @@ def plan(
 ) -> Planned:
     """The fastest plan by prediction, or the fastest of those that ``strategy`` names. The same arguments give the same plan.
 
+    ``micro_batch_sizes``: those of the plan; None: those that were measured on any device.
+
     ``given``: a plan that somebody wrote is taken as it is, whatever its memory, and weighed against what would have been chosen.
 
     ``rehearsed``: seconds of a step of plans that were run, by their `identity`. They count for more than predictions: the choice is
@@ -68,6 +70,7 @@ def plan(
     Raises InfeasibleError if no plan fits, with what each device lacks; MeasureError where the profile lacks a
     measurement; PlanError if ``given`` cannot run.
     """
+    micro_batch_sizes = profile.micro_batch_sizes if micro_batch_sizes is None else micro_batch_sizes
     if global_batch_size < 1 or not micro_batch_sizes or min(micro_batch_sizes) < 1:
         raise ValueError(f"batch {global_batch_size} and micro-batches {tuple(micro_batch_sizes)} must be positive")
     recipe = Recipe(optimizer=optimizer, momentum=momentum, precision=precision, clip=clip, bucket_bytes=bucket_bytes)

@@ -134,8 +134,8 @@ def _of_whole_numbers(given: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and not _positive_whole(value):
             yield f"{name} is {_described(value)}; it is a whole number from 1 on, or None"
     sizes = given["micro_batch_sizes"]
-    if not isinstance(sizes, tuple | list) or not sizes or not all(map(_positive_whole, sizes)):
-        yield f"micro_batch_sizes is {_described(sizes)}; it is a tuple of whole numbers from 1 on, such as (1, 2, 4, 8)"
+    if sizes != "auto" and (not isinstance(sizes, tuple | list) or not sizes or not all(map(_positive_whole, sizes))):
+        yield f"micro_batch_sizes is {_described(sizes)}; it is a tuple of whole numbers from 1 on, such as (1, 2, 4, 8), or 'auto'"
     if not isinstance(given["seed"], int):
         yield f"seed is {_described(given['seed'])}; it is a whole number"
 

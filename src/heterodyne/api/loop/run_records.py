@@ -18,6 +18,7 @@ from heterodyne.runtime.records.peak_memory import peak_memory_bytes
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.sinks import Sinks
 from heterodyne.runtime.worker import StepResult, Worker
+from heterodyne.text_files import write_text
 from heterodyne.timeline import Timeline
 from heterodyne.tracker_options import TrackerOptions
 
@@ -121,7 +122,7 @@ class RunRecords:
         if self._session.rank == 0:
             if measured is not None and last is not None:
                 measured.save(run.timeline("measured"))
-            run.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            write_text(run.summary, json.dumps(summary, indent=1) + "\n")
 
     def close(self) -> None:
         """Waits on rank 0 for the trackers, for a bounded time."""

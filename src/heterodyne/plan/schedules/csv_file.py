@@ -15,7 +15,7 @@ from pathlib import Path
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules.schedule import Orders
-from heterodyne.text_files import read_text
+from heterodyne.text_files import read_text, write_text
 
 __all__ = ["computing", "format_csv", "load_csv", "parse_csv", "save_csv"]
 
@@ -52,7 +52,7 @@ def load_csv(path: Path) -> Orders:
 
 
 def save_csv(orders: Orders, path: Path) -> None:
-    path.write_text(format_csv(orders), encoding="utf-8")
+    write_text(path, format_csv(orders))
 
 
 def computing(orders: Orders) -> Orders:

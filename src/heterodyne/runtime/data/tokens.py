@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.corpus import Source, fingerprint
+from heterodyne.text_files import replacing
 
 __all__ = ["VOCABULARY", "TokenFile", "open_cached", "open_tokens", "read_tokens"]
 
@@ -129,17 +129,12 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
 
 
 def _build(path: Path, write: Callable[[BinaryIO], None], source_hash: str, dtype: str) -> None:
-    partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("w+b") as file:
-                file.write(bytes(HEADER_BYTES))
-                write(file)
-                _finish(file, source_hash, dtype)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(path) as place, place.open("w+b") as file:
+            file.write(bytes(HEADER_BYTES))
+            write(file)
+            _finish(file, source_hash, dtype)
     except OSError as error:
         raise DataError(
             f"the token file {path} cannot be written ({error.strerror}); "
