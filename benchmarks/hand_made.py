@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -146,8 +145,8 @@ class Rig:
         """Capture and measure; ``sizes``: of micro-batches. Collective."""
         from heterodyne.api.preparation import measure_everywhere
 
-        captured, whole, settings = _captured(session, model, batch, sizes, "pipeline")
-        profile = measure_everywhere(session, captured, whole, settings, fresh=True, budget_s=budget_s)
+        captured, whole, settings = _captured(session, model, batch, sizes, "pipeline", budget_s)
+        profile = measure_everywhere(session, captured, whole, settings, fresh=True)
         return cls(session=session, captured=captured, whole=whole, profile=profile, settings=settings)
 
     @classmethod
@@ -208,23 +207,33 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _captured(
-    session: Session, model: nn.Module, batch: Mapping[str, Tensor], sizes: tuple[int, ...], strategy: Strategy
+    session: Session,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    sizes: tuple[int, ...],
+    strategy: Strategy,
+    budget_s: float = 60.0,
 ) -> tuple[Captured, WholeModel, Settings]:
+    from heterodyne.api.as_it_is import AsItIs
+    from heterodyne.api.loop.whole import copies_of
     from heterodyne.api.preparation import Settings, capture_everywhere
-    from heterodyne.frontend import loss_of
+    from heterodyne.frontend import Captured, loss_of
     from heterodyne.job import OptimizerSection, ParallelismSection
     from heterodyne.measure.whole_model import WholeModel
 
     settings = Settings(
         global_batch_size=len(next(iter(batch.values()))),
         precision="fp32",
-        clip=False,
         optimizer=OptimizerSection(lr=1e-4),
-        parallelism=ParallelismSection(micro_batch_sizes=sizes, strategy=strategy),
+        parallelism=ParallelismSection(
+            micro_batch_sizes=sizes, strategy=strategy, measure_s=budget_s, rehearsal_s=budget_s / 2
+        ),
     )
-    captured = capture_everywhere(session, model, batch)
+    build = copies_of(model)
+    captured = capture_everywhere(session, model, batch, AsItIs(build=build))
+    assert isinstance(captured, Captured)
     whole = WholeModel(
-        build=lambda device: copy.deepcopy(model).to(device),
+        build=build,
         inputs=captured.graph.inputs,
         example=batch,
         loss=loss_of,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 BY_SPEED, EQUAL, GATHERED = "by speed", "equal", "gathered"
 DEVICES = {"0.8 + 0.4": (0.8, 0.4), "0.8 + 0.4 + 0.4": (0.8, 0.4, 0.4)}
-MARK = 2**40
+MARK = 2**31 - 1  # the largest that a plan takes
 """A price of latency by which a plan says here that tokens are to be gathered: no plan can ask for it, and none should."""
 
 
