@@ -3,6 +3,7 @@
     def job(world: World, number: int) -> int: ...        # top level of any test module
 
     results = pool.run(3, job, 7)                          # [job(rank 0), job(rank 1), job(rank 2)]
+    results = pool.run(2, job, 7, devices=("vendor_a", "cpu"))  # rank 0 has the accelerator of `device.accelerator` under that name
 
 Workers are forked, with one thread each, from a template: a process that has imported torch and has made what jobs share
 (see `Shared`), so a new worker costs milliseconds. Every call gets a process group of its own (the default group of
@@ -12,6 +13,7 @@ worker that died or that is stuck makes the call fail in bounded time, and the n
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -27,10 +29,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, reduction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-__all__ = ["Pool", "RemoteError", "Shared", "World"]
+if TYPE_CHECKING:
+    from device.accelerator import Accelerator
+
+__all__ = ["CPU", "Pool", "RemoteError", "Shared", "World", "accelerator"]
 
 # Imported once by the server, for all templates.
 PRELOADED = (
@@ -44,6 +49,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.resnet.modeling_resnet",
 )
+CPU = "cpu"
 GRACE_S = 3.0  # what the others get to end by themselves once one worker has failed
 MAKING_S = 120.0  # what the template gets to make one thing
 
@@ -58,6 +64,7 @@ class World:
 
     rank: int
     world_size: int
+    device: str = CPU  # of this rank, as `Pool.run` was asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,19 +172,25 @@ class Pool:
         self._shared = shared
         self._made: set[Any] = set()
         self._template: _Template | None = None
-        self._workers: list[_Worker] = []
+        self._workers: dict[str, list[_Worker]] = {}  # a process keeps the accelerator that it has loaded
 
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout_s: float = 60.0,
+        devices: Sequence[str] | None = None,
+    ) -> list[Any]:
         """Call ``function(world, *arguments)`` on every rank; the results in order of rank. Raises RemoteError.
 
         ``function`` stands at the top level of its module; arguments and results are pickled. After ``timeout_s`` seconds the
-        workers are killed and the call fails.
+        workers are killed and the call fails. ``devices``: of each rank, ``cpu`` or a name for the accelerator of the tests.
         """
         template = self._template = self._template or _Template()
         self._make(template, arguments)
-        while len(self._workers) < world_size:
-            self._workers.append(_Worker(*template.fork()))
-        workers = self._workers[:world_size]
+        devices = tuple(devices or (CPU,) * world_size)
+        workers = self._workers_with(template, devices)
         packed = pickle.dumps(arguments)
         with tempfile.TemporaryDirectory(prefix="pool-") as folder:
             for rank, worker in enumerate(workers):
@@ -185,7 +198,7 @@ class Pool:
                     _Call(
                         function=_Function.of(function),
                         arguments=packed,
-                        world=World(rank=rank, world_size=world_size),
+                        world=World(rank=rank, world_size=world_size, device=devices[rank]),
                         store=str(Path(folder) / "store"),
                         timeout_s=timeout_s,
                     )
@@ -214,8 +227,16 @@ class Pool:
                 template.make(_Function.of(self._shared.make), name)
                 self._made.add(name)
 
+    def _workers_with(self, template: _Template, devices: Sequence[str]) -> list[_Worker]:
+        """A worker for each rank."""
+        for device in set(devices):
+            having = self._workers.setdefault(device, [])
+            while len(having) < devices.count(device):
+                having.append(_Worker(*template.fork()))
+        return [self._workers[device][devices[:rank].count(device)] for rank, device in enumerate(devices)]
+
     def _stop_workers(self) -> None:
-        for worker in self._workers:
+        for worker in (worker for having in self._workers.values() for worker in having):
             assert self._template is not None
             worker.stop(self._template)
         self._workers.clear()
@@ -237,7 +258,8 @@ class Pool:
                     worker = workers[rank]
                     good, value = False, f"the worker died with exit status {template.status(worker.pid)}"
                     worker.pipe.close()
-                    self._workers.remove(worker)
+                    for having in self._workers.values():
+                        having[:] = [each for each in having if each is not worker]
                 if good:
                     results[rank] = value
                 else:
@@ -306,6 +328,8 @@ def _serve(pipe: connection.Connection) -> None:
 def _perform(call: _Call) -> Any:
     import torch.distributed as dist
 
+    if call.world.device != CPU:
+        accelerator(call.world.device)
     function = _loaded(call.function)
     arguments = pickle.loads(call.arguments)
     several = call.world.world_size > 1
@@ -327,6 +351,14 @@ def _perform(call: _Call) -> Any:
     finally:
         if several:
             dist.destroy_process_group()
+
+
+@functools.cache
+def accelerator(name: str) -> Accelerator:
+    """That of this worker process, loaded at its first call."""
+    from device.accelerator import load
+
+    return load(name)
 
 
 def _loaded(function: _Function) -> Callable[..., Any]:

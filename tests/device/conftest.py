@@ -1,0 +1,19 @@
+"""The workers of `multiprocess.pool`, with accelerators; skipped, and said so, where these cannot be built."""
+
+from __future__ import annotations
+
+import pytest
+
+from device.accelerator import built, unavailable
+from multiprocess.conftest import pool
+
+__all__ = ["pool"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def accelerator() -> None:
+    """Built before the first job, which has less time."""
+    why = unavailable()
+    if why is not None:
+        pytest.skip(why)
+    built()
