@@ -64,7 +64,11 @@ class World:
 
     rank: int
     world_size: int
-    device: str = CPU  # of this rank, as `Pool.run` was asked
+    devices: tuple[str, ...] = ()  # of all ranks, as `Pool.run` was asked; none: CPUs
+
+    @property
+    def device(self) -> str:
+        return self.devices[self.rank] if self.devices else CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +202,7 @@ class Pool:
                     _Call(
                         function=_Function.of(function),
                         arguments=packed,
-                        world=World(rank=rank, world_size=world_size, device=devices[rank]),
+                        world=World(rank=rank, world_size=world_size, devices=devices),
                         store=str(Path(folder) / "store"),
                         timeout_s=timeout_s,
                     )
@@ -355,10 +359,13 @@ def _perform(call: _Call) -> Any:
 
 @functools.cache
 def accelerator(name: str) -> Accelerator:
-    """That of this worker process, loaded at its first call."""
+    """That of this worker process, loaded at its first call, with its collective backend."""
     from device.accelerator import load
+    from device.strict import register
 
-    return load(name)
+    loaded = load(name)
+    register(loaded)
+    return loaded
 
 
 def _loaded(function: _Function) -> Callable[..., Any]:

@@ -68,7 +68,7 @@ def worker_of(
     backends: Sequence[str] | None = None,
     precision: str = "fp32",
 ) -> Worker:
-    cluster = cluster_of(world.world_size, backends)
+    cluster = cluster_of(world.world_size, backends or world.devices)
     plan = plan_of(case.graph, cluster, shares, bucket_bytes=bucket_bytes, precision=precision)
     device = torch.device(cluster.devices[world.rank].backend)
     return Worker(
@@ -164,7 +164,7 @@ def staged_worker(
     recorder: Recorder | None = None,
     communicator: Communicator | None = None,
 ) -> Worker:
-    cluster = cluster_of(world.world_size)
+    cluster = cluster_of(world.world_size, world.devices)
     plan = staged_plan(case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision)
     return Worker(
         case.module,
@@ -173,7 +173,7 @@ def staged_worker(
         program=lower(plan, case.graph, cluster, clip=clip > 0),
         cluster=cluster,
         communicator=communicator
-        or Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")),
+        or Communicator(rank=world.rank, world_size=world.world_size, device=torch.device(world.device)),
         loss_count=case.count,
         optimizer=optimizer or OptimizerSection(lr=1e-2, warmup_steps=2),
         total_steps=20,
