@@ -69,10 +69,17 @@ def _own(tensor: Tensor, box: Box) -> Tensor:
 def _placed(tensor: Tensor, value: Tensor | None) -> Tensor:
     """The tensor with that value, itself if it can be, since the user may hold on to it; without one on the meta device."""
     if value is not None and not tensor.is_meta:
-        tensor.data = value
+        if torch._has_compatible_shallow_copy_type(tensor, value):
+            tensor.data = value
+        else:  # kinds of devices that come with a package of their own
+            torch.utils.swap_tensors(tensor, _like(tensor, value))  # type: ignore[no-untyped-call]
         return tensor
-    empty = torch.empty_like(tensor, device="meta") if value is None else value
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return _like(tensor, torch.empty_like(tensor, device="meta") if value is None else value)
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """The value as a parameter, if the tensor is one."""
+    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def _require_alike(module: nn.Module, communicator: Communicator) -> None:
