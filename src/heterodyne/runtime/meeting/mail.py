@@ -1,15 +1,16 @@
 """Tensors from one rank to another, without waiting.
 
 What goes to a higher rank and what goes to a lower one travel in groups of their own, so that neither waits behind the other:
-device backends carry what two ranks send each other in one order. Between two ranks, in one direction, messages are received in
-the order in which they are sent; backends that know tags (gloo) hold it with tags. Between unlike devices, tensors go through
-host memory. What was sent is let go of as soon as it has left.
+device backends carry what two ranks send each other in one order. They join two ranks when these first call each other, and the
+earlier call waits on the host for the later one; so ranks are joined (`connect`) before receives are posted ahead. Between two
+ranks, in one direction, messages are received in the order in which they are sent; backends that know tags (gloo) hold it with
+tags. Between unlike devices, tensors go through host memory. What was sent is let go of as soon as it has left.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,6 +82,22 @@ class Mail:
         # gloo knows that a message has left only when it is waited for; a thread does that.
         self._waiter = _Waiter() if backend == "gloo" else None
         self._counts: dict[tuple[int, int], int] = {}
+        self._connected: set[tuple[int, int]] = set()
+
+    def connect(self, others: Iterable[int]) -> None:
+        """Join this rank with others that it will exchange messages with, as they do with it; those that are joined stay so.
+
+        All go through the pairs in one order, that of their ranks, so the first pair that is not joined yet finds both ranks ready.
+        """
+        pairs = {(min(self._rank, other), max(self._rank, other)) for other in others} - self._connected
+        self._connected |= pairs
+        for low, high in sorted(pairs):
+            for source, to in ((low, high), (high, low)):
+                if self._rank == source:
+                    self.send(torch.zeros(1, device=self._device), to)
+                else:
+                    self.receive((1,), torch.float32, source).wait()
+        self.settle()
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Start to send a tensor; it must not be changed before `settle`."""

@@ -70,6 +70,8 @@ class Transfers:
         team: of its pipeline.
         edges: those that begin or end on this rank.
         mail: carries the tensors.
+
+    Making one is collective over the ranks of the pipeline.
     """
 
     def __init__(self, *, rank: int, team: Team, edges: Sequence[Edge], mail: Mail) -> None:
@@ -78,6 +80,7 @@ class Transfers:
         # Both ends go through them in the same order.
         self._edges = {(edge.maker, edge.reader): edge for edge in sorted(edges, key=lambda e: (e.maker, e.reader))}
         self._mail = mail
+        mail.connect(self._partners())
         self._sizes: Sequence[int] = ()
         self._expected: dict[int, list[_Parcel]] = {}
         self._posted: dict[tuple[int, _Parcel], list[Arrival]] = {}
@@ -150,6 +153,16 @@ class Transfers:
             for name, gradient in found.items():
                 total[name] = gradient if name not in total else total[name] + gradient
         return total
+
+    def _partners(self) -> set[int]:
+        """The ranks at the other ends of the edges."""
+        partners: set[int] = set()
+        for edge in self._edges.values():
+            ends = [set(self._team.ranks[stage]) for stage in (edge.maker, edge.reader)]
+            for own, other in (ends, ends[::-1]):
+                if self._rank in own:
+                    partners |= other
+        return partners - {self._rank}
 
     def _between(self, *, maker: int | None = None, reader: int | None = None) -> list[Edge]:
         return [
