@@ -93,6 +93,14 @@ class Channel:
         self._thread: ThreadPoolExecutor | None = None
         self._host: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
+    def connect(self) -> None:
+        """Join the ranks, all at the same time.
+
+        Backends of devices do so in the first collective, which waits on the host until all ranks have come to it. In a step they come in
+        orders of their own, and one may have to receive first what another sends after it.
+        """
+        self.all_reduce(torch.zeros(1, device=self._device)).wait()
+
     def buffers(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Flat buffers of ``(elements, dtype)`` on this worker's device, zero at first, which `all_reduce` sums in the cheapest way.
 

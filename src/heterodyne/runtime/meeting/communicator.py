@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -31,8 +32,30 @@ def platform_of(device_type: str, hip: str | None) -> str:
     return "rocm" if device_type == "cuda" and hip else device_type
 
 
-def _backend_of(platform: str) -> str:
-    return dist.get_default_backend_for_device("cuda" if platform == "rocm" else platform)
+@dataclass(frozen=True)
+class _DeviceOfRank:
+    """``backend``: by which devices of its platform talk, as torch.distributed names it. ``identity``: differs between any two devices."""
+
+    platform: str
+    backend: str
+    identity: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        # A tensor knows which one of its type "cuda" stands for.
+        device = torch.empty(0, device=device).device
+        return cls(
+            platform_of(device.type, torch.version.hip),
+            dist.get_default_backend_for_device(device) if dist.is_available() else "gloo",
+            _identity(device),
+        )
+
+
+def _identity(device: torch.device) -> str:
+    """Its own number where the driver tells one: processes that see one device each all count it as the first."""
+    ask = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
+    number = None if ask is None else getattr(ask(device.index), "uuid", None)
+    return str(number) if number else f"{socket.gethostname()} {device}"
 
 
 class Communicator:
@@ -61,42 +84,48 @@ class Communicator:
         everyone = range(world_size)
         self._control_group = self._group(everyone, "gloo")
         self.control = Channel(everyone, self._control_group, device=device, staged=True)
-        # A tensor knows which one of its type "cuda" stands for.
-        which = str(torch.empty(0, device=device).device)
-        self._devices = self.all_gather_object(
-            (platform_of(device.type, torch.version.hip), socket.gethostname(), which)
-        )
+        self._devices = self.all_gather_object(_DeviceOfRank.of(device))
         self._neighbourhoods = self.all_gather_object(neighbourhood())
 
     def channel(self, ranks: Sequence[int]) -> Channel | None:
         """A channel between those ranks; None if this rank is not one of them."""
-        devices = [self._devices[rank] for rank in ranks]
-        types = {kind for kind, _, _ in devices}
-        own_backend = len(types) == 1 and (types == {"cpu"} or len(set(devices)) == len(devices))
-        backend = _backend_of(types.pop()) if own_backend else "gloo"
-        group = self._group(ranks, backend)
+        backend = self._native_backend(ranks)
+        group = self._group(ranks, backend or "gloo")
         if self.rank not in ranks:
             return None
         homes = {self._neighbourhoods[rank] for rank in ranks}
-        neighbours = {kind for kind, _, _ in devices} == {"cpu"} and len(homes) == 1 and None not in homes
-        made = Channel(ranks, group, device=self.device, staged=not own_backend, neighbours=neighbours)
+        on_hosts = {self._devices[rank].platform for rank in ranks} == {"cpu"}
+        neighbours = on_hosts and len(homes) == 1 and None not in homes
+        made = Channel(ranks, group, device=self.device, staged=backend is None, neighbours=neighbours)
         self._channels.append(made)
+        if backend not in (None, "gloo"):
+            made.connect()
         return made
 
     def mail(self) -> Mail:
         """A way to send tensors from rank to rank. Collective over all ranks."""
-        types = {kind for kind, _, _ in self._devices}
-        own_backend = len(types) == 1 and (types == {"cpu"} or len(set(self._devices)) == len(self._devices))
+        backend = self._native_backend(range(self.world_size))
         made = Mail(
             rank=self.rank,
             world_size=self.world_size,
             device=self.device,
-            backend=_backend_of(types.pop()) if own_backend else "gloo",
-            staged=not own_backend,
+            backend=backend or "gloo",
+            staged=backend is None,
             timeout=self._timeout,
         )
         self._mails.append(made)
         return made
+
+    def _native_backend(self, ranks: Sequence[int]) -> str | None:
+        """The backend by which tensors travel between these ranks as they are; None: they go through host memory.
+
+        A backend of accelerators joins devices of one platform, one rank each. It is named by those who have such a device: others may
+        not know it.
+        """
+        devices = [self._devices[rank] for rank in ranks]
+        alike = len({device.platform for device in devices}) == 1
+        apart = len({device.identity for device in devices}) == len(devices)
+        return devices[0].backend if alike and (apart or devices[0].platform == "cpu") else None
 
     def branch(self) -> Communicator:
         """The same ranks and the same control channel, and channels of its own: closing it closes those, and no more.
