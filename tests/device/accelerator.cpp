@@ -600,7 +600,35 @@ Tensor& set_storage(Tensor& self, at::Storage storage, int64_t offset, at::IntAr
   return self;
 }
 
+// What torch calls for convolutions of kinds that it does not know.
+Tensor convolution(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef stride, at::IntArrayRef padding,
+    at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+  launch(input.device().index());
+  Windows windows;
+  std::optional<Tensor> own_bias;
+  if (bias && bias->defined()) own_bias = windows.open(*bias);
+  const auto found = at::convolution(
+      windows.open(input), windows.open(weight), own_bias, stride, padding, dilation, transposed, output_padding, groups);
+  return windows.taken(found, input.device());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& gradient, const Tensor& input, const Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding,
+    at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  launch(input.device().index());
+  Windows windows;
+  const int64_t channels = gradient.size(1);
+  auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      windows.open(gradient), windows.open(input), windows.open(weight), at::IntArrayRef(channels), stride, padding, dilation,
+      transposed, output_padding, groups, mask);
+  const auto device = input.device();
+  return {windows.taken(of_input, device), windows.taken(of_weight, device), windows.taken(of_bias, device)};
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);

@@ -272,6 +272,10 @@ class StrictGroup(dist.ProcessGroup):
 
     # What torch.distributed calls.
 
+    @property
+    def group_name(self) -> str:
+        return self._name  # type: ignore[no-any-return]
+
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 

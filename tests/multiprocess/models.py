@@ -186,7 +186,10 @@ class Mixed(nn.Module):
 
     def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
         hidden = self.dropout(F.gelu(self.norm(self.convolution(pixels))))
-        hidden = hidden + 0.1 * torch.randn_like(hidden) * torch.rand(len(hidden), 1, 1, 1).add(0.8).floor()
+        hidden = (
+            hidden
+            + 0.1 * torch.randn_like(hidden) * torch.rand(len(hidden), 1, 1, 1, device=hidden.device).add(0.8).floor()
+        )
         return {"loss": F.cross_entropy(F.dropout(self.head(hidden), 0.1, self.training), labels)}
 
 

@@ -1,0 +1,49 @@
+"""Law 1 on accelerators that refuse what GPUs and NCCL refuse: of one vendor, of two, and beside CPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multiprocess.models import captured
+from multiprocess.pool import Pool
+from multiprocess.test_exactness import errors_of as errors_of_replicas
+from multiprocess.test_exactness_pipelines import BAR, Spread
+from multiprocess.test_exactness_pipelines import errors_of as errors_of_stages
+from multiprocess.work import PipelineOf, StageOf
+
+A, B, CPU = "vendor_a", "vendor_b", "cpu"
+FLEETS = ((A, A, A), (A, A, B), (A, B, CPU), (CPU, A, A))
+
+
+def require_exact(found: list[list[tuple[str, float]]]) -> None:
+    errors = [error for of_rank in found for error in of_rank]
+    assert max(error for _, error in errors) <= BAR, sorted(errors, key=lambda e: -e[1])[:3]
+
+
+@pytest.mark.parametrize("devices", FLEETS, ids="+".join)
+@pytest.mark.parametrize("name", ["gpt", "mixed"])
+def test_replicas(pool: Pool, name: str, devices: tuple[str, ...]) -> None:
+    shares = ((2, 1), (4, 3), (1, 1))
+    require_exact(
+        pool.run(len(devices), errors_of_replicas, captured(name), shares, 2000, torch.float32, devices=devices)
+    )
+
+
+@pytest.mark.parametrize("devices", FLEETS, ids="+".join)
+def test_pipeline(pool: Pool, devices: tuple[str, ...]) -> None:
+    graph = captured("gpt2")
+    ops = len(graph.ops)
+    stages = (StageOf(ops // 3, (0,), (1,), (0,)), StageOf(ops, (1, 2), (1, 2)))
+    spread = Spread(3, "1F1B", (PipelineOf((3, 3, 2, 1), stages),))
+    require_exact(pool.run(3, errors_of_stages, graph, spread, devices=devices))
+
+
+@pytest.mark.parametrize("devices", FLEETS, ids="+".join)
+@pytest.mark.parametrize("kind", ["split", "context"])
+def test_stage_in_parts(pool: Pool, kind: str, devices: tuple[str, ...]) -> None:
+    graph = captured("gpt")
+    stage = StageOf(len(graph.ops), (0, 1, 2), (2, 1, 1), kind=kind)
+    require_exact(
+        pool.run(3, errors_of_stages, graph, Spread(3, "1F1B", (PipelineOf((2, 3), (stage,)),)), devices=devices)
+    )
