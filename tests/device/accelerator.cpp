@@ -626,7 +626,18 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {windows.taken(of_input, device), windows.taken(of_weight, device), windows.taken(of_bias, device)};
 }
 
+// Of whole numbers too, as on CUDA.
+Tensor histc(const Tensor& values, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  launch(values.device().index());
+  Windows windows;
+  const auto host = windows.open(values);
+  const bool whole = at::isIntegralType(values.scalar_type(), /*includeBool=*/false);
+  const auto found = at::histc(whole ? host.to(at::kDouble) : host, bins, least, most);
+  return windows.taken(whole ? found.to(values.scalar_type()) : found, values.device());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("histc", &histc);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("empty.memory_format", &empty);

@@ -47,3 +47,15 @@ def test_stage_in_parts(pool: Pool, kind: str, devices: tuple[str, ...]) -> None
     require_exact(
         pool.run(3, errors_of_stages, graph, Spread(3, "1F1B", (PipelineOf((2, 3), (stage,)),)), devices=devices)
     )
+
+
+@pytest.mark.parametrize("name", ["contrastive", "terms", "mixtral", "resnet", "t5"])
+def test_what_models_need(pool: Pool, name: str) -> None:
+    """Losses in which samples see each other or whose terms have denominators of their own, experts, BatchNorm, two stacks."""
+    graph = captured(name)
+    ops = len(graph.ops)
+    replicas = (PipelineOf((4,), (StageOf(ops, (0,), (1,)),)), PipelineOf((3,), (StageOf(ops, (1,), (1,)),)))
+    cut = (PipelineOf((3, 2), (StageOf(ops // 2, (1,), (1,)), StageOf(ops, (0,), (1,)))),)
+    split = (PipelineOf((2, 3), (StageOf(ops, (0, 1), (2, 1), kind="split"),)),)
+    for pipelines in (replicas,) if name == "contrastive" else (replicas, cut, split):
+        require_exact(pool.run(2, errors_of_stages, graph, Spread(2, "ZBH1", pipelines), devices=(A, A)))

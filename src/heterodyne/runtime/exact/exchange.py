@@ -35,7 +35,8 @@ class SampleExchange:
 
     def begin(self, samples: int) -> int:
         """Tell how many samples this replica has; how many all have together. Collective."""
-        counts = torch.zeros(self._count, dtype=torch.int64)
+        where = None if self._channel is None else self._channel.works_on
+        counts = torch.zeros(self._count, dtype=torch.int64, device=where)
         counts[self._position] = samples
         if self._channel is not None:
             self._channel.all_reduce(counts).wait()
