@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer, 
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, build, captured
 from multiprocess.pool import Pool, World
-from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan, staged_worker
+from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan, staged_worker
 
 STEPS, CLIP, SEED, SAMPLES = 20, 0.5, 5, 9
 # A gradient that is zero up to rounding must not become a whole step of Adam: hence the large eps.
@@ -78,7 +77,7 @@ def train(
     case = build(graph, SAMPLES)
     worker = worker_under(world, case, spread)
     results = [worker.step(case.batch) for _ in range(steps)]
-    state = copy.deepcopy(worker.state_dict()["model"])
+    state = copied(worker.state_dict()["model"])
     worker.close()
     return [r.loss for r in results], [r.grad_norm for r in results], state
 

@@ -69,8 +69,8 @@ class Pending:
 class Channel:
     """Collectives between ``ranks``, in one order. Without a group (one rank only) every collective is the identity.
 
-    Tensors may be on the host or on this worker's device; `all_reduce` needs a contiguous one. ``neighbours``: all ranks are CPU
-    workers that can share memory.
+    Tensors lie where the channel `works_on` or, if that is the host, on this worker's device; `all_reduce` needs a contiguous one.
+    ``neighbours``: all ranks are CPU workers that can share memory.
     """
 
     def __init__(
@@ -92,6 +92,11 @@ class Channel:
         self._exchange_tried = False
         self._thread: ThreadPoolExecutor | None = None
         self._host: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    @property
+    def works_on(self) -> torch.device:
+        """Where sums are made: a tensor that lies there goes no other way."""
+        return torch.device("cpu") if self._staged else self._device
 
     def connect(self) -> None:
         """Join the ranks, all at the same time.

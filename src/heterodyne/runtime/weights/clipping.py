@@ -51,12 +51,14 @@ class Clipping:
             if p.grad is not None
         ]
         own = nn.utils.get_total_norm(counted) if counted else torch.zeros(())
-        total = own.detach().to("cpu", torch.float64).square()
+        # Where the channel works: an accelerator that adds it up by itself is not waited for.
+        total = own.detach().to(self._channel.works_on, torch.float64).square()
         self._channel.all_reduce(total).wait()
         norm = total.sqrt()
-        scale = self._largest / (norm + 1e-6) if self._largest else torch.ones(())
-        if scale < 1:
+        if self._largest:
+            # Not a number: no gradient is touched, so that those at fault can be told from the others.
+            scale = (self._largest / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
             for parameter in self._parameters.values():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(scale.item())
+                    parameter.grad.mul_(scale)
         return norm
