@@ -62,6 +62,13 @@ def unlike(graph: ModelGraph) -> Spread:
     return "ShiftedCriticalPath", (deep, PipelineOf((3,), cut(graph, (), ((3,),))))
 
 
+def in_parts(graph: ModelGraph) -> Spread:
+    """Two stages, the second in parts, so that devices hold unequal boxes of a tied weight; a replica on a device of its own."""
+    ops = len(graph.ops)
+    stages = (StageOf(ops // 2, (0,), (1,)), StageOf(ops, (1, 2), (2, 1), kind="split"))
+    return "1F1B", (PipelineOf((3, 2), stages), PipelineOf((4,), (StageOf(ops, (3,), (1,)),)))
+
+
 SPREADS = (chain, v_shape, unlike)
 
 
@@ -114,7 +121,8 @@ def train_on_one_device(graph: ModelGraph, spread: Spread) -> tuple[list[float],
 
 
 @pytest.mark.parametrize(
-    ("name", "spread"), [("gpt2", chain), ("gpt2", unlike), ("t5", v_shape), ("t5", unlike), ("resnet", v_shape)]
+    ("name", "spread"),
+    [("gpt2", chain), ("gpt2", in_parts), ("t5", v_shape), ("t5", unlike), ("resnet", v_shape)],
 )
 def test_twenty_steps_are_those_of_one_device(pool: Pool, name: str, spread: Any) -> None:
     graph = captured(name)

@@ -64,6 +64,7 @@ class _Flat:
     entries: list[_Entry] = field(default_factory=list)
     missing: int = 0
     pending: Pending | None = None
+    given_back: bool = False
 
 
 class GradientBuckets:
@@ -118,7 +119,7 @@ class GradientBuckets:
             entry.filled = entry.ready = False
         for bucket in self._buckets:
             bucket.missing = sum(entry.name not in untouched for entry in bucket.entries)
-            bucket.pending = None
+            bucket.pending, bucket.given_back = None, False
         self._armed = frozenset()
         self._next = 0
 
@@ -144,9 +145,10 @@ class GradientBuckets:
     def wait(self) -> None:
         """Wait for every launched bucket. Then ``p.grad`` is the sum over the ranks, or None where no rank has a gradient."""
         for bucket in self._buckets:
-            if bucket.pending is not None:
+            if bucket.pending is not None and not bucket.given_back:
                 bucket.pending.wait()
                 self._give_back(bucket)
+                bucket.given_back = True  # clipping may change the gradients from here on
         shared = [bucket for bucket in self._buckets if bucket.channel is not None]
         if self._untouched is None and all(bucket.pending is not None for bucket in shared):
             self._untouched = self._find_untouched()
