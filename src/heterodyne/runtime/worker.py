@@ -157,8 +157,6 @@ class Worker:
             {name: self.ownership.box(self.rank, name) for name in self._parameters},
             same_way=graph.opaque is None,
         )
-        alike = len({(d.backend, d.kind) for d in cluster.devices}) == 1
-        drifts = not alike or len(self.placement.sharing) < len(self.placement.places)
         self._state = WorkerState(
             module,
             self.optimizer,
@@ -166,7 +164,9 @@ class Worker:
             trained=trained,
             ownership=self.ownership,
             communicator=communicator,
-            leader=self.placement.leader if drifts else None,
+            drifts=len({(d.backend, d.kind) for d in cluster.devices}) > 1,
+            leader=self.placement.leader,
+            followers=[place.rank for place in self.placement.places if not place.micro_batches.samples],
         )
         self._later = (
             None
@@ -279,7 +279,8 @@ class Worker:
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (by parameter name) and step. Collective. Tensors that are held here are the live ones, not copies.
 
-        Ranks that are idle, have no samples, or whose device rounds differently from the leader's are given its values first.
+        Ranks that are idle or without samples are given the values of one that trains first. Where devices are unlike, so that they may
+        have drifted apart in the last bits, all ranks but one have copies of what that one holds.
         """
         return {**self._state.whole(), "step": self.steps_done}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def gathered_model(
 ) -> dict[str, Any]:
     """What ``module.state_dict()`` would be, with every value from its keeper; ``on`` one rank (nothing on the others), or on all.
 
-    Collective. What is held here is not copied, unless it is cut.
+    Collective. What this rank is the keeper of is not copied, unless it is cut.
     """
     tensors = gathered_tensors(module, ownership, communicator, on=on)
     if on is not None and on != communicator.rank:
@@ -86,9 +86,7 @@ def _brought_together(name: str, own: Tensor, ownership: Ownership, communicator
     """A tensor, each part of it from the rank whose values count. ``own``: what is held of it here, or a stand-in. Collective."""
     parts = ownership.parts(name)
     if len(parts) == 1:
-        whole = own if not own.is_meta else torch.empty_like(own, device="cpu", requires_grad=False)
-        communicator.control.broadcast(whole, parts[0][1])
-        return whole
+        return _from_keeper(own, parts[0][1], communicator)
     device = "cpu" if own.is_meta else own.device
     whole = torch.empty(ownership.shapes[name], dtype=own.dtype, device=device)
     for box, rank in parts:
@@ -99,6 +97,16 @@ def _brought_together(name: str, own: Tensor, ownership: Ownership, communicator
         communicator.control.broadcast(part, rank)
         of_whole.copy_(part)
     return whole
+
+
+def _from_keeper(own: Tensor, keeper: int, communicator: Communicator) -> Tensor:
+    """The keeper's tensor, on other ranks a copy: what they hold of it is trained on as it is. Collective."""
+    if communicator.rank == keeper:
+        communicator.control.broadcast(own, keeper)
+        return own
+    copy = torch.empty_like(own, device="cpu", requires_grad=False)
+    communicator.control.broadcast(copy, keeper)
+    return copy
 
 
 def gathered_optimizer(
@@ -126,8 +134,8 @@ def gathered_optimizer(
                     name, held if isinstance(held, Tensor) else stand_in, ownership, communicator
                 )
             else:
-                values[key] = held if isinstance(held, Tensor) else torch.empty(shape[0], dtype=shape[1])
-                communicator.control.broadcast(values[key], keeper)
+                stand_in = torch.empty(shape[0], dtype=shape[1], device="meta")
+                values[key] = _from_keeper(held if isinstance(held, Tensor) else stand_in, keeper, communicator)
         if values:
             gathered[name] = values
     return gathered
@@ -169,21 +177,31 @@ def share_whole_state(
     communicator: Communicator,
     *,
     leader: int,
+    followers: Collection[int],
 ) -> None:
-    """Where each rank holds the whole model: give it the leader's weights, buffers and optimizer state, in place. Collective."""
-    control = communicator.control
+    """Where each rank holds the whole model: give ranks that do not train it the leader's weights, buffers and optimizer state, in place.
+
+    Collective.
+    """
+    control, follows = communicator.control, communicator.rank in followers
+
+    def share(tensor: Tensor) -> None:
+        keeps = follows or communicator.rank == leader
+        control.broadcast(tensor if keeps else torch.empty_like(tensor, device="cpu", requires_grad=False), leader)
+
     for _, tensor in stored_tensors(module):
-        control.broadcast(tensor.data, leader)
-    own = state_by_name(optimizer, parameters)
-    names = communicator.broadcast_object(sorted(own), leader)
-    if sorted(own) != names:
+        share(tensor.data)
+    names = communicator.broadcast_object(sorted(state_by_name(optimizer, parameters)), leader)
+    if follows and sorted(state_by_name(optimizer, parameters)) != names:
         initialise_state(optimizer)
     for name, parameter in parameters.items():
         if name not in names:
-            optimizer.state.pop(parameter, None)
+            if follows:
+                optimizer.state.pop(parameter, None)
             continue
         for key, value in sorted(optimizer.state[parameter].items()):
             if isinstance(value, Tensor):
-                control.broadcast(value, leader)
+                share(value)
             else:
-                optimizer.state[parameter][key] = communicator.broadcast_object(value, leader)
+                sent = communicator.broadcast_object(value, leader)
+                optimizer.state[parameter][key] = sent if follows else value

@@ -35,9 +35,11 @@ class WorkerState:
         optimizer: of ``parameters``, those trained ones that this rank holds.
         trained: the names of all that are trained.
         ownership: who holds what.
-        leader: whose values count where every rank has the whole model and they may differ; None: they never do. They do where ranks
-            are idle or without samples, and where devices are unlike: equal gradients, rounded differently in the update, drift apart
-            in the last bits.
+        drifts: whole models may differ between the ranks that train them: on unlike devices equal gradients, rounded differently in the
+            update, drift apart in the last bits. Those of the keeper count.
+        leader: the rank whose whole model those ``followers`` are given that do not train it, idle or without samples.
+
+    To ask for the state changes nothing that is trained on: where values differ, ranks that train are given copies of the keeper's.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class WorkerState:
         trained: Sequence[str],
         ownership: Ownership,
         communicator: Communicator,
-        leader: int | None,
+        drifts: bool,
+        leader: int,
+        followers: Sequence[int],
     ) -> None:
         self._module = module
         self._optimizer = optimizer
@@ -57,13 +61,15 @@ class WorkerState:
         self._trained = list(trained)
         self._ownership = ownership
         self._communicator = communicator
+        self._drifts = drifts
         self._leader = leader
+        self._followers = tuple(followers)
         self._held = held_entries(module)
 
     def whole(self) -> dict[str, Any]:
-        """All of it, on every rank. Collective. What is held here is not copied."""
-        if self._ownership.whole:
-            self._synchronise()
+        """All of it, on every rank. Collective. What is held here is not copied, unless another rank's values count."""
+        self._lead()
+        if self._alike:
             return {"model": self._module.state_dict(), "optimizer": self._of_optimizer()}
         return {
             "model": gathered_model(self._module, self._ownership, self._communicator),
@@ -73,10 +79,11 @@ class WorkerState:
     def own(self) -> dict[str, Any]:
         """The part that this rank answers for; all parts together are the whole. Collective, and nothing is copied.
 
-        Where every rank has the whole model, each gives all of it.
+        Where every rank has the whole model, and the same one, each gives all of it.
         """
-        if self._ownership.whole:
+        if self._alike:
             return self.whole()
+        self._lead()
         rank, own = self._communicator.rank, self._of_optimizer()
         cut = [name for name in self._trained if name in self._ownership.boxes]
         together = gathered_optimizer(own, self._ownership, self._communicator, cut)
@@ -87,15 +94,15 @@ class WorkerState:
 
     def weights(self) -> dict[str, Any]:
         """The whole model's state dict on rank 0, nothing on the others. Collective."""
-        if self._ownership.whole:
-            self._synchronise()
+        self._lead()
+        if self._alike:
             return self._module.state_dict() if self._communicator.rank == 0 else {}
         return gathered_model(self._module, self._ownership, self._communicator, on=0)
 
     def tensors(self, on: int | None) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, on one rank or (None) on all. Collective. What is held here is not copied."""
-        if self._ownership.whole:
-            self._synchronise()
+        """Every parameter and buffer by name, on one rank or (None) on all. Collective. See `whole`."""
+        self._lead()
+        if self._alike:
             here = on is None or on == self._communicator.rank
             return {name: tensor.detach() for name, tensor in stored_tensors(self._module)} if here else {}
         return gathered_tensors(self._module, self._ownership, self._communicator, on=on)
@@ -125,10 +132,22 @@ class WorkerState:
         own = own_boxes(own, self._ownership, self._communicator.rank)
         load_state_by_name(self._optimizer, self._parameters, own)
 
-    def _synchronise(self) -> None:
-        """Give every rank the leader's values, if they can differ. Collective."""
-        if self._leader is not None:
-            share_whole_state(self._module, self._optimizer, self._parameters, self._communicator, leader=self._leader)
+    def _lead(self) -> None:
+        """Bring those up to date that do not train. Collective."""
+        if self._ownership.whole and self._followers:
+            share_whole_state(
+                self._module,
+                self._optimizer,
+                self._parameters,
+                self._communicator,
+                leader=self._leader,
+                followers=self._followers,
+            )
+
+    @property
+    def _alike(self) -> bool:
+        """Every rank has the whole model, and the same one."""
+        return self._ownership.whole and not self._drifts
 
     def _of_optimizer(self) -> dict[str, Any]:
         return state_by_name(self._optimizer, self._parameters)
