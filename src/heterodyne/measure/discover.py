@@ -11,6 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -51,20 +52,28 @@ def local_accelerators(hostname: str) -> tuple[Device, ...]:
     devices: list[Device] = []
     counted: Counter[str] = Counter()
     for index in range(torch.accelerator.device_count()):
-        properties = module.get_device_properties(index)
-        known = find(properties.name)
-        kind = known.kind if known else properties.name.strip().replace(" ", "-").replace("/", "-")
+        name, memory_bytes = _described(module, current.type, index)
+        known = find(name)
+        kind = known.kind if known else name.strip().replace(" ", "-").replace("/", "-")
         devices.append(
             Device(
                 id=f"{hostname}/{kind}:{counted[kind]}",
                 kind=kind,
                 node=hostname,
-                memory_bytes=round_down(properties.total_memory),
+                memory_bytes=round_down(memory_bytes),
                 backend=current.type,
             )
         )
         counted[kind] += 1
     return tuple(devices)
+
+
+def _described(module: Any, device_type: str, index: int) -> tuple[str, int]:
+    """The name of a device, and its bytes. A type that does not describe its devices (Apple's) says what it lends of the host's memory."""
+    if hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(index)
+        return str(properties.name), int(properties.total_memory)
+    return device_type, int(module.recommended_max_memory())
 
 
 def discover_local(

@@ -232,7 +232,7 @@ class Executor:
     def _send_loss(self, step: Step) -> tuple[Tensor, Pending]:
         """Start the sum of the weighted losses of all ranks, float64 on the host."""
         step.weights.require_some()
-        values = torch.stack([loss.double() for loss in step.losses.values()]).tolist() if step.losses else []
+        values = torch.stack(list(step.losses.values())).tolist() if step.losses else []  # as wide as Python's numbers
         weights = [step.weights.of(index) for index in step.losses]
         loss = torch.tensor(weighted_sum(weights, values), dtype=torch.float64)
         return loss, self._control.all_reduce(loss)

@@ -52,7 +52,7 @@ class Clipping:
         ]
         own = nn.utils.get_total_norm(counted) if counted else torch.zeros(())
         # Where the channel works: an accelerator that adds it up by itself is not waited for.
-        total = own.detach().to(self._channel.works_on, torch.float64).square()
+        total = own.detach().to(self._channel.works_on).double().square()
         self._channel.all_reduce(total).wait()
         norm = total.sqrt()
         if self._largest:
