@@ -260,6 +260,7 @@ class StrictGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)
         self._device = device
         self._name = options.group_id
+        self.timeout: timedelta = options.timeout
         # That of the options has the device's name in it, which differs between vendors.
         self._store = dist.PrefixStore(f"strict/{self._name}", dist.distributed_c10d._get_default_store())
         self._here, self._size = options.group_rank, options.group_size

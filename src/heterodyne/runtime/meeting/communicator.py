@@ -58,13 +58,22 @@ def _identity(device: torch.device) -> str:
     return str(number) if number else f"{socket.gethostname()} {device}"
 
 
+def _default_timeout() -> timedelta | None:
+    """Of the default group's collectives; None where there is none."""
+    if not dist.is_initialized():
+        return None
+    group = dist.distributed_c10d._get_default_group()
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
+
+
 class Communicator:
     """Makes the channels between the workers of one job, and carries control messages.
 
     Args:
         rank, world_size: this worker's place. With more than one rank, torch.distributed has been initialised.
         device: this worker's device.
-        timeout_s: a collective that takes longer fails; None: torch's default.
+        timeout_s: a collective that takes longer fails; None: that of the default group, not of each backend.
 
     Making one, and `channel`, are collective: every rank does it, in the same order.
     """
@@ -77,7 +86,7 @@ class Communicator:
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._timeout = _default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
         self._channels: list[Channel] = []
         self._mails: list[Mail] = []
         self._is_branch = False
@@ -120,12 +129,16 @@ class Communicator:
         """The backend by which tensors travel between these ranks as they are; None: they go through host memory.
 
         A backend of accelerators joins devices of one platform, one rank each. It is named by those who have such a device: others may
-        not know it.
+        not know it. gloo carries what is on the host (Apple's devices have no other backend).
         """
         devices = [self._devices[rank] for rank in ranks]
-        alike = len({device.platform for device in devices}) == 1
+        platform, backend = devices[0].platform, devices[0].backend
+        if any(device.platform != platform for device in devices):
+            return None
+        if platform == "cpu":
+            return backend
         apart = len({device.identity for device in devices}) == len(devices)
-        return devices[0].backend if alike and (apart or devices[0].platform == "cpu") else None
+        return backend if apart and backend != "gloo" else None
 
     def branch(self) -> Communicator:
         """The same ranks and the same control channel, and channels of its own: closing it closes those, and no more.
