@@ -24,7 +24,7 @@ from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.meeting.distributed import init_distributed
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.watchdog import Watchdog
-from heterodyne.units import format_seconds
+from heterodyne.units import counted, format_seconds
 
 __all__ = ["Session", "open_session"]
 
@@ -93,7 +93,8 @@ def open_session(cluster_file: Path | None = None) -> Iterator[Session]:
         cluster_file: what the devices are said to be; None: what each rank finds.
 
     Raises:
-        ClusterError: the file does not fit the workers that were started.
+        ClusterError: the file does not fit the workers that were started; or there is none, and workers of a machine with accelerators
+            are left without one.
         WorkerError: a rank came twice or never, or a peer died or hangs.
     """
     environment = WorkerEnvironment.read()
@@ -121,7 +122,9 @@ def open_session(cluster_file: Path | None = None) -> Iterator[Session]:
             node_rank=0 if environment is None else environment.node_rank,
         )
         yield Session(
-            cluster=found if cluster_file is None else _as_described(load_cluster(cluster_file), found, cluster_file),
+            cluster=_without_leftovers(found)
+            if cluster_file is None
+            else _as_described(load_cluster(cluster_file), found, cluster_file),
             device=device,
             communicator=communicator,
             agreement=Agreement.of_all(),
@@ -137,6 +140,21 @@ def _own_device(local_rank: int) -> torch.device:
         torch.accelerator.set_device_index(local_rank)
         return torch.device(kind.type, local_rank)
     return torch.device("cpu")
+
+
+def _without_leftovers(found: Cluster) -> Cluster:
+    """The cluster, if no worker of a machine with accelerators is left to its CPU; who wants that says so in a file."""
+    for node in dict.fromkeys(device.node for device in found.devices):
+        of_node = {rank: device for rank, device in enumerate(found.devices) if device.node == node}
+        left = [str(rank) for rank, device in of_node.items() if device.backend == "cpu"]
+        if left and len(left) < len(of_node):
+            raise ClusterError(
+                f"{node} has {counted(len(of_node), 'worker')} and {counted(len(of_node) - len(left), 'accelerator')} that they see, so "
+                f"{'rank' if len(left) == 1 else 'ranks'} {', '.join(left)} would train on the CPU: start one worker an accelerator, and "
+                "let each see all of them (CUDA_VISIBLE_DEVICES equal for all; Slurm: --gpus-per-node, not --gpus-per-task). If CPUs shall "
+                "train too, name them in a cluster file"
+            )
+    return found
 
 
 def _as_described(described: Cluster, found: Cluster, path: Path) -> Cluster:
