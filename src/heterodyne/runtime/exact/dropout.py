@@ -93,6 +93,7 @@ class Draws:
 
     step: int
     samples: Tensor
+    first_sample: int  # on the host: to read it from the device would wait for all that this has to do
     first_call: int = 0
     calls: dict[int, int] = field(default_factory=dict)
     _some: dict[range, Draws] = field(default_factory=dict, repr=False)
@@ -100,8 +101,12 @@ class Draws:
     def of(self, some: range) -> Draws:
         """Those of some of the samples, counted from 0. They make all calls of the forward, and so count for themselves."""
         if some not in self._some:
-            samples = self.samples[some.start : some.stop]
-            self._some[some] = Draws(step=self.step, samples=samples, first_call=self.first_call)
+            self._some[some] = Draws(
+                step=self.step,
+                samples=self.samples[some.start : some.stop],
+                first_sample=self.first_sample,
+                first_call=self.first_call,
+            )
         return self._some[some]
 
 
@@ -129,13 +134,17 @@ class SampleDropout(Interception):
         )
         self._seed = seed
         self._device = device
-        self._of_all = Draws(step=0, samples=torch.zeros(0, dtype=torch.int64))
+        self._of_all = Draws(step=0, samples=torch.zeros(0, dtype=torch.int64), first_sample=0)
         self._positions: dict[int, Tensor] = {}
 
     def draws(self, step: int, samples: Sequence[int], first_call: int = 0) -> Draws:
         """For the micro-batch of these samples (places in the global batch) of that step."""
-        of = torch.tensor(samples, dtype=torch.int64, device=self._device)
-        return Draws(step=step, samples=of, first_call=first_call)
+        of = (
+            torch.arange(samples.start, samples.stop, samples.step, device=self._device)
+            if isinstance(samples, range)
+            else torch.tensor(samples, dtype=torch.int64, device=self._device)
+        )
+        return Draws(step=step, samples=of, first_sample=samples[0] if samples else 0, first_call=first_call)
 
     @contextmanager
     def forward(self, draws: Draws) -> Iterator[None]:
@@ -143,7 +152,7 @@ class SampleDropout(Interception):
         self._now(draws)
         accelerators = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(accelerators, device_type=self._device.type if accelerators else "cuda"):
-            torch.manual_seed(splitmix64(self._seed, draws.step, int(draws.samples[0])) >> 1)
+            torch.manual_seed(splitmix64(self._seed, draws.step, draws.first_sample) >> 1)
             with self:
                 yield
 

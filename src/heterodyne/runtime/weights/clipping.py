@@ -50,7 +50,7 @@ class Clipping:
             for box in self._counted.get(name, ())
             if p.grad is not None
         ]
-        own = nn.utils.get_total_norm(counted) if counted else torch.zeros(())
+        own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._channel.works_on)
         # Where the channel works: an accelerator that adds it up by itself is not waited for.
         total = own.detach().to(self._channel.works_on).double().square()
         self._channel.all_reduce(total).wait()

@@ -1,0 +1,39 @@
+"""How often a step makes the host wait for its accelerator. Each number is a bar: it may fall."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from device.accelerator import Counts
+from device.test_exactness import A
+from heterodyne.graph.ir import ModelGraph
+from multiprocess.models import build, captured
+from multiprocess.pool import Pool, World, accelerator
+from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, in_parts, worker_under
+
+
+def counted(world: World, graph: ModelGraph, spread: Spread) -> Counts:
+    """Of one step, after those in which things are made."""
+    case = build(graph, SAMPLES)
+    worker = worker_under(world, case, spread)
+    for _ in range(2):
+        worker.step(case.batch)
+    device = accelerator(world.device)
+    before = device.counts()
+    worker.step(case.batch)
+    counts = device.counts() - before
+    worker.close()
+    return counts
+
+
+@pytest.mark.parametrize("spread", [chain, in_parts])
+def test_a_step_waits_for_its_loss_and_its_norm_only(pool: Pool, spread: Any) -> None:
+    graph = captured("gpt2")
+    micro_batches = len(spread(graph)[1][0].sizes)
+    for counts in pool.run(4, counted, graph, spread(graph), devices=(A,) * 4):
+        assert counts.scalar_reads <= 1, "of the norm"
+        assert counts.copies_to_host <= 1, "of the losses"
+        assert counts.synchronisations == 0
+        assert counts.copies_to_device <= 3 * micro_batches, "its inputs, and where a stage in parts cuts them"
