@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from heterodyne.errors import DataError
 from heterodyne.frontend import loss_of
 from heterodyne.plan.check import violations
 from multiprocess.models import COUPLED, TERMS, build, captured
@@ -108,3 +109,23 @@ def test_plans_that_would_compare_fewer_samples_are_refused(pool: Pool) -> None:
     for pipelines, said in ((cut, "only data parallelism is exact"), (several, "has 2 micro-batches")):
         broken = violations(staged_plan(graph, cluster_of(2), pipelines, "1F1B"), graph, cluster_of(2))
         assert any(said in fault and "samples see each other" in fault for fault in broken)
+
+
+def goes_on(world: World, name: str) -> tuple[str, float, float]:
+    """What is said of a batch in which nothing counts; and the losses of the next one, with and without it before."""
+    case = build(captured(name), 7)
+    ops = len(case.graph.ops)
+    cut = (PipelineOf((2, 3, 2), (StageOf(ops // 2, (0,), (1,)), StageOf(ops, (1,), (1,)))),)
+    worker = staged_worker(world, case, cut, "1F1B")
+    undisturbed = worker.gradients(case.batch)[0]
+    with pytest.raises(DataError) as caught:
+        worker.step({**case.batch, "labels": torch.full_like(case.batch["labels"], -100)})
+    found = worker.gradients(case.batch)[0]
+    worker.close()
+    return str(caught.value), undisturbed, found
+
+
+def test_a_batch_in_which_nothing_counts_leaves_every_rank_able_to_go_on(pool: Pool) -> None:
+    for said, undisturbed, found in pool.run(2, goes_on, "gpt2", timeout_s=20):
+        assert "no sample of the global batch has a label that the loss counts" in said
+        assert found == undisturbed

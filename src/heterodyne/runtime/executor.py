@@ -125,8 +125,9 @@ class Executor:
         The loss travels while the gradients do: sent after the update it would make fast ranks wait for slow ones twice a step.
         When the gradients are there it is there too, so that to look at it before the update costs no wait of its own.
 
-        Raises DataError, before anything is updated, for a micro-batch that has a loss but counts nothing.
+        Raises DataError on all ranks, before anything is sent or expected, for a batch in which nothing counts.
         """
+        step.weights.require_some()
         self._recorder.begin()
         step.parts.stages.begin()
         self._gradients.begin()
@@ -231,7 +232,6 @@ class Executor:
 
     def _send_loss(self, step: Step) -> tuple[Tensor, Pending]:
         """Start the sum of the weighted losses of all ranks, float64 on the host."""
-        step.weights.require_some()
         values = torch.stack(list(step.losses.values())).tolist() if step.losses else []  # as wide as Python's numbers
         weights = [step.weights.of(index) for index in step.losses]
         loss = torch.tensor(weighted_sum(weights, values), dtype=torch.float64)
