@@ -12,6 +12,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -64,6 +65,15 @@ def frozen_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """The worker processes of all tests; see `multiprocess.pool`."""
+    from multiprocess.session_pool import session_pool
+
+    with session_pool() as made:
+        yield made
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

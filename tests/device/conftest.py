@@ -1,13 +1,10 @@
-"""The workers of `multiprocess.pool`, with accelerators; skipped, and said so, where these cannot be built."""
+"""Tests whose workers have accelerators; skipped, and said so, where these cannot be built."""
 
 from __future__ import annotations
 
 import pytest
 
 from device.accelerator import built, unavailable
-from multiprocess.conftest import pool
-
-__all__ = ["pool"]
 
 
 @pytest.fixture(scope="session", autouse=True)

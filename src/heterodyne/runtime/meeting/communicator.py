@@ -46,7 +46,7 @@ class _DeviceOfRank:
         device = torch.empty(0, device=device).device
         return cls(
             platform_of(device.type, torch.version.hip),
-            dist.get_default_backend_for_device(device) if dist.is_available() else "gloo",
+            dist.Backend.default_device_backend_map.get(device.type, "gloo"),
             _identity(device),
         )
 

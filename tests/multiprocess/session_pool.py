@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
-
-import pytest
 
 from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
@@ -28,8 +27,8 @@ def graph_of(name: str) -> ModelGraph:
     return capture_of(name).graph
 
 
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+@contextmanager
+def session_pool() -> Iterator[Pool]:
     """``pool.run(world_size, function, *args)``; see `multiprocess.pool`."""
     pool = Pool(Shared(names=_captured, make=capture))
     with captured_by(lambda name: pool.ask(graph_of, name)):
