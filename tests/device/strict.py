@@ -8,18 +8,14 @@
 - Ranks of another vendor, and two ranks of one device, cannot share a communicator.
 - A peer that dies is not noticed: who waits for it waits on.
 
-Where NCCL would hang for ever, `DeadlockError` is raised on all ranks that take part: see `deadlock`.
+Where NCCL would hang for ever, `queues.DeadlockError` is raised on all ranks that take part: see `deadlock`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
-import queue
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,22 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device.accelerator import Accelerator
-from device.deadlock import Head, HostWait, State, cycle
+from device.deadlock import HostWait
+from device.queues import CommunicatorQueue, DeviceQueues, Operation, StreamWork
 
-__all__ = ["DeadlockError", "StrictGroup", "register"]
+__all__ = ["StrictGroup", "register"]
 
 BACKEND = "strict"
-_LOOK_S = 0.2  # how long a host waits before it looks for a deadlock, and between looks
-_PATIENCE_S = 45.0  # nothing in the tests takes this long
-
-
-class DeadlockError(RuntimeError):
-    """On a GPU this would hang; the message says who waits for whom."""
 
 
 def register(accelerator: Accelerator) -> None:
     """The backend of this process's accelerator from now on. Once a process."""
-    made = _Device(accelerator)
+    made = DeviceQueues(accelerator)
 
     def create(options: Any, _: object) -> StrictGroup:
         return StrictGroup(made, options)
@@ -52,211 +43,10 @@ def register(accelerator: Accelerator) -> None:
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[accelerator.name])
 
 
-class _Operation:
-    """What a communicator does in its turn. ``run`` does it on the host's copies, ``apply`` shows the result to the device."""
-
-    def __init__(
-        self, communicator: _Communicator, kind: str, peer: int | None, run: Callable[[], Callable[[], None]]
-    ) -> None:
-        self.communicator = communicator
-        self.kind = kind
-        self.peer = peer
-        self.number = communicator.count(kind, peer)
-        self.deps: list[_Operation] = []
-        self._run = run
-        self._apply: Callable[[], None] | None = None
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
-        self.over = threading.Event()
-
-    def do(self) -> None:
-        for dep in self.deps:
-            dep.over.wait()
-            dep.apply()
-        try:
-            self._apply = self._run()
-        except RuntimeError:
-            raise
-        except Exception as error:  # noqa: BLE001  # a fault of this file, and no peer's
-            self._error = error
-        self.over.set()
-
-    def apply(self) -> None:
-        """Raises what `run` has raised."""
-        if self._error is not None:
-            raise self._error
-        with self._lock:
-            apply, self._apply = self._apply, None
-        if apply is not None:
-            apply()
-
-
-class _Device:
-    """The accelerator of this process: its tickets, and what its host waits for."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.communicators: dict[str, _Communicator] = {}
-        self.operations: dict[int, _Operation] = {}
-        self._tickets = itertools.count(1)
-        self._host: HostWait | None = None
-        self._published = False
-        accelerator.on_ticket(self._resolve)
-
-    def ticket(self, operation: _Operation) -> int:
-        number = next(self._tickets)
-        self.operations[number] = operation
-        return number
-
-    def waited_by_stream(self, index: int) -> list[_Operation]:
-        tickets = self.accelerator.stream_tickets(index)
-        return [self.operations[ticket] for ticket in tickets if ticket in self.operations]
-
-    def forget(self, communicators: set[_Communicator]) -> None:
-        for communicator in communicators:
-            self.communicators.pop(communicator.name, None)
-
-    def wait(self, done: Callable[[], bool], waits_for: HostWait, pause: Callable[[], object]) -> None:
-        """Keep the host until it is done. Raises DeadlockError."""
-        started_s = looked_s = time.monotonic()
-        suspected: list[str] = []
-        self._host = waits_for
-        try:
-            while not done():
-                pause()
-                now_s = time.monotonic()
-                if now_s - looked_s > _LOOK_S:
-                    looked_s = now_s
-                    suspected = self._look(suspected)
-                if now_s - started_s > _PATIENCE_S:
-                    raise DeadlockError(f"nothing came for {_PATIENCE_S} s: {waits_for}")
-        finally:
-            self._host = None
-            if self._published:
-                self._publish()
-                self._published = False
-
-    def _resolve(self, ticket: int) -> None:
-        operations = list(self.operations.values()) if ticket < 0 else [self.operations[ticket]]
-        for operation in operations:
-            if not operation.over.is_set():
-                self.wait(
-                    operation.over.is_set,
-                    HostWait(queue=operation.communicator.name),
-                    lambda over=operation.over: over.wait(0.05),
-                )
-            operation.apply()
-        if ticket < 0:
-            self.operations = {n: operation for n, operation in self.operations.items() if operation not in operations}
-
-    def _look(self, suspected: list[str]) -> list[str]:
-        """A cycle of ranks that wait for each other; raises if it was there before."""
-        self._publish()
-        self._published = True
-        store = _board()
-        if store.check(["deadlock"]):
-            raise DeadlockError(store.get("deadlock").decode())
-        states = {}
-        for rank in range(dist.get_world_size()):
-            if store.check([str(rank)]):
-                states[rank] = State.read(store.get(str(rank)).decode())
-        found = cycle(states)
-        if found and found == suspected:
-            words = "a GPU would hang here: " + "; ".join(found)
-            store.set("deadlock", words)
-            raise DeadlockError(words)
-        return found
-
-    def _publish(self) -> None:
-        heads = {name: communicator.head() for name, communicator in list(self.communicators.items())}
-        _board().set(str(dist.get_rank()), State(host=self._host, heads=heads).written())
-
-
-def _board() -> Any:
-    """Where ranks say what they wait for."""
-    return dist.PrefixStore("strict-board", dist.distributed_c10d._get_default_store())
-
-
-class _Communicator:
-    """One queue of operations between some ranks of a group, in the order of the calls."""
-
-    def __init__(self, device: _Device, name: str, members: Sequence[int]) -> None:
-        self.name = name
-        self.members = list(members)  # global ranks
-        self._device = device
-        self._counts: defaultdict[tuple[str, int | None], int] = defaultdict(int)
-        self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
-        self._open: list[_Operation] = []
-        self._lock = threading.Lock()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def count(self, kind: str, peer: int | None) -> int:
-        self._counts[kind, peer] += 1
-        return self._counts[kind, peer]
-
-    def post(self, operation: _Operation) -> None:
-        with self._lock:
-            self._open.append(operation)
-        self._waiting.put(operation)
-
-    def head(self) -> Head:
-        with self._lock:
-            first = self._open[0] if self._open else None
-        if first is None:
-            return Head(members=self.members, done=sum(self._counts.values()))
-        return Head(
-            members=self.members,
-            done=sum(self._counts.values()) - len(self._open),
-            kind=first.kind,
-            peer=first.peer,
-            number=first.number,
-            deps=[dep.communicator.name for dep in first.deps if not dep.over.is_set()],
-        )
-
-    def close(self) -> None:
-        self._waiting.put(None)
-
-    def _serve(self) -> None:
-        while (operation := self._waiting.get()) is not None:
-            try:
-                operation.do()
-            except RuntimeError:
-                return  # the peer is gone: as on a GPU, what waits for it waits on
-            with self._lock:
-                self._open.remove(operation)
-
-
-class _Work(dist.Work):
-    """Holds streams, never the host."""
-
-    def __init__(self, device: _Device, index: int, operation: _Operation) -> None:
-        super().__init__()
-        self._device = device
-        self._index = index
-        self._operation = operation
-        self._ticket = device.ticket(operation)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._device.accelerator.stream_wait(self._index, self._ticket)
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        if not self._operation.over.is_set():
-            return False
-        self._operation.apply()
-        return True
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-
 class StrictGroup(dist.ProcessGroup):
     """Made by `torch.distributed.new_group(ranks, backend="strict")`."""
 
-    def __init__(self, device: _Device, options: Any) -> None:
+    def __init__(self, device: DeviceQueues, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)
         self._device = device
         self._name = options.group_id
@@ -268,7 +58,7 @@ class StrictGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(
             dist.PrefixStore("gloo", self._store), self._here, self._size, timeout=timedelta(hours=1)
         )
-        self._communicators: dict[str, _Communicator] = {}
+        self._communicators: dict[str, CommunicatorQueue] = {}
         self._batch: list[tuple[str, Tensor, int]] | None = None
 
     # What torch.distributed calls.
@@ -280,17 +70,17 @@ class StrictGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> StreamWork:
         (tensor,) = tensors
         return self._collective("all_reduce", [tensor], [tensor], lambda i, o: self._gloo.allreduce(o, opts))
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> StreamWork:
         (tensor,) = tensors
         return self._collective("broadcast", [tensor], [tensor], lambda i, o: self._gloo.broadcast(o, opts))
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, into: list[int], out_of: list[int], opts: Any = None
-    ) -> _Work:
+    ) -> StreamWork:
         return self._collective(
             "all_to_all",
             [given],
@@ -298,26 +88,26 @@ class StrictGroup(dist.ProcessGroup):
             lambda i, o: self._gloo.alltoall_base(o[0], i[0], into, out_of, dist.AllToAllOptions()),
         )
 
-    def allgather(self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> _Work:
+    def allgather(self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> StreamWork:
         return self._collective("all_gather", given, outputs[0], lambda i, o: self._gloo.allgather([o], i))
 
-    def barrier(self, opts: Any = None) -> _Work:
+    def barrier(self, opts: Any = None) -> StreamWork:
         device = torch.device(self._device.accelerator.name, torch.accelerator.current_device_index())
         work = self.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
         work.wait()
         torch.accelerator.synchronize(device)
         return work
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> _Work | None:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> StreamWork | None:
         return self._point_to_point("send", tensors[0], to)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Work | None:
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> StreamWork | None:
         return self._point_to_point("recv", tensors[0], source)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []
 
-    def _end_coalescing(self, device: torch.device) -> _Work:
+    def _end_coalescing(self, device: torch.device) -> StreamWork:
         batch, self._batch = self._batch or [], None
         communicator = self._communicator("all", range(self._size))
         runs = [self._started(communicator, *call) for call in batch]
@@ -341,7 +131,7 @@ class StrictGroup(dist.ProcessGroup):
 
     def _collective(
         self, kind: str, given: list[Tensor], outputs: list[Tensor], start: Callable[[list[Tensor], list[Tensor]], Any]
-    ) -> _Work:
+    ) -> StreamWork:
         for tensor in (*given, *outputs):
             self._require_own(tensor)
         communicator = self._communicator("all", range(self._size))
@@ -360,7 +150,7 @@ class StrictGroup(dist.ProcessGroup):
 
         return self._posted(communicator, kind, None, outputs[0], run)
 
-    def _point_to_point(self, kind: str, tensor: Tensor, peer: int) -> _Work | None:
+    def _point_to_point(self, kind: str, tensor: Tensor, peer: int) -> StreamWork | None:
         self._require_own(tensor)
         if self._batch is not None:
             self._batch.append((kind, tensor, peer))
@@ -371,7 +161,7 @@ class StrictGroup(dist.ProcessGroup):
         return self._posted(communicator, kind, self._ranks[peer], tensor, lambda: start()())
 
     def _started(
-        self, communicator: _Communicator, kind: str, tensor: Tensor, peer: int
+        self, communicator: CommunicatorQueue, kind: str, tensor: Tensor, peer: int
     ) -> Callable[[], Callable[[], Callable[[], None]]]:
         """Begins the message when it is called; what it gives waits for its end, and gives what shows the result."""
         batched = communicator is self._communicators.get("all")
@@ -393,18 +183,18 @@ class StrictGroup(dist.ProcessGroup):
 
     def _posted(
         self,
-        communicator: _Communicator,
+        communicator: CommunicatorQueue,
         kind: str,
         peer: int | None,
         tensor: Tensor,
         run: Callable[[], Callable[[], None]],
-    ) -> _Work:
-        operation = _Operation(communicator, kind, peer, run)
+    ) -> StreamWork:
+        operation = Operation(communicator, kind, peer, run)
         operation.deps = self._device.waited_by_stream(tensor.device.index)
         communicator.post(operation)
-        return _Work(self._device, tensor.device.index, operation)
+        return StreamWork(self._device, tensor.device.index, operation)
 
-    def _communicator(self, key: str, members: Sequence[int]) -> _Communicator:
+    def _communicator(self, key: str, members: Sequence[int]) -> CommunicatorQueue:
         """Made at its first use: the host goes on when all members have come."""
         if key not in self._communicators:
             own = torch.get_device_module().get_device_properties(torch.accelerator.current_device_index())
@@ -422,7 +212,7 @@ class StrictGroup(dist.ProcessGroup):
 
             wait = HostWait(communicator=name, missing=[self._ranks[member] for member in others])
             self._device.wait(come, wait, lambda: time.sleep(0.002))
-            made = _Communicator(self._device, name, [self._ranks[member] for member in members])
+            made = CommunicatorQueue(self._device, name, [self._ranks[member] for member in members])
             self._communicators[key] = self._device.communicators[name] = made
         return self._communicators[key]
 
@@ -449,7 +239,7 @@ def _window(tensor: Tensor) -> Tensor:
     return torch.frombuffer(room, dtype=tensor.dtype).view(tensor.shape)
 
 
-def _taken(tensors: Sequence[Tensor], device: _Device) -> list[Callable[[], Tensor]]:
+def _taken(tensors: Sequence[Tensor], device: DeviceQueues) -> list[Callable[[], Tensor]]:
     """Copies of what the tensors hold when the stream has come here: now, or when what it waits for is over."""
     if tensors and device.waited_by_stream(tensors[0].device.index):
         return [lambda tensor=tensor: _window(tensor).clone() for tensor in tensors]  # type: ignore[misc]
