@@ -37,7 +37,7 @@ class Operation:
         self.peer = peer
         self.number = communicator.count(kind, peer)
         self.deps: list[Operation] = []
-        self._run = run
+        self._run: Callable[[], Callable[[], None]] | None = run
         self._apply: Callable[[], None] | None = None
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -47,12 +47,14 @@ class Operation:
         for dep in self.deps:
             dep.over.wait()
             dep.apply()
+        assert self._run is not None
         try:
             self._apply = self._run()
         except RuntimeError:
             raise
         except Exception as error:  # noqa: BLE001  # a fault of this file, and no peer's
             self._error = error
+        self._run, self.deps = None, []  # or tensors would stay as long as the ticket
         self.over.set()
 
     def apply(self) -> None:
