@@ -82,7 +82,10 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*TRAIN, "--set", "model.factory=number.py:build"), "returned a int, not a torch.nn.Module"),
         ((*TRAIN, "--set", "model.factory=lossless.py:build"), "loss"),
         ((*TRAIN, "--set", "model.arguments.widht=3"), "got an unexpected keyword argument 'widht'"),
-        ((*TRAIN, "--set", "model.arguments.vocabulary=100"), "has a vocabulary of 100, text as bytes needs 256"),
+        (
+            (*TRAIN, "--set", "model.arguments.vocabulary=100"),
+            "has 100 rows (0 ... 99): the data and the model must be of one tokenizer",
+        ),
         ((*TRAIN, "--cluster", "small.yaml"), "it lacks"),
         ((*TRAIN, "--cluster", "many.yaml"), "many.yaml: it has 100,000 devices, a worker each, and with"),
         (("plan", "job.yaml", "--out", "no/plan.json"), "--out no/plan.json: there is no directory no"),
