@@ -121,9 +121,12 @@ def verdict_of(case: Case, ended: Ended, place: Path, whole: str, allowed_s: flo
     # Of a usage error the words come last; of ours, all that follows is part of it.
     start = re.search(r"^error: ", said, re.MULTILINE | re.IGNORECASE)
     message = said[start.start() :] if start else said
+    options = (
+        word[2:].rstrip("s") for word in case.arguments if word.startswith("--")
+    )  # "the speed of rank 0" names --speeds
     return (
         "message"
-        if any(name in message for name in (*case.names, *case.arguments[1:], "here/cpu:0", "CPUs of here"))
+        if any(name in message for name in (*case.names, *case.arguments[1:], *options, "here/cpu:0", "CPUs of here"))
         else "names no place"
     )
 
