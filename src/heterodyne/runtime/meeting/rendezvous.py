@@ -21,6 +21,7 @@ from heterodyne.errors import WorkerError
 from heterodyne.processes import to_standard_error
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.judge import Verdict
+from heterodyne.runtime.meeting.listening import listening_socket
 from heterodyne.runtime.meeting.members import Member
 from heterodyne.runtime.meeting.waiting import WAITING_EVERY_S, Waiting
 
@@ -64,8 +65,8 @@ def open_store(
             )
         time.sleep(_POLL_S)
     try:
-        store = _connect(environment, keeps_it=keeps_it, timeout_s=timeout_s)
-    except RuntimeError as error:
+        store = _connect(environment, keeps_it=keeps_it, timeout_s=timeout_s, say=say)
+    except (RuntimeError, OSError) as error:
         raise WorkerError(
             f"rank {environment.rank} on {socket.gethostname()} cannot use {address}:{port} as the meeting point: "
             f"{str(error).splitlines()[0]}; is another program at that port? Set another MASTER_PORT",
@@ -77,21 +78,33 @@ def open_store(
     return PrefixStore(str(times), ours)
 
 
-def _connect(environment: WorkerEnvironment, *, keeps_it: bool, timeout_s: float) -> TCPStore:
-    """Raises RuntimeError."""
+def _connect(
+    environment: WorkerEnvironment, *, keeps_it: bool, timeout_s: float, say: Callable[[str], None]
+) -> TCPStore:
+    """Raises RuntimeError or OSError."""
     address, port = environment.master_address, environment.master_port
     timeout = timedelta(seconds=max(1.0, min(timeout_s, _STORE_TIMEOUT_S)))
 
     def connect() -> TCPStore:
+        bound = None
+        if keeps_it:
+            one_machine = environment.local_world_size == environment.world_size
+            bound = listening_socket(address, port, one_machine=one_machine, say=say)
         return TCPStore(
-            address, port, environment.world_size, is_master=keeps_it, timeout=timeout, wait_for_workers=False
+            address,
+            port,
+            environment.world_size,
+            is_master=keeps_it,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=None if bound is None else bound.detach(),  # the store closes it
         )
 
     try:
         return connect() if keeps_it else _within(_ANSWER_S, connect)
-    except RuntimeError:
+    except (RuntimeError, OSError):
         if keeps_it and _answers(address, port):  # another rank 0 was faster by a moment
-            return _connect(environment, keeps_it=False, timeout_s=timeout_s)
+            return _connect(environment, keeps_it=False, timeout_s=timeout_s, say=say)
         raise
 
 
