@@ -11,11 +11,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from heterodyne.errors import WorkerError
 from heterodyne.processes.port import reserve_port
-from heterodyne.runtime.meeting import rendezvous
+from heterodyne.runtime.meeting import store as stores
 from heterodyne.runtime.meeting.distributed import init_distributed
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.file_handles import require_file_handles
-from heterodyne.runtime.meeting.rendezvous import open_store
+from heterodyne.runtime.meeting.store import open_store
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
@@ -126,10 +126,23 @@ def test_each_meeting_of_the_same_processes_has_keys_of_its_own() -> None:
     given = GIVEN | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port)}
     environment = WorkerEnvironment.read(given | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert environment is not None
-    first, second = (open_store(environment, timeout_s=10.0) for _ in range(2))
-    first.set("address", "gone")
-    assert first.check(["address"])
-    assert not second.check(["address"])
+    with open_store(environment, timeout_s=10.0) as first, open_store(environment, timeout_s=10.0) as second:
+        first.store.set("address", "gone")
+        assert first.store.check(["address"])
+        assert not second.store.check(["address"])
+
+
+def test_a_secret_is_not_shown_and_not_short() -> None:
+    environment = WorkerEnvironment.read(GIVEN | {"HETERODYNE_RUN_SECRET": "0123456789abcdef"})
+    assert environment is not None
+    assert environment.secret == "0123456789abcdef"
+    assert "0123456789abcdef" not in repr(environment)
+    for secret in ("", "short", "sixteen letters\n", "é" * 16):
+        with pytest.raises(
+            WorkerError, match=f"HETERODYNE_RUN_SECRET has {len(secret)} characters; it needs at least 16"
+        ) as told:
+            WorkerEnvironment.read(SLURM | {"HETERODYNE_RUN_SECRET": secret})
+        assert not secret or secret not in str(told.value)
 
 
 def test_a_process_group_that_is_there_is_told() -> None:
@@ -145,18 +158,24 @@ def test_a_process_group_that_is_there_is_told() -> None:
 
 def test_a_program_that_is_no_store_and_a_name_that_nobody_knows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own client would wait for minutes before a listener that says nothing."""
-    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
-    monkeypatch.setattr(rendezvous, "_RESOLVED_S", 0.2)
+    monkeypatch.setattr(stores, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(stores, "_RESOLVED_S", 0.2)
     given = GIVEN | {"MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment = WorkerEnvironment.read(given | {"MASTER_PORT": str(silent.getsockname()[1])})
         assert environment is not None
-        with pytest.raises(WorkerError, match=r"does not answer as a store .* Set another MASTER_PORT"):
-            open_store(environment, timeout_s=10.0)
+        with (
+            pytest.raises(WorkerError, match=r"does not answer as a store .* Set another MASTER_PORT"),
+            open_store(environment, timeout_s=10.0),
+        ):
+            pass
     environment = WorkerEnvironment.read(given | {"MASTER_ADDR": "nobody.invalid"})
     assert environment is not None
-    with pytest.raises(WorkerError, match=r"MASTER_ADDR='nobody.invalid' does not resolve"):
-        open_store(environment, timeout_s=10.0)
+    with (
+        pytest.raises(WorkerError, match=r"MASTER_ADDR='nobody.invalid' does not resolve"),
+        open_store(environment, timeout_s=10.0),
+    ):
+        pass
 
 
 def test_who_waits_says_for_whom() -> None:
@@ -166,8 +185,11 @@ def test_who_waits_says_for_whom() -> None:
             GIVEN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "LOCAL_RANK": "0"}
         )
         assert environment is not None
-        with pytest.raises(WorkerError, match="found nobody at MASTER_ADDR:MASTER_PORT"):
-            open_store(environment, timeout_s=0.5, say=said.append, every_s=0.1)
+        with (
+            pytest.raises(WorkerError, match="found nobody at MASTER_ADDR:MASTER_PORT"),
+            open_store(environment, timeout_s=0.5, say=said.append, every_s=0.1),
+        ):
+            pass
     assert len(said) >= 2
     assert f"rank 1 waits for rank 0 at 127.0.0.1:{port}, where nobody listens yet" in said[0]
 

@@ -8,7 +8,7 @@ import pytest
 
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.listening import listening_socket
-from heterodyne.runtime.meeting.rendezvous import open_store
+from heterodyne.runtime.meeting.store import open_store
 
 
 def test_a_store_on_loopback_refuses_the_other_addresses_of_the_machine() -> None:
@@ -17,11 +17,11 @@ def test_a_store_on_loopback_refuses_the_other_addresses_of_the_machine() -> Non
     environment = WorkerEnvironment(
         rank=0, world_size=1, local_rank=0, local_world_size=1, master_address="127.0.0.1", master_port=port
     )
-    store = open_store(environment, timeout_s=10)
-    store.set("key", "value")
-    assert store.get("key") == b"value"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=5)
+    with open_store(environment, timeout_s=10) as opened:
+        opened.store.set("key", "value")
+        assert opened.store.get("key") == b"value"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
 
 
 def test_an_address_of_another_machine_is_said_and_not_bound() -> None:

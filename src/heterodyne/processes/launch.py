@@ -7,6 +7,7 @@ one machine: for several, use torchrun, Slurm or Ray, which the workers understa
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -103,7 +104,7 @@ def launch_workers(
     Raises:
         WorkerError: a command cannot be started.
     """
-    mark = new_mark()
+    mark, secret = new_mark(), secrets.token_hex(32)
     with ExitStack() as stack:
         directory = stack.enter_context(temporary_logs()) if logs is None else logs
         directory.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ def launch_workers(
         workers: list[_Worker] = []
         try:
             for rank, spec in enumerate(specs):
-                environment = _environment(rank, len(specs), port, mark, spec)
+                environment = _environment(rank, len(specs), port, mark, secret, spec)
                 workers.append(_start(rank, spec, environment, directory))
             status, told = _wait(workers, stop, say, grace_s=grace_s, interrupt_grace_s=interrupt_grace_s)
         finally:
@@ -123,7 +124,7 @@ def launch_workers(
         return status
 
 
-def _environment(rank: int, world_size: int, port: int, mark: str, spec: WorkerSpec) -> dict[str, str]:
+def _environment(rank: int, world_size: int, port: int, mark: str, secret: str, spec: WorkerSpec) -> dict[str, str]:
     """The environment of one worker: that of the launcher, then torchrun's variables, then the spec's own."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     torchrun = {
@@ -141,6 +142,7 @@ def _environment(rank: int, world_size: int, port: int, mark: str, spec: WorkerS
     }
     # The level hides warnings of torch's network code about peers that end, which are told once and in words.
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | _loopback()
+    defaults["HETERODYNE_RUN_SECRET"] = secret  # with which the workers know each other
     return marked_environment(mark, defaults | inherited | torchrun | dict(spec.environment))
 
 

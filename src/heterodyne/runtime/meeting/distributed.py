@@ -19,7 +19,8 @@ from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.file_handles import TOO_MANY_OPEN, require_file_handles
 from heterodyne.runtime.meeting.judge import WatchLimits
 from heterodyne.runtime.meeting.members import Member
-from heterodyne.runtime.meeting.rendezvous import meet, open_store
+from heterodyne.runtime.meeting.rendezvous import meet
+from heterodyne.runtime.meeting.store import RunStore, open_store
 from heterodyne.runtime.meeting.watchdog import Watchdog
 
 __all__ = ["Session", "init_distributed"]
@@ -71,43 +72,46 @@ def init_distributed(
             "before the next one is made"
         )
     require_file_handles(environment.world_size, to_standard_error if environment.rank == 0 else lambda _: None)
-    keeps_store = not environment.store_is_hosted
+    keeps_store = bool(environment.secret) or not environment.store_is_hosted
     limits = limits or WatchLimits()
-    store = open_store(environment, timeout_s=timeout_s)
-    members = meet(store, environment, timeout_s=timeout_s, linger_s=limits.publish_s)
-    with Watchdog(
-        store,
-        rank=environment.rank,
-        members=members,
-        limits=limits,
-        store_keeper=0 if keeps_store else None,
-        before_exit=before_exit,
-    ) as watchdog:
-        try:
-            dist.init_process_group(
-                backend,
-                store=PrefixStore("process_group", store),
-                rank=environment.rank,
-                world_size=environment.world_size,
-                timeout=_COLLECTIVE_TIMEOUT,
-                device_id=device_id,
-            )
-            yield Session(environment=environment, members=members, store=store, watchdog=watchdog)
-        except (RuntimeError, WorkerError) as error:
-            _destroy_in_bounded_time()
-            if "Too many open files" in str(error):
-                raise WorkerError(
-                    f"rank {environment.rank} cannot open another connection: {TOO_MANY_OPEN}", rank=environment.rank
-                ) from error
-            if _is_of_the_network(error) and (culprit := watchdog.blame()) is not None:
-                raise culprit from error
-            raise
-        except BaseException:
-            _destroy_in_bounded_time()
-            raise
-    dist.destroy_process_group()
-    if environment.world_size > 1:
-        _farewell(store, environment, members, keeps_store=keeps_store)
+    with open_store(environment, timeout_s=timeout_s) as run_store:
+        store = run_store.store
+        signed = run_store.signed(timeout_s=limits.silence_s)
+        members = meet(signed, environment, timeout_s=timeout_s, linger_s=limits.publish_s)
+        with Watchdog(
+            signed,
+            rank=environment.rank,
+            members=members,
+            limits=limits,
+            store_keeper=0 if keeps_store else None,
+            before_exit=before_exit,
+        ) as watchdog:
+            try:
+                dist.init_process_group(
+                    backend,
+                    store=PrefixStore("process_group", store),
+                    rank=environment.rank,
+                    world_size=environment.world_size,
+                    timeout=_COLLECTIVE_TIMEOUT,
+                    device_id=device_id,
+                )
+                yield Session(environment=environment, members=members, store=store, watchdog=watchdog)
+            except (RuntimeError, WorkerError) as error:
+                _destroy_in_bounded_time()
+                if "Too many open files" in str(error):
+                    raise WorkerError(
+                        f"rank {environment.rank} cannot open another connection: {TOO_MANY_OPEN}",
+                        rank=environment.rank,
+                    ) from error
+                if _is_of_the_network(error) and (culprit := watchdog.blame()) is not None:
+                    raise culprit from error
+                raise
+            except BaseException:
+                _destroy_in_bounded_time()
+                raise
+        dist.destroy_process_group()
+        if environment.world_size > 1:
+            _farewell(run_store, environment, members, keeps_store=keeps_store)
 
 
 def _is_of_the_network(error: RuntimeError | WorkerError) -> bool:
@@ -130,9 +134,14 @@ def _destroy_in_bounded_time() -> None:
         thread.join(_DESTROY_S)
 
 
-def _farewell(store: Store, environment: WorkerEnvironment, members: tuple[Member, ...], *, keeps_store: bool) -> None:
-    """Rank 0 takes the store with it, so it leaves last."""
+def _farewell(
+    run_store: RunStore, environment: WorkerEnvironment, members: tuple[Member, ...], *, keeps_store: bool
+) -> None:
+    """Rank 0 takes the store with it, so it leaves last; behind a gateway the others wait until it has closed that."""
+    store = run_store.store
     store.set(f"farewell/{environment.rank}", "")
+    if environment.rank != 0:
+        run_store.wait_until_closed()
     if environment.rank != 0 or not keeps_store:
         return
     missing = [member for member in members if member.rank != 0]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from heterodyne.errors import WorkerError
 
-__all__ = ["WorkerEnvironment"]
+__all__ = ["SECRET_VARIABLE", "WorkerEnvironment"]
+
+SECRET_VARIABLE = "HETERODYNE_RUN_SECRET"
+_SHORTEST_SECRET = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class WorkerEnvironment:
         master_port: its port.
         store_is_hosted: the launcher keeps the store already (torchrun does), so rank 0 must not open it.
         attempt: how often a launcher has restarted the job; keeps the keys of one attempt apart from the next.
+        secret: what all workers of the run know and nobody else, from HETERODYNE_RUN_SECRET; empty: there is none.
     """
 
     rank: int
@@ -39,6 +43,7 @@ class WorkerEnvironment:
     node_rank: int = 0
     store_is_hosted: bool = False
     attempt: int = 0
+    secret: str = field(default="", repr=False)
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> WorkerEnvironment | None:
@@ -74,6 +79,7 @@ class WorkerEnvironment:
             node_rank=_number(given, "GROUP_RANK", low=0, default=0),
             store_is_hosted=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", low=0, default=0),
+            secret=_secret(given),
         )
 
     @classmethod
@@ -98,7 +104,21 @@ class WorkerEnvironment:
             master_port=_number(
                 given, "MASTER_PORT", low=1, below=("the number of ports", 65_536), default=20_000 + step % 10_000
             ),
+            secret=_secret(given),
         )
+
+
+def _secret(given: Mapping[str, str]) -> str:
+    """Raises WorkerError, which does not show it."""
+    if SECRET_VARIABLE not in given:
+        return ""
+    secret = given[SECRET_VARIABLE]
+    if len(secret) < _SHORTEST_SECRET or not (secret.isascii() and secret.isprintable()):
+        raise WorkerError(
+            f"{SECRET_VARIABLE} has {len(secret)} characters; it needs at least {_SHORTEST_SECRET}, all of printable ASCII: for example "
+            "what `openssl rand -hex 32` prints, the same for all workers"
+        )
+    return secret
 
 
 def _first_node(nodes: str) -> str:

@@ -14,16 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn, Self
-
-from torch.distributed.distributed_c10d import Store
 
 from heterodyne.errors import HeterodyneError, WorkerError
 from heterodyne.processes import GAVE_UP_ON_A_PEER
 from heterodyne.runtime.meeting.judge import Beat, Calls, Judge, Kind, Verdict, WatchLimits
 from heterodyne.runtime.meeting.members import Member
+from heterodyne.runtime.meeting.signing import SignedStore
 
 __all__ = ["Watchdog", "end_process"]
 
@@ -55,7 +53,7 @@ class Watchdog:
     Leaving the block by an exception tells the others that this worker failed and why.
 
     Args:
-        store: the one where the workers met; a connection of our own is made from it.
+        store: a connection of its own to the one where the workers met; what is not signed is not believed.
         members: all workers, in order of rank.
         store_keeper: the rank that keeps the store, None if the launcher does.
         before_exit: called before the process is ended from here, to close files; it has a second.
@@ -63,7 +61,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: Store,
+        store: SignedStore,
         *,
         rank: int,
         members: Sequence[Member],
@@ -76,8 +74,7 @@ class Watchdog:
         self._members = tuple(members)
         self._store_keeper = store_keeper
         self._before_exit = before_exit
-        self._pulse_store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not declare it
-        self._pulse_store.set_timeout(timedelta(seconds=self._limits.silence_s))
+        self._pulse_store = store
 
         self._doing: tuple[Kind, str, float, float] = ("phase", "starting", time.monotonic(), self._limits.phase_s)
         self._calls = Calls()
@@ -210,14 +207,13 @@ class Watchdog:
         store = self._pulse_store
         store.set(f"beat/{self._rank}", self._beat().dump())
         if self._verdict is not None:  # the first verdict of all workers counts, so that all say the same
-            self._verdict = Verdict.load(store.compare_set(_VERDICT, "", self._verdict.dump()))
+            self._verdict = Verdict.load(store.set_first(_VERDICT, self._verdict.dump()))
             self._published.set()
-        elif store.check([_VERDICT]):
-            self._decide(Verdict.load(store.get(_VERDICT)))
+        elif (text := store.get(_VERDICT)) is not None:
+            self._decide(Verdict.load(text))
             self._published.set()
-        known = [rank for rank in range(len(self._members)) if rank in self._beats or store.check([f"beat/{rank}"])]
-        beats = [Beat.load(text) for text in store.multi_get([f"beat/{rank}" for rank in known])]
-        self._beats = dict(zip(known, beats, strict=True))
+        beats = store.get_all([f"beat/{rank}" for rank in range(len(self._members))])
+        self._beats |= {rank: Beat.load(beat) for rank, beat in enumerate(beats) if beat is not None}
         self._rounds += 1
 
     def _beat(self, *, left: bool = False) -> Beat:

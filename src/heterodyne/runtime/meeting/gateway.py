@@ -1,0 +1,195 @@
+"""The store of a run behind a door: torch's store listens on loopback, and only who knows the run's secret gets through to it.
+
+torch's store has no password. So rank 0 opens a `Gateway` where the workers meet, and each worker's client of the store connects to a
+`Tunnel` of its own process, which goes through the gateway. The store itself and its clients are torch's: process groups may call them from
+threads that must not run Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from heterodyne.runtime.meeting.handshake import HandshakeError, as_client, as_server
+
+__all__ = ["LOOPBACK", "Gateway", "Tunnel"]
+
+LOOPBACK = "127.0.0.1"
+_HANDSHAKE_S = 5.0
+_MOST_WAITING = 64  # connections that have not shown the secret
+_AGAIN_S = 15.0  # in which a tunnel tries again: under a flood, a gateway may drop who knows the secret too
+_MOST_NAMED = 8  # hosts of strangers that are named
+_BLOCK = 2**16
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+T = TypeVar("T")
+
+
+class _Listener:
+    """A socket that is served in a thread of its own until `close`."""
+
+    def __init__(self, listening: socket.socket, name: str) -> None:
+        self._listening = listening
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._server = self._run(asyncio.start_server(self._entered, sock=listening))
+
+    @property
+    def port(self) -> int:
+        return int(self._listening.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop listening and end all connections."""
+        if not self._loop.is_closed():
+            self._run(self._ended())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
+
+    async def _entered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._served(reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass  # either end is gone, or this one leaves, which the other one is told below
+        finally:
+            writer.close()
+
+    async def _ended(self) -> None:
+        self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # in which the transports close
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        done: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return done.result()
+
+
+class Gateway(_Listener):
+    """Lets connections through to a store on loopback, if they show the run's secret; others are counted and closed.
+
+    Args:
+        listening: bound to where the workers meet.
+        store_port: of the store, on loopback.
+        say: is told once of each host that tried without the secret.
+    """
+
+    def __init__(self, listening: socket.socket, *, secret: bytes, store_port: int, say: Callable[[str], None]) -> None:
+        self._secret, self._store_port, self._say = secret, store_port, say
+        self._waiting: dict[asyncio.StreamWriter, str] = {}
+        self.strangers: Counter[str] = Counter()
+        super().__init__(listening, "heterodyne-gateway")
+
+    async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._waiting[writer] = _host(writer)
+        if len(self._waiting) > _MOST_WAITING:  # the oldest of the host that has the most
+            most = Counter(self._waiting.values()).most_common(1)[0][0]
+            next(one for one, host in self._waiting.items() if host == most).close()
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await as_server(reader, writer, self._secret)
+        except (HandshakeError, OSError, TimeoutError):
+            self._count(_host(writer))
+            return
+        finally:
+            del self._waiting[writer]
+        await _joined((reader, writer), await asyncio.open_connection(LOOPBACK, self._store_port))
+
+    def _count(self, host: str) -> None:
+        self.strangers[host] += 1
+        if self.strangers[host] == 1 and len(self.strangers) <= _MOST_NAMED:
+            self._say(
+                f"a connection from {host} did not show the secret of this run, and was closed; so will others be"
+            )
+
+
+class Tunnel(_Listener):
+    """A port of this process on loopback that leads through the gateway of the run to its store."""
+
+    def __init__(self, address: str, port: int, *, secret: bytes) -> None:
+        self._where, self._secret = (address, port), secret
+        bound = socket.socket()
+        bound.bind((LOOPBACK, 0))
+        self._none_open = threading.Event()
+        self._open = 0
+        super().__init__(bound, "heterodyne-tunnel")
+
+    def knock(self) -> None:
+        """Show the secret at the gateway, once. Raises OSError where nobody listens, HandshakeError where it is not let in."""
+
+        async def once() -> None:
+            _, writer = await self._through()
+            writer.close()
+
+        self._run(once())
+
+    async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        self._none_open.clear()
+        try:
+            until = time.monotonic() + _AGAIN_S
+            while True:
+                try:
+                    through = await self._through()
+                    break
+                except HandshakeError:
+                    if time.monotonic() > until:
+                        return
+            await _joined((reader, writer), through)
+        finally:
+            self._open -= 1
+            if self._open == 0:
+                self._none_open.set()
+
+    def wait_until_closed(self, seconds: float) -> bool:
+        """Wait until no connection is left, at most that long. Returns whether none is."""
+        return self._none_open.wait(seconds)
+
+    async def _through(self) -> Streams:
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                reader, writer = await asyncio.open_connection(*self._where)
+                try:
+                    await as_client(reader, writer, self._secret)
+                except BaseException:
+                    writer.close()
+                    raise
+        except TimeoutError as error:
+            raise HandshakeError(f"what listens there does not answer within {_HANDSHAKE_S:.0f} s") from error
+        return reader, writer
+
+
+def _host(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return "an unknown host" if peer is None else str(peer[0])
+
+
+async def _joined(one: Streams, other: Streams) -> None:
+    """Carry bytes both ways until either end closes."""
+    ways: list[Awaitable[None]] = [_carried(one[0], other[1]), _carried(other[0], one[1])]
+    tasks = [asyncio.ensure_future(way) for way in ways]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        other[1].close()
+
+
+async def _carried(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while block := await reader.read(_BLOCK):
+        writer.write(block)
+        await writer.drain()

@@ -1,0 +1,64 @@
+"""How two ends of a connection prove that both know the run's secret, without sending it.
+
+Challenge and response with HMAC-SHA256, mutual: each end sends 32 random bytes and the MAC of both ends' bytes, under a label of its role,
+so that no answer can be sent back or used again. Messages have fixed lengths. What follows is not encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+
+__all__ = ["HandshakeError", "SecretError", "as_client", "as_server"]
+
+GREETING = b"heterodyne store 1\n"
+_NONCE = 32
+_MAC = 32
+
+
+class HandshakeError(Exception):
+    """The other end is no program of this library, or it gave up."""
+
+
+class SecretError(HandshakeError):
+    """The other end has another secret."""
+
+
+async def as_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Let in who knows the secret. Raises HandshakeError."""
+    own = secrets.token_bytes(_NONCE)
+    writer.write(GREETING + own)
+    answer = await _exactly(reader, _NONCE + _MAC)
+    theirs, proof = answer[:_NONCE], answer[_NONCE:]
+    if not hmac.compare_digest(proof, mac(secret, b"client", own, theirs)):
+        raise SecretError("it has another secret")
+    writer.write(mac(secret, b"server", own, theirs))
+    await writer.drain()
+
+
+async def as_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Show that this end knows the secret, and make sure that the other one does. Raises HandshakeError."""
+    greeting = await _exactly(reader, len(GREETING) + _NONCE)
+    if not greeting.startswith(GREETING):
+        raise HandshakeError("what listens there is another program")
+    theirs, own = greeting[len(GREETING) :], secrets.token_bytes(_NONCE)
+    writer.write(own + mac(secret, b"client", theirs, own))
+    try:
+        proof = await _exactly(reader, _MAC)
+    except HandshakeError:
+        raise SecretError("it refused the secret") from None
+    if not hmac.compare_digest(proof, mac(secret, b"server", theirs, own)):
+        raise SecretError("it has another secret")
+
+
+def mac(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
+    """The proof of one end: 32 bytes that only who knows the secret can make for these random bytes of both."""
+    return hmac.digest(secret, role + b"\0" + server + client, "sha256")
+
+
+async def _exactly(reader: asyncio.StreamReader, count: int) -> bytes:
+    try:
+        return await reader.readexactly(count)
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise HandshakeError("it closed the connection") from error
