@@ -149,6 +149,7 @@ def test_a_gateway_without_the_secret_is_not_believed(place: Place) -> None:
         writer.write(GREETING + bytes(32))
         await reader.readexactly(64)
         writer.write(bytes(32))
+        writer.close()
 
     async def against(server: asyncio.Server) -> None:
         port = server.sockets[0].getsockname()[1]
