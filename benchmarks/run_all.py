@@ -64,6 +64,7 @@ BENCHMARKS = (
     "kill_and_resume",
     "chain_of_faults",
     "bad_inputs",
+    "strangers",
     "trackers",
     "simulator_speed",
     "greedy_schedules",

@@ -195,7 +195,7 @@ def meeting(environment: WorkerEnvironment, number: int) -> tuple[str, str]:
     return read[0], read[1]
 
 
-@pytest.mark.parametrize("hosted", [False, True], ids=["own launcher", "torchrun"])
+@pytest.mark.parametrize("hosted", [True, False], ids=["torchrun", "own launcher"])
 def test_meetings_follow_each_other_behind_a_gateway(hosted: bool, capfd: pytest.CaptureFixture[str]) -> None:
     agent = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if hosted else None
     if agent is None:
