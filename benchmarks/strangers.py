@@ -118,7 +118,7 @@ class Run:
             time.sleep(seconds)
         else:
             stranger, target = self._networks[2], self._networks[0]
-            ports = listening(target)
+            ports = meeting_ports(target, stranger)
             done = subprocess.run(
                 stranger.enter((sys.executable, str(TRAFFIC), kind, str(seconds), target.address, *map(str, ports))),
                 capture_output=True, text=True, check=False,
@@ -149,13 +149,18 @@ class Run:
             time.sleep(0.1)
 
 
-def listening(network: WorkerNetwork) -> list[int]:
-    """The TCP ports at which anything in that namespace listens beyond loopback."""
+def meeting_ports(network: WorkerNetwork, stranger: WorkerNetwork) -> list[int]:
+    """The ports in that namespace where workers meet: that of torchrun's store, and that of the gateway, which greets."""
     told = subprocess.run(
         network.enter((shutil.which("ss") or "ss", "-Hltn")), capture_output=True, text=True, check=True
     )
     places = [line.split()[3] for line in told.stdout.splitlines()]
-    return sorted({int(place.rpartition(":")[2]) for place in places if not place.startswith(("127.", "[::1]"))})
+    ports = {place.rpartition(":")[2] for place in places if not place.startswith(("127.", "[::1]"))}
+    greeting = subprocess.run(
+        stranger.enter((sys.executable, str(TRAFFIC), "greeting", "0", network.address, *ports)),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return sorted({int(port) for port in greeting.stdout.split()} | {int(port) for port in ports if port == PORT})
 
 
 def store_calls(results: Results) -> None:

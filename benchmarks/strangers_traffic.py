@@ -19,6 +19,9 @@ MOST_HELD = 500
 def main() -> None:
     kind, seconds, address = sys.argv[1], float(sys.argv[2]), sys.argv[3]
     ports = [int(port) for port in sys.argv[4:]]
+    if kind == "greeting":
+        sys.stdout.write(" ".join(str(port) for port in ports if greets(address, port)))
+        return
     random.seed(0)
     until, sent = time.monotonic() + seconds, 0
     held: list[socket.socket] = []
@@ -58,6 +61,13 @@ def traffic(kind: str, address: str, port: int, held: list[socket.socket]) -> in
             stranger.sendall({"garbage": random.randbytes(4096), "HTTP": HTTP, "huge length": HUGE, "TLS": TLS}[kind])
             time.sleep(0.002)
     return 1
+
+
+def greets(address: str, port: int) -> bool:
+    """Whether a gateway of this library listens there."""
+    with suppress(OSError), socket.create_connection((address, port), timeout=0.3) as stranger:
+        return stranger.recv(10) == b"heterodyne"
+    return False
 
 
 def torch_client(address: str, port: int) -> int:
