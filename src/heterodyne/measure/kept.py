@@ -25,7 +25,7 @@ def bytes_kept(forward: Callable[[], object], weights: Iterable[torch.Tensor]) -
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         kept.setdefault(storage.data_ptr(), storage)
-        return tensor
+        return tensor.detach()  # an output that its own op keeps, with its graph, would hold itself for ever
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), copies, run_eager():
         forward()
