@@ -376,4 +376,5 @@ def make_worker(
         watch=session.watchdog,
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
         compiled=None if module is model else model,
+        say=session.say,
     )

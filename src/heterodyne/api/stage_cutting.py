@@ -12,7 +12,9 @@ from heterodyne.frontend import Captured, trace
 from heterodyne.frontend.stage_program import StageProgram
 from heterodyne.plan.plan import Pipeline
 from heterodyne.plan.sharded_stage import shard_stage
+from heterodyne.recent import Recent
 from heterodyne.runtime.exact.exchange import SampleExchange
+from heterodyne.runtime.stages.new_shapes import Shapes
 from heterodyne.runtime.stages.segments import Runnable
 
 __all__ = ["StageCutter"]
@@ -28,7 +30,8 @@ class StageCutter:
     def __init__(self, captured: Captured, model: nn.Module) -> None:
         self._captured = captured
         self._model = model
-        self._others: dict[tuple[tuple[str, tuple[int, ...]], ...], Captured] = {}
+        # Stages of a shape are made one after the other, and then kept by who asked for them: a graph is needed no longer.
+        self._other: Recent[Shapes, Captured] = Recent(1)
 
     def __call__(
         self,
@@ -62,13 +65,14 @@ class StageCutter:
 
     def _at(self, batch: Mapping[str, Tensor]) -> Captured:
         shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(batch.items()))
-        if shapes not in self._others:
-            found = trace(self._model, dict(batch), name=self._captured.graph.name)
-            if [op.target for op in found.graph.ops] != [op.target for op in self._captured.graph.ops]:
-                told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
-                raise DataError(
-                    f"for inputs of the shapes {told} the model has other ops than for those that it was planned with, so the plan's "
-                    "cuts say nothing about it: pad the batches to one length, or plan for these"
-                )
-            self._others[shapes] = found
-        return self._others[shapes]
+        return self._other.get(shapes, lambda: self._anew(shapes, batch))
+
+    def _anew(self, shapes: Shapes, batch: Mapping[str, Tensor]) -> Captured:
+        found = trace(self._model, dict(batch), name=self._captured.graph.name)
+        if [op.target for op in found.graph.ops] != [op.target for op in self._captured.graph.ops]:
+            told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
+            raise DataError(
+                f"for inputs of the shapes {told} the model has other ops than for those that it was planned with, so the plan's "
+                "cuts say nothing about it: pad the batches to one length, or plan for these"
+            )
+        return found

@@ -21,10 +21,12 @@ from heterodyne.frontend.node_copies import evaluated, on_device
 from heterodyne.frontend.sizes import size_of
 from heterodyne.loss_count import LossCount
 from heterodyne.model_output import DIVISOR, SAMPLES
+from heterodyne.recent import Recent
 
 __all__ = ["LossCounter"]
 
 _HOST = torch.device("cpu")
+_MOST_SIZES = 32  # each keeps a graph
 _Place: TypeAlias = tuple[str, int, int]
 """An input, one of its dims, and the size there."""
 
@@ -50,7 +52,7 @@ class LossCounter:
         self._example = example
         self._again = again
         self._indifferent: frozenset[_Place] = frozenset()
-        self._at_sizes: dict[frozenset[_Place], LossCounter] = {}
+        self._at_sizes: Recent[frozenset[_Place], LossCounter] = Recent(_MOST_SIZES)
         self.split = reading.split
         self._power = reading.reduction.samples
         self._denominators = reading.denominators
@@ -101,20 +103,21 @@ class LossCounter:
         places = self._places(inputs) if self._may_hold_sizes else frozenset[_Place]()
         if {(name, dim) for name, dim, _ in places} <= {(name, dim) for name, dim, _ in self._indifferent}:
             return self
-        if places not in self._at_sizes:
-            assert self._again is not None
-            other = self._again(dict(inputs))
-            if not isinstance(other, LossCounter) or other._form() != self._form():
-                sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
-                raise DataError(
-                    f"for inputs of the sizes {sizes} the loss is divided in another way than for the example: pad the batches to one "
-                    "length, or divide by a sum over the data, such as (labels != -100).sum()"
-                )
-            if other._of_batch.text == self._of_batch.text:
-                self._indifferent |= places
-                return self
-            self._at_sizes[places] = other
-        return self._at_sizes[places]
+        return self._at_sizes.get(places, lambda: self._captured_at(places, inputs))
+
+    def _captured_at(self, places: frozenset[_Place], inputs: Mapping[str, Tensor]) -> LossCounter:
+        assert self._again is not None
+        other = self._again(dict(inputs))
+        if not isinstance(other, LossCounter) or other._form() != self._form():
+            sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+            raise DataError(
+                f"for inputs of the sizes {sizes} the loss is divided in another way than for the example: pad the batches to one "
+                "length, or divide by a sum over the data, such as (labels != -100).sum()"
+            )
+        if other._of_batch.text == self._of_batch.text:
+            self._indifferent |= places
+            return self
+        return other
 
     def _places(self, inputs: Mapping[str, Tensor]) -> frozenset[_Place]:
         """Where sizes differ from those of the example, but for the batch."""

@@ -69,7 +69,12 @@ class _Replay(fx.Interpreter):
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor),
         ):
-            self.run(*[self._stand_in(node) for node in self._traced.roles])
+            try:
+                self.run(*[self._stand_in(node) for node in self._traced.roles])
+            finally:
+                # Autograd holds the hooks of what it has saved, and they hold this: a circle that Python cannot see.
+                self.env.clear()
+                self._alive.clear()
         return self._result
 
     def run_node(self, n: fx.Node) -> Any:
@@ -107,13 +112,13 @@ class _Replay(fx.Interpreter):
         self._alive.append(tensor)
         return tensor
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> None:
+        """Nothing is kept: there is no backward, and a result that its own function keeps would never be freed."""
         storage = _storage(tensor)
         if storage not in self._known:
             self._known.add(storage)
             self._saved += tensor.untyped_storage().nbytes()
             self._alive.append(tensor)
-        return tensor
 
 
 def _failed(node: fx.Node, batch: int, error: Exception) -> CaptureError:

@@ -98,6 +98,7 @@ class Worker:
         watch: is told what this rank is doing (a `Watchdog`); None: nobody is.
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
         compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
+        say: takes lines for people.
 
     Raises PlanError if model, program and cluster do not go together, WorkerError if ranks have built different models.
     """
@@ -120,6 +121,7 @@ class Worker:
         watch: Watch | None = None,
         stage_programs: StagePrograms | None = None,
         compiled: Callable[..., object] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         _require_together(module, program, cluster, communicator)
         self.module = module
@@ -185,6 +187,7 @@ class Worker:
             home=self._gradients,
             seed=seed,
             compiled=compiled,
+            say=say,
         )
         self._assembly.parts()
         self._executor = Executor(

@@ -135,7 +135,7 @@ class SampleDropout(Interception):
         self._seed = seed
         self._device = device
         self._of_all = Draws(step=0, samples=torch.zeros(0, dtype=torch.int64), first_sample=0)
-        self._positions: dict[int, Tensor] = {}
+        self._positions = torch.empty(0, dtype=torch.int32, device=device)
 
     def draws(self, step: int, samples: Sequence[int], first_call: int = 0) -> Draws:
         """For the micro-batch of these samples (places in the global batch) of that step."""
@@ -259,9 +259,9 @@ class SampleDropout(Interception):
         keys = _splitmix64_of(self._draws.samples ^ _signed(splitmix64(self._seed, self._draws.step, call)))
         low = ((keys & 0xFFFFFFFF) ^ 2**31) - 2**31  # within int32, so that the conversion is defined on every device
         first, second = low.to(torch.int32).view(-1, 1), (keys >> 32).to(torch.int32).view(-1, 1)
-        if elements not in self._positions:
-            self._positions[elements] = torch.arange(elements, dtype=torch.int32, device=self._device)
-        mixed = self._positions[elements] ^ first
+        if elements > len(self._positions):  # of the largest sample so far: shorter ones are beginnings of it
+            self._positions = torch.arange(elements, dtype=torch.int32, device=self._device)
+        mixed = self._positions[:elements] ^ first
         mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D).add_(second)
         mixed.bitwise_xor_((mixed >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
         return mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF))

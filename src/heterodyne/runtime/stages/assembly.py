@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +17,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
+from heterodyne.recent import Recent
 from heterodyne.runtime.exact.exchange import SampleExchange
 from heterodyne.runtime.meeting.channel import Channel
 from heterodyne.runtime.meeting.communicator import Communicator
@@ -24,11 +26,15 @@ from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.team import SplitTeam
 from heterodyne.runtime.stages.deferred import GradientHome
 from heterodyne.runtime.stages.forward import Forward
+from heterodyne.runtime.stages.new_shapes import NewShapes, Shapes
 from heterodyne.runtime.stages.segments import Runnable, Segment, WholeModel
 from heterodyne.runtime.stages.stages import Stages
 from heterodyne.runtime.stages.transfers import Edge, Team, Transfers
 
 __all__ = ["Assembly", "Parts", "StagePrograms", "bucket_channels", "completed_gradients"]
+
+MOST_SHAPES = 32
+"""Of so many shapes of the inputs the stages are kept: lengths up to 2048 in multiples of 64."""
 
 
 class _Program(Protocol):
@@ -43,10 +49,6 @@ class _Program(Protocol):
     def bind(
         self, module: nn.Module, device: torch.device, team: SplitTeam | None = None, *, overlap: bool = False
     ) -> Runnable: ...
-
-
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""The inputs by name, with their shapes but for the batch."""
 
 
 class StagePrograms(Protocol):
@@ -89,7 +91,8 @@ class _Piece:
 
 
 class Assembly:
-    """Makes the stages of one rank, once for each shape of the inputs (sequences may be longer in one batch than in another).
+    """Makes the stages of one rank, once for each shape of the inputs (sequences may be longer in one batch than in another), of which
+    the latest are kept. ``say`` takes a line for people about many of them.
 
     Making one is collective. Raises PlanError for a plan with stages or recompute where no ``programs`` are given.
     """
@@ -108,6 +111,7 @@ class Assembly:
         home: GradientHome,
         seed: int,
         compiled: Callable[..., object] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._module = module
         self._compiled = compiled
@@ -133,7 +137,8 @@ class Assembly:
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
         self._captured = captured_shapes(graph)
         self._team = _team(plan, cluster, communicator)
-        self._made: dict[Shapes, Parts] = {}
+        self._made: Recent[Shapes, Parts] = Recent(MOST_SHAPES)
+        self._new_shapes = NewShapes(self._captured, MOST_SHAPES, say)
         if self.cut and programs is None:
             raise PlanError(
                 "the plan cuts the model into stages, recomputes parts of it, or its loss has terms with denominators of their own, and "
@@ -156,13 +161,19 @@ class Assembly:
     def parts(self, batch: Mapping[str, Tensor] | None = None) -> Parts:
         """For inputs of these shapes; None: those that the model was captured with. Raises DataError if the model is another then."""
         shapes = self._shapes(batch)
-        if shapes not in self._made:
-            self._made[shapes] = self._make(None if shapes == self._captured else batch)
-        return self._made[shapes]
+        return self._made.get(shapes, lambda: self._made_for(shapes, batch))
 
     def has_parts(self, batch: Mapping[str, Tensor] | None = None) -> bool:
         """Whether `parts` has made them before; else the model is captured for these shapes, which may take long."""
         return self._shapes(batch) in self._made
+
+    def _made_for(self, shapes: Shapes, batch: Mapping[str, Tensor] | None) -> Parts:
+        if shapes == self._captured:
+            return self._make(None)
+        started_s = time.perf_counter()
+        made = self._make(batch)
+        self._new_shapes.captured(shapes, time.perf_counter() - started_s)
+        return made
 
     def _shapes(self, batch: Mapping[str, Tensor] | None) -> Shapes:
         return self._captured if batch is None or not self.cut else shapes_of(batch, self._captured)
