@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,26 @@ def stay(environment: WorkerEnvironment, seconds: float) -> None:
             say("here")
             time.sleep(seconds)
         dist.barrier()
+    say("done")
+
+
+def loop(environment: WorkerEnvironment, announced: bool, limits: WatchLimits) -> None:
+    """Two calls of a loop, between which rank 0 uploads something for as long as its limit, after a shorter work of the same kind."""
+    with init_distributed(environment, backend="gloo", timeout_s=30.0, limits=limits) as session:
+        watchdog, first = session.watchdog, environment.rank == 0
+        for index in range(2):
+            with watchdog.calling("step()"):
+                watchdog.progress(f"0F{index}")
+                time.sleep(0.001)
+                watchdog.waiting(f"0REDUCE_GRAD{index}")
+                dist.all_reduce(torch.ones(8))
+                watchdog.progress("between steps")
+                time.sleep(0.001)
+            if index == 0 and first:
+                with watchdog.phase("uploading", limit_s=60.0) if announced else nullcontext():
+                    with watchdog.phase("packing") if announced else nullcontext():
+                        pass
+                    time.sleep(3 * limits.stuck_s)
     say("done")
 
 

@@ -13,7 +13,7 @@ from heterodyne.emulate.duty_cycle import duty_cycle
 from heterodyne.processes import GAVE_UP_ON_A_PEER
 from heterodyne.runtime.meeting.judge import WatchLimits
 from multiprocess.crowd import Crowd, Worker
-from multiprocess.misfortunes import QUICK, meet_briefly, spin, stay, work, work_in_channels
+from multiprocess.misfortunes import QUICK, loop, meet_briefly, spin, stay, work, work_in_channels
 
 
 @pytest.fixture
@@ -74,6 +74,17 @@ def test_who_hangs_shows_where(crowd: Crowd) -> None:
     workers = start(crowd, "hangs", 1, world_size=2)
     assert workers[1].wait() == 1
     assert "in suffer" in workers[1].output
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_rank_that_is_busy_alone_is_spared_if_it_says_so_and_else_told_how(crowd: Crowd, announced: bool) -> None:
+    limits = WatchLimits(
+        interval_s=0.1, silence_s=5.0, phase_silence_s=5.0, stuck_s=0.5, phase_s=1.0, publish_s=0.5, handle_s=0.5
+    )
+    workers = [crowd.start(loop, announced, limits, rank=rank, world_size=2) for rank in range(2)]
+    ends = [worker.wait() for worker in workers]
+    assert ends == ([0, 0] if announced else [1, GAVE_UP_ON_A_PEER]), [worker.output for worker in workers]
+    assert announced or 'with trainer.phase("uploading", limit_s=3600)' in workers[1].output
 
 
 def test_an_interruption_is_no_failure(crowd: Crowd) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from heterodyne.runtime.meeting.judge import Beat, Calls, Judge, Kind, Verdict, WatchLimits
 from heterodyne.runtime.meeting.members import Member
 
@@ -82,6 +84,25 @@ def test_who_works_too_long_is_blamed_only_while_somebody_waits() -> None:
     assert verdict.rank == 2
     assert "hangs in 0F3" in verdict.text
     assert "rank 1 waits for it" in verdict.text
+
+
+def test_who_is_busy_between_the_calls_of_a_loop_is_told_of_phase() -> None:
+    called = Calls().begun("step()").ended()
+    busy = Beat(number=1, count=9, kind="work", state="between steps", age_s=31.0, limit_s=20.0, calls=called)
+    phase = replace(busy, kind="phase", state="uploading")
+    job = replace(busy, calls=Calls())  # a job has no loop of the user's own
+    for stuck, words in (
+        (busy, "is busy outside of the calls of its trainer"),
+        (phase, "in uploading"),
+        (job, "hangs"),
+    ):
+        it = judge()
+        it.observe(1, {0: stuck, 1: beat(1, "wait", age_s=30.0), 2: beat(1)})
+        verdict = it.verdict()
+        assert verdict is not None
+        assert verdict.rank == 0
+        assert words in verdict.text
+        assert ('with trainer.phase("uploading", limit_s=3600)' in verdict.text) == (stuck is not job)
 
 
 def test_a_slow_worker_may_take_as_long_as_it_said() -> None:

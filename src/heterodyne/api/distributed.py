@@ -20,7 +20,7 @@ from heterodyne.api.loop.run_records import RunRecords
 from heterodyne.api.loop.validation import validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
 from heterodyne.api.preparation import Prepared
-from heterodyne.api.session import Session
+from heterodyne.api.session import LONGEST_PHASE_S, Session
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
@@ -260,9 +260,11 @@ class Distributed:
         self._session.say(f"going on after step {self.steps_done} from {found.path}")
         return self.extra
 
-    def phase(self, words: str) -> AbstractContextManager[Any]:
-        """Around long work of one rank between two calls, so that it is not taken for stuck while the others wait."""
-        return self._session.phase(words)
+    def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
+        """A context manager around long work of one rank between two calls, such as an upload. The other ranks wait for it in their next
+        call, for up to ``limit_s`` seconds, and do not take it for stuck. It is not collective.
+        """
+        return self._session.phase(words, limit_s)
 
     def explain(self) -> str:
         """The plan in words, and why it was chosen; on rank 0, empty elsewhere."""

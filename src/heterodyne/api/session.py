@@ -26,11 +26,11 @@ from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.watchdog import Watchdog
 from heterodyne.units import counted, format_seconds
 
-__all__ = ["Session", "open_session"]
+__all__ = ["LONGEST_PHASE_S", "Session", "open_session"]
 
 T = TypeVar("T")
 
-_LONGEST_PHASE_S = 1800.0  # capturing, measuring, or writing a checkpoint of the largest models
+LONGEST_PHASE_S = 1800.0  # capturing, measuring, or writing a checkpoint of the largest models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,9 @@ class Session:
         self.agreement.each(lambda: kept.append(do()))
         return kept[0]
 
-    def phase(self, words: str) -> AbstractContextManager[Any]:
-        """Around what takes long and is no step: the watchdog is told, so that nobody is taken for stuck."""
-        return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=_LONGEST_PHASE_S)
+    def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
+        """Around what takes long and is no step: the watchdog is told, so that nobody is taken for stuck before ``limit_s``."""
+        return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=limit_s)
 
 
 @contextmanager

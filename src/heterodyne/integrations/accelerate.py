@@ -9,6 +9,7 @@ of the global batch is known only then. ``optimizer.step()`` finds no gradients 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, Self, cast
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
+from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import HeterodyneError
 from heterodyne.integrations.remade_optimizer import follow, remade
 
@@ -164,6 +166,10 @@ class Accelerator:
     def save_model(self, model: object, directory: Path | str) -> Path:
         """The weights as `Distributed.save_pretrained`. Collective."""
         return self._prepared().save_pretrained(directory)
+
+    def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
+        """Around long work of one rank, as `Distributed.phase`."""
+        return self._prepared().phase(words, limit_s)
 
     def end_training(self) -> None:
         """The weights are back in the model. Collective."""

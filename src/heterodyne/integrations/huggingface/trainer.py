@@ -11,7 +11,7 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from heterodyne.api import Distributed, distribute
+from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.integrations.huggingface.last_batch import completed, require_completable
 from heterodyne.integrations.huggingface.optimizer import SteppedByPlan, grouped
@@ -156,7 +157,12 @@ class HeterodyneTrainer(Trainer):
         if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-") and self.is_in_train and not self.args.save_only_model:
             self._distributed.save_checkpoint(folder / _STATE, extra={_SAMPLES: self._samples}, keep=1)
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            with self.phase("pushing to the hub"):
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
+        """Around long work of one rank (a callback that uploads), as `Distributed.phase`."""
+        return nullcontext() if self._distributed is None else self._distributed.phase(words, limit_s)
 
     def end(self) -> None:
         """Bring the weights back into the model on every rank and part from the others. Else it is done when the script ends."""

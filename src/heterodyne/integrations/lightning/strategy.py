@@ -11,7 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
-from heterodyne.api.session import Session, open_session
+from heterodyne.api.session import LONGEST_PHASE_S, Session, open_session
 from heterodyne.errors import CheckpointError
 from heterodyne.integrations.lightning.accumulation import joined, require_mean
 from heterodyne.integrations.lightning.refusals import require_even_batches, require_honoured
@@ -106,6 +106,10 @@ class PlanStrategy(Strategy):
 
     def barrier(self, name: str | None = None) -> None:
         self.broadcast(None)
+
+    def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
+        """Around long work of one rank (a callback that uploads), as `Distributed.phase`: ``with trainer.strategy.phase("uploading")``."""
+        return nullcontext() if self._session is None else self._session.phase(words, limit_s)
 
     # The model
 

@@ -169,7 +169,7 @@ class Judge:
         return (
             f"rank {self._rank} waits in {own.calls.latest} for {own.call_age_s:.0f} s: {_have(late)} not come to it"
             + (f", and nothing else since {before}" if before else "")
-            + ". Every rank makes the same calls in the same order; around long work of one rank, put trainer.phase(...)"
+            + f". Every rank makes the same calls in the same order; {_REMEDY}"
         )
 
     def gone(self, rank: int) -> Verdict:
@@ -221,11 +221,14 @@ class Judge:
             waited_s = max((s for other, s in waits_s.items() if other != rank), default=0.0)
             enough_s = min(beat.limit_s, self._limits.stuck_s)
             if beat.kind in {"work", "phase"} and age_s > beat.limit_s and waited_s > enough_s:
-                return self._blame(
-                    rank,
-                    f"hangs in {beat.state}: no progress for {age_s:.0f} s (it may take {beat.limit_s:.0f} s) while "
-                    f"{_ranks(sorted(waits_s.keys() - {rank}))} for it",
-                )
+                took = f"for {age_s:.0f} s (it may take {beat.limit_s:.0f} s)"
+                who = f"while {_ranks(sorted(waits_s.keys() - {rank}))} for it"
+                if beat.calls.number and not beat.calls.inside:  # the user's own code, which may know better
+                    where = f" in {beat.state}" if beat.kind == "phase" else ""
+                    return self._blame(
+                        rank, f"is busy outside of the calls of its trainer{where} {took} {who}: {_REMEDY}"
+                    )
+                return self._blame(rank, f"hangs in {beat.state}: no progress {took} {who}")
         return None
 
     def _deadlocked(self) -> Verdict | None:
@@ -250,6 +253,7 @@ class Judge:
         return "" if beat is None else f"; last seen in {beat.state}"
 
 
+_REMEDY = "around long work of one rank, as an upload, put 'with trainer.phase(\"uploading\", limit_s=3600):', and the others wait for it"
 _SAME_CALLS = "they wait for each other in every call of a trainer, so all ranks make the same calls in the same order"
 
 

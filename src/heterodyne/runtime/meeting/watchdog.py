@@ -77,6 +77,7 @@ class Watchdog:
         self._pulse_store = store
 
         self._doing: tuple[Kind, str, float, float] = ("phase", "starting", time.monotonic(), self._limits.phase_s)
+        self._phases = 0  # that have begun and not ended
         self._calls = Calls()
         self._called_s = time.monotonic()
         self._asked_after = 0  # the number of the call of which people were told that others have not come to it
@@ -133,13 +134,16 @@ class Watchdog:
 
     @contextmanager
     def phase(self, state: str, limit_s: float | None = None) -> Iterator[None]:
-        """Something that takes long on purpose: capturing, measuring, writing a checkpoint."""
+        """Something that takes long on purpose: capturing, measuring, writing a checkpoint. There may be phases in a phase."""
+        outer = self._doing if self._phases else None
+        self._phases += 1
         self._doing = ("phase", state, time.monotonic(), self._limits.phase_s if limit_s is None else limit_s)
         try:
             yield
         finally:
+            self._phases -= 1
             # Not an action: what follows until the next word of the main thread has no measure yet.
-            self._doing = ("phase", f"after {state}", time.monotonic(), self._limits.phase_s)
+            self._doing = outer or ("phase", f"after {state}", time.monotonic(), self._limits.phase_s)
 
     @contextmanager
     def calling(self, words: str) -> Iterator[None]:
