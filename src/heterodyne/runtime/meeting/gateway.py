@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from heterodyne.runtime.meeting.handshake import HandshakeError, as_client, as_server
 
@@ -28,7 +28,28 @@ _MOST_NAMED = 8  # hosts of strangers that are named
 _BLOCK = 2**16
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Entered = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 T = TypeVar("T")
+
+
+class _Connection(asyncio.StreamReaderProtocol):
+    """A stream that is in `kept` while its socket is open."""
+
+    def __init__(self, kept: set[asyncio.BaseTransport], entered: Entered | None = None) -> None:
+        self.reader = asyncio.StreamReader()
+        super().__init__(self.reader, entered)
+        self._kept = kept
+        self._carrier: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._carrier = transport
+        self._kept.add(transport)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._carrier is not None:
+            self._kept.discard(self._carrier)
+        super().connection_lost(exc)
 
 
 class _Listener:
@@ -36,10 +57,11 @@ class _Listener:
 
     def __init__(self, listening: socket.socket, name: str) -> None:
         self._listening = listening
+        self._transports: set[asyncio.BaseTransport] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
-        self._server = self._run(asyncio.start_server(self._entered, sock=listening))
+        self._server = self._run(self._serving())
 
     @property
     def port(self) -> int:
@@ -56,6 +78,15 @@ class _Listener:
     async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise NotImplementedError
 
+    async def _serving(self) -> asyncio.Server:
+        return await self._loop.create_server(
+            lambda: _Connection(self._transports, self._entered), sock=self._listening
+        )
+
+    async def _connected(self, host: str, port: int) -> Streams:
+        transport, protocol = await self._loop.create_connection(lambda: _Connection(self._transports), host, port)
+        return protocol.reader, asyncio.StreamWriter(transport, protocol, protocol.reader, self._loop)
+
     async def _entered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._served(reader, writer)
@@ -66,11 +97,16 @@ class _Listener:
 
     async def _ended(self) -> None:
         self._server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # in which the transports close
+        while tasks := asyncio.all_tasks() - {
+            asyncio.current_task()
+        }:  # a connection that is being accepted makes one more
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        while self._transports:  # also with bytes that the other end does not take
+            for transport in list(self._transports):
+                cast(asyncio.Transport, transport).abort()
+            await asyncio.sleep(0)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         done: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -105,7 +141,7 @@ class Gateway(_Listener):
             return
         finally:
             del self._waiting[writer]
-        await _joined((reader, writer), await asyncio.open_connection(LOOPBACK, self._store_port))
+        await _joined((reader, writer), await self._connected(LOOPBACK, self._store_port))
 
     def _count(self, host: str) -> None:
         self.strangers[host] += 1
@@ -160,7 +196,7 @@ class Tunnel(_Listener):
     async def _through(self) -> Streams:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
-                reader, writer = await asyncio.open_connection(*self._where)
+                reader, writer = await self._connected(*self._where)
                 try:
                     await as_client(reader, writer, self._secret)
                 except BaseException:
