@@ -42,7 +42,10 @@ class Pipeline:
         for program, stage in zip(self.programs, self.stages, strict=True):
             received = {
                 # Contiguous, as what comes over a link is.
-                value.name: sent[value.name].detach().contiguous().requires_grad_(value.differentiable)
+                value.name: sent[value.name]
+                .detach()
+                .contiguous()
+                .requires_grad_(value.differentiable and torch.is_grad_enabled())
                 for value in program.receives
             }
             made = stage({name: batch[name] for name in program.inputs}, received, samples)

@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from heterodyne.annotate import capturing
 from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.annotations import Annotations, read_annotations
+from heterodyne.frontend.attention_masks import as_in_a_run
 from heterodyne.frontend.changes import (
     changed_numbers,
     numbers_of,
@@ -170,7 +171,14 @@ def _refuse_counters(
 
 def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: int, strict: bool) -> ExportedProgram:
     dims = tuple({0: Dim.DYNAMIC} if follows else {} for follows in example.follows)
-    with torch.enable_grad(), torch.fx.traceback.preserve_node_meta(), capturing(), quiet(), _no_transform_left():
+    with (
+        torch.enable_grad(),
+        torch.fx.traceback.preserve_node_meta(),
+        capturing(),
+        quiet(),
+        _no_transform_left(),
+        as_in_a_run(),
+    ):
         return torch.export.export(wrapped, (example.fake(mode, size),), dynamic_shapes=(dims,), strict=strict)
 
 
