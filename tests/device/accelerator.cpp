@@ -104,7 +104,10 @@ void reach(int device, int64_t stream) {
   resolved(tickets);
   std::lock_guard<std::mutex> lock(streams_mutex);
   auto& held = waited_by_stream[{device, stream}];
-  held.erase(held.begin(), held.begin() + std::min(held.size(), tickets.size()));
+  for (auto ticket : tickets) {  // another thread may have reached it first
+    auto at = std::find(held.begin(), held.end(), ticket);
+    if (at != held.end()) held.erase(at);
+  }
   if (held.empty()) waited_by_stream.erase({device, stream});
   if (waited_by_stream.empty()) waiting_streams = 0;
 }

@@ -61,10 +61,10 @@ class Operation:
         """Raises what `run` has raised."""
         if self._error is not None:
             raise self._error
-        with self._lock:
+        with self._lock:  # who comes second goes on when the result is there
             apply, self._apply = self._apply, None
-        if apply is not None:
-            apply()
+            if apply is not None:
+                apply()
 
 
 class DeviceQueues:

@@ -36,7 +36,7 @@ def on_one_device(spread: Any) -> tuple[list[float], list[float], dict[str, Tens
 
 @pytest.mark.parametrize("devices", [(A, A, A, A), (A, B, CPU, A)], ids="+".join)
 @pytest.mark.parametrize("spread", [whole, chain, in_parts])
-def test_twenty_steps_are_those_of_one_device(pool: Pool, spread: Any, devices: tuple[str, ...]) -> None:
+def test_ten_steps_are_those_of_one_device(pool: Pool, spread: Any, devices: tuple[str, ...]) -> None:
     graph = captured("gpt2")
     expected_losses, expected_norms, expected = on_one_device(spread)
     for losses, norms, state in pool.run(4, train, graph, spread(graph), STEPS, devices=devices):

@@ -53,10 +53,10 @@ def build(vocabulary=256, width=16, drift=0.0):
 JOB = """
 model: {factory: "model.py:build"}
 data: {text: text.txt, sequence_length: 16, cache: cache}
-training: {steps: 200, global_batch_size: 8, seed: 3, validate_every: 50, validation_samples: 8}
-optimizer: {lr: 5.0e-3, warmup_steps: 5}
+training: {steps: 100, global_batch_size: 8, seed: 3, validate_every: 50, validation_samples: 8}
+optimizer: {lr: 1.0e-2, warmup_steps: 5}
 parallelism: {strategy: equal, micro_batch_sizes: [4], measure_s: 2}
-checkpoint: {every: 25}
+checkpoint: {every: 20}
 metrics: {tensorboard: false}
 """
 

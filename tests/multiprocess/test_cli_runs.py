@@ -49,8 +49,8 @@ def test_a_run_leaves_all_that_it_promises(place: Place, undisturbed: dict[tuple
     run = place.path / "undisturbed"
     promised = "job.yaml cluster.json profile.json candidates.json plan.json metrics.jsonl timeline-measured.jsonl summary.json"
     assert {*promised.split(), "report.html", "trace.json", "model", "checkpoint"} <= {p.name for p in run.iterdir()}
-    assert [step for step, kind in undisturbed if kind == "loss"] == list(range(1, 201))
-    assert undisturbed[200, "validation_loss"] < 0.8 * undisturbed[1, "loss"]
+    assert [step for step, kind in undisturbed if kind == "loss"] == list(range(1, 101))
+    assert undisturbed[100, "validation_loss"] < 0.8 * undisturbed[1, "loss"]
     assert "head.weight" in load_file(run / "model" / "model.safetensors")
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
 
@@ -60,7 +60,7 @@ def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_u
 ) -> None:
     """One run, and all that can end it early; each time it says why, and leaves nobody behind."""
     process = place.start(*TRAIN, "--run-dir", "disturbed")
-    place.wait_for_step("disturbed", 10, process)
+    place.wait_for_step("disturbed", 5, process)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -69,7 +69,7 @@ def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_u
     assert main(["report", str(place.path / "disturbed")]) == 0, "what there is can be read"
 
     process = place.start(*TRAIN, "--run-dir", "disturbed", "--resume")
-    place.wait_for_step("disturbed", 60, process)
+    place.wait_for_step("disturbed", 30, process)
     worker(process, 1).send_signal(signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
@@ -79,7 +79,7 @@ def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_u
     assert_nobody_is_left(place)
 
     process = place.start(*TRAIN, "--run-dir", "disturbed", "--resume")
-    place.wait_for_step("disturbed", random.Random(7).randrange(90, 140), process)
+    place.wait_for_step("disturbed", random.Random(7).randrange(50, 80), process)
     kill_all(process)
     heterodyne = (*HETERODYNE, *TRAIN, "--run-dir", "disturbed", "--resume")
     status, said = place.run("emulate", "--speeds", "0.9,0.9", "--", *heterodyne)
@@ -109,14 +109,14 @@ def test_a_finished_run_is_extended_and_is_then_complete_again(
     place: Place, undisturbed: dict[tuple[int, str], float]
 ) -> None:
     shutil.copytree(place.path / "undisturbed", place.path / "extended")
-    longer = ("--run-dir", "extended", "--resume", "--set", "training.steps=204")
+    longer = ("--run-dir", "extended", "--resume", "--set", "training.steps=104")
     status, said = place.run_on(2, *TRAIN, *longer)
     assert status == 0, said
-    assert "keeps its schedule over 200 steps" in said
+    assert "keeps its schedule over 100 steps" in said
     assert {**place.losses("extended"), **undisturbed} == place.losses("extended")
-    assert (204, "loss") in place.losses("extended")
-    assert json.loads((place.path / "extended" / "summary.json").read_text())["steps"] == 204
-    for again in (longer, (*longer[:-1], "training.steps=202")):
+    assert (104, "loss") in place.losses("extended")
+    assert json.loads((place.path / "extended" / "summary.json").read_text())["steps"] == 104
+    for again in (longer, (*longer[:-1], "training.steps=102")):
         status, said = place.run_on(2, *TRAIN, *again)
         assert (status, "nothing left to do" in said) == (0, True), said
 

@@ -176,7 +176,7 @@ def staged_worker(
         or Communicator(rank=world.rank, world_size=world.world_size, device=torch.device(world.device)),
         loss_count=case.count,
         optimizer=optimizer or OptimizerSection(lr=1e-2, warmup_steps=2),
-        total_steps=20,
+        total_steps=10,
         seed=seed,
         clip_grad_norm=clip,
         recorder=recorder,

@@ -1,6 +1,6 @@
 """Law 1 for models that nobody has thought of: stages in parts give the loss and the gradients of one device, whatever the ops.
 
-HETERODYNE_RANDOM_GRAPHS says how many graphs are tried (6 if it is not set).
+HETERODYNE_RANDOM_GRAPHS says how many graphs are tried (3 if it is not set).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from multiprocess.split.random_graphs import Program, Written, captured_program,
 from multiprocess.test_exactness_pipelines import BAR, SEED, STEP, with_box
 from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan
 
-GRAPHS = int(os.environ.get("HETERODYNE_RANDOM_GRAPHS", "6"))
+GRAPHS = int(os.environ.get("HETERODYNE_RANDOM_GRAPHS", "3"))
 KINDS = ("split", "context", "replicate")
 LATENCIES = (0, 64, 2**16)
 FLOPS = (1, 50, 5000)
