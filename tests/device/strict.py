@@ -89,7 +89,34 @@ class StrictGroup(dist.ProcessGroup):
         )
 
     def allgather(self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> StreamWork:
-        return self._collective("all_gather", given, outputs[0], lambda i, o: self._gloo.allgather([o], i))
+        """Parts may differ in size, as they may for NCCL, which broadcasts each then."""
+
+        def run(i: list[Tensor], o: list[Tensor]) -> _All:
+            o[self._here].copy_(i[0])
+            return _All([self._gloo.broadcast([each], _root(rank)) for rank, each in enumerate(o)])
+
+        return self._collective("all_gather", given, outputs[0], run)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> StreamWork:
+        return self._collective(
+            "all_gather", [given], [output], lambda i, o: self._gloo.allgather([list(o[0].chunk(self._size))], i)
+        )
+
+    _allgather_base = all_gather_single
+
+    def reduce_scatter(self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> StreamWork:
+        """Parts may differ in size, as they may for NCCL, which reduces each to its rank then."""
+
+        def run(i: list[Tensor], o: list[Tensor]) -> _All:
+            works = [self._gloo.reduce([each], _root(rank, dist.ReduceOptions())) for rank, each in enumerate(i)]
+            return _All(works, lambda: o[0].copy_(i[self._here]))
+
+        return self._collective("reduce_scatter", given[0], outputs, run)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> StreamWork:
+        return self.reduce_scatter([output], [list(given.chunk(self._size))], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
 
     def barrier(self, opts: Any = None) -> StreamWork:
         device = torch.device(self._device.accelerator.name, torch.accelerator.current_device_index())
@@ -221,6 +248,24 @@ class StrictGroup(dist.ProcessGroup):
             raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")
+
+
+class _All:
+    """Works that are waited for together; then ``ended`` is called."""
+
+    def __init__(self, works: list[Any], ended: Callable[[], object] = lambda: None) -> None:
+        self._works, self._ended = works, ended
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._ended()
+
+
+def _root(rank: int, options: Any = None) -> Any:
+    options = dist.BroadcastOptions() if options is None else options
+    options.rootRank = rank
+    return options
 
 
 def _require_alike(mine: str, other: str) -> None:

@@ -22,6 +22,10 @@ from heterodyne.runtime.meeting.shared_memory import SharedBuffers
 
 __all__ = ["Channel", "Pending"]
 
+# torch 2.13 has renamed them.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class _Work(Protocol):
     """What torch.distributed gives back for an asynchronous collective."""
@@ -179,6 +183,48 @@ class Channel:
         def wait() -> list[Tensor]:
             pending.wait()
             return list(received.to(device).split_with_sizes(list(sizes)))
+
+        return wait
+
+    @property
+    def native(self) -> bool:
+        """Whether the backend of an accelerator joins the ranks: it has `all_gather` and `reduce_scatter`, of any shares."""
+        return self._group is not None and not self._staged and self._device.type != "cpu"
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Begin to give each rank the flat ``part`` of every rank, ``sizes[i]`` elements from the i-th; what is returned waits for them.
+        Where the channel is `native`.
+        """
+        whole = part.new_empty(sum(sizes))
+        parts = list(whole.split_with_sizes(list(sizes)))
+        if len(set(sizes)) == 1:
+            work = _all_gather_single(_bytes(whole), _bytes(part.contiguous()), group=self._group, async_op=True)
+        else:
+            work = dist.all_gather(
+                [_bytes(each) for each in parts], _bytes(part.contiguous()), self._group, async_op=True
+            )
+        pending = Pending(work.wait)
+
+        def wait() -> list[Tensor]:
+            pending.wait()
+            return parts
+
+        return wait
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Begin to add up the i-th of the flat ``parts`` of all ranks on the i-th; what is returned waits for this rank's. Where the
+        channel is `native`.
+        """
+        total = torch.empty_like(parts[dist.get_group_rank(self._group, dist.get_rank())])
+        if len({part.numel() for part in parts}) == 1:
+            work = _reduce_scatter_single(total, torch.cat(list(parts)), group=self._group, async_op=True)
+        else:
+            work = dist.reduce_scatter(total, [part.contiguous() for part in parts], group=self._group, async_op=True)
+        pending = Pending(work.wait)
+
+        def wait() -> Tensor:
+            pending.wait()
+            return total
 
         return wait
 

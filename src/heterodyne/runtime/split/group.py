@@ -1,8 +1,8 @@
 """Collectives between the devices of a stage, over parts that need not be alike.
 
-Every one of them is an exchange in which each member sends each other member what that one needs, so parts may be of any sizes,
-also empty. Sums are taken in the order of the members, so all get the same bits. None of this is seen by autograd: what has a
-gradient is built of these in `conversions` and beside it.
+Parts may be of any sizes, also empty. Members joined by the backend of an accelerator use its collectives. Elsewhere each is an exchange in
+which each member sends each other member what that one needs, and sums are taken in the order of the members. All members get the same
+bits. None of this is seen by autograd: what has a gradient is built of these in `conversions` and beside it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Group:
 
     def all_gather_uneven(self, part: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """The tensors of all members, of any shapes, one dtype."""
-        return self.all_to_all([part] * self.size, shapes)
+        return self._begin_gather(part, shapes)()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of everyone's tensor, the same bits on every member; a new tensor."""
@@ -80,7 +80,7 @@ class Group:
         if self.size == 1:
             return lambda: part
         shapes = [(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in sizes]
-        arriving = self.begin_all_to_all([part] * self.size, shapes)
+        arriving = self._begin_gather(part, shapes)
         return lambda: torch.cat(arriving(), dim)
 
     def begin_reduce_scatter(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Later:
@@ -88,13 +88,25 @@ class Group:
         if self.size == 1:
             return lambda: whole
         parts = whole.split_with_sizes(list(sizes), dim)
+        if self._channel is not None and self._channel.native:
+            summing = self._channel.reduce_scatter([parts[member].reshape(-1) for member in self._members])
+            return lambda: summing().view(parts[self.position].shape)
         arriving = self.begin_all_to_all(parts, [parts[self.position].shape] * self.size)
         return lambda: self._added_up(arriving())
 
     def begin_all_reduce(self, tensor: Tensor) -> Later:
-        """Begin `all_reduce`. Of a large tensor only the first of two exchanges begins here; the second one is part of waiting."""
+        """Begin `all_reduce`. On the host only the first of two exchanges of a large tensor begins here; the second is part of waiting."""
         if self.size == 1:
             return tensor.clone
+        if self._channel is not None and self._channel.native:
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            pending = self._channel.all_reduce(total)
+
+            def reduced() -> Tensor:
+                pending.wait()
+                return total
+
+            return reduced
         if reduced_at_once(tensor.numel() * tensor.element_size(), self.size):
             arriving = self.begin_all_to_all([tensor] * self.size, [tensor.shape] * self.size)
             return lambda: self._added_up(arriving())
@@ -102,6 +114,17 @@ class Group:
         sizes = [high - low for low, high in pairwise(bounds)]
         own_sum = self.begin_reduce_scatter(tensor.reshape(-1), 0, sizes)
         return lambda: self.all_gather(own_sum(), 0, sizes).view(tensor.shape)
+
+    def _begin_gather(self, part: Tensor, shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
+        if self._channel is None or self.size == 1 or not self._channel.native:
+            return self.begin_all_to_all([part] * self.size, shapes)
+        arriving = self._channel.all_gather(part.reshape(-1), [prod(shapes[member]) for member in self._members])
+
+        def arrived() -> list[Tensor]:
+            flat = dict(zip(self._members, arriving(), strict=True))
+            return [flat[member].view(tuple(shape)) for member, shape in enumerate(shapes)]
+
+        return arrived
 
     def bounds(self, sizes: Sequence[int]) -> tuple[int, int]:
         """``(first, stop)`` of this member's part of a dim that is cut into ``sizes``."""

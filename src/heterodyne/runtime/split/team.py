@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from heterodyne.experts import ACTIVATIONS, Run, swiglu_experts
 from heterodyne.graph.ir import Ref
@@ -200,14 +201,14 @@ class Members:
         """Of a slice of the queries with all keys; where it is causal the slice sees the keys up to its own places."""
         dim, sizes = self.slots[slot]
         first, stop = self.group.bounds(sizes)
-        if is_causal and not dropout_p:  # dropped out are weights of all keys
-            key, value = key[..., :stop, :], value[..., :stop, :]
         if is_causal:
-            places = torch.arange(first, stop, device=query.device).unsqueeze(1)
-            attn_mask = places >= torch.arange(key.shape[-2], device=query.device)
+            if not dropout_p:  # dropped out are weights of all keys
+                key, value = key[..., :stop, :], value[..., :stop, :]
+            if first or dropout_p:
+                attn_mask, is_causal = _seen(query, first, stop, key.shape[-2], enable_gqa), False
         with in_part(dim, first, sum(sizes)):
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
 
     def experts_here(self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any) -> Tensor:
@@ -231,6 +232,14 @@ class Members:
 
     def end_experts(self, trip: experts.Trip) -> Tensor:
         return trip.end()
+
+
+def _seen(query: Tensor, first: int, stop: int, keys: int, grouped: bool) -> Tensor:
+    """The causal mask of the queries ``[first, stop)`` of a sequence. Where kernels know one without memory, that one."""
+    if query.is_cuda and keys == stop and not grouped:
+        return causal_lower_right(stop - first, stop)
+    places = torch.arange(first, stop, device=query.device).unsqueeze(1)
+    return places >= torch.arange(keys, device=query.device)
 
 
 def _run(gate_up: Tensor, down: Tensor, activation: str) -> Run:
