@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from device.accelerator import Counts
-from device.test_exactness import A
+from device.test_exactness import CPU, A
 from heterodyne.graph.ir import ModelGraph
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World, accelerator
@@ -15,15 +15,15 @@ from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, in_part
 
 
 def counted(world: World, graph: ModelGraph, spread: Spread) -> Counts:
-    """Of one step, after those in which things are made."""
+    """Of one step, after those in which things are made; of the host nothing is counted."""
     case = build(graph, SAMPLES)
     worker = worker_under(world, case, spread)
     for _ in range(2):
         worker.step(case.batch)
-    device = accelerator(world.device)
-    before = device.counts()
+    device = None if world.device == CPU else accelerator(world.device)
+    before = Counts(0, 0, 0, 0, 0) if device is None else device.counts()
     worker.step(case.batch)
-    counts = device.counts() - before
+    counts = before - before if device is None else device.counts() - before
     worker.close()
     return counts
 
@@ -37,3 +37,11 @@ def test_a_step_waits_for_its_loss_and_its_norm_only(pool: Pool, spread: Any) ->
         assert counts.copies_to_host <= 1, "of the losses"
         assert counts.synchronisations == 0
         assert counts.copies_to_device <= 3 * micro_batches, "its inputs, and where a stage in parts cuts them"
+
+
+def test_devices_of_a_platform_send_to_each_other_directly_beside_others(pool: Pool) -> None:
+    graph = captured("gpt2")
+    spread = chain(graph)
+    first, *_ = pool.run(4, counted, graph, spread, devices=(A, A, A, CPU))
+    assert len(spread[1][0].sizes) > 2, "what goes to the second stage would be so many copies"
+    assert first.copies_to_host <= 2, "the loss and the norm"

@@ -14,7 +14,7 @@ import torch
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
 from heterodyne.measure.clock import Clock
-from heterodyne.measure.peers import Channel, Peers
+from heterodyne.measure.peers import Channel, Mail, Peers
 from heterodyne.measure.sampling import Sampling, Timing, summarise
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
@@ -22,6 +22,7 @@ from heterodyne.units import format_bytes
 __all__ = ["MESSAGE_BYTES", "Repeats", "matrix_product", "measure_all_reduce", "measure_overlap", "measure_sends"]
 
 MESSAGE_BYTES = (64 * 2**10, 512 * 2**10, 4 * 2**20, 16 * 2**20)
+SENT_BYTES = (64 * 2**10, 4 * 2**20, 64 * 2**20, 256 * 2**20)
 _WARM_UP = 3  # the first collectives of a group open its connections
 _COVER = 3  # computation lasts so many times the collective that it hides
 _MATRIX = 192
@@ -87,32 +88,52 @@ def measure_sends(
     devices: Sequence[str],
     bench: Workbench,
     *,
-    message_bytes: Sequence[int] = MESSAGE_BYTES[:3:2],
+    message_bytes: Sequence[int] = SENT_BYTES,
     budget_s: float = 10.0,
 ) -> tuple[LinkSample, ...]:
-    """Transfers from each rank to the next, around the ring, as half of a round trip; the same result on every rank."""
+    """Transfers from each rank to the next, around the ring, as half of a round trip; the same result on every rank.
+
+    They go the way of training: from device to device by their backend, or through host memory. The first two sizes tell latency and
+    bandwidth; of larger ones those are sent that a link is expected to carry within one sample.
+    """
+    if peers.world_size < 2:
+        return ()
+    mail = peers.mail()
+    try:
+        return _sends(peers, mail, devices, bench, sorted(message_bytes), budget_s)
+    finally:
+        mail.close()
+
+
+def _sends(
+    peers: Peers, mail: Mail, devices: Sequence[str], bench: Workbench, message_bytes: Sequence[int], budget_s: float
+) -> tuple[LinkSample, ...]:
     size = peers.world_size
     pairs = [(rank, (rank + 1) % size) for rank in range(size)][: 1 if size == 2 else size]
     samples: list[LinkSample] = []
     left_out: list[str] = []
     deadline = bench.now() + budget_s
-    for index, (a, b) in enumerate(pairs if size > 1 else []):
+    for index, (a, b) in enumerate(pairs):
         bench.progress(f"transfers between {devices[a]} and {devices[b]}", index + 1, len(pairs))
         before: LinkSample | None = None
-        for message in sorted(message_bytes):
-            tensor = torch.zeros(message // 4)
+        if peers.rank in (a, b):
+            mail.connect([a + b - peers.rank])
+        for number, message in enumerate(message_bytes):
+            if number > 1 and before and before.seconds * message / before.bytes > bench.sampling.sample_s:
+                break
+            tensor = torch.zeros(message // 4 if peers.rank in (a, b) else 0, device=bench.device)
 
             def round_trip(tensor: torch.Tensor = tensor, a: int = a, b: int = b) -> None:
                 if peers.rank == a:
-                    peers.send(tensor, b)
-                    peers.receive(tensor, b)
+                    mail.send(tensor, b)
+                    mail.receive(tuple(tensor.shape), tensor.dtype, b).wait()
                 elif peers.rank == b:
-                    peers.receive(tensor, a)
-                    peers.send(tensor, a)
+                    mail.send(mail.receive(tuple(tensor.shape), tensor.dtype, a).wait(), a)
 
             share_s = (deadline - bench.now()) / (len(pairs) - index)
             expected_s = 2 * before.seconds * message / before.bytes if before else 0.0
             timing = _together(peers, round_trip, bench, source=a, left_s=share_s, expected_s=expected_s)
+            mail.settle()
             if timing is None:
                 left_out.append(f"{devices[a]} and {devices[b]} from {format_bytes(message)} on")
                 break

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 
-__all__ = ["Channel", "Peers", "Pending"]
+__all__ = ["Arrival", "Channel", "Mail", "Peers", "Pending"]
 
 T = TypeVar("T")
 
@@ -38,6 +38,32 @@ class Channel(Protocol):
         ...
 
 
+class Arrival(Protocol):
+    """A message on its way to this rank."""
+
+    def wait(self) -> torch.Tensor: ...
+
+
+class Mail(Protocol):
+    """Messages between two ranks, on their devices, in the order in which they are sent."""
+
+    def connect(self, others: Iterable[int]) -> None:
+        """Join this rank with others, as they do with it."""
+        ...
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Start to send; the tensor stays as it is until `settle`."""
+        ...
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Arrival: ...
+
+    def settle(self) -> None:
+        """Wait until all has left."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Peers(Protocol):
     """Every rank makes the same calls in the same order; with one rank every call is the identity."""
 
@@ -59,10 +85,6 @@ class Peers(Protocol):
 
     def channel(self, ranks: Sequence[int]) -> Channel | None: ...
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a host tensor; blocks."""
-        ...
-
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive a host tensor in place; blocks."""
+    def mail(self) -> Mail:
+        """How training sends tensors from rank to rank. Collective."""
         ...

@@ -215,7 +215,7 @@ class Channel:
         """Begin to add up the i-th of the flat ``parts`` of all ranks on the i-th; what is returned waits for this rank's. Where the
         channel is `native`.
         """
-        total = torch.empty_like(parts[dist.get_group_rank(self._group, dist.get_rank())])
+        total = torch.empty_like(parts[self.ranks.index(dist.get_rank())])
         if len({part.numel() for part in parts}) == 1:
             work = _reduce_scatter_single(total, torch.cat(list(parts)), group=self._group, async_op=True)
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.meeting.channel import Channel
-from heterodyne.runtime.meeting.mail import Mail
+from heterodyne.runtime.meeting.mail import Lane, Mail
 from heterodyne.runtime.meeting.shared_memory import neighbourhood
 
 __all__ = ["Communicator", "platform_of"]
@@ -113,17 +113,34 @@ class Communicator:
 
     def mail(self) -> Mail:
         """A way to send tensors from rank to rank. Collective over all ranks."""
-        backend = self._native_backend(range(self.world_size))
+        lanes: dict[int, Lane | None] = {}
+        everyone = range(self.world_size)
+        platforms = dict.fromkeys(device.platform for device in self._devices)
+        equal = [[rank for rank in everyone if self._devices[rank].platform == platform] for platform in platforms]
+        native = {
+            tuple(ranks): backend for ranks in equal if (backend := self._native_backend(ranks)) not in (None, "gloo")
+        }
+        if tuple(everyone) not in native:
+            through_host = self._lane(everyone, "gloo", via_host=self.device.type != "cpu")
+            lanes |= dict.fromkeys(everyone, through_host)
+        for ranks, backend in native.items():
+            lane = self._lane(ranks, backend, via_host=False)
+            if self.rank in ranks:
+                lanes |= dict.fromkeys(ranks, lane)
         made = Mail(
             rank=self.rank,
-            world_size=self.world_size,
             device=self.device,
-            backend=backend or "gloo",
-            staged=backend is None,
-            timeout=self._timeout,
+            lanes={rank: lane for rank, lane in lanes.items() if lane is not None and rank != self.rank},
         )
         self._mails.append(made)
         return made
+
+    def _lane(self, ranks: Sequence[int], backend: str, *, via_host: bool) -> Lane | None:
+        """Between these ranks; None on others. Collective over all."""
+        groups = [self._group(ranks, backend) for _ in range(2)]
+        if groups[0] is None or groups[1] is None:
+            return None
+        return Lane(upward=groups[0], downward=groups[1], via_host=via_host, told_late=backend == "gloo")
 
     def _native_backend(self, ranks: Sequence[int]) -> str | None:
         """The backend by which tensors travel between these ranks as they are; None: they go through host memory.

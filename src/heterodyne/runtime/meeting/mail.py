@@ -4,16 +4,16 @@ What goes to a higher rank and what goes to a lower one travel in groups of thei
 device backends carry what two ranks send each other in one order. They join two ranks when these first call each other, and the
 earlier call waits on the host for the later one; so ranks are joined (`connect`) before receives are posted ahead. Between two
 ranks, in one direction, messages are received in the order in which they are sent; backends that know tags (gloo) hold it with
-tags. Between unlike devices, tensors go through host memory. What was sent is let go of as soon as it has left.
+tags. Ranks whose devices are of one platform send by its backend; between others tensors go through host memory, by gloo. What was sent
+is let go of as soon as it has left.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from queue import SimpleQueue
 
 import torch
@@ -22,7 +22,23 @@ from torch import Tensor
 
 from heterodyne.errors import WorkerError
 
-__all__ = ["Arrival", "Mail"]
+__all__ = ["Arrival", "Lane", "Mail"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """How some ranks send to each other. ``upward``: the group for what goes to a higher rank, ``downward``: to a lower one.
+
+    ``via_host``: tensors go through host memory. ``told_late``: its works know that a message has left only when they are waited for.
+    """
+
+    upward: dist.ProcessGroup
+    downward: dist.ProcessGroup
+    via_host: bool
+    told_late: bool
+
+    def group(self, source: int, to: int) -> dist.ProcessGroup:
+        return self.upward if source < to else self.downward
 
 
 class Arrival:
@@ -61,26 +77,19 @@ class _Sent:
 
 
 class Mail:
-    """Sends and receives of one rank. Making one is collective over all ranks.
+    """Sends and receives of one rank.
 
     Args:
         device: of this worker.
-        backend: that all ranks speak, as ``gloo`` or ``nccl``.
-        staged: tensors go through host memory.
+        lanes: of each other rank the way to it.
     """
 
-    def __init__(
-        self, *, rank: int, world_size: int, device: torch.device, backend: str, staged: bool, timeout: timedelta | None
-    ) -> None:
+    def __init__(self, *, rank: int, device: torch.device, lanes: Mapping[int, Lane]) -> None:
         self._rank = rank
         self._device = device
-        self._staged = staged
-        ranks = list(range(world_size))
-        groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for _ in range(2 if world_size > 1 else 0)]
-        self._groups = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+        self._lanes = dict(lanes)
         self._sent: list[_Sent] = []
-        # gloo knows that a message has left only when it is waited for; a thread does that.
-        self._waiter = _Waiter() if backend == "gloo" else None
+        self._waiter = _Waiter() if any(lane.told_late for lane in lanes.values()) else None
         self._counts: dict[tuple[int, int], int] = {}
         self._connected: set[tuple[int, int]] = set()
 
@@ -101,19 +110,22 @@ class Mail:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Start to send a tensor; it must not be changed before `settle`."""
+        lane = self._lanes[to]
         packed = tensor.detach().contiguous()
-        if self._staged:
+        if lane.via_host:
             packed = packed.cpu()
-        work = dist.isend(packed, dst=to, group=self._group(self._rank, to), tag=self._tag(self._rank, to))
+        work = dist.isend(packed, dst=to, group=lane.group(self._rank, to), tag=self._tag(self._rank, to))
         if work is not None:
             self._sent = [sent for sent in self._sent if not sent.has_left]
-            self._sent.append(_Sent(work, packed, None if self._waiter is None else self._waiter.left(work)))
+            left = self._waiter.left(work) if self._waiter is not None and lane.told_late else None
+            self._sent.append(_Sent(work, packed, left))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Arrival:
         """Make room for the next message of a rank that was not yet asked for."""
-        device = torch.device("cpu") if self._staged else self._device
+        lane = self._lanes[source]
+        device = torch.device("cpu") if lane.via_host else self._device
         buffer = torch.empty(shape, dtype=dtype, device=device)
-        work = dist.irecv(buffer, src=source, group=self._group(source, self._rank), tag=self._tag(source, self._rank))
+        work = dist.irecv(buffer, src=source, group=lane.group(source, self._rank), tag=self._tag(source, self._rank))
         return Arrival(buffer, work, self._device)
 
     def settle(self) -> None:
@@ -126,12 +138,9 @@ class Mail:
         """Leave the groups."""
         if self._waiter is not None:
             self._waiter.close()
-        for group in self._groups:
+        for group in dict.fromkeys(group for lane in self._lanes.values() for group in (lane.upward, lane.downward)):
             dist.destroy_process_group(group)
-        self._groups.clear()
-
-    def _group(self, source: int, to: int) -> dist.ProcessGroup:
-        return self._groups[0 if source < to else 1]
+        self._lanes.clear()
 
     def _tag(self, source: int, to: int) -> int:
         """The number of a message between two ranks; both count."""
