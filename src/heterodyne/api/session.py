@@ -17,7 +17,7 @@ from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
-from heterodyne.runtime.exact.determinism import make_deterministic
+from heterodyne.runtime.exact.determinism import exact_arithmetic
 from heterodyne.runtime.host_heap import keep_freed_memory
 from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.meeting.communicator import Communicator
@@ -104,7 +104,7 @@ def open_session(cluster_file: Path | None = None) -> Iterator[Session]:
             watchdog = stack.enter_context(init_distributed(environment, backend="gloo")).watchdog
         local_rank = 0 if environment is None else environment.local_rank
         device = _own_device(local_rank)
-        make_deterministic(device)
+        stack.enter_context(exact_arithmetic(device))
         if device.type == "cpu":
             keep_freed_memory()
         communicator = stack.enter_context(

@@ -1,23 +1,53 @@
-"""Equal runs, bit for bit."""
+"""Equal runs, bit for bit, and products in the precision that was asked for."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-__all__ = ["make_deterministic"]
+__all__ = ["exact_arithmetic"]
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def make_deterministic(device: torch.device) -> None:
-    """Let this process compute the same bits in each run on the same machines. For the whole process, before its first kernel.
+@contextmanager
+def exact_arithmetic(device: torch.device, *, deterministic: bool = True, tf32: bool = False) -> Iterator[None]:
+    """Settings of PyTorch for training on a device, put back at the end. They hold for the whole process.
 
-    On CPU nothing has to be done: with the same number of threads PyTorch's sums have one order. On an accelerator kernels are
-    chosen that add in one order (PyTorch warns where it has none), and cuDNN is not to try which is fastest. Collectives add in one
-    order as long as the ranks and the sizes stay the same.
+    On CPU sums have one order as long as the number of threads stays the same. Collectives add in one order as long as the ranks and
+    the sizes stay the same.
+
+    Args:
+        deterministic: an accelerator computes the same bits in each run: kernels are chosen that add in one order (PyTorch warns where
+            it has none), and cuDNN does not try which is fastest. Enter this before the first kernel: cuBLAS looks then.
+        tf32: products of fp32 matrices may be rounded to TF32 (10 bits of mantissa) where a device has units for it. Off, devices with
+            and without such units compute the same; PyTorch leaves it on for convolutions.
     """
-    if device.type == "cpu":
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic = deterministic and device.type != "cpu"
+    cudnn = torch.backends.cudnn
+    before = (
+        torch.get_float32_matmul_precision(),
+        cudnn.allow_tf32,
+        cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        os.environ.get(_WORKSPACE),
+    )
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    cudnn.allow_tf32 = tf32
+    if deterministic:
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
+        cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        matmul, convolutions, cudnn.benchmark, enabled, warn_only, workspace = before
+        torch.set_float32_matmul_precision(matmul)
+        cudnn.allow_tf32 = convolutions
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
