@@ -163,6 +163,9 @@ _GOES_WITH = {
 class TrainingSection(Section):
     """How long and how exactly. ``clip_grad_norm`` 0 means no clipping; ``validate_every`` 0 only at the end.
 
+    ``compile``: stages and whole models run as code that torch.compile makes, but for those with dropout, with BatchNorm over several
+    devices, in parts on several devices, or with backwards in halves.
+
     ``max_skipped_steps``: a step whose loss or gradient is not finite is skipped; more than so many in a row end the run.
     """
 
@@ -174,6 +177,7 @@ class TrainingSection(Section):
     validate_every: Whole = 0
     validation_samples: Positive = 64
     max_skipped_steps: Whole = 5
+    compile: bool = False
 
 
 class OptimizerSection(Section):
@@ -343,7 +347,7 @@ _DECISIVE = ("model", "data", "training", "optimizer")
 _ANY_TIME = frozenset({
     ("data", "cache"), ("data", "prefetch"), ("data", "validation"), ("data", "workers"), ("model", "loss_count"),
     ("training", "steps"), ("training", "validate_every"), ("training", "validation_samples"),
-    ("training", "max_skipped_steps"),
+    ("training", "max_skipped_steps"), ("training", "compile"),
 })  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import heterodyne as hd
-from heterodyne.errors import CaptureError, PlanError
+from heterodyne.errors import CaptureError, HeterodyneError, PlanError
 from heterodyne.plan.plan import Plan
 
 
@@ -222,3 +222,14 @@ def test_a_choice_for_a_whole_batch_that_the_first_one_does_not_show_is_refused_
         trainer.step(even)
         with pytest.raises(CaptureError, match=r"the batch of step 2 do not add up .* the length of the longest"):
             trainer.step(batch_of(6, 5))
+
+
+def test_a_compiler_that_is_missing_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found\nmore")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(
+        HeterodyneError, match=r"no code for cpu here .*No working C.. compiler found.*or leave compile out"
+    ):
+        hd.distribute(Plain(), {"x": torch.randn(4, 4)}, compile=True, measure_s=1e-3)

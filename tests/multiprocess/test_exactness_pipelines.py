@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +40,7 @@ class Spread:
     pipelines: tuple[PipelineOf, ...]
     bucket_bytes: int = 4096
     precision: str = "fp32"
+    compiled: bool = False
 
 
 def errors_of(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str, float]]:
@@ -52,7 +56,9 @@ def errors_of(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str
         bucket_bytes=spread.bucket_bytes,
         seed=SEED,
         precision=spread.precision,
+        compile_stages=spread.compiled,
     )
+    assert worker.runs_compiled == spread.compiled
     loss, gradients = worker.gradients(case.batch, STEP)
     gradients = copied(gradients)
     place = worker.placement.places[world.rank]
@@ -245,3 +251,21 @@ def test_in_half_precision_the_gradients_are_near(pool: Pool) -> None:
     for errors in pool.run(3, errors_of, graph, spread):
         for what, error in errors:
             assert error <= BAR_BF16, (what, error)
+
+
+def errors_of_compiled(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str, float]]:
+    """Without inductor, which takes a minute: what is lost is lost before it. `benchmarks/accelerator_path.py` runs with it."""
+    traced_only = functools.partial(torch.compile, backend="aot_eager")
+    with warnings.catch_warnings(), mock.patch.object(torch, "compile", traced_only):
+        warnings.simplefilter("ignore")  # those of the compiler, about itself
+        return errors_of(world, graph, spread)
+
+
+def test_compiled_stages_give_the_gradients_of_one_device(pool: Pool) -> None:
+    """A model with regions of its own (no gradients, no autocast), a block that is recomputed, and micro-batches of two sizes."""
+    graph = captured("llama")
+    border = graph.blocks[len(graph.blocks) // 2].start
+    stages = (StageOf(border, (0,), (1,), ()), StageOf(len(graph.ops), (1,), (1,), (len(graph.blocks) - 2,)))
+    spread = Spread(2, "1F1B", (PipelineOf((2, 2, 1), stages),), compiled=True)
+    for errors in pool.run(2, errors_of_compiled, graph, spread):
+        assert all(error <= BAR for _, error in errors), errors

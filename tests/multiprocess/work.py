@@ -163,6 +163,7 @@ def staged_worker(
     precision: str = "fp32",
     recorder: Recorder | None = None,
     communicator: Communicator | None = None,
+    compile_stages: bool = False,
 ) -> Worker:
     cluster = cluster_of(world.world_size, world.devices)
     plan = staged_plan(case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision)
@@ -181,4 +182,5 @@ def staged_worker(
         clip_grad_norm=clip,
         recorder=recorder,
         stage_programs=StageCutter(capture_of(case.graph.name), case.module),
+        compile_stages=compile_stages,
     )

@@ -1,13 +1,17 @@
-"""``torch.compile``d models: captured, named and kept as the module inside; run compiled where the module runs as it is."""
+"""torch.compile: models that come compiled are captured, named and kept as the module inside; stages and models that shall be compiled."""
 
 from __future__ import annotations
 
 import copy
 import sys
 
-from torch import nn
+import torch
+from torch import fx, nn
 
-__all__ = ["uncompiled", "with_compiled"]
+from heterodyne.errors import HeterodyneError
+from heterodyne.frontend.regions import compile_graph
+
+__all__ = ["compile_module", "require_compiler", "uncompiled", "with_compiled"]
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -31,6 +35,26 @@ def with_compiled(module: nn.Module, model: nn.Module) -> nn.Module:
     if inside is model:
         return module
     return model if module is inside else _joining(module, model)
+
+
+def compile_module(module: nn.Module) -> None:
+    """Let torch.compile make the module's code, at its first call; as it does for stages."""
+    if isinstance(module, fx.GraphModule):
+        compile_graph(module)
+    else:
+        module.compile()
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raises HeterodyneError where torch.compile cannot make code for the device."""
+    try:
+        torch.compile(lambda x: x.exp() + 1)(torch.ones(8, device=device))
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise HeterodyneError(
+            f"torch.compile makes no code for {device.type} here ({type(error).__name__}: {said}): install what it needs, a C++ compiler "
+            "for CPUs, triton for GPUs; or leave compile out"
+        ) from error
 
 
 def _joining(module: nn.Module, model: nn.Module) -> nn.Module:

@@ -61,6 +61,7 @@ def distribute(
     callbacks: Sequence[Callback] = (),
     weights_at_end: WeightsAtEnd = "all",
     check_s: float = 10.0,
+    compile: bool = False,
 ) -> Distributed:
     """Capture, measure, plan, and make ready to train. Every rank of a torchrun (or of our launcher) calls it.
 
@@ -97,6 +98,7 @@ def distribute(
         weights_at_end: the ranks in whose model all trained weights are when it is closed, in host memory where the plan cuts the model.
         check_s: those that may be spent on comparing the captured graph and the parts of a batch with the model itself, once a model
             and before anything is measured; 0 to leave it out.
+        compile: stages and whole models run as code that torch.compile makes; see ``training.compile`` of a job.
 
     Raises HeterodyneError for arguments that cannot be, DataError, CaptureError, VerifyError, MeasureError, InfeasibleError or PlanError.
     """
@@ -130,6 +132,7 @@ def distribute(
                 rehearsal_s=rehearsal_s,
                 check_s=check_s,
             ),
+            compile=compile,
             reach="element" if factory is None else reach_everywhere(here, factory, parameters),
         )
         prepared = prepare(
@@ -150,8 +153,9 @@ def distribute(
             seed=seed,
             clip_grad_norm=clip_grad_norm,
             recorder=recorder,
+            compile=compile,
         )
-        if running is not module and not worker.runs_compiled:
+        if running is not module and not compile and not worker.runs_compiled:
             here.say(
                 "the model is compiled, and its compiled code does not run: the plan runs pieces of its graph, or dropout or BatchNorm are "
                 "replaced by ones that give what one device gives"

@@ -46,6 +46,7 @@ def settings_of(job: Job) -> Settings:
         precision=job.training.precision,
         optimizer=job.optimizer,
         parallelism=job.parallelism,
+        compile=job.training.compile,
     )
 
 
@@ -113,6 +114,7 @@ def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recor
         seed=job.training.seed,
         clip_grad_norm=job.training.clip_grad_norm,
         recorder=recorder,
+        compile=job.training.compile,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from heterodyne.api.as_it_is import AsItIs, capture_as_it_is, require_same_count
 from heterodyne.api.before_measuring import measuring_s, require_room
 from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
-from heterodyne.api.compiled import uncompiled
+from heterodyne.api.compiled import compile_module, require_compiler, uncompiled
 from heterodyne.api.optimizer_reach import require_within_reach, strategy_within_reach
 from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.api.rehearsal import rehearse
@@ -51,7 +52,7 @@ _TELL_EVERY_S = 5.0
 class Settings:
     """What planning needs to know of a job, whether it came from a file or from arguments.
 
-    ``reach``: what an optimizer of the user's own must see at once.
+    ``reach``: what an optimizer of the user's own must see at once; ``compile``: torch.compile makes code of stages and whole models.
     """
 
     global_batch_size: int
@@ -59,6 +60,7 @@ class Settings:
     optimizer: OptimizerSection
     parallelism: ParallelismSection
     reach: Reach = "element"
+    compile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,10 @@ def measure_everywhere(
         precision="bf16" if settings.precision == "bf16" else "fp32",
         optimizer=settings.optimizer.name,
         budget_s=budget_s,
-        halves=DeferredWeights if len(session.cluster.devices) > 1 and graph.opaque is None else None,
+        halves=DeferredWeights
+        if len(session.cluster.devices) > 1 and graph.opaque is None and not settings.compile
+        else None,
+        compile=compile_module if settings.compile else None,
     )
     with session.announced(
         f"measuring {counted(session.world_size, 'device')}, which may take {format_seconds(budget_s)}"
@@ -198,6 +203,8 @@ def prepare(
 
     Raises PlanError, VerifyError, InfeasibleError or MeasureError, on every rank alike.
     """
+    if settings.compile:
+        session.together(lambda: require_compiler(session.device))
     if given is not None:
         require_within_reach(settings.reach, given)
         _require_fitting(given, captured, session, settings)
@@ -240,6 +247,7 @@ def prepare(
         precision="bf16" if settings.precision == "bf16" else "fp32",
         gather=session.communicator.all_gather_object,
         devices=[d.id for d in session.cluster.devices],
+        compile=compile_module if settings.compile else None,
     )
 
     def attempt(share: Share) -> float:
@@ -299,6 +307,7 @@ def _rehearsal_workers(
             total_steps=1,
             seed=0,
             clip_grad_norm=1.0,
+            compile=settings.compile,
         )
 
     return make
@@ -357,10 +366,16 @@ def make_worker(
     seed: int,
     clip_grad_norm: float,
     recorder: Recorder | None = None,
+    compile: bool = False,
 ) -> Worker:
-    """The worker of this rank, obeying what was prepared. Collective; see `Worker`. ``model`` may be compiled."""
+    """The worker of this rank, obeying what was prepared. Collective; see `Worker`. ``model`` may be compiled; with ``compile`` stages
+    and whole models are.
+    """
     captured, module = prepared.captured, uncompiled(model)
-    return Worker(
+    if compile and module is model:
+        model = copy.copy(module)
+        model.compile()
+    worker = Worker(
         module,
         graph=prepared.captured.graph,
         plan=prepared.plan,
@@ -376,5 +391,16 @@ def make_worker(
         watch=session.watchdog,
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
         compiled=None if module is model else model,
+        compile_stages=compile,
         say=session.say,
     )
+    if compile:
+        apart = [
+            rank for rank, does in enumerate(session.communicator.all_gather_object(worker.runs_compiled)) if not does
+        ]
+        if apart:
+            session.say(
+                f"not compiled on {'rank' if len(apart) == 1 else 'ranks'} {', '.join(map(str, apart))}: dropout and BatchNorm that give "
+                "what one device gives, stages in parts, and backwards in halves run as they are"
+            )
+    return worker

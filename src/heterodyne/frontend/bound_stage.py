@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from heterodyne.errors import DataError
-from heterodyne.frontend.regions import Regions
+from heterodyne.frontend.regions import Regions, compile_graph
 from heterodyne.frontend.sharded_graph import Members
 from heterodyne.graph import Size
 from heterodyne.graph.sharding.dealing import halved
@@ -88,7 +88,7 @@ class BoundStage:
         if self._halves is not None and not self.evaluating and samples > 1:
             return self._in_halves(self._halves, inputs, samples)
         with Regions() as regions:
-            results = self._run.forward(
+            results = self._run(
                 samples,
                 self.training,
                 regions,
@@ -98,6 +98,12 @@ class BoundStage:
                 *[owner[name] for owner, name in self._kept],
             )
         return dict(zip(self._results, results, strict=True))
+
+    def compile(self) -> bool:
+        """Let torch.compile make its code, at the first call; whether that can be: not where devices exchange parts in the middle."""
+        if self._members is None:
+            compile_graph(self._run)
+        return self._members is None
 
     def _in_halves(self, halves: InTurns, inputs: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
         assert self._members is not None

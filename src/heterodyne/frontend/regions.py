@@ -10,7 +10,7 @@ from torch import fx
 
 from heterodyne.frontend.export import Region
 
-__all__ = ["Regions", "Switches"]
+__all__ = ["Regions", "Switches", "compile_graph"]
 
 _Autocast = tuple[str, torch.dtype, bool, bool | None]
 
@@ -51,6 +51,15 @@ class Regions:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave()
+
+
+def compile_graph(run: fx.GraphModule) -> None:
+    """Let torch.compile make the graph's code, at its first call. What switches stays outside: code that is compiled would lose it."""
+    apart = {switch: torch.compiler.disable(switch) for switch in (Regions.enter, Regions.leave)}  # type: ignore[no-untyped-call]
+    for node in run.graph.nodes:
+        node.target = apart.get(node.target, node.target) if node.op == "call_function" else node.target
+    run.recompile()
+    run.compile()
 
 
 class Switches:

@@ -42,7 +42,8 @@ def measure_blocks(
             `whole_sizes` only; it is left out where it does not fit into memory or time.
         micro_batch_sizes: the same on every rank.
         while_faster: larger sizes are left out once no rank gains by them, that is, once a sample takes no less time in them.
-        budget_s: about the seconds that this may take; small sizes come first, and what is left out is continued from them.
+        budget_s: about the seconds that this may take, without those of a compiler; small sizes come first, and what is left out is
+            continued from them.
         memory_bytes, needs: what the device has, and an estimate of what a kind needs at a size; more than there is is not tried.
         counts: how many blocks of each kind the model has, once each if not given: the time of the whole is expected from it.
 
@@ -62,7 +63,8 @@ def measure_blocks(
         number += 1
         bench.progress(f"{bench.name_of(kind)} at {_samples(size)}", number, number + len(ahead))
         work = [size * survey.blocks_in(kind) for kind, size in ((kind, size), *ahead)]
-        failure = survey.section(kind, size, deadline - bench.now(), work[0] / sum(work))
+        left_s = deadline + survey.compiling_s - bench.now()
+        failure = survey.section(kind, size, left_s, work[0] / sum(work))
         bench.meet(survey.run, failure=failure, cause=survey.cause)
 
     bench.meet()
@@ -127,6 +129,7 @@ class _Survey:
     ) -> None:
         self.run: BlockRun | None = None
         self.cause: Exception | None = None
+        self.compiling_s = 0.0
         self._programs = programs
         self._bench = bench
         self._memory_bytes = memory_bytes
@@ -152,7 +155,10 @@ class _Survey:
         if reason is None:
             self.run = None  # and its memory with it
             try:
+                began_s = self._bench.now()
                 self.run = self._bench.run_of(self._programs[kind], size)
+                if self._bench.compile is not None:
+                    self.compiling_s += self._bench.now() - began_s
                 leniency = self._leniency(kind, size)
                 samples = self._measured[kind]
                 samples.append(_measure_one(self.run, size, self._bench, left_s * share, leniency))

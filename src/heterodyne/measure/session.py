@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from heterodyne.cluster.profile import WHOLE, BlockSample, DeviceProfile, LinkSample, Profile
 from heterodyne.cluster.spec import Cluster
@@ -49,6 +50,7 @@ class Request:
         optimizer: ``adamw`` or ``sgd``.
         budget_s: about the seconds that all of it may take.
         halves: makes what splits a backward into halves; None: backwards are measured as a whole only.
+        compile: lets blocks and model run compiled; None: they run as they are.
     """
 
     graph: ModelGraph
@@ -62,6 +64,7 @@ class Request:
     budget_s: float = 60.0
     sampling: Sampling = field(default_factory=Sampling)
     halves: Callable[[], Halves] | None = None
+    compile: Callable[[nn.Module], None] | None = None
 
     def __post_init__(self) -> None:
         missing = [kind for kind in self.graph.kinds if kind not in self.programs]
@@ -144,6 +147,7 @@ class _Session:
             say=self._notes.append,
             progress=progress or (lambda _what, _done, _total: None),
             halves=request.halves,
+            compile=request.compile,
         )
 
     def close(self) -> None:
@@ -161,6 +165,7 @@ class _Session:
             precision=request.precision,
             micro_batch_sizes=request.micro_batch_sizes,
             while_faster=request.while_faster,
+            compiled=request.compile is not None,
             optimizer=request.optimizer,
             torch_versions=versions,
             threads=threads,

@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from heterodyne.cluster.profile import WHOLE
 from heterodyne.errors import MeasureError
@@ -57,6 +58,7 @@ class Workbench:
         progress: (what is measured now, the how manyth of, how many), for people who wait.
         seed: of weights and inputs.
         halves: makes what splits a backward into halves; None: backwards are measured as a whole only.
+        compile: lets what is measured run compiled, as it will in training; None: it runs as it is.
     """
 
     device: torch.device
@@ -71,6 +73,7 @@ class Workbench:
     progress: Callable[[str, int, int], None] = _no_progress
     seed: int = 0
     halves: Callable[[], Halves] | None = None
+    compile: Callable[[nn.Module], None] | None = None
 
     @property
     def stopwatch(self) -> Clock:
@@ -81,7 +84,15 @@ class Workbench:
         return "the whole model" if kind == WHOLE else self.names.get(kind, kind)
 
     def run_of(self, program: BlockProgram, size: int) -> BlockRun:
-        return BlockRun(program, size, self.device, precision=self.precision, seed=self.seed, clock=self.stopwatch)
+        return BlockRun(
+            program,
+            size,
+            self.device,
+            precision=self.precision,
+            seed=self.seed,
+            clock=self.stopwatch,
+            compile=self.compile,
+        )
 
     def time(
         self,

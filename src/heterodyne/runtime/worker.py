@@ -98,6 +98,7 @@ class Worker:
         watch: is told what this rank is doing (a `Watchdog`); None: nobody is.
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
         compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
+        compile_stages: pieces of the captured model are compiled too.
         say: takes lines for people.
 
     Raises PlanError if model, program and cluster do not go together, WorkerError if ranks have built different models.
@@ -121,6 +122,7 @@ class Worker:
         watch: Watch | None = None,
         stage_programs: StagePrograms | None = None,
         compiled: Callable[..., object] | None = None,
+        compile_stages: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         _require_together(module, program, cluster, communicator)
@@ -187,6 +189,7 @@ class Worker:
             home=self._gradients,
             seed=seed,
             compiled=compiled,
+            compile_stages=compile_stages,
             say=say,
         )
         self._assembly.parts()
@@ -333,7 +336,7 @@ class Worker:
 
     @property
     def runs_compiled(self) -> bool:
-        """Whether ``compiled`` runs on this rank, and not the module or pieces of its graph."""
+        """Whether all that this rank runs of the model is compiled code."""
         return self._assembly.runs_compiled
 
     @property

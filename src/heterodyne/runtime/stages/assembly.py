@@ -27,7 +27,7 @@ from heterodyne.runtime.split.team import SplitTeam
 from heterodyne.runtime.stages.deferred import GradientHome
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.new_shapes import NewShapes, Shapes
-from heterodyne.runtime.stages.segments import Runnable, Segment, WholeModel
+from heterodyne.runtime.stages.segments import Compilable, Runnable, Segment, WholeModel
 from heterodyne.runtime.stages.stages import Stages
 from heterodyne.runtime.stages.transfers import Edge, Team, Transfers
 
@@ -48,7 +48,7 @@ class _Program(Protocol):
     def random_before(self) -> int: ...
     def bind(
         self, module: nn.Module, device: torch.device, team: SplitTeam | None = None, *, overlap: bool = False
-    ) -> Runnable: ...
+    ) -> Compilable: ...
 
 
 class StagePrograms(Protocol):
@@ -111,10 +111,12 @@ class Assembly:
         home: GradientHome,
         seed: int,
         compiled: Callable[..., object] | None = None,
+        compile_stages: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._module = module
         self._compiled = compiled
+        self._compile_stages = compile_stages
         self._device = communicator.device
         self._cluster = cluster
         self._place = placement.places[communicator.rank]
@@ -155,8 +157,14 @@ class Assembly:
 
     @property
     def runs_compiled(self) -> bool:
-        """Whether compiled code, where the user has brought any, runs in the place of the module."""
-        return self._compiled is not None and not self.cut and not self._forward.intercepts
+        """Whether compiled code runs: that of the user's module in its place, or that of stages."""
+        if self._pipeline is None:
+            return True
+        if self._forward.intercepts or self._coupled:  # compiled code would not notice the functions that are replaced
+            return False
+        if not self.cut:
+            return self._compiled is not None
+        return self._compile_stages and not self._halves and not self._place.sharded
 
     def parts(self, batch: Mapping[str, Tensor] | None = None) -> Parts:
         """For inputs of these shapes; None: those that the model was captured with. Raises DataError if the model is another then."""
@@ -182,7 +190,6 @@ class Assembly:
         if self._pipeline is None:
             return Parts(stages=Stages({}, forward=self._forward, device=self._device), transfers=None)
         if not self.cut:
-            # Compiled code would not notice the functions that are replaced for dropout and BatchNorm.
             run = self._compiled if self.runs_compiled else None
             whole = {0: [Segment(run=WholeModel(self._module, run))]}
             return Parts(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
@@ -218,14 +225,17 @@ class Assembly:
         assert self._pipeline is not None
         for number, program in found.items():
             stage = self._pieces[number].stage
+            run = program.bind(
+                self._module,
+                self._device,
+                self._team if stage in self._place.sharded else None,
+                overlap=self._pipeline.stages[stage].overlap,
+            )
+            if self._compile_stages and self.runs_compiled:
+                run.compile()
             segments[stage].append(
                 Segment(
-                    run=program.bind(
-                        self._module,
-                        self._device,
-                        self._team if stage in self._place.sharded else None,
-                        overlap=self._pipeline.stages[stage].overlap,
-                    ),
+                    run=run,
                     receives=program.receives,
                     sends=program.sends,
                     recompute=self._pieces[number].recompute,

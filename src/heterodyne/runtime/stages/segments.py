@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from heterodyne.graph.cut import Value
 from heterodyne.model_output import LOSS, loss_of
 
-__all__ = ["Runnable", "Segment", "WholeModel"]
+__all__ = ["Compilable", "Runnable", "Segment", "WholeModel"]
 
 
 class Runnable(Protocol):
@@ -23,6 +23,13 @@ class Runnable(Protocol):
     def __call__(
         self, inputs: Mapping[str, Tensor], received: Mapping[str, Tensor], samples: int
     ) -> dict[str, Tensor]: ...
+
+
+class Compilable(Runnable, Protocol):
+    """A piece of the captured model."""
+
+    def compile(self) -> object:
+        """Let torch.compile make its code, at the first call."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
