@@ -66,6 +66,7 @@ BENCHMARKS = (
     "bad_inputs",
     "strangers",
     "trackers",
+    "accelerator_path",
     "simulator_speed",
     "greedy_schedules",
     "simulator_truth",

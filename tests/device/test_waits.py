@@ -36,7 +36,9 @@ def test_a_step_waits_for_its_loss_and_its_norm_only(pool: Pool, spread: Any) ->
         assert counts.scalar_reads <= 1, "of the norm"
         assert counts.copies_to_host <= 1, "of the losses"
         assert counts.synchronisations == 0
-        assert counts.copies_to_device <= 3 * micro_batches, "its inputs, and where a stage in parts cuts them"
+        assert counts.copies_to_device <= 2 * micro_batches, (
+            "where a stage in parts cuts the inputs, which come from pinned memory"
+        )
 
 
 def test_devices_of_a_platform_send_to_each_other_directly_beside_others(pool: Pool) -> None:

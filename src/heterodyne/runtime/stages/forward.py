@@ -18,7 +18,7 @@ from heterodyne.runtime.exact.dropout import Draws, SampleDropout
 from heterodyne.runtime.exact.generators import require_known_draws
 from heterodyne.runtime.meeting.channel import Channel
 
-__all__ = ["Forward", "Precision"]
+__all__ = ["Forward", "Precision", "on_device"]
 
 Precision = Literal["fp32", "bf16"]
 
@@ -90,7 +90,7 @@ class Forward:
 
     def loss(self, inputs: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
         """The loss of a slice, on the device, with its graph. ``draws`` None: random ops are left to torch."""
-        inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
+        inputs = on_device(inputs, self._device)
         with self.around_forward(draws):
             return loss_of(self._module(**inputs))
 
@@ -136,3 +136,12 @@ class Forward:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")
+
+
+def on_device(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The inputs on a device. An accelerator copies them from pinned memory, while the host goes on."""
+    pinned = device.type not in ("cpu", "mps")  # Apple's devices share the host's memory
+    return {
+        name: (tensor.pin_memory() if pinned and tensor.device.type == "cpu" else tensor).to(device, non_blocking=True)
+        for name, tensor in inputs.items()
+    }

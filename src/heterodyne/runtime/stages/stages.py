@@ -13,7 +13,7 @@ from torch import Tensor
 from heterodyne.model_output import LOSS
 from heterodyne.runtime.exact.dropout import Draws
 from heterodyne.runtime.stages.deferred import DeferredWeights, GradientHome
-from heterodyne.runtime.stages.forward import Forward
+from heterodyne.runtime.stages.forward import Forward, on_device
 from heterodyne.runtime.stages.recompute import Recomputation
 from heterodyne.runtime.stages.segments import Segment
 from heterodyne.runtime.stages.transfers import Transfers
@@ -108,7 +108,7 @@ class Stages:
     def _run_forward(
         self, stage: int, index: int, inputs: Mapping[str, Tensor], draws: Draws | None, samples: range
     ) -> Tensor | None:
-        inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
+        inputs = on_device(inputs, self._device)
         segments = self._segments[stage]
         values = self._values.setdefault(index, {})
         if stage in self._in_parts:
