@@ -1,7 +1,7 @@
 """What a GPU would wait for or do twice, counted on a device that counts; and what torch.compile gains.
 
-No GPU is needed: the accelerator of the tests (`tests/device`) runs in host memory, refuses what a GPU and NCCL refuse, and counts what would
-make a host wait. Counts of a step are those after the first two, of the rank that has most.
+No GPU is needed: the accelerator of the tests (`tests/device`) runs in host memory, refuses what a GPU and NCCL refuse, and counts what
+would make a host wait. Counts of a step are those after the first two, of the rank that has most.
 
 - Waits of a step: the host reads the norm and the losses before the update, since a step that is not finite is not applied.
 - Ops: calls of the dispatcher in forward and backward of a stage that is the whole model, over those of the module itself.
@@ -42,7 +42,8 @@ from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, in_part
 LANGUAGE = ("gpt2", "llama", "mistral", "qwen2", "gpt_neox", "phi")
 OTHERS = ("bert", "t5", "vit")
 SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 128,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 128,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 OWN_NAMES = {
