@@ -55,8 +55,11 @@ Counts counts;
 // Resolves a ticket: blocks until it is done. The second when it was, on the monotonic clock; negative: it failed (`fail` has said why).
 using Resolve = double (*)(int64_t ticket);
 constexpr int64_t kAllTickets = -1;
+// Whether a ticket is done, without waiting.
+using Done = int (*)(int64_t ticket);
 
 std::atomic<Resolve> resolve{nullptr};
+std::atomic<Done> done{nullptr};
 std::string failure;
 
 std::mutex streams_mutex;
@@ -121,6 +124,10 @@ struct Event {
   double at_s = 0.0;
   std::vector<int64_t> tickets;
   double when() { return std::max(at_s, resolved(tickets)); }
+  bool reached() {
+    auto ask = done.load();
+    return std::all_of(tickets.begin(), tickets.end(), [&](auto ticket) { return !ask || ask(ticket); });
+  }
 };
 
 // ---- memory ---------------------------------------------------------------------------------------------------------------------------
@@ -290,7 +297,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& next) const override {
     if (event) add_tickets(next.device_index(), next.id(), static_cast<Event*>(event)->tickets);
   }
-  bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->tickets.empty(); }
+  bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->reached(); }
   void synchronizeEvent(void* event) const override {
     counts.synchronisations++;
     if (event) static_cast<Event*>(event)->when();
@@ -696,7 +703,10 @@ void accelerator_start(int devices, int64_t memory_bytes) {
 }
 
 void accelerator_limit(int64_t memory_bytes) { memory.limit = memory_bytes; }
-void accelerator_on_ticket(Resolve call) { resolve = call; }
+void accelerator_on_ticket(Resolve call, Done ask) {
+  resolve = call;
+  done = ask;
+}
 void accelerator_fail(const char* why) { failure = why; }
 
 // The current stream of the device goes on only when the ticket is resolved; the host goes on at once.

@@ -111,8 +111,8 @@ class Accelerator:
         uuid = f"{self.name}-{os.getpid()}-{index}"  # another process has other hardware
         return Properties(name=f"Test {self.name}", total_memory=self._memory_bytes, uuid=uuid)
 
-    def on_ticket(self, resolve: Callable[[int], None]) -> None:
-        """``resolve(ticket)`` blocks until a ticket is done and raises if it failed; ticket -1: all there are."""
+    def on_ticket(self, resolve: Callable[[int], None], done: Callable[[int], bool]) -> None:
+        """``resolve(ticket)`` blocks until a ticket is done and raises if it failed; ticket -1: all there are. ``done(ticket)`` asks."""
 
         def call(ticket: int) -> float:
             try:
@@ -123,7 +123,8 @@ class Accelerator:
             return time.monotonic()
 
         self._callback = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_int64)(call)
-        self._library.accelerator_on_ticket(self._callback)
+        self._asked = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(lambda ticket: int(done(ticket)))
+        self._library.accelerator_on_ticket(self._callback, self._asked)
 
     def stream_wait(self, index: int, ticket: int) -> None:
         """The current stream goes on only when the ticket is done; the host does not wait."""

@@ -77,7 +77,7 @@ class DeviceQueues:
         self._tickets = itertools.count(1)
         self._host: HostWait | None = None
         self._published = False
-        accelerator.on_ticket(self._resolve)
+        accelerator.on_ticket(self._resolve, self._is_done)
 
     def ticket(self, operation: Operation) -> int:
         number = next(self._tickets)
@@ -124,6 +124,10 @@ class DeviceQueues:
             operation.apply()
         if ticket < 0:
             self.operations = {n: operation for n, operation in self.operations.items() if operation not in operations}
+
+    def _is_done(self, ticket: int) -> bool:
+        operation = self.operations.get(ticket)
+        return operation is None or operation.over.is_set()
 
     def _look(self, suspected: list[str]) -> list[str]:
         """A cycle of ranks that wait for each other; raises if it was there before."""

@@ -16,6 +16,7 @@ from heterodyne.job import OptimizerSection
 from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
+from heterodyne.runtime.executor import Watch
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.worker import Worker
@@ -164,6 +165,7 @@ def staged_worker(
     recorder: Recorder | None = None,
     communicator: Communicator | None = None,
     compile_stages: bool = False,
+    watch: Watch | None = None,
 ) -> Worker:
     cluster = cluster_of(world.world_size, world.devices)
     plan = staged_plan(case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision)
@@ -181,6 +183,7 @@ def staged_worker(
         seed=seed,
         clip_grad_norm=clip,
         recorder=recorder,
+        watch=watch,
         stage_programs=StageCutter(capture_of(case.graph.name), case.module),
         compile_stages=compile_stages,
     )

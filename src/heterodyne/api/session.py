@@ -21,6 +21,7 @@ from heterodyne.runtime.exact.determinism import exact_arithmetic
 from heterodyne.runtime.host_heap import keep_freed_memory
 from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.meeting.device_queue import DeviceQueue
 from heterodyne.runtime.meeting.distributed import init_distributed
 from heterodyne.runtime.meeting.environment import WorkerEnvironment
 from heterodyne.runtime.meeting.watchdog import Watchdog
@@ -105,6 +106,8 @@ def open_session(cluster_file: Path | None = None) -> Iterator[Session]:
         local_rank = 0 if environment is None else environment.local_rank
         device = _own_device(local_rank)
         stack.enter_context(exact_arithmetic(device))
+        if watchdog is not None and device.type != "cpu":
+            watchdog.follow(DeviceQueue(device))
         if device.type == "cpu":
             keep_freed_memory()
         communicator = stack.enter_context(

@@ -19,6 +19,7 @@ from torch import Tensor
 from heterodyne.plan.program import Action, Program
 from heterodyne.runtime.exact.weighting import Weights, known_loss, weighted_sum
 from heterodyne.runtime.meeting.channel import Channel, Pending
+from heterodyne.runtime.meeting.judge import BETWEEN_STEPS
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.assembly import Parts
@@ -152,7 +153,7 @@ class Executor:
         sent.wait()
         if told is not None:
             told()
-        self._turn("between steps")
+        self._turn(BETWEEN_STEPS)
         self._recorder.end(step.number)
         return known[0] if known else known_loss(loss)
 
@@ -232,6 +233,7 @@ class Executor:
 
     def _send_loss(self, step: Step) -> tuple[Tensor, Pending]:
         """Start the sum of the weighted losses of all ranks, float64 on the host."""
+        self._turn("reading the losses")
         values = torch.stack(list(step.losses.values())).tolist() if step.losses else []  # as wide as Python's numbers
         weights = [step.weights.of(index) for index in step.losses]
         loss = torch.tensor(weighted_sum(weights, values), dtype=torch.float64)

@@ -13,7 +13,10 @@ from typing import Literal
 
 from heterodyne.runtime.meeting.members import Member
 
-__all__ = ["Beat", "Calls", "Judge", "Verdict", "WatchLimits"]
+__all__ = ["BETWEEN_STEPS", "Beat", "Calls", "Judge", "Verdict", "WatchLimits"]
+
+BETWEEN_STEPS = "between steps"
+"""The state in which a device does what the caller gives it, of which nothing is known here."""
 
 Kind = Literal["work", "wait", "phase", "left"]
 
@@ -222,7 +225,8 @@ class Judge:
             enough_s = min(beat.limit_s, self._limits.stuck_s)
             if beat.kind in {"work", "phase"} and age_s > beat.limit_s and waited_s > enough_s:
                 took = f"for {age_s:.0f} s (it may take {beat.limit_s:.0f} s)"
-                who = f"while {_ranks(sorted(waits_s.keys() - {rank}))} for it"
+                waiting = sorted(waits_s.keys() - {rank})
+                who = f"while {_ranks(waiting)} for it in {self._beats[max(waiting, key=waits_s.__getitem__)].state}"
                 if beat.calls.number and not beat.calls.inside:  # the user's own code, which may know better
                     where = f" in {beat.state}" if beat.kind == "phase" else ""
                     return self._blame(

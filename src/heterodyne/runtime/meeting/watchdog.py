@@ -19,7 +19,8 @@ from typing import NoReturn, Self
 
 from heterodyne.errors import HeterodyneError, WorkerError
 from heterodyne.processes import GAVE_UP_ON_A_PEER
-from heterodyne.runtime.meeting.judge import Beat, Calls, Judge, Kind, Verdict, WatchLimits
+from heterodyne.runtime.meeting.device_queue import DeviceQueue, Held
+from heterodyne.runtime.meeting.judge import BETWEEN_STEPS, Beat, Calls, Judge, Kind, Verdict, WatchLimits
 from heterodyne.runtime.meeting.members import Member
 from heterodyne.runtime.meeting.signing import SignedStore
 
@@ -77,6 +78,7 @@ class Watchdog:
         self._pulse_store = store
 
         self._doing: tuple[Kind, str, float, float] = ("phase", "starting", time.monotonic(), self._limits.phase_s)
+        self._device: DeviceQueue | None = None
         self._phases = 0  # that have begun and not ended
         self._calls = Calls()
         self._called_s = time.monotonic()
@@ -123,6 +125,10 @@ class Watchdog:
                 thread.join(2.0)
 
     # What the main thread says
+
+    def follow(self, device: DeviceQueue) -> None:
+        """From now on look at what this rank's device has still to do, too: its host may wait for it anywhere, or be ahead of it."""
+        self._device = device
 
     def progress(self, state: str) -> None:
         """The main thread begins an action that computes."""
@@ -181,6 +187,8 @@ class Watchdog:
         if before in self._longest_s and now - since > self._longest_s[before]:
             self._longest_s[before] = now - since
         self._count += 1
+        if self._device is not None:
+            self._device.ended(self._doing[1])
         self._doing = (kind, state, now, self._limit_s(kind))
 
     def _limit_s(self, kind: Kind) -> float:
@@ -221,17 +229,28 @@ class Watchdog:
         self._rounds += 1
 
     def _beat(self, *, left: bool = False) -> Beat:
+        now = time.monotonic()
         kind, state, since, limit_s = self._doing
+        age_s, count = now - since, self._count
+        held = self._held_by_device(kind, state, age_s, now)
+        if held is not None:  # by others or by itself: that is known only of those whose devices have nothing to do
+            kind, state, age_s = "wait", f"{held.action} on its device (its host in {state})", held.seconds
+            limit_s, count = self._limit_s("wait"), count - held.left
         return Beat(
             number=self._rounds,
-            count=self._count,
+            count=count,
             kind="left" if left else kind,
             state=state,
-            age_s=time.monotonic() - since,
+            age_s=age_s,
             limit_s=limit_s,
             calls=self._calls,
-            call_age_s=time.monotonic() - self._called_s if self._calls.inside else 0.0,
+            call_age_s=now - self._called_s if self._calls.inside else 0.0,
         )
+
+    def _held_by_device(self, kind: Kind, state: str, age_s: float, now: float) -> Held | None:
+        if self._device is None or kind not in ("work", "wait") or age_s < self._limits.interval_s:
+            return None
+        return self._device.held(now, None if state == BETWEEN_STEPS else state)
 
     # The judge
 
