@@ -11,6 +11,7 @@ from torch import Tensor
 
 from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.cluster.spec import Cluster, Device
+from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.lower import lower
@@ -166,6 +167,7 @@ def staged_worker(
     communicator: Communicator | None = None,
     compile_stages: bool = False,
     watch: Watch | None = None,
+    capture: Captured | None = None,
 ) -> Worker:
     cluster = cluster_of(world.world_size, world.devices)
     plan = staged_plan(case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision)
@@ -177,13 +179,13 @@ def staged_worker(
         cluster=cluster,
         communicator=communicator
         or Communicator(rank=world.rank, world_size=world.world_size, device=torch.device(world.device)),
-        loss_count=case.count,
+        loss_count=case.count if capture is None else capture.loss_count,
         optimizer=optimizer or OptimizerSection(lr=1e-2, warmup_steps=2),
         total_steps=10,
         seed=seed,
         clip_grad_norm=clip,
         recorder=recorder,
         watch=watch,
-        stage_programs=StageCutter(capture_of(case.graph.name), case.module),
         compile_stages=compile_stages,
+        stage_programs=StageCutter(capture or capture_of(case.graph.name), case.module),
     )

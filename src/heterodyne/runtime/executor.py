@@ -84,7 +84,7 @@ class Executor:
         program: of all ranks; an idle rank has an empty list.
         loss_stage: the stage of this rank that makes the loss; None: another rank has it.
         gradients: of its parameters.
-        optimizer: updates them.
+        update: the update of the weights; ``optimizer`` has its learning rate.
         clipping: what CLIP does.
         control: joins all ranks; carries the loss.
         recorder: notes what happens when.
@@ -98,6 +98,7 @@ class Executor:
         program: Program,
         loss_stage: int | None,
         gradients: GradientBuckets,
+        update: Callable[[], None],
         optimizer: torch.optim.Optimizer,
         clipping: Clipping,
         control: Channel,
@@ -109,6 +110,7 @@ class Executor:
         self._names = {action: str(action) for action in self._actions}
         self._loss_stage = loss_stage
         self._gradients = gradients
+        self._update_weights = update
         self._optimizer = optimizer
         self._clipping = clipping
         self._control = control
@@ -243,7 +245,7 @@ class Executor:
         if learning_rate is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
-        self._optimizer.step()
+        self._update_weights()
 
 
 def _finite(loss: float, norm: Tensor | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets
+from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import place_weights
 from heterodyne.runtime.weights.optimizer import (
     OptimizerFactory,
@@ -151,6 +153,7 @@ class Worker:
         self._statistics = {n: b for n, b in self._buffers.items() if graph.batch_statistics and not b.is_meta}
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+        self._masters = MasterWeights(self._parameters)
         self.optimizer = self._make_optimizer(optimizer)
         buckets = bucket_channels(plan, graph, cluster, communicator)
         self._gradients = GradientBuckets(
@@ -164,7 +167,7 @@ class Worker:
         self._state = WorkerState(
             module,
             self.optimizer,
-            self._parameters,
+            self._masters,
             trained=trained,
             ownership=self.ownership,
             communicator=communicator,
@@ -198,6 +201,7 @@ class Worker:
             program=program,
             loss_stage=self._place.stages[-1] if self._place.last else None,
             gradients=self._gradients,
+            update=partial(self._masters.step, self.optimizer),
             optimizer=self.optimizer,
             clipping=self._clipping(clip_grad_norm),
             control=communicator.control,
@@ -310,7 +314,7 @@ class Worker:
 
     def not_finite(self) -> str | None:
         """The first of the trained weights and of the optimizer's state on this rank that is not finite; None if all are."""
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._masters.updated.items():
             state = self.optimizer.state.get(parameter, {})
             for what, value in [
                 ("", parameter),
@@ -328,6 +332,7 @@ class Worker:
     def close(self) -> None:
         """Take the hooks off the model, and leave the channels that this worker made. The communicator stays open."""
         self._gradients.close()
+        self._masters.close()
         self._communicator.close()
 
     @property
@@ -392,8 +397,8 @@ class Worker:
         """Of the parameters that this rank holds; it may hold none."""
         if isinstance(optimizer, OptimizerSection):
             undecayed = frozenset() if optimizer.decay_norms_and_biases else norms_and_biases(self.module)
-            return make_optimizer(optimizer, self._parameters, undecayed=undecayed)
-        return optimizer_of(optimizer, self._parameters)
+            return make_optimizer(optimizer, self._masters.updated, undecayed=undecayed)
+        return optimizer_of(optimizer, self._masters.updated)
 
     def _clipping(self, largest: float) -> Clipping:
         """Collective."""

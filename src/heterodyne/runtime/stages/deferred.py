@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from heterodyne.runtime.exact.interception import Interception
+from heterodyne.runtime.weights.masters import gradient_dtype
 
 __all__ = ["DeferredWeights", "GradientHome"]
 
@@ -66,7 +67,7 @@ class DeferredWeights(Interception):
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """Add ``left @ right`` to the gradient of a parameter."""
-        if left.dtype is not parameter.dtype:
+        if left.dtype is not gradient_dtype(parameter):
             self.add(parameter, left @ right)
             return
         if parameter.grad is None:
@@ -79,7 +80,7 @@ class DeferredWeights(Interception):
         """Add to the gradient of a parameter."""
         if parameter.grad is None:
             place = self._place(parameter)
-            parameter.grad = gradient.to(parameter.dtype) if place is None else place.copy_(gradient)
+            parameter.grad = gradient.to(gradient_dtype(parameter)) if place is None else place.copy_(gradient)
         else:
             parameter.grad += gradient
         self._tell(parameter)

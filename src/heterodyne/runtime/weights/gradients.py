@@ -22,6 +22,7 @@ from heterodyne.plan.buckets import Bucket
 from heterodyne.runtime.meeting.channel import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.boxed import boxed
+from heterodyne.runtime.weights.masters import gradient_dtype
 
 __all__ = ["GradientBuckets"]
 
@@ -50,7 +51,7 @@ class _Entry:
     def of_gradient(self) -> Tensor:
         """The box of the parameter's gradient, which is zero where there was none."""
         if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter)
+            self.parameter.grad = torch.zeros_like(self.parameter, dtype=gradient_dtype(self.parameter))
         return boxed(self.parameter.grad, self.box)
 
 
@@ -280,7 +281,7 @@ def _size_of(
     bucket: Bucket, parameters: Mapping[str, nn.Parameter], boxes: Mapping[str, Box]
 ) -> tuple[int, torch.dtype]:
     sizes = [numel(inside(boxes.get(p.name, ()), p.box), parameters[p.name].shape) for p in bucket.parts]
-    return sum(sizes), parameters[bucket.parts[0].name].dtype
+    return sum(sizes), gradient_dtype(parameters[bucket.parts[0].name])
 
 
 def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

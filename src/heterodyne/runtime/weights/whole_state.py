@@ -178,8 +178,10 @@ def share_whole_state(
     *,
     leader: int,
     followers: Collection[int],
+    masters: Mapping[str, nn.Parameter],
 ) -> None:
-    """Where each rank holds the whole model: give ranks that do not train it the leader's weights, buffers and optimizer state, in place.
+    """Where each rank holds the whole model: give ranks that do not train it the leader's weights, buffers, master weights and
+    optimizer state, in place.
 
     Collective.
     """
@@ -191,6 +193,8 @@ def share_whole_state(
 
     for _, tensor in stored_tensors(module):
         share(tensor.data)
+    for _, master in sorted(masters.items()):
+        share(master.data)
     names = communicator.broadcast_object(sorted(state_by_name(optimizer, parameters)), leader)
     if follows and sorted(state_by_name(optimizer, parameters)) != names:
         initialise_state(optimizer)

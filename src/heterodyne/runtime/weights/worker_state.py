@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import load_state_by_name, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
@@ -32,7 +33,8 @@ class WorkerState:
 
     Args:
         module: whose weights are in place on this rank.
-        optimizer: of ``parameters``, those trained ones that this rank holds.
+        optimizer: of ``masters.updated``.
+        masters: of the trained parameters that this rank holds.
         trained: the names of all that are trained.
         ownership: who holds what.
         drifts: whole models may differ between the ranks that train them: on unlike devices equal gradients, rounded differently in the
@@ -46,7 +48,7 @@ class WorkerState:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, nn.Parameter],
+        masters: MasterWeights,
         *,
         trained: Sequence[str],
         ownership: Ownership,
@@ -57,7 +59,8 @@ class WorkerState:
     ) -> None:
         self._module = module
         self._optimizer = optimizer
-        self._parameters = parameters
+        self._masters = masters
+        self._updated = masters.updated
         self._trained = list(trained)
         self._ownership = ownership
         self._communicator = communicator
@@ -113,7 +116,7 @@ class WorkerState:
             return True
         part, *path = keys
         # A name may contain what keys are joined by.
-        return "/".join(path) in self._held if part == "model" else "/".join(path[:-1]) in self._parameters
+        return "/".join(path) in self._held if part == "model" else "/".join(path[:-1]) in self._updated
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of `whole`; what is not needed here may be left out. Raises CheckpointError."""
@@ -128,9 +131,9 @@ class WorkerState:
             raise CheckpointError(
                 f"the optimizer's state names parameters that the model does not train: {', '.join(unknown[:5])}"
             )
-        own = {name: values for name, values in optimizer.items() if name in self._parameters}
+        own = {name: values for name, values in optimizer.items() if name in self._updated}
         own = own_boxes(own, self._ownership, self._communicator.rank)
-        load_state_by_name(self._optimizer, self._parameters, own)
+        load_state_by_name(self._optimizer, self._updated, self._masters.load(own))
 
     def _lead(self) -> None:
         """Bring those up to date that do not train. Collective."""
@@ -138,10 +141,11 @@ class WorkerState:
             share_whole_state(
                 self._module,
                 self._optimizer,
-                self._parameters,
+                self._updated,
                 self._communicator,
                 leader=self._leader,
                 followers=self._followers,
+                masters=self._masters.masters,
             )
 
     @property
@@ -150,4 +154,4 @@ class WorkerState:
         return self._ownership.whole and not self._drifts
 
     def _of_optimizer(self) -> dict[str, Any]:
-        return state_by_name(self._optimizer, self._parameters)
+        return self._masters.with_masters(state_by_name(self._optimizer, self._updated))
