@@ -172,7 +172,7 @@ class TrainingSection(Section):
     steps: Positive = 100
     global_batch_size: Positive = 32
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     validate_every: Whole = 0
     validation_samples: Positive = 64

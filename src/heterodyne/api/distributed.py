@@ -142,7 +142,7 @@ class Distributed:
             result = self._worker.step(named)
             self._predictor.forget()
             self._records.step(result)
-            self._skipped.note(result.step + 1, result.fault)
+            self._skipped.note(result.step + 1, result.fault, overflow=result.overflow)
         self._tell(lambda callback: callback.on_step_end(self, result))
         return result
 

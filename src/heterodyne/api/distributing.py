@@ -21,12 +21,14 @@ from heterodyne.api.loop.run_records import RunRecords, open_run
 from heterodyne.api.loop.weights_back import WeightsAtEnd
 from heterodyne.api.loop.whole import copies_of, whole_model
 from heterodyne.api.optimizer_reach import reach_everywhere
+from heterodyne.api.precision import resolved
 from heterodyne.api.preparation import Settings, capture_everywhere, make_worker, prepare
 from heterodyne.api.session import Session, open_session
 from heterodyne.cluster.profile import Profile
 from heterodyne.frontend.opaque import CountGiven
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
@@ -46,7 +48,7 @@ def distribute(
     plan: Plan | Path | str = "auto",
     global_batch_size: int | None = None,
     micro_batch_sizes: Sequence[int] | Literal["auto"] = "auto",
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32",
     clip_grad_norm: float = 0.0,
     total_steps: int | None = None,
     seed: int = 0,
@@ -115,15 +117,20 @@ def distribute(
     with ExitStack() as stack:
         here = stack.enter_context(open_session()) if session is None else session
         run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
+        precisions = resolved(here, precision)
+        own_precision = precision_of(precisions, here.cluster.devices[here.rank].kind)
         as_it_is = AsItIs(
-            build=copies_of(module), loss_count=loss_count, strategy="auto" if given else strategy, precision=precision
+            build=copies_of(module),
+            loss_count=loss_count,
+            strategy="auto" if given else strategy,
+            precision=own_precision,
         )
         captured = capture_everywhere(here, module, example, as_it_is, name=type(inside).__name__)
         factory = None if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen)
         parameters = trainable_parameters(module, captured.graph)
         settings = Settings(
             global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
-            precision=precision,
+            precision=precisions,
             optimizer=section,
             parallelism=ParallelismSection(
                 strategy=strategy,

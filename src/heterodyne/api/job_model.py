@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from heterodyne.api.as_it_is import AsItIs
 from heterodyne.api.job_data import data_of
+from heterodyne.api.precision import resolved
 from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker
 from heterodyne.api.session import Session
 from heterodyne.errors import DataError
@@ -21,6 +22,7 @@ from heterodyne.job import Job
 from heterodyne.measure.cache import default_folder
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.models import build, build_count
+from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.data.text import require_vocabulary
 from heterodyne.runtime.records.recorder import Recorder
@@ -39,11 +41,11 @@ class JobModel:
     whole: WholeModel
 
 
-def settings_of(job: Job) -> Settings:
+def settings_of(job: Job, session: Session) -> Settings:
     """What planning needs to know of the job."""
     return Settings(
         global_batch_size=job.training.global_batch_size,
-        precision=job.training.precision,
+        precision=resolved(session, job.training.precision),
         optimizer=job.optimizer,
         parallelism=job.parallelism,
         compile=job.training.compile,
@@ -81,7 +83,7 @@ def capture_job(session: Session, job: Job, base: Path, data: DataSource) -> Job
         build=whole,
         loss_count=session.together(lambda: build_count(job.model, base=base)),
         strategy=job.parallelism.strategy,
-        precision=job.training.precision,
+        precision=precision_of(resolved(session, job.training.precision), session.cluster.devices[session.rank].kind),
     )
     captured = capture_everywhere(session, model, example, as_it_is)
     vocabulary = _vocabulary(captured.graph)

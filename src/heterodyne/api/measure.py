@@ -18,7 +18,7 @@ def measure_job(job: Job, base: Path, *, cluster_file: Path | None, out: Path | 
     """Measure the job's model on the devices of the session, print the profile, and write it to ``out``."""
     with open_session(cluster_file) as session:
         model = capture_job(session, job, base, open_data(session, job, base))
-        profile = measure_everywhere(session, model.captured, model.whole, settings_of(job), fresh=fresh)
+        profile = measure_everywhere(session, model.captured, model.whole, settings_of(job, session), fresh=fresh)
         if session.rank == 0:
             show(*profile_rows(profile, model.captured.graph.name))
             if out is not None:

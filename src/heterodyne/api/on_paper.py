@@ -24,6 +24,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.precision import Precision, Precisions, of_kind
 from heterodyne.predictor.footprint import usable_bytes
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.search.fleet.device_plan import device_plan
@@ -58,7 +59,7 @@ def plan_on_paper(
         say(f"planning on paper for {count}: seconds are those of the profile")
     else:
         say(f"planning on paper for {count}: from datasheets; nothing is measured")
-        for kind in _without_units(then, job.training.precision):
+        for kind in () if job.training.precision == "auto" else _without_units(then, job.training.precision):
             instead = (
                 "fp32 speed is assumed" if wishes.framework is None else "the speed of the nearest precision is assumed"
             )
@@ -191,13 +192,30 @@ def _runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan
         raise ClusterError(
             f"pools of fleet {fleet.name!r} were planned together, for it has more than {_MOST_POOLS}; to run a plan, take fewer of them"
         )
-    made = device_plan(found.best.plan, fleet, graph).model_copy(update={"precision": job.training.precision})
+    made = device_plan(found.best.plan, fleet, graph).model_copy(update={"precision": _precisions(job, fleet)})
     require_valid(made, graph, cluster_of(fleet))
     return made
 
 
+def _precisions(job: Job, fleet: Fleet) -> Precisions:
+    """Of each kind, as far as datasheets tell."""
+    if job.training.precision != "auto":
+        return job.training.precision
+    found = {kind: of_kind("cuda", bf16_units="bf16" in fleet.accelerator(kind).peak_flops) for kind in fleet.kinds}
+    return found if len(set(found.values())) > 1 else next(iter(found.values()))
+
+
+def _paper_precision(job: Job) -> Precision:
+    return "bf16" if job.training.precision == "auto" else job.training.precision
+
+
 def _exports(job: Job, planner: FleetPlanner, framework: str, out: Path) -> Exports:
-    return Exports(framework=framework, planner=planner, precision=job.training.precision, out=out)
+    return Exports(
+        framework=framework,
+        planner=planner,
+        precision=_paper_precision(job),
+        out=out,
+    )
 
 
 def _told(fleet: Fleet, found: Planned) -> dict[str, Any]:

@@ -37,10 +37,12 @@ def costs_of_job(
         raise HeterodyneError(
             f"--framework {framework}: nothing is known of it; known are {', '.join(framework_names())}"
         )
-    # This library has no loss scaling, so nothing trains in fp16.
-    software = software_of(framework) if framework is not None else replace(software_of(None), fp16=False)
+    # fp16 is trained in where it is asked for, not in the place of bf16.
+    instead = job.training.precision == "auto"
+    software = software_of(framework) if framework is not None else replace(software_of(None), fp16=instead)
     shape = shape_of(job.model, base)
-    precision = job.training.precision
+    # What auto is depends on the kind; kinds without units for bf16 are predicted with what is nearest.
+    precision = "bf16" if job.training.precision == "auto" else job.training.precision
     recipe = Recipe(
         optimizer=job.optimizer.name,
         momentum=job.optimizer.momentum,

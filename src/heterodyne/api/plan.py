@@ -18,7 +18,7 @@ def plan_job(job: Job, base: Path, *, cluster_file: Path | None, profile: Profil
     """Plan the job on the devices of the session, print the choice with its reasons, and write it to ``out``."""
     with open_session(cluster_file) as session:
         model = capture_job(session, job, base, open_data(session, job, base))
-        prepared = prepare(session, model.captured, model.whole, settings_of(job), profile=profile)
+        prepared = prepare(session, model.captured, model.whole, settings_of(job, session), profile=profile)
         if prepared.planned is not None:
             show_planned(prepared.planned)
             prepared.plan.save(out)

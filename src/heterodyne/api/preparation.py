@@ -33,6 +33,7 @@ from heterodyne.measure.whole_model import WholeModel
 from heterodyne.measure.workbench import Workbench
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.precision import Precisions, in_words, precision_of
 from heterodyne.plan.program import Program
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.stages.deferred import DeferredWeights
@@ -56,7 +57,7 @@ class Settings:
     """
 
     global_batch_size: int
-    precision: str
+    precision: Precisions
     optimizer: OptimizerSection
     parallelism: ParallelismSection
     reach: Reach = "element"
@@ -145,7 +146,7 @@ def measure_everywhere(
         device=session.device,
         micro_batch_sizes=sizes,
         while_faster=while_faster,
-        precision="bf16" if settings.precision == "bf16" else "fp32",
+        precision=precision_of(settings.precision, session.cluster.devices[session.rank].kind),
         optimizer=settings.optimizer.name,
         budget_s=budget_s,
         halves=DeferredWeights
@@ -234,7 +235,7 @@ def prepare(
             micro_batch_sizes=None if while_faster else sizes,
             optimizer=settings.optimizer.name,
             momentum=settings.optimizer.momentum,
-            precision="bf16" if settings.precision == "bf16" else "fp32",
+            precision=settings.precision,
             bucket_bytes=settings.parallelism.bucket_size,
             strategy=settings.parallelism.strategy,
             given=given,
@@ -244,7 +245,7 @@ def prepare(
 
     bench = Workbench(
         device=session.device,
-        precision="bf16" if settings.precision == "bf16" else "fp32",
+        precision=precision_of(settings.precision, session.cluster.devices[session.rank].kind),
         gather=session.communicator.all_gather_object,
         devices=[d.id for d in session.cluster.devices],
         compile=compile_module if settings.compile else None,
@@ -352,8 +353,12 @@ def _require_fitting(given: Plan, captured: CapturedModel, session: Session, set
     ):
         if there != here:
             raise PlanError(
-                f"the plan was made for another job ({what}: {there}, the job has {here}): plan again for this job"
+                f"the plan was made for another job ({what}: {_shown(there)}, the job has {_shown(here)}): plan again for this job"
             )
+
+
+def _shown(value: int | Precisions) -> str:
+    return str(value) if isinstance(value, int) else in_words(value)
 
 
 def make_worker(

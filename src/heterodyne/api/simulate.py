@@ -63,7 +63,7 @@ def simulate_job(job: Job, base: Path, wanted: Simulated, *, cluster_file: Path 
     with open_session(cluster_file if asks else None) as session:
         cluster = wanted.cluster if wanted.cluster is not None else session.cluster
         model = capture_job(session, job, base, open_data(session, job, base))
-        settings = settings_of(job)
+        settings = settings_of(job, session)
         plan = session.together(lambda: _ready(wanted, model.captured.graph, cluster))
         profile = wanted.profile or _measured(session, model, settings)
         session.agreement.first_only(

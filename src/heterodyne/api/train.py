@@ -72,7 +72,9 @@ def train_job(
             graph = source.captured.graph
             kept, profile = _kept(session, run, graph, given) if resume else (None, None)
             given = given or kept
-            prepared = prepare(session, source.captured, source.whole, settings_of(job), given=given, profile=profile)
+            prepared = prepare(
+                session, source.captured, source.whole, settings_of(job, session), given=given, profile=profile
+            )
             if prepared.planned is not None:
                 show_planned(prepared.planned)
             if kept is None:  # else it stands there as it was, with the reasons of that time

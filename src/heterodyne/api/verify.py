@@ -42,7 +42,7 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
         source = capture_job(session, job, base, data)
         if given is not None:
             given = given.model_copy(update={"precision": "fp32"})
-        prepared = prepare(session, source.captured, source.whole, settings_of(job), given=given)
+        prepared = prepare(session, source.captured, source.whole, settings_of(job, session), given=given)
         if prepared.planned is not None:
             show_planned(prepared.planned)
         worker = job_worker(session, job, base, prepared)

@@ -6,10 +6,11 @@ An op takes as long as its operations or as its memory traffic, whichever is mor
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 from heterodyne.cluster.catalog import find
 from heterodyne.cluster.spec import Device
+from heterodyne.plan.precision import Precision
 
 __all__ = ["operations_a_byte"]
 
@@ -17,10 +18,10 @@ _CPU: Final = 8.0
 """A core with AVX2 or AVX-512 does 50 to 200 billion operations a second in single precision, and has 10 to 20 GB/s of memory."""
 
 _OTHERS: Final = 60.0
-_PEAKS: Final = {"fp32": ("fp32", "tf32"), "bf16": ("bf16", "fp16", "fp32")}
+_PEAKS: Final = {"fp32": ("fp32", "tf32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32")}
 
 
-def operations_a_byte(device: Device, precision: Literal["fp32", "bf16"]) -> float:
+def operations_a_byte(device: Device, precision: Precision) -> float:
     """By its datasheet, where the catalog has it."""
     known = None if device.backend == "cpu" else find(device.kind)
     if known is not None and known.memory_bandwidth_bytes_per_s:

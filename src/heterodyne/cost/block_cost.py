@@ -30,7 +30,7 @@ def block_cost(
     """Of one device for micro-batches of ``size`` samples: of one that has the whole block, or of that with the most of its ``parts``."""
     ops, held = graph.ops_of(block), graph.parameters_of(block)
     trained = trained_bytes(graph, block, parts)
-    scale = 0.5 if recipe.precision == "bf16" else 1.0  # activations under autocast
+    scale = 0.5 if recipe.narrow else 1.0  # activations under autocast
     last = [Ref(ops[-1].name, place) for place in range(len(ops[-1].outputs))]
     output = scale * max((int(graph.spec(ref).bytes(size)) for ref in last), default=0)
     return LayerCost(

@@ -246,7 +246,7 @@ class DeviceMemory:
         gradients = sum(p.bytes for p in trainable)
         states = sum(max(p.bytes, 4 * p.numel) for p in trainable)  # states of narrow parameters are kept in fp32
         weights = {p.name for p in self.graph.parameters}
-        autocast = 2 * sum(p.numel for p in held if p.name in weights) if self.recipe.precision == "bf16" else 0
+        autocast = 2 * sum(p.numel for p in held if p.name in weights) if self.recipe.autocast else 0
         parameters = sum(p.bytes for p in held) + autocast
         optimizer = self.recipe.states * states
         if boxes:

@@ -29,6 +29,7 @@ from heterodyne.graph.size import ZERO, Size
 from heterodyne.plan.boxes import Box
 from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.precision import precision_of
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.traffic import PARCELS_AHEAD
 
@@ -151,8 +152,8 @@ class CostModel:
                     sharding=sharding,
                     compute=tuple(self.compute[device] for device in stage.devices),
                     balance=tuple(
-                        operations_a_byte(self.cluster.device(device), self.recipe.precision)
-                        for device in stage.devices
+                        operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
+                        for each in map(self.cluster.device, stage.devices)
                     ),
                     wires=self._wires(stage.devices),
                     halves=self._halves,

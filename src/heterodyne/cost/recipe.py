@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from heterodyne.plan.precision import Precisions
+
 __all__ = ["Recipe"]
 
 
@@ -12,16 +14,27 @@ __all__ = ["Recipe"]
 class Recipe:
     """Args:
     optimizer, momentum: AdamW keeps two values a parameter, SGD one if it has momentum, else none.
-    precision: ``bf16`` is autocast: parameters, gradients and optimizer stay in their own dtype.
+    precision: of all devices or of each kind. In 16 bits it is autocast: parameters, gradients and optimizer stay in their own dtype.
     clip: whether gradients are clipped by their global norm.
     bucket_bytes: gradients are reduced in buckets of about this size.
     """
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
     momentum: float = 0.9
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precisions = "fp32"
     clip: bool = True
     bucket_bytes: int = 4 * 2**20
+
+    @property
+    def autocast(self) -> bool:
+        """Whether any device keeps 16-bit copies of its weights."""
+        return self.precision != "fp32"
+
+    @property
+    def narrow(self) -> bool:
+        """Whether every device computes in 16 bits."""
+        of = [self.precision] if isinstance(self.precision, str) else list(self.precision.values())
+        return "fp32" not in of
 
     @property
     def states(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from heterodyne.measure.clock import Clock, Mark
 from heterodyne.measure.kept import bytes_kept
+from heterodyne.plan.precision import Precision
 
 __all__ = ["BlockProgram", "BlockRun", "Halves", "Precision"]
-
-Precision = Literal["fp32", "bf16"]
 
 
 class BlockProgram(Protocol):
@@ -138,4 +137,5 @@ def _differentiable(outputs: object) -> Iterator[torch.Tensor]:
 
 
 def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)

@@ -6,6 +6,7 @@ CPU workers of one host share its memory.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from collections import Counter
@@ -27,6 +28,7 @@ __all__ = [
     "discover_cluster",
     "discover_local",
     "discover_machine",
+    "has_bf16_units",
     "join_sightings",
     "local_accelerators",
     "torch_device",
@@ -174,3 +176,16 @@ def join_sightings(sightings: Sequence[Sighting]) -> Cluster:
 def torch_device(device: Device, local_rank: int) -> torch.device:
     """Where a worker's tensors live."""
     return torch.device("cpu") if device.backend == "cpu" else torch.device(device.backend, local_rank)
+
+
+def has_bf16_units(device: torch.device) -> bool:
+    """Whether an accelerator computes in bf16 itself, as far as torch tells; one that does not tell has them. No CPU is asked."""
+    if device.type == "cpu":
+        return False
+    ask = getattr(torch.get_device_module(device.type), "is_bf16_supported", None)
+    if ask is None:
+        return True
+    with torch.accelerator.device_index(device.index):
+        # CUDA emulates it on devices of before 2020, and says so unless it is asked not to.
+        wants = "including_emulation" in inspect.signature(ask).parameters
+        return bool(ask(including_emulation=False) if wants else ask())

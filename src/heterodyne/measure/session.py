@@ -156,13 +156,13 @@ class _Session:
             self._channel.close()
 
     def profile(self, cache: Cache | None, *, refresh: bool) -> Profile:
-        mine = (torch.__version__, torch.get_num_threads())
-        versions, threads = zip(*self._peers.all_gather_object(mine), strict=True)
+        mine = (torch.__version__, torch.get_num_threads(), self._request.precision)
+        versions, threads, precisions = zip(*self._peers.all_gather_object(mine), strict=True)
         request = self._request
         key = profile_key(
             model=request.graph.fingerprint,
             cluster=request.cluster,
-            precision=request.precision,
+            precision=" ".join(precisions),
             micro_batch_sizes=request.micro_batch_sizes,
             while_faster=request.while_faster,
             compiled=request.compile is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heterodyne.plan.plan import Pipeline, Plan, Region
+from heterodyne.plan.precision import in_words
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["differences"]
@@ -17,7 +18,7 @@ def differences(before: Plan, after: Plan) -> tuple[str, ...]:
             ("model", before.model, after.model),
             ("cluster", before.cluster, after.cluster),
             ("global batch", before.global_batch_size, after.global_batch_size),
-            ("precision", before.precision, after.precision),
+            ("precision", in_words(before.precision), in_words(after.precision)),
             ("schedule", before.schedule, after.schedule),
             ("buckets", format_bytes(before.bucket_bytes), format_bytes(after.bucket_bytes)),
         )

@@ -24,6 +24,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.sharding.price import FLOPS_PER_BYTE, LATENCY_BYTES
 from heterodyne.json_files import parse_json
 from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.precision import Precisions
 from heterodyne.text_files import read_text, write_text
 
 __all__ = ["PLAN_VERSION", "Exchange", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
@@ -140,6 +141,7 @@ class Plan(_Part):
     Args:
         model, cluster: the fingerprints that this plan was made for.
         global_batch_size: samples of one optimizer step, over all pipelines.
+        precision: that all devices compute in, or that of each kind of device (see `heterodyne.plan.precision`).
         schedule: name of the pipeline schedule, as in PyTorch.
         bucket_bytes: gradients are reduced in buckets of about this size.
         pipelines: who computes what.
@@ -152,7 +154,7 @@ class Plan(_Part):
     model: str
     cluster: str
     global_batch_size: Positive
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precisions = "fp32"
     schedule: str = "1F1B"
     bucket_bytes: Positive = 4 * 2**20
     pipelines: tuple[Pipeline, ...]

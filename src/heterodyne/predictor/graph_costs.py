@@ -17,6 +17,7 @@ from heterodyne.cost.layers import DATA_WIDTHS, LayerCost, Widths
 from heterodyne.cost.parts import Parts
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph, Op, Ref
+from heterodyne.plan.precision import precision_of
 from heterodyne.predictor.devices import chip_of, networks_of
 from heterodyne.predictor.graph_parts import GraphParts, exchanged_s
 from heterodyne.predictor.kernels import Attention, Kernels, Product
@@ -155,5 +156,7 @@ def graph_layers(
 ) -> GraphLayers:
     """For all kinds of a fleet. Raises ClusterError for a kind whose datasheet lacks a number that is needed."""
     recipe, software = recipe or Recipe(), software or Software()
-    chips = {kind: chip_of(fleet.accelerator(kind), recipe.precision, software) for kind in fleet.kinds}
+    chips = {
+        kind: chip_of(fleet.accelerator(kind), precision_of(recipe.precision, kind), software) for kind in fleet.kinds
+    }
     return GraphLayers(graph=graph, chips=chips, networks=networks_of(fleet), recipe=recipe, software=software)

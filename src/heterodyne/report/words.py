@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from heterodyne.plan import Pipeline, Plan
+from heterodyne.plan.precision import in_words
 from heterodyne.report.plan_shares import order_of
 from heterodyne.units import format_bytes, format_seconds
 
@@ -129,7 +130,7 @@ def plan_in_words(plan: Plan) -> tuple[str, ...]:
         f"Each step trains on a global batch of {batch} samples, "
         + (f"divided among {copies} copies of the model; " if copies > 1 else "by one copy of the model; ")
         + (f"gradients are reduced in buckets of about {bucket}, " if copies > 1 else "all ")
-        + f"in {plan.precision}."
+        + f"in {in_words(plan.precision)}."
     ]
     sentences += _schedule_in_words(plan)
     alike: dict[str, list[Pipeline]] = {}

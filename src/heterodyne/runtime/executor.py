@@ -25,6 +25,7 @@ from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.assembly import Parts
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
+from heterodyne.runtime.weights.loss_scale import LossScale
 
 __all__ = ["Executor", "Step", "Watch"]
 
@@ -86,6 +87,7 @@ class Executor:
         gradients: of its parameters.
         update: the update of the weights; ``optimizer`` has its learning rate.
         clipping: what CLIP does.
+        scale: of the loss; None: it is not scaled.
         control: joins all ranks; carries the loss.
         recorder: notes what happens when.
         watch: is told before each action and each wait; None: nobody watches.
@@ -102,6 +104,7 @@ class Executor:
         optimizer: torch.optim.Optimizer,
         clipping: Clipping,
         control: Channel,
+        scale: LossScale | None = None,
         recorder: Recorder,
         watch: Watch | None = None,
     ) -> None:
@@ -114,6 +117,8 @@ class Executor:
         self._optimizer = optimizer
         self._clipping = clipping
         self._control = control
+        self._scale = scale
+        self._scaled = False
         self._recorder = recorder
         self._watch = watch
         # An idle rank has no gradients to look at, so those that have some say so.
@@ -134,6 +139,7 @@ class Executor:
         self._recorder.begin()
         step.parts.stages.begin()
         self._gradients.begin()
+        self._scaled = self._scale is not None
         if step.parts.transfers is not None:
             step.parts.transfers.begin(self._program.ranks, step.sizes)
         for action in self._actions[: self._last_pass + 1]:
@@ -201,6 +207,7 @@ class Executor:
             return
         has_loss = stage == self._loss_stage
         weight = step.weights.of(index) if has_loss and kind in ("B", "I") else 0.0
+        weight *= self._scale.value if self._scale is not None else 1.0
         self._turn(self._names[action])
         with self._recorder.during(action):
             if kind == "F":
@@ -228,6 +235,9 @@ class Executor:
         if self._watch is not None:
             self._watch.waiting("REDUCE_GRAD")
         self._gradients.wait()
+        if self._scaled and self._scale is not None:
+            self._scaled = False
+            self._scale.unscale(self._gradients.all())
 
     def _turn(self, state: str) -> None:
         if self._watch is not None:

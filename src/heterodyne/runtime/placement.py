@@ -9,6 +9,7 @@ from itertools import accumulate
 from heterodyne.cluster.spec import Cluster
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.precision import Precision, precision_of, together
 from heterodyne.plan.slices import slices
 
 __all__ = ["Place", "Placement"]
@@ -23,6 +24,7 @@ class Place:
         last: whether the last one, which makes the loss, is among them.
         first_sample, micro_batches: of its pipeline in the global batch.
         shares: of each of its stages how the devices share a micro-batch, and which of them this one is.
+        precision: that it computes in.
         sharded: those of its stages that lie in parts on their devices, each of which then works on all samples.
     """
 
@@ -35,6 +37,7 @@ class Place:
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
     shares: tuple[tuple[tuple[int, ...], int], ...] = ()
     sharded: frozenset[int] = frozenset()
+    precision: Precision = "fp32"
 
     @property
     def answers(self) -> bool:
@@ -74,16 +77,22 @@ class Placement:
 
     @classmethod
     def of(cls, plan: Plan, cluster: Cluster) -> Placement:
-        places = {device.id: Place(rank=rank, device=device.id) for rank, device in enumerate(cluster.devices)}
+        places = {
+            device.id: Place(rank=rank, device=device.id, precision=precision_of(plan.precision, device.kind))
+            for rank, device in enumerate(cluster.devices)
+        }
         for number, (first, pipeline) in enumerate(zip(plan.first_samples(), plan.pipelines, strict=True)):
             for devices in pipeline.places:
                 held = [stage for stage, of in enumerate(pipeline.stages) if of.devices == devices]
+                of_each = [precision_of(plan.precision, cluster.device(device).kind) for device in devices]
+                in_parts = any(pipeline.stages[stage].sharded for stage in held)
                 for position, device in enumerate(devices):
                     places[device] = Place(
                         rank=cluster.rank(device),
                         device=device,
                         pipeline=number,
                         stages=tuple(held),
+                        precision=together(of_each) if in_parts else of_each[position],
                         last=held[-1] == len(pipeline.stages) - 1,
                         first_sample=first,
                         micro_batches=pipeline.micro_batches,

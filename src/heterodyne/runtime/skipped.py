@@ -23,13 +23,16 @@ class SkippedSteps:
         self.in_a_row = 0
         self.total = 0
 
-    def note(self, done: int, fault: str | None) -> None:
-        """A step is over, ``done`` with it; ``fault`` is what was not finite. Raises NumericsError for one too many."""
+    def note(self, done: int, fault: str | None, *, overflow: bool = False) -> None:
+        """A step is over, ``done`` with it; ``fault`` is what was not finite. Raises NumericsError for one too many.
+
+        An ``overflow`` of fp16 finds the scale of the loss: it is counted and told, and ends nothing.
+        """
         if fault is None:
             self.in_a_row = 0
             return
-        self.in_a_row += 1
         self.total += 1
+        self.in_a_row += not overflow
         if self.in_a_row > self._most:
             raise NumericsError(f"{self._which(done)} skipped, and nothing was updated: {fault}. {_REMEDY}")
         self._say(f"step {done} was skipped, nothing was updated: {fault}")

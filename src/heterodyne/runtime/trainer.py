@@ -60,6 +60,8 @@ class StepResult(Protocol):
     @property
     def fault(self) -> str | None: ...
     @property
+    def overflow(self) -> bool: ...
+    @property
     def lr(self) -> float: ...
 
 
@@ -276,7 +278,7 @@ class Trainer:
         if due and sinks is not None:
             sinks.write(record)
         self._reporter.step(record)
-        self._skipped.note(self._done, result.fault)
+        self._skipped.note(self._done, result.fault, overflow=result.overflow)
         if result.fault is None and self._unproved is not None:
             self._unproved = None
             self._checkpoints.prune()

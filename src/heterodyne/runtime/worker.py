@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from heterodyne.job import OptimizerSection
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.boxes import inside
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.precision import Precision
 from heterodyne.plan.program import Program
 from heterodyne.runtime.evaluation import evaluate
 from heterodyne.runtime.exact.later_batches import LaterBatches
@@ -34,6 +36,7 @@ from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets
+from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import place_weights
 from heterodyne.runtime.weights.optimizer import (
@@ -61,6 +64,8 @@ class StepResult:
         samples: of this rank.
         count: what the loss counts in the global batch (samples, or tokens).
         seconds: of this rank.
+        scale: of the loss, where any rank computes in fp16.
+        overflow: the step was skipped because the scaled gradients left the range of fp16; the next step has half the scale.
         fault: what was not finite in loss or gradients, and where; the step was then skipped: nothing was updated. None otherwise.
     """
 
@@ -71,6 +76,8 @@ class StepResult:
     count: float
     seconds: float
     norm: Tensor | None = None
+    scale: float | None = None
+    overflow: bool = False
     fault: str | None = None
 
     @property
@@ -154,6 +161,7 @@ class Worker:
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self._masters = MasterWeights(self._parameters)
+        self._scale = _loss_scale(self.placement, graph, program)
         self.optimizer = self._make_optimizer(optimizer)
         buckets = bucket_channels(plan, graph, cluster, communicator)
         self._gradients = GradientBuckets(
@@ -178,7 +186,7 @@ class Worker:
         self._later = (
             None
             if graph.opaque is None
-            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=plan.precision)
+            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=self._place.precision)
         )
         self._assembly = Assembly(
             module,
@@ -202,6 +210,7 @@ class Worker:
             loss_stage=self._place.stages[-1] if self._place.last else None,
             gradients=self._gradients,
             update=partial(self._masters.step, self.optimizer),
+            scale=self._scale,
             optimizer=self.optimizer,
             clipping=self._clipping(clip_grad_norm),
             control=communicator.control,
@@ -225,6 +234,12 @@ class Worker:
                 self._later.require(work.source, self._place.spans(), number)
             loss = self._executor.run(work)
         fault = self._fault(work, loss, before) if work.skipped else None
+        scale = None if self._scale is None else self._scale.value
+        overflow = work.skipped and scale is not None and scale >= 1 and math.isfinite(loss)
+        if self._scale is not None:
+            self._scale.update(overflow=work.skipped)
+            if overflow:
+                fault = f"{fault}: fp16 overflows at a loss scale of {scale:g}, the next step has {self._scale.value:g}"
         if not self._place.active and fault is None:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
         self.steps_done = number + 1
@@ -236,6 +251,8 @@ class Worker:
             count=work.weights.total,
             seconds=time.perf_counter() - started_s,
             norm=work.grad_norm,
+            scale=scale,
+            overflow=overflow,
             fault=fault,
         )
 
@@ -292,11 +309,15 @@ class Worker:
         Ranks that are idle or without samples are given the values of one that trains first. Where devices are unlike, so that they may
         have drifted apart in the last bits, all ranks but one have copies of what that one holds.
         """
-        return {**self._state.whole(), "step": self.steps_done}
+        return {**self._state.whole(), **self._progress()}
 
     def own_state(self) -> dict[str, Any]:
         """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective."""
-        return {**self._state.own(), "step": self.steps_done}
+        return {**self._state.own(), **self._progress()}
+
+    def _progress(self) -> dict[str, Any]:
+        scale = {} if self._scale is None else {"loss_scale": self._scale.state_dict()}
+        return {"step": self.steps_done, **scale}
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
@@ -328,6 +349,8 @@ class Worker:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
         self._state.load(state)
         self.steps_done = int(state["step"])
+        if self._scale is not None and "loss_scale" in state:
+            self._scale.load_state_dict(state["loss_scale"])
 
     def close(self) -> None:
         """Take the hooks off the model, and leave the channels that this worker made. The communicator stays open."""
@@ -338,6 +361,11 @@ class Worker:
     @property
     def device(self) -> torch.device:
         return self._communicator.device
+
+    @property
+    def precision(self) -> Precision:
+        """That this rank computes in."""
+        return self._place.precision
 
     @property
     def runs_compiled(self) -> bool:
@@ -413,6 +441,16 @@ class Worker:
             for name in self._parameters
         }
         return Clipping(self._parameters, counted, largest, self._communicator.channel(self.placement.active))
+
+
+def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> LossScale | None:
+    """None where nothing is computed in fp16. Raises PlanError where nothing would notice an overflow."""
+    narrow = any(place.active and place.precision == "fp16" for place in placement.places)
+    if not narrow and not any(p.trainable and p.dtype == "float16" for p in graph.parameters):
+        return None
+    if not all(any(action.kind == "CLIP" for action in actions) for actions in program.ranks if actions):
+        raise PlanError("fp16 needs the norm of the gradient, which tells an overflow: lower the plan with clip=True")
+    return LossScale()
 
 
 def _require_together(module: nn.Module, program: Program, cluster: Cluster, communicator: Communicator) -> None:

@@ -20,6 +20,7 @@ from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.precision import Precisions, in_words
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.explain import reason
 from heterodyne.search.fit import Fit, fit_devices, nothing_fits
@@ -47,7 +48,7 @@ def plan(
     micro_batch_sizes: Sequence[int] | None = None,
     optimizer: Literal["adamw", "sgd"] = "adamw",
     momentum: float = 0.9,
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Precisions = "fp32",
     bucket_bytes: int = 4 * 2**20,
     clip: bool = True,
     strategy: Strategy = "auto",
@@ -204,7 +205,7 @@ def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[
         return min(possible, key=lambda c: (c.weighed_s, len(c.left_out)))
     if not any(fit.sizes for fit in fits):
         why = next((c.why_not for c in serving if c.kind == "pipeline"), "")
-        raise nothing_fits(fits, recipe.optimizer, recipe.precision, pipeline=why)
+        raise nothing_fits(fits, recipe.optimizer, in_words(recipe.precision), pipeline=why)
     raise InfeasibleError(
         f"no plan with strategy {strategy!r}: "
         + ("; ".join(f"{c.name}: {c.why_not}" for c in serving) or "pipelines need two devices and two ops at least")

@@ -163,7 +163,7 @@ class Tables:
     def _weights(self) -> _Weights:
         """By walking from every point to the end, each parameter counted where it is first read."""
         count = len(self.points)
-        graph, autocast = self.model.graph, self.model.recipe.precision == "bf16"
+        graph, autocast = self.model.graph, self.model.recipe.autocast
         named: dict[str, Parameter] = {p.name: p for p in (*graph.parameters, *graph.buffers)}
         own = {p.name for p in graph.parameters}
         read = [

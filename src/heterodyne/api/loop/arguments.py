@@ -21,7 +21,7 @@ from heterodyne.tracker_options import tracker_options
 
 __all__ = ["chosen_optimizer", "require_sound", "wanted_plan"]
 
-_PRECISIONS = ("fp32", "bf16")
+_PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 _SCHEDULE = {"schedule", "min_lr_ratio"}
 
 
@@ -121,8 +121,7 @@ def _of_precision(precision: object) -> Iterator[str]:
     hints: dict[object, str] = {
         torch.float32: ": write 'fp32'",
         torch.bfloat16: ": write 'bf16'",
-        "fp16": ", which would need a scaled loss; 'bf16' does not",
-        torch.float16: ", which would need a scaled loss; 'bf16' does not",
+        torch.float16: ": write 'fp16'",
     }
     hint = hints.get(precision, "") if isinstance(precision, str | torch.dtype) else ""
     yield f"precision is {precision!r}, not {' or '.join(map(repr, _PRECISIONS))}{hint}"

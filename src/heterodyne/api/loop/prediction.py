@@ -23,6 +23,7 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.runtime.evaluation import eval_mode, evaluation_parts
 from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.stages.forward import autocast
 from heterodyne.runtime.worker import Worker
 
 __all__ = ["Metric", "Part", "Predictor", "gathered_outputs"]
@@ -83,8 +84,7 @@ class Predictor:
                 # A model without a graph may take a gradient in forward (torch.autograd.grad), which needs autograd.
                 stack.enter_context(torch.set_grad_enabled(worker.graph.opaque is not None))
                 stack.enter_context(eval_mode(worker.module))
-                bf16 = worker.plan.precision == "bf16"
-                stack.enter_context(torch.autocast(device.type, torch.bfloat16, enabled=bf16))
+                stack.enter_context(autocast(device, worker.precision))
                 outputs = _outputs(worker.module, inputs, weights)
                 dims = self._dims_of(outputs, inputs, count, weights)
             yield Part(first=first, count=count, inputs=inputs, outputs=outputs, dims=dims)

@@ -10,6 +10,7 @@ from heterodyne.graph import ModelGraph
 from heterodyne.plan.export.even_plan import EvenPlan
 from heterodyne.plan.export.model_shape import layer_blocks, model_shape
 from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.precision import Precision, in_words
 from heterodyne.plan.schedules import SCHEDULES
 
 __all__ = ["even_plan"]
@@ -51,9 +52,17 @@ def even_plan(plan: Plan, graph: ModelGraph) -> EvenPlan:
         layers_per_stage=layers,
         recomputed_layers=again,
         schedule=plan.schedule,
-        precision=plan.precision,
+        precision=_one_precision(plan),
         shape=model_shape(graph),
         notes=_notes(plan),
+    )
+
+
+def _one_precision(plan: Plan) -> Precision:
+    if isinstance(plan.precision, str):
+        return plan.precision
+    raise PlanError(
+        f"other frameworks train in one precision, and the plan has {in_words(plan.precision)}: plan with precision fp16"
     )
 
 

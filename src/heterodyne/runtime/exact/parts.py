@@ -39,8 +39,8 @@ __all__ = ["MOST_SAMPLES", "Seen", "nothing_from_python", "rounding_bar", "run_i
 
 MOST_SAMPLES = 8
 # How far rounding alone may go: on accelerators the size of a batch decides which kernel runs, and in what precision.
-_BARS = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 3e-2}
-_BARS_ELSEWHERE = {"fp32": 2e-3, "bf16": 3e-2}
+_BARS = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 3e-2, ("cpu", "fp16"): 3e-2}
+_BARS_ELSEWHERE = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 3e-2}
 
 
 def rounding_bar(device: torch.device, precision: Precision) -> float:

@@ -126,7 +126,7 @@ class Assembly:
             module,
             graph,
             device=communicator.device,
-            precision=plan.precision,
+            precision=placement.places[communicator.rank].precision,
             seed=seed,
             statistics=_statistics(placement, communicator) if graph.batch_statistics else None,
         )

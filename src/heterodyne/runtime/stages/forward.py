@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,21 @@ from heterodyne.eager import run_eager
 from heterodyne.graph.draws import require_samples_own_draws
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.model_output import loss_of
+from heterodyne.plan.precision import Precision
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
 from heterodyne.runtime.exact.dropout import Draws, SampleDropout
 from heterodyne.runtime.exact.generators import require_known_draws
 from heterodyne.runtime.meeting.channel import Channel
 
-__all__ = ["Forward", "Precision", "on_device"]
+__all__ = ["Forward", "Precision", "autocast", "on_device"]
 
-Precision = Literal["fp32", "bf16"]
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """What a forward in that precision runs under; nothing in fp32."""
+    dtype = _AUTOCAST[precision]
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 class Forward:
@@ -134,8 +141,8 @@ class Forward:
         calls = draws.calls if draws is not None else {}
         return require_known_draws(self._device, lambda: len(calls))
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return autocast(self._device, self._precision)
 
 
 def on_device(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

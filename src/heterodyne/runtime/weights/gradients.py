@@ -157,6 +157,11 @@ class GradientBuckets:
             if self._untouched and entry.name in self._untouched:
                 entry.parameter.grad = None
 
+    def all(self) -> list[Tensor]:
+        """The gradients that there are, each once; after `wait`."""
+        parameters = {id(entry.parameter): entry.parameter for entry in self._entries}
+        return [p.grad for p in parameters.values() if p.grad is not None]
+
     def _give_back(self, bucket: _Flat) -> None:
         """Bring the sums of boxes back to where the gradient lies."""
         for entry in bucket.entries:

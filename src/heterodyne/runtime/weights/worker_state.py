@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,7 +122,8 @@ class WorkerState:
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of `whole`; what is not needed here may be left out. Raises CheckpointError."""
         if self._ownership.whole:
-            self._module.load_state_dict(state["model"])
+            with _in_place():
+                self._module.load_state_dict(state["model"])
         else:
             # Nothing, on an idle rank.
             restored_model(self._module, state.get("model", {}), self._ownership, self._communicator.rank)
@@ -155,3 +157,14 @@ class WorkerState:
 
     def _of_optimizer(self) -> dict[str, Any]:
         return self._masters.with_masters(state_by_name(self._optimizer, self._updated))
+
+
+@contextmanager
+def _in_place() -> Iterator[None]:
+    """`load_state_dict` may be set to swap parameters for new ones, whose gradients nobody would hear of."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)

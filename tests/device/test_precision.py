@@ -1,0 +1,101 @@
+"""Two vendors and a CPU in one job, each in its own precision, go where one device goes that computes as they do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from device.test_exactness import CPU, A, B
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.worker import Worker
+from multiprocess.models import build, captured
+from multiprocess.pool import Pool, World
+from multiprocess.test_training_pipelines import ADAMW, CLIP, SAMPLES, SEED, Spread, chain, in_parts, whole
+from multiprocess.work import copied, staged_worker
+
+MIXED: dict[str, Any] = {A: "bf16", B: "fp16", CPU: "fp32"}
+
+
+def worker_in(world: World, graph: ModelGraph, spread: Spread, precision: Any) -> Worker:
+    schedule, pipelines = spread
+    case = build(graph, SAMPLES)
+    return staged_worker(world, case, pipelines, schedule, clip=CLIP, optimizer=ADAMW, seed=SEED, precision=precision)
+
+
+def trained(world: World, graph: ModelGraph, spread: Spread, precision: Any, folder: Path) -> list[float]:
+    """Losses of five steps; the last three again, bit for bit, by a worker that goes on from a checkpoint."""
+    batch = build(graph, SAMPLES).batch
+    worker = worker_in(world, graph, spread, precision)
+    losses = [worker.step(batch).loss for _ in range(2)]
+    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
+    checkpoints.save(2, worker.own_state(), identity={}, plan=worker.plan.dump())
+    results = [worker.step(batch) for _ in range(3)]
+    worker.close()
+    assert all((r.scale is None) == (precision == "fp32") for r in results)
+    resumed = worker_in(world, graph, spread, precision)
+    found = checkpoints.latest()
+    assert found is not None
+    resumed.load_state_dict(checkpoints.load(found, identity={}, wanted=resumed.needs).state)
+    again = [resumed.step(batch).loss for _ in range(3)]
+    assert again == [r.loss for r in results]
+    resumed.close()
+    return [*losses, *(r.loss for r in results)]
+
+
+@pytest.mark.parametrize(
+    ("spread", "devices"),
+    [
+        (whole, (CPU, A, B, CPU)),  # replicas on the two accelerators
+        (chain, (A, B, CPU, B)),  # the stage in the middle shares its samples between fp16 and fp32
+        (in_parts, (A, B, B, CPU)),  # a stage in bf16, one in fp16 that lies in parts, a replica in fp32
+    ],
+)
+def test_precisions_in_one_job(pool: Pool, spread: Any, devices: tuple[str, ...], tmp_path: Path) -> None:
+    graph = captured("gpt2")
+    exact, mixed = (
+        pool.run(4, trained, graph, spread(graph), precision, tmp_path / name, devices=devices)
+        for name, precision in (("fp32", "fp32"), ("mixed", MIXED))
+    )
+    assert all(losses == mixed[0] for losses in mixed)
+    assert mixed[0] != exact[0]
+    assert mixed[0] == pytest.approx(exact[0], rel=1e-2)
+
+
+def overflowing(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[float, bool, bool, float]]:
+    """The scale is made too large for fp16: for each step the scale, whether it was skipped, whether a weight moved, and the next."""
+    worker = worker_in(world, graph, spread, MIXED)
+    batch = build(graph, SAMPLES).batch
+    state = dict(worker.state_dict())
+    state["loss_scale"] = {"value": 2.0**24, "good": 1999.0}
+    worker.load_state_dict(state)
+    found = []
+    for _ in range(14):
+        before = copied({n: p for n, p in worker.module.named_parameters() if not p.is_meta})
+        result = worker.step(batch)
+        after = copied({n: p for n, p in worker.module.named_parameters() if not p.is_meta})
+        moved = any(not torch.equal(before[n], after[n]) for n in before)
+        assert result.scale is not None
+        assert (result.fault is not None) == result.overflow
+        found.append((result.scale, result.overflow, moved, worker.state_dict()["loss_scale"]["value"]))
+    worker.close()
+    return found
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_halves_the_scale(pool: Pool) -> None:
+    """Three replicas, of which only one computes in fp16."""
+    graph = captured("gpt2")
+    steps = pool.run(4, overflowing, graph, whole(graph), devices=(CPU, A, B, A))
+    for found in steps:
+        skipped = [overflow for _, overflow, _, _ in found]
+        assert skipped == [overflow for _, overflow, _, _ in steps[0]]
+        assert skipped[0]
+        assert not skipped[-1]
+        for scale, overflow, _, then in found:
+            assert then == (scale / 2 if overflow else scale)
+    for rank in (1, 2):
+        assert all(moved != overflow for _, overflow, moved, _ in steps[rank])
