@@ -6,6 +6,7 @@ would make a host wait. Counts of a step are those after the first two, of the r
 - Waits of a step: the host reads the norm and the losses before the update, since a step that is not finite is not applied.
 - Ops: calls of the dispatcher in forward and backward of a stage that is the whole model, over those of the module itself.
 - Attention: masks of Hugging Face models without padding, which would keep flash kernels away.
+- Messages: bytes that the stages of a pipeline send each other in a step.
 - Collectives of a stage in parts: those of the backend, and exchanges by hand.
 - Compiling (inductor, on the CPU): the step of a model, compiled over as it is, and the error of its gradients.
 """
@@ -32,6 +33,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from device.accelerator import built, unavailable  # noqa: E402
 from device.test_exactness import A  # noqa: E402
+from device.test_precision import sent  # noqa: E402
 from device.test_waits import counted  # noqa: E402
 from heterodyne.frontend import trace  # noqa: E402
 from heterodyne.model_output import LOSS, loss_of  # noqa: E402
@@ -82,6 +84,12 @@ def waits(results: Results) -> None:
             results.row(f"a step, {name}", **vars(most))
             results.bar(f"synchronisations of a step, {name}", max(c.synchronisations for c in counts), "<= 0")
             results.bar(f"reads by the host in a step, {name}", most.host_waits, "<= 2")
+        wide, narrow = (
+            sum(pool.run(4, sent, graph, chain(graph), precision, devices=(A,) * 4, timeout_s=120.0))
+            for precision in ("fp32", "bf16")
+        )
+        results.row("messages of a pipeline, a step", bytes_fp32=wide, bytes_bf16=narrow)
+        results.bar("bytes of a pipeline in bf16 over fp32", narrow / wide, "<= 0.5")
         kinds = sum(pool.run(4, collectives, graph, in_parts(graph), devices=(A,) * 4, timeout_s=120.0), Counter())
         results.row("collectives of a stage in parts", **kinds)
         results.bar("exchanges by hand in a stage in parts", kinds["all_to_all"], "<= 0")

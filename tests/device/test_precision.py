@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from device.test_exactness import CPU, A, B
 from heterodyne.graph.ir import ModelGraph
@@ -99,3 +102,33 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_halves_the_scale(pool: Po
             assert then == (scale / 2 if overflow else scale)
     for rank in (1, 2):
         assert all(moved != overflow for _, overflow, moved, _ in steps[rank])
+
+
+def sent(world: World, graph: ModelGraph, spread: Spread, precision: Any) -> int:
+    """Bytes that this rank has sent to other stages in a step."""
+    worker = worker_in(world, graph, spread, precision)
+    batch = build(graph, SAMPLES).batch
+    worker.step(batch)
+    found: list[int] = []
+    send = dist.isend
+
+    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        found.append(tensor.nbytes)
+        return send(tensor, *args, **options)
+
+    with mock.patch.object(dist, "isend", counted):
+        worker.step(batch)
+    worker.close()
+    return sum(found)
+
+
+def test_activations_and_their_gradients_go_in_the_narrower_precision(pool: Pool) -> None:
+    graph = captured("gpt2")
+    wide, narrow, mixed = (
+        pool.run(4, sent, graph, chain(graph), precision, devices=(A, B, CPU, B))
+        for precision in ("fp32", "bf16", MIXED)
+    )
+    assert all(wide)
+    assert narrow == [each / 2 for each in wide]
+    # Between the stage in the middle, half of which computes in fp32, and the last one in fp16, too.
+    assert mixed == narrow

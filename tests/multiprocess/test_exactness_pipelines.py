@@ -58,7 +58,7 @@ def errors_of(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str
         precision=spread.precision,
         compile_stages=spread.compiled,
     )
-    assert worker.runs_compiled == spread.compiled
+    assert worker.runs_compiled or not spread.compiled
     loss, gradients = worker.gradients(case.batch, STEP)
     gradients = copied(gradients)
     place = worker.placement.places[world.rank]

@@ -29,7 +29,7 @@ from heterodyne.graph.size import ZERO, Size
 from heterodyne.plan.boxes import Box
 from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
-from heterodyne.plan.precision import precision_of
+from heterodyne.plan.precision import between, precision_of
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.traffic import PARCELS_AHEAD
 
@@ -247,6 +247,11 @@ class CostModel:
         ]
         return [part for part in parts if part[0] < part[1]]
 
+    def _narrow(self, one: str, other: str) -> bool:
+        """Whether two devices send each other activations in 16 bits."""
+        ends = (precision_of(self.recipe.precision, self.cluster.device(device).kind) for device in (one, other))
+        return between(*ends) != "fp32"
+
     def _read_by(self, part: Ops) -> Size:
         """Bytes of what the ops of a part read of those before it."""
         if part not in self._entering:
@@ -269,7 +274,7 @@ class CostModel:
         for pipeline in plan.pipelines:
             taken = slices_of(pipeline)
             crossing = self.crossings([stage.ops[0] for stage in pipeline.stages])
-            travel = routes(crossing, taken, self.cluster, self.collectives)
+            travel = routes(crossing, taken, self.cluster, self.collectives, self._narrow)
             sent += travel
             for device in dict.fromkeys(device for stage in pipeline.stages for device in stage.devices):
                 at = Position(device, pipeline, taken, boxes[device])

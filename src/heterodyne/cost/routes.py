@@ -7,7 +7,7 @@ what their slices have in common.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,29 +61,35 @@ def routes(
     stages: Sequence[Mapping[str, Slices]],
     cluster: Cluster,
     collectives: Collectives,
+    narrow: Callable[[str, str], bool] = lambda _, __: False,
 ) -> tuple[Route, ...]:
-    """All routes of a pipeline; ``stages``: for each stage its devices with their slices of the micro-batches.
+    """All routes of a pipeline; ``stages``: for each stage its devices with their slices of the micro-batches; ``narrow``: whether two
+    devices send each other activations in 16 bits.
 
     Raises MeasureError if nothing is known of a link that is used.
     """
-    values: dict[tuple[int, int], list[Size]] = {}
-    gradients: dict[tuple[int, int], list[Size]] = {}
+    values: dict[tuple[int, int], list[Crossing]] = {}
+    gradients: dict[tuple[int, int], list[Crossing]] = {}
     for crossing in crossings:
         for consumer in crossing.consumers:
-            values.setdefault((crossing.producer, consumer), []).append(crossing.bytes)
+            values.setdefault((crossing.producer, consumer), []).append(crossing)
             if crossing.differentiable:
-                gradients.setdefault((consumer, crossing.producer), []).append(crossing.bytes)
+                gradients.setdefault((consumer, crossing.producer), []).append(crossing)
     made = []
-    flows: tuple[tuple[Literal["F", "B"], dict[tuple[int, int], list[Size]]], ...] = (("F", values), ("B", gradients))
+    flows: tuple[tuple[Literal["F", "B"], dict[tuple[int, int], list[Crossing]]], ...] = (
+        ("F", values),
+        ("B", gradients),
+    )
     for kind, flow in flows:
-        for (source, destination), sizes in flow.items():
-            size = Size.total(sizes)
+        for (source, destination), sent in flow.items():
+            wide, short = Size.total(c.bytes for c in sent), Size.total(c.narrow_bytes for c in sent)
             for a, own in stages[source].items():
                 for b, other in stages[destination].items():
                     common = [overlap(x, y)[1] for x, y in zip(own, other, strict=True)]
                     if a != b and any(common):
                         ends = (cluster.rank(a), source), (cluster.rank(b), destination)
                         lane = link_between(cluster, a, b)
+                        size = short if narrow(a, b) else wide
                         made.append(_route(kind, ends, lane, size, common, collectives.send(a, b)))
     return tuple(made)
 

@@ -37,6 +37,12 @@ class Crossing:
         """Of all its outputs, in samples."""
         return Size.total(spec.bytes for spec in self.specs)
 
+    @property
+    def narrow_bytes(self) -> Size:
+        """The same between devices that compute in 16 bits: activations in fp32 go in 16 bits."""
+        scale = 0.5 if self.differentiable else 1.0
+        return Size.total(spec.bytes * scale if spec.dtype == "float32" else spec.bytes for spec in self.specs)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
@@ -46,7 +52,8 @@ class Value:
         name: of the node that makes it; unique in the graph.
         producer: the stage that makes it.
         consumers: the later stages that read it, in order.
-        shape, dtype: as it was traced; it is sent in this dtype also where autocast has made another.
+        shape, dtype: as it was traced; it is sent in this dtype also where autocast has made another; activations in
+            fp32 between devices that compute in 16 bits in 16 bits.
         batch_dim: the dim whose size is ``rows_a_sample`` times the number of samples; None if there is none. With ``ordered``,
             None says that the value is the same for every slice of the batch.
         rows_a_sample: rows of that dim for each sample.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
-__all__ = ["Precision", "Precisions", "in_words", "of_kind", "precision_of", "together"]
+__all__ = ["Precision", "Precisions", "between", "in_words", "of_kind", "precision_of", "together"]
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Precisions: TypeAlias = Precision | dict[str, Precision]
@@ -34,6 +34,14 @@ def together(of_each: Iterable[Precision]) -> Precision:
     """Of devices that hold parts of one stage."""
     found = set(of_each)
     return found.pop() if len(found) == 1 else "fp32"
+
+
+def between(one: Precision, other: Precision) -> Precision:
+    """In which activations and their gradients go from one device to another: the narrower of theirs, for what computes in it has no
+    more; bf16 between the two of 16 bits, since fp16 has not its range.
+    """
+    narrow = {one, other} - {"fp32"}
+    return "bf16" if "bf16" in narrow else narrow.pop() if narrow else "fp32"
 
 
 def in_words(precisions: Precision | Mapping[str, Precision]) -> str:

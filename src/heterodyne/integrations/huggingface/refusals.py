@@ -21,7 +21,7 @@ _SET = {
     "deepspeed": "the plan says which rank holds what: leave it out",
     "parallelism_config": "the plan says how the model is spread: leave it out, or pass distribution={'plan': ...}",
     "torch_compile": "compiled code cannot be cut into stages or measured by blocks: leave it out",
-    "fp16": "it would need a scaled loss: take bf16",
+    "fp16": "this trainer has not been tried in fp16: take bf16, or hd.distribute(precision='fp16')",
     "fp16_full_eval": "evaluation has the precision of the training: leave it out",
     "bf16_full_eval": "evaluation has the precision of the training: leave it out",
     "auto_find_batch_size": "the planner finds micro-batches that fit, the global batch stays: leave it out",

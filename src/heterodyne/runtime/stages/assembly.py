@@ -120,6 +120,7 @@ class Assembly:
         self._device = communicator.device
         self._cluster = cluster
         self._place = placement.places[communicator.rank]
+        self._precisions = [place.precision for place in placement.places]
         self._programs = programs
         self._home = home
         self._forward = Forward(
@@ -254,7 +255,7 @@ class Assembly:
         )
         edges = _edges(programs, [piece.stage for piece in self._pieces], pipeline, self._place)
         _require_cuttable(edges, team)
-        return Transfers(rank=self._place.rank, team=team, edges=edges, mail=self._mail)
+        return Transfers(rank=self._place.rank, team=team, edges=edges, mail=self._mail, precisions=self._precisions)
 
 
 def captured_shapes(graph: ModelGraph) -> Shapes:

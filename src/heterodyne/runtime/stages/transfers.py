@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from heterodyne.graph.cut import Value
+from heterodyne.plan.precision import Precision, between
 from heterodyne.plan.program import Action
 from heterodyne.plan.slices import overlap, slices
 from heterodyne.plan.traffic import PARCELS_AHEAD
 from heterodyne.runtime.meeting.mail import Arrival, Mail
 
 __all__ = ["Edge", "Team", "Transfers"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Parcel(NamedTuple):
@@ -70,12 +73,16 @@ class Transfers:
         team: of its pipeline.
         edges: those that begin or end on this rank.
         mail: carries the tensors.
+        precisions: that each rank computes in; activations in fp32 go in the narrower one of both ends.
 
     Making one is collective over the ranks of the pipeline.
     """
 
-    def __init__(self, *, rank: int, team: Team, edges: Sequence[Edge], mail: Mail) -> None:
+    def __init__(
+        self, *, rank: int, team: Team, edges: Sequence[Edge], mail: Mail, precisions: Sequence[Precision]
+    ) -> None:
         self._rank = rank
+        self._precisions = precisions
         self._team = team
         # Both ends go through them in the same order.
         self._edges = {(edge.maker, edge.reader): edge for edge in sorted(edges, key=lambda e: (e.maker, e.reader))}
@@ -109,7 +116,7 @@ class Transfers:
                 for value in edge.values:
                     part = self._part(value, edge.maker, edge.reader, self._rank, other, index)
                     if part is not None:
-                        self._mail.send(_rows(made[value.name], value, part), other)
+                        self._send(_rows(made[value.name], value, part), value, other)
 
     def send_backward(self, stage: int, index: int, gradients: Mapping[str, Tensor]) -> None:
         """Send the gradients of what a stage has received from other places."""
@@ -120,7 +127,7 @@ class Transfers:
                     if part is not None:
                         first, count = part
                         own = self._slice(edge.reader, self._rank, index)[0] - self._slice(edge.maker, other, index)[0]
-                        self._mail.send(_rows(gradients[value.name], value, (first - own, count)), other)
+                        self._send(_rows(gradients[value.name], value, (first - own, count)), value, other)
 
     def receive_forward(self, stage: int, index: int) -> dict[str, Tensor]:
         """This rank's samples of the values that other places have made for a stage, by name."""
@@ -131,7 +138,7 @@ class Transfers:
                 arrivals = iter(self._open(other, _Parcel("SEND_F", edge.maker, edge.reader, index)))
                 for value in edge.values:
                     if self._part(value, edge.maker, edge.reader, other, self._rank, index) is not None:
-                        parts[value.name].append(next(arrivals).wait())
+                        parts[value.name].append(_as_traced(next(arrivals).wait(), value))
             for value in edge.values:
                 of = parts[value.name]
                 if of:
@@ -149,7 +156,7 @@ class Transfers:
                 for value in edge.differentiable:
                     part = self._part(value, edge.maker, edge.reader, self._rank, other, index)
                     if part is not None:
-                        _put(found, value, next(arrivals).wait(), part, own)
+                        _put(found, value, _as_traced(next(arrivals).wait(), value), part, own)
             for name, gradient in found.items():
                 total[name] = gradient if name not in total else total[name] + gradient
         return total
@@ -222,14 +229,33 @@ class Transfers:
             part = self._part(value, edge.maker, edge.reader, source, to, parcel.micro_batch)
             if part is not None:
                 shape = tuple(int(size(part[1])) for size in value.shape)
-                arrivals.append(self._mail.receive(shape, getattr(torch, value.dtype), other))
+                arrivals.append(self._mail.receive(shape, self._sent_as(value, other), other))
         return arrivals
+
+    def _send(self, tensor: Tensor, value: Value, other: int) -> None:
+        self._mail.send(tensor.to(self._sent_as(value, other)), other)
+
+    def _sent_as(self, value: Value, other: int) -> torch.dtype:
+        """In which dtype this rank and another exchange a value and its gradient."""
+        precision = between(self._precisions[self._rank], self._precisions[other])
+        narrow = value.differentiable and value.dtype == "float32" and precision != "fp32"
+        return _DTYPES[precision] if narrow else _dtype_of(value)
 
     def _open(self, other: int, parcel: _Parcel) -> list[Arrival]:
         self._make_room(other, parcel)
         arrivals = self._posted.pop((other, parcel))
         self._make_room(other)
         return arrivals
+
+
+def _dtype_of(value: Value) -> torch.dtype:
+    """That it was traced in."""
+    found: torch.dtype = getattr(torch, value.dtype)
+    return found
+
+
+def _as_traced(tensor: Tensor, value: Value) -> Tensor:
+    return tensor.to(_dtype_of(value))
 
 
 def _rows(tensor: Tensor, value: Value, part: tuple[int, int]) -> Tensor:
