@@ -24,7 +24,7 @@ BATCH = torch.randn(4, 3)
         ({"optimizer": torch.optim.AdamW(MODEL.parameters(), lr=0.25)}, r"lambda parameters: AdamW\(parameters, lr=0.25\)"),
         ({"optimizer": "adamw"}, "optimizer is 'adamw'; it is an OptimizerSection"),
         ({"plan": 3}, "plan is 3; it is a strategy"),
-        ({"precision": "fp16"}, "precision is 'fp16', not 'fp32' or 'bf16', which would need a scaled loss"),
+        ({"precision": "fp8"}, "precision is 'fp8', not 'fp32' or 'bf16' or 'fp16' or 'auto'"),
         ({"precision": torch.bfloat16}, "write 'bf16'"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm is nan; it is the largest norm"),
         ({"micro_batch_sizes": ()}, r"micro_batch_sizes is \(\)"),
