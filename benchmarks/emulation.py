@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from heterodyne.runtime.meeting.communicator import Communicator
+    from heterodyne.runtime.comm.communicator import Communicator
 
 __all__ = ["EQUAL", "UNEQUAL", "Rounds", "emulated", "in_rounds", "ratios", "worker_arguments"]
 

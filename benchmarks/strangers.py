@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from heterodyne.emulate.network import WorkerNetwork, why_not, worker_networks
 from heterodyne.processes.launch import WorkerSpec, launch_workers
-from heterodyne.runtime.meeting.gateway import LOOPBACK, Gateway, Tunnel
+from heterodyne.runtime.rendezvous.gateway import LOOPBACK, Gateway, Tunnel
 
 LINK = 1e9  # bytes per second
 PORT = "29400"

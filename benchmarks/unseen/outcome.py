@@ -23,7 +23,7 @@ from heterodyne.errors import HeterodyneError, NoGraphError
 from heterodyne.frontend import Captured, CapturedModel, opaque, read_count, trace
 from heterodyne.model_output import loss_of
 from heterodyne.plan.lower import lower
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.worker import Worker
 from unseen.family import Family
 from unseen.plans import SAMPLES, cluster_of, plan_of

@@ -10,11 +10,11 @@ import torch
 
 from device.test_exactness import A
 from heterodyne.processes import GAVE_UP_ON_A_PEER
-from heterodyne.runtime.meeting.channel import Channel
-from heterodyne.runtime.meeting.device_queue import DeviceQueue
-from heterodyne.runtime.meeting.distributed import init_distributed
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.runtime.meeting.mail import Mail
+from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.p2p import P2P
+from heterodyne.runtime.liveness.device_queue import DeviceQueue
+from heterodyne.runtime.rendezvous.distributed import init_distributed
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.runtime.worker import Worker
 from multiprocess.crowd import Crowd
 from multiprocess.misfortunes import FOREVER_S, QUICK
@@ -36,7 +36,7 @@ def train_and_hang(environment: WorkerEnvironment, kind: str, whose: int) -> Non
         where, name = Channel, "all_gather"
     else:
         stages = (StageOf(ops // 2, (0,), (1,)), StageOf(ops, (1,), (1,)))
-        where, name = Mail, "send"
+        where, name = P2P, "send"
     limits = replace(QUICK, stuck_s=1.0, stuck_factor=2.0)
     with init_distributed(environment, backend="gloo", timeout_s=60.0, limits=limits) as session:
         watchdog, device = session.watchdog, torch.device(A, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from device.test_exactness import CPU, A, B
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
-from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World

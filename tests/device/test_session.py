@@ -14,8 +14,8 @@ import torch.distributed as dist
 from device.strict import StrictGroup
 from heterodyne.api.session import open_session
 from heterodyne.measure.discover import local_accelerators
-from heterodyne.runtime.meeting.communicator import Communicator
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from multiprocess.crowd import Crowd
 from multiprocess.pool import Pool, World, accelerator
 
@@ -44,7 +44,7 @@ def timeouts(world: World) -> tuple[timedelta, set[timedelta]]:
     """Of the default group, and of those that are made for a job."""
     with Communicator(rank=world.rank, world_size=world.world_size, device=torch.device(world.device)) as communicator:
         communicator.channel(range(world.world_size))
-        communicator.mail()
+        communicator.p2p()
         default, *made = (timeout_of(group) for group in dist.distributed_c10d._world.pg_map)
         return default, set(made)
 

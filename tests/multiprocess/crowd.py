@@ -27,7 +27,7 @@ from unittest import mock
 
 from heterodyne.processes import worker_exit_status
 from heterodyne.processes.port import reserve_port
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from multiprocess.pool import PRELOADED
 
 PATIENCE_S = 120.0  # a test that hangs, not one that is slow

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.meeting.communicator import Communicator
-from heterodyne.runtime.meeting.distributed import init_distributed
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.runtime.meeting.judge import WatchLimits
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.liveness.failure_detector import WatchLimits
+from heterodyne.runtime.rendezvous.distributed import init_distributed
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 
 QUICK = WatchLimits(
     interval_s=0.1, silence_s=2.0, phase_silence_s=2.0, stuck_s=2.0, phase_s=60.0, publish_s=0.5, handle_s=2.0

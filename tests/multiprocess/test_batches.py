@@ -20,8 +20,8 @@ from heterodyne.frontend import read_count, trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
-from heterodyne.runtime.meeting.agreement import Agreement
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.same_batch import digest, require_same
 from heterodyne.runtime.worker import Worker
 from multiprocess.pool import Pool, World

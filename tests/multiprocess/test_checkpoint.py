@@ -15,7 +15,7 @@ import torch
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
-from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.comm.agreement import Agreement
 from multiprocess.pool import Pool, RemoteError, World
 
 IDENTITY = {"job": {"training": {"seed": 0}}}
@@ -94,8 +94,8 @@ def agree(world: World) -> list[Any]:
             raise HeterodyneError(f"rank {rank} says no")
         return f"rank {world.rank}"
 
-    heard: list[Any] = [agreement.first(lambda: fail_on(1)), agreement.each(lambda: world.rank * 10)]
-    heard.append(agreement.first_only(lambda: world.rank))
+    heard: list[Any] = [agreement.on_rank0(lambda: fail_on(1)), agreement.gather_or_raise(lambda: world.rank * 10)]
+    heard.append(agreement.only_on_rank0(lambda: world.rank))
     for ask in (agreement.first, agreement.each, agreement.first_only):
         try:
             ask(lambda: fail_on(0))

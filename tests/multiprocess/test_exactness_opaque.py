@@ -16,8 +16,8 @@ from heterodyne.frontend.opaque import opaque, read_count
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.lower import lower
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.worker import Worker
 from multiprocess.opaque_models import WIDTH, Forces, graph_of, make
 from multiprocess.pool import Pool, World

@@ -11,7 +11,7 @@ import pytest
 
 from heterodyne.emulate.duty_cycle import duty_cycle
 from heterodyne.processes import GAVE_UP_ON_A_PEER
-from heterodyne.runtime.meeting.judge import WatchLimits
+from heterodyne.runtime.liveness.failure_detector import WatchLimits
 from multiprocess.crowd import Crowd, Worker
 from multiprocess.misfortunes import QUICK, loop, meet_briefly, spin, stay, work, work_in_channels
 

@@ -18,7 +18,7 @@ from heterodyne.measure.exchanges import PART_BYTES, measure_exchanges
 from heterodyne.measure.links import measure_all_reduce, measure_sends
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.workbench import Workbench
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.communicator import Communicator
 from measure.fake_model import request_of
 from multiprocess.pool import Pool, World
 

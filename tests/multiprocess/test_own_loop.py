@@ -26,11 +26,11 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.processes import GAVE_UP_ON_A_PEER
 from heterodyne.processes.status import TOLD
-from heterodyne.runtime.meeting.agreement import Agreement
-from heterodyne.runtime.meeting.communicator import Communicator
-from heterodyne.runtime.meeting.distributed import init_distributed
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.runtime.meeting.judge import WatchLimits
+from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.liveness.failure_detector import WatchLimits
+from heterodyne.runtime.rendezvous.distributed import init_distributed
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from multiprocess.crowd import Crowd
 from multiprocess.pool import Pool, World
 from multiprocess.work import PipelineOf, StageOf, cluster_of, plan_of, staged_plan

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from heterodyne.frontend import trace
 from heterodyne.job import OptimizerSection
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
-from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, TinyGPT
 from multiprocess.pool import Pool, World

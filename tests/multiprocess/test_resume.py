@@ -23,9 +23,9 @@ from heterodyne.job import Job
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.lower import lower
 from heterodyne.runtime.checkpoint.export import WEIGHTS
+from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.data.text import GlobalBatch, open_text
-from heterodyne.runtime.meeting.agreement import Agreement
-from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.records.progress import SilentReporter
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.trainer import Outcome, Trainer

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from heterodyne.errors import WorkerError
-from heterodyne.runtime.meeting.shared_exchange import SharedExchange
+from heterodyne.runtime.comm.shared_exchange import SharedExchange
 from multiprocess.pool import Pool, RemoteError, World
 
 SIZES = st.sampled_from((0, 0, 1, 7, 1000, 262_143, 262_144, 262_145, 900_001))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heterodyne.runtime.meeting import shared_memory
-from heterodyne.runtime.meeting.channel import Channel
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm import shared_memory
+from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.communicator import Communicator
 from multiprocess.pool import Pool, World
 
 SIZES = [(1, torch.float32), (7, torch.float64), (200_001, torch.float32), (3, torch.bfloat16), (0, torch.float32)]
@@ -116,7 +116,7 @@ def test_without_room_on_one_rank_all_take_sockets(pool: Pool) -> None:
 def elsewhere(world: World) -> tuple[bool, float]:
     """Each rank says that it is on another machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heterodyne.runtime.meeting.communicator.neighbourhood", lambda: (str(world.rank),))
+        patch.setattr("heterodyne.runtime.comm.communicator.neighbourhood", lambda: (str(world.rank),))
         with joined(world) as channel:
             (buffer,) = channel.buffers([(8, torch.float32)])
             buffer.fill_(1)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.timeline import Timeline
 from multiprocess.models import build, captured

@@ -17,8 +17,8 @@ from heterodyne.job import OptimizerSection
 from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.executor import Watch
-from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, capture_of

@@ -24,7 +24,7 @@ from heterodyne.plan import Plan
 from heterodyne.plan.schedules.csv_file import load_csv
 from heterodyne.report.html import render
 from heterodyne.report.run import load_run
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.timeline import Timeline
 from pure.spoiled import VALUES, as_json, as_text, as_yaml
 from report.synthetic_run import JOB, cluster, profile, write_run

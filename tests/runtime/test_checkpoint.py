@@ -416,7 +416,7 @@ LOADS = {
     "exec",
 }
 BETWEEN_OWN_PROCESSES = {
-    "heterodyne.runtime.meeting.agreement",  # whether an error can be sent to the other ranks
+    "heterodyne.runtime.comm.agreement",  # whether an error can be sent to the other ranks
     "heterodyne.runtime.data.elements",  # where a stream is, from the process of this rank that reads it
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heterodyne.runtime.meeting.communicator import platform_of
+from heterodyne.runtime.comm.communicator import platform_of
 
 
 def test_devices_of_two_makers_that_torch_calls_by_one_type_are_told_apart() -> None:

@@ -11,11 +11,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from heterodyne.errors import WorkerError
 from heterodyne.processes.port import reserve_port
-from heterodyne.runtime.meeting import store as stores
-from heterodyne.runtime.meeting.distributed import init_distributed
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.runtime.meeting.file_handles import require_file_handles
-from heterodyne.runtime.meeting.store import open_store
+from heterodyne.runtime.rendezvous import store as stores
+from heterodyne.runtime.rendezvous.distributed import init_distributed
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.file_handles import require_file_handles
+from heterodyne.runtime.rendezvous.store import open_store
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 

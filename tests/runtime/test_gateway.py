@@ -15,13 +15,13 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs do not declare it
 
 from heterodyne.errors import WorkerError
-from heterodyne.runtime.meeting import gateway
-from heterodyne.runtime.meeting import store as stores
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.runtime.meeting.gateway import LOOPBACK, Gateway, Tunnel
-from heterodyne.runtime.meeting.handshake import GREETING, HandshakeError, SecretError, mac
-from heterodyne.runtime.meeting.signing import SignedStore
-from heterodyne.runtime.meeting.store import RunStore, open_store
+from heterodyne.runtime.liveness.signing import SignedStore
+from heterodyne.runtime.rendezvous import gateway
+from heterodyne.runtime.rendezvous import store as stores
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.gateway import LOOPBACK, Gateway, Tunnel
+from heterodyne.runtime.rendezvous.handshake import GREETING, HandshakeError, SecretError, mac
+from heterodyne.runtime.rendezvous.store import RunStore, open_store
 
 SECRET = b"the secret of this run"
 TIMEOUT = timedelta(seconds=10)
@@ -95,7 +95,7 @@ def test_who_knows_the_secret_has_the_store(place: Place) -> None:
         + struct.pack("<I", 0x3C85F7CE)
         + b"\x00"
         + struct.pack("<Q", 7)
-        + b"verdict"
+        + b"failure"
         + struct.pack("<Q", 2)
         + b"{}",
     ],
@@ -167,13 +167,13 @@ def test_a_gateway_without_the_secret_is_not_believed(place: Place) -> None:
 def test_a_forged_or_moved_entry_is_no_entry() -> None:
     plain = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     signed, other = (SignedStore(plain, key, timeout_s=1) for key in (SECRET, b"another"))
-    plain.set("verdict", "rank 1 died")
-    assert signed.get("verdict") is None
-    assert signed.set_first("verdict", "rank 2 died") == "rank 2 died"
-    assert signed.set_first("verdict", "rank 3 died") == "rank 2 died"
-    assert other.get("verdict") is None
-    plain.set("beat", plain.get("verdict"))
-    assert signed.get_all(["beat", "verdict", "nothing"]) == [None, "rank 2 died", None]
+    plain.set("failure", "rank 1 died")
+    assert signed.get("failure") is None
+    assert signed.set_first("failure", "rank 2 died") == "rank 2 died"
+    assert signed.set_first("failure", "rank 3 died") == "rank 2 died"
+    assert other.get("failure") is None
+    plain.set("heartbeat", plain.get("failure"))
+    assert signed.get_all(["heartbeat", "failure", "nothing"]) == [None, "rank 2 died", None]
     assert signed.forged == 3
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.plan.buckets import Bucket, Part
-from heterodyne.runtime.meeting.channel import Channel, Pending
+from heterodyne.runtime.comm.channel import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.gradients import GradientBuckets
 

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.runtime.meeting.listening import listening_socket
-from heterodyne.runtime.meeting.store import open_store
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.listening import listening_socket
+from heterodyne.runtime.rendezvous.store import open_store
 
 
 def test_a_store_on_loopback_refuses_the_other_addresses_of_the_machine() -> None:

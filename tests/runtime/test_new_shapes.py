@@ -14,8 +14,8 @@ from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.frontend import trace
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.lower import lower
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.dropout import SampleDropout
-from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.stages import assembly
 from heterodyne.runtime.worker import Worker
 from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan

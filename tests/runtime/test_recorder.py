@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from heterodyne.plan.program import Action
-from heterodyne.runtime.meeting.channel import Pending
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.channel import Pending
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.records.recorder import Recorder, joined
 from heterodyne.timeline import Event
 

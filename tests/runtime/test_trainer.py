@@ -21,8 +21,8 @@ from heterodyne.errors import CheckpointError, NumericsError
 from heterodyne.job import Job, MetricsSection
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.checkpoint.export import WEIGHTS
+from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.data.text import GlobalBatch, TextData, open_text
-from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.records.metrics import StepRecord
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_directory import RunDirectory

@@ -104,7 +104,7 @@ def capture_as_it_is(
         return seen
 
     with session.announced("comparing the module on a few samples with itself on parts of them"):
-        found = captured(session.agreement.first(lambda: _run(in_parts, session, wanted, example_batch)))
+        found = captured(session.agreement.on_rank0(lambda: _run(in_parts, session, wanted, example_batch)))
     session.say(
         f"{name} was compared with itself in parts on the first batch, and its loss will be on some samples of a few later ones. A choice "
         "that it makes for a whole batch, and that turns out otherwise only in others, is not seen: 'heterodyne verify' compares steps of "
@@ -141,7 +141,7 @@ def _loss_of(
     found = None
     if has_loss_outside(model):
         # Only rank 0 has weights for sure.
-        output = session.agreement.first(lambda: _run(output_of_model, session, wanted, example_batch))
+        output = session.agreement.on_rank0(lambda: _run(output_of_model, session, wanted, example_batch))
         found = session.together(lambda: trace_loss(model, example_batch, output))
     if found is None:
         raise CaptureError(

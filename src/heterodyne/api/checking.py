@@ -72,7 +72,7 @@ def check_everywhere(session: Session, captured: Captured, whole: WholeModel, *,
         return verdict
 
     with session.phase("checking the captured model"):
-        verdict = session.agreement.first(decide)
+        verdict = session.agreement.on_rank0(decide)
     session.say(verdict.line)
     return verdict
 

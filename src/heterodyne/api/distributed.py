@@ -213,7 +213,7 @@ class Distributed:
         """
         with self._calls.named("save_pretrained()"), self.phase("writing the weights"):
             weights = self._names.own_model(self._worker.weights())
-            written = self._session.agreement.first(lambda: export_model(self._model, Path(path), weights))
+            written = self._session.agreement.on_rank0(lambda: export_model(self._model, Path(path), weights))
         self._tell(lambda callback: callback.on_save(self, written))
         return written
 
@@ -232,7 +232,7 @@ class Distributed:
         """
         with self._calls.named("save_checkpoint()"), self.phase("writing a checkpoint"):
             self._skipped.require_none(self.steps_done)
-            require_finite(self._session.agreement.each(self._worker.not_finite), self.steps_done)
+            require_finite(self._session.agreement.gather_or_raise(self._worker.not_finite), self.steps_done)
             state = self._names.own_state(self._worker.own_state()) | ({"extra": dict(extra)} if extra else {})
             checkpoints = self._checkpoints(directory, keep)
             path = checkpoints.save(self.steps_done, state, identity=self._identity, plan=self.plan.dump())

@@ -60,7 +60,7 @@ def open_data(session: Session, job: Job, base: Path) -> DataSource:
         return data_of(job, base, cache, say=session.say)
 
     with session.phase("reading the data"):
-        session.agreement.first_only(read)  # one rank writes the token file; the others find it
+        session.agreement.only_on_rank0(read)  # one rank writes the token file; the others find it
         data = session.together(read)
     for rank, identity in enumerate(session.communicator.all_gather_object(dict(data.identity))):
         if identity != data.identity:
@@ -136,7 +136,7 @@ def _require_vocabulary(session: Session, data: DataSource, vocabulary: int, mod
         if needed is not None:
             require_vocabulary(vocabulary, model=model, needed=needed)
 
-    session.agreement.first_only(check)  # a token file is read from end to end for it
+    session.agreement.only_on_rank0(check)  # a token file is read from end to end for it
 
 
 def _vocabulary(graph: ModelGraph) -> int | None:

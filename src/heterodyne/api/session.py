@@ -17,14 +17,14 @@ from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
+from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.determinism import exact_arithmetic
 from heterodyne.runtime.host_heap import keep_freed_memory
-from heterodyne.runtime.meeting.agreement import Agreement
-from heterodyne.runtime.meeting.communicator import Communicator
-from heterodyne.runtime.meeting.device_queue import DeviceQueue
-from heterodyne.runtime.meeting.distributed import init_distributed
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.runtime.meeting.watchdog import Watchdog
+from heterodyne.runtime.liveness.device_queue import DeviceQueue
+from heterodyne.runtime.liveness.watchdog import Watchdog
+from heterodyne.runtime.rendezvous.distributed import init_distributed
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.units import counted, format_seconds
 
 __all__ = ["LONGEST_PHASE_S", "Session", "open_session"]
@@ -78,7 +78,7 @@ class Session:
     def together(self, do: Callable[[], T]) -> T:
         """Every rank does it and keeps its own result; if it fails on one, the same HeterodyneError is raised on all."""
         kept: list[T] = []
-        self.agreement.each(lambda: kept.append(do()))
+        self.agreement.gather_or_raise(lambda: kept.append(do()))
         return kept[0]
 
     def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:

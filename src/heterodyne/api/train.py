@@ -78,9 +78,9 @@ def train_job(
             if prepared.planned is not None:
                 show_planned(prepared.planned)
             if kept is None:  # else it stands there as it was, with the reasons of that time
-                session.agreement.first_only(lambda: _write_down(run, job, base, session, prepared))
+                session.agreement.only_on_rank0(lambda: _write_down(run, job, base, session, prepared))
             else:
-                session.agreement.first_only(lambda: _write_job(run, job, base))
+                session.agreement.only_on_rank0(lambda: _write_job(run, job, base))
             outcome = _train(session, run, job, base, data, prepared, found)
             if session.rank == 0:
                 _summarise(run, graph, outcome)
@@ -93,7 +93,7 @@ def _run_directory(session: Session, name: str, given: Path | None, *, resume: b
             return RunDirectory.latest(_RUNS, name) if given is None else RunDirectory.existing(given)
         return RunDirectory.create_next(_RUNS, name) if given is None else RunDirectory.create(given)
 
-    return session.agreement.first(choose)
+    return session.agreement.on_rank0(choose)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _gone_if_unused(session: Session, run: RunDirectory) -> Iterator[None]:
 @contextmanager
 def _alone_in(session: Session, run: RunDirectory) -> Iterator[None]:
     with ExitStack() as stack:
-        session.agreement.first_only(lambda: stack.enter_context(occupied(run.path)))
+        session.agreement.only_on_rank0(lambda: stack.enter_context(occupied(run.path)))
         yield
 
 
@@ -145,7 +145,7 @@ def _is_complete(session: Session, run: RunDirectory, job: Job, found: Checkpoin
         return steps if isinstance(steps, int) else None
 
     # The summary is the last thing that is written. That of a run which has been extended since is of an earlier step.
-    return session.agreement.first(
+    return session.agreement.on_rank0(
         lambda: found.step >= job.training.steps and run.model.is_dir() and summed_up() == found.step
     )
 
@@ -168,7 +168,7 @@ def _kept(
             return None, profile, "going on under the given plan, which is another one than that of the run so far"
         return plan, profile, "going on under the plan of the run so far"
 
-    plan, profile, told = session.agreement.first(read)
+    plan, profile, told = session.agreement.on_rank0(read)
     session.say(told)
     return plan, profile
 

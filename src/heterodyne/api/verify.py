@@ -79,7 +79,7 @@ def _batches(
         whole = union(of_step, [(0, of_step.size)], graph)
         return without_counts(whole, graph, source.captured.loss_count, dict(module.named_buffers()), samples)
 
-    batch = session.agreement.first(made) if samples else None
+    batch = session.agreement.on_rank0(made) if samples else None
     if batch is None:
         yield f"step {count - 1}", of_step
     else:

@@ -12,7 +12,7 @@ import psutil
 from heterodyne.cluster.file import load_cluster
 from heterodyne.errors import ClusterError
 from heterodyne.processes import WorkerSpec, launch_workers
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.units import counted, format_bytes
 
 __all__ = ["on_every_device"]

@@ -8,7 +8,7 @@ import sys
 
 from heterodyne.errors import FileError, HeterodyneError
 from heterodyne.processes import worker_exit_status
-from heterodyne.runtime.meeting.file_handles import TOO_MANY_OPEN
+from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN
 
 __all__ = ["of_the_system", "tell"]
 

@@ -13,7 +13,7 @@ from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 
 __all__ = ["command"]
 

@@ -14,7 +14,7 @@ import torch
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
 from heterodyne.measure.clock import Clock
-from heterodyne.measure.peers import Channel, Mail, Peers
+from heterodyne.measure.peers import P2P, Channel, Peers
 from heterodyne.measure.sampling import Sampling, Timing, summarise
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
@@ -98,7 +98,7 @@ def measure_sends(
     """
     if peers.world_size < 2:
         return ()
-    mail = peers.mail()
+    mail = peers.p2p()
     try:
         return _sends(peers, mail, devices, bench, sorted(message_bytes), budget_s)
     finally:
@@ -106,7 +106,7 @@ def measure_sends(
 
 
 def _sends(
-    peers: Peers, mail: Mail, devices: Sequence[str], bench: Workbench, message_bytes: Sequence[int], budget_s: float
+    peers: Peers, mail: P2P, devices: Sequence[str], bench: Workbench, message_bytes: Sequence[int], budget_s: float
 ) -> tuple[LinkSample, ...]:
     size = peers.world_size
     pairs = [(rank, (rank + 1) % size) for rank in range(size)][: 1 if size == 2 else size]

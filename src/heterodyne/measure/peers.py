@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-__all__ = ["Arrival", "Channel", "Mail", "Peers", "Pending"]
+__all__ = ["P2P", "Channel", "Peers", "Pending", "RecvWork"]
 
 T = TypeVar("T")
 
@@ -38,13 +38,13 @@ class Channel(Protocol):
         ...
 
 
-class Arrival(Protocol):
+class RecvWork(Protocol):
     """A message on its way to this rank."""
 
     def wait(self) -> torch.Tensor: ...
 
 
-class Mail(Protocol):
+class P2P(Protocol):
     """Messages between two ranks, on their devices, in the order in which they are sent."""
 
     def connect(self, others: Iterable[int]) -> None:
@@ -55,7 +55,7 @@ class Mail(Protocol):
         """Start to send; the tensor stays as it is until `settle`."""
         ...
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Arrival: ...
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> RecvWork: ...
 
     def settle(self) -> None:
         """Wait until all has left."""
@@ -85,6 +85,6 @@ class Peers(Protocol):
 
     def channel(self, ranks: Sequence[int]) -> Channel | None: ...
 
-    def mail(self) -> Mail:
+    def p2p(self) -> P2P:
         """How training sends tensors from rank to rank. Collective."""
         ...

@@ -11,8 +11,8 @@ from torch import nn
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.program import Action
+from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.exact.weighting import Weights, known_loss, part_statistics, weighted_sum
-from heterodyne.runtime.meeting.channel import Channel
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.assembly import Parts

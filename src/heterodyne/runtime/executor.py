@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from heterodyne.plan.program import Action, Program
+from heterodyne.runtime.comm.channel import Channel, Pending
 from heterodyne.runtime.exact.weighting import Weights, known_loss, weighted_sum
-from heterodyne.runtime.meeting.channel import Channel, Pending
-from heterodyne.runtime.meeting.judge import BETWEEN_STEPS
+from heterodyne.runtime.liveness.failure_detector import BETWEEN_STEPS
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.assembly import Parts

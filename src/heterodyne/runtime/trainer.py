@@ -27,8 +27,8 @@ from heterodyne.processes.signals import StopRequest, stop_requests
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
+from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.data.source import DataSource
-from heterodyne.runtime.meeting.agreement import Agreement
 from heterodyne.runtime.records.metrics import StepRecord, Validation
 from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
 from heterodyne.runtime.records.progress import Reporter
@@ -206,14 +206,14 @@ class Trainer:
             validation_loss=None if self._validation is None else self._validation.validation_loss,
             interrupted=interrupted,
             seconds=time.perf_counter() - started,
-            peak_memory_bytes=tuple(self._ranks.each(self._peak_memory_bytes)),
+            peak_memory_bytes=tuple(self._ranks.gather_or_raise(self._peak_memory_bytes)),
         )
 
     def export(self) -> Path:
         """Write the weights as they are now into the run's ``model/``; where they are. Raises CheckpointError."""
         with self._phase("writing the weights"):
             weights = self._worker.weights()
-            return self._ranks.first(lambda: export_model(self._worker.module, self._run.model, weights))
+            return self._ranks.on_rank0(lambda: export_model(self._worker.module, self._run.model, weights))
 
     def _loop(self, stop: StopRequest, sinks: Sinks | None) -> bool:
         """Whether it was interrupted."""
@@ -223,7 +223,7 @@ class Trainer:
             stopping = self._ranks.ask(lambda: stop.number is not None)
             self._step(sinks)
             if stopping() and self._done < steps:
-                asked = self._ranks.each(
+                asked = self._ranks.gather_or_raise(
                     lambda: None if stop.number is None else f"{stop.number.name} (pid {os.getpid()})"
                 )
                 self._say_first(f"{_got(asked)}stopping after step {self._done}, as asked")
@@ -255,7 +255,7 @@ class Trainer:
         started = time.perf_counter()
         batch = self._data.batch(self._done)
         if self._ranks.size > 1 and is_looked_at(self._done):
-            require_same(self._ranks.each(lambda: digest(batch)), self._done, given=False)
+            require_same(self._ranks.gather_or_raise(lambda: digest(batch)), self._done, given=False)
         result = self._worker.step(batch)
         step_s = time.perf_counter() - started
         self._done += 1
@@ -301,7 +301,7 @@ class Trainer:
 
     def _save(self) -> None:
         with self._phase("writing a checkpoint"):
-            require_finite(self._ranks.each(self._worker.not_finite), self._done)
+            require_finite(self._ranks.gather_or_raise(self._worker.not_finite), self._done)
             state = dict(self._worker.own_state())
             read = self._data.state_dict()
             if read is not None:
@@ -326,7 +326,7 @@ class Trainer:
 
     def _open_sinks(self) -> Sinks | None:
         """On rank 0; an error there is every rank's."""
-        return self._ranks.first_only(self._open_sinks_here)
+        return self._ranks.only_on_rank0(self._open_sinks_here)
 
     def _open_sinks_here(self) -> Sinks:
         return Sinks.open(

@@ -21,12 +21,12 @@ from heterodyne.plan.boxes import inside
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precision
 from heterodyne.plan.program import Program
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import evaluate
 from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.exact.weighting import Weights, part_statistics
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.failed_lookups import told_with_place
-from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from heterodyne.experts import swiglu_experts
 from heterodyne.frontend import trace
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.split import experts as functions
 from heterodyne.runtime.split.group import Group
 from multiprocess.pool import Pool, World

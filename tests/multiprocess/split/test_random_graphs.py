@@ -21,8 +21,8 @@ from heterodyne.job import OptimizerSection
 from heterodyne.plan.check import violations
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Exchange, Plan
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.worker import Worker
 from multiprocess.pool import Pool, World
 from multiprocess.split.random_graphs import Program, Written, captured_program, program

@@ -20,8 +20,8 @@ from heterodyne.api.loop.model_with_loss import ModelWithLoss
 from heterodyne.api.loop.names import Names
 from heterodyne.errors import DataError
 from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import eval_mode, evaluation_parts
-from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import autocast
 from heterodyne.runtime.worker import Worker

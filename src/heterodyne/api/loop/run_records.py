@@ -34,7 +34,7 @@ def open_run(session: Session, path: Path, *, resume: bool) -> RunDirectory:
         there = path.is_dir() and any(path.iterdir())
         return RunDirectory.existing(path) if resume and there else RunDirectory.create(path)
 
-    return session.agreement.first(choose)
+    return session.agreement.on_rank0(choose)
 
 
 class RunRecords:
@@ -63,7 +63,7 @@ class RunRecords:
         self._last: StepResult | None = None
         self._validation: float | None = None
         if run is not None:
-            session.agreement.first_only(lambda: write_plan_files(run, session, prepared))
+            session.agreement.only_on_rank0(lambda: write_plan_files(run, session, prepared))
 
     def checkpoints(self, directory: Path | None, keep: int) -> Checkpoints | None:
         """Those in that directory, or in that of the run; None where neither is known."""
@@ -106,7 +106,7 @@ class RunRecords:
         """Write timeline and summary."""
         if self._run is None:
             return
-        peaks = self._session.agreement.each(self._peak_memory_bytes)
+        peaks = self._session.agreement.gather_or_raise(self._peak_memory_bytes)
         run, last = self._run, self._last
         summary: Mapping[str, Any] = {
             "model": self._prepared.captured.graph.name,

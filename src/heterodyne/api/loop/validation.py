@@ -11,7 +11,7 @@ import torch
 from heterodyne.api.loop.batches import BatchFormat, BatchLike
 from heterodyne.api.loop.prediction import Metric, Predictor
 from heterodyne.errors import DataError
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.worker import Worker
 
 __all__ = ["validated"]

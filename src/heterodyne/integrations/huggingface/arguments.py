@@ -10,7 +10,7 @@ from accelerate.utils import patch_environment
 from transformers import TrainingArguments
 
 from heterodyne.errors import HeterodyneError
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 
 __all__ = ["HeterodyneArguments"]
 

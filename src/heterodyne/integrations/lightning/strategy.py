@@ -28,7 +28,7 @@ from heterodyne.integrations.lightning.refusals import require_even_batches, req
 from heterodyne.integrations.lightning.training_step import BatchForm, Logged, TrainingStep, size_of, what_it_logs
 from heterodyne.integrations.remade_optimizer import by_name, by_number, follow, remade
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, unchanged_random_state
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy

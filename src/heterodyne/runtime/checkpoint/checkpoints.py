@@ -34,7 +34,7 @@ from heterodyne.runtime.checkpoint.random_state import random_state
 from heterodyne.runtime.checkpoint.state_json import decoded, encoded
 from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, strip
 from heterodyne.runtime.checkpoint.tensor_files import assigned, read_tensors, write_tensors
-from heterodyne.runtime.meeting.agreement import Agreement
+from heterodyne.runtime.comm.agreement import Agreement
 
 __all__ = ["OTHER_DATA", "Checkpoint", "Checkpoints", "Restored", "taken_from"]
 
@@ -151,13 +151,15 @@ class Checkpoints:
         if state is None:
             del own[_STATE]
         tensors, skeleton = strip(own, _ROOT)
-        partial = self._ranks.first(lambda: self._begin(step))
+        partial = self._ranks.on_rank0(lambda: self._begin(step))
         try:
-            parts = self._ranks.each(
+            parts = self._ranks.gather_or_raise(
                 lambda: (encoded(skeleton), {name: tensor.nbytes for name, tensor in tensors.items()})
             )
             mine = assigned([held for _, held in parts], self._ranks.rank)
-            files = self._ranks.each(lambda: self._write(partial, step, {name: tensors[name] for name in mine}))
+            files = self._ranks.gather_or_raise(
+                lambda: self._write(partial, step, {name: tensors[name] for name in mine})
+            )
             manifest = Manifest(
                 step=step,
                 identity=dict(identity),
@@ -166,7 +168,7 @@ class Checkpoints:
                 files={name: file for written in files for name, file in written.items()},
             )
             whole = merged([decoded(part) for part, _ in parts])
-            return self._ranks.first(lambda: self._finish(partial, manifest, encoded(whole), plan))
+            return self._ranks.on_rank0(lambda: self._finish(partial, manifest, encoded(whole), plan))
         except CheckpointError:
             if self._ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -174,18 +176,18 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Let go of the oldest ones, now that the newest has shown that it is good."""
-        self._ranks.first(self._prune)
+        self._ranks.on_rank0(self._prune)
 
     def set_aside(self, step: int) -> None:
         """Give the one of a step a name under which it is not found: what it holds has shown that it is not good."""
-        self._ranks.first(lambda: self._set_aside(step))
+        self._ranks.on_rank0(lambda: self._set_aside(step))
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, every byte of it checked; those that are not are told. None without any.
 
         Raises CheckpointError if there are some and none is whole: to begin anew in silence would overwrite what is left of the run.
         """
-        return self._ranks.first(self._latest)
+        return self._ranks.on_rank0(self._latest)
 
     def load(
         self,
@@ -218,7 +220,7 @@ class Checkpoints:
 
     def at(self, path: Path) -> Checkpoint:
         """The checkpoint in that directory, every byte of it checked. Raises CheckpointError that names what is wrong."""
-        return self._ranks.first(lambda: _inspect(path))
+        return self._ranks.on_rank0(lambda: _inspect(path))
 
     def _latest(self) -> Checkpoint | None:
         damaged: list[str] = []

@@ -21,8 +21,8 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from heterodyne.errors import CaptureError
+from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.exact.interception import Interception, batch_norms
-from heterodyne.runtime.meeting.channel import Channel
 
 __all__ = ["GlobalBatchNorm"]
 

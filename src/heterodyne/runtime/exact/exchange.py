@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heterodyne.runtime.meeting.channel import Channel
+from heterodyne.runtime.comm.channel import Channel
 
 __all__ = ["SampleExchange"]
 

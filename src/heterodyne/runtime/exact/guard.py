@@ -22,12 +22,12 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.model_output import LOSS
 from heterodyne.plan.lower import lower
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.kept import changed_names, kept_tensors
 from heterodyne.runtime.exact.one_device import one_device_plan, places_to_cut
 from heterodyne.runtime.exact.parts import nothing_from_python
 from heterodyne.runtime.exact.small_batch import EMPTY, SmallBatch, small_batch
 from heterodyne.runtime.exact.verify import compare
-from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.assembly import StagePrograms
 from heterodyne.runtime.stages.forward import Forward

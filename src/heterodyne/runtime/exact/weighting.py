@@ -20,7 +20,7 @@ from torch import Tensor
 
 from heterodyne.errors import DataError
 from heterodyne.loss_count import LossCount
-from heterodyne.runtime.meeting.channel import Channel
+from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.slices import BatchSource
 
 __all__ = ["Weights", "known_loss", "part_statistics", "weighted_sum"]

@@ -18,8 +18,8 @@ from typing import TypeAlias
 import torch
 
 from heterodyne.plan.program import Action, ActionKind
-from heterodyne.runtime.meeting.channel import Pending
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.channel import Pending
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.timeline import Event, Lane, Timeline
 
 __all__ = ["Recorder", "clock_offsets_s", "joined"]

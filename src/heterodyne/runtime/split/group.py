@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heterodyne.graph.sharding.layout import reduced_at_once
-from heterodyne.runtime.meeting.channel import Channel
+from heterodyne.runtime.comm.channel import Channel
 
 __all__ = ["Group", "Later"]
 

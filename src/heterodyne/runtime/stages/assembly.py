@@ -18,9 +18,9 @@ from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.recent import Recent
+from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.exchange import SampleExchange
-from heterodyne.runtime.meeting.channel import Channel
-from heterodyne.runtime.meeting.communicator import Communicator
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.team import SplitTeam
@@ -131,7 +131,7 @@ class Assembly:
             seed=seed,
             statistics=_statistics(placement, communicator) if graph.batch_statistics else None,
         )
-        self._mail = communicator.mail() if any(len(p.places) > 1 for p in plan.pipelines) else None
+        self._p2p = communicator.p2p() if any(len(p.places) > 1 for p in plan.pipelines) else None
         self._divided = graph.loss.reduction == "terms"
         self._coupled = graph.loss.reduction == "coupled"
         self._exchange = _exchange(placement, communicator) if self._coupled else SampleExchange(None, 0)
@@ -246,7 +246,7 @@ class Assembly:
         return segments
 
     def _transfers(self, programs: Iterable[_Program], pipeline: Pipeline) -> Transfers | None:
-        if self._mail is None or len(pipeline.places) == 1:
+        if self._p2p is None or len(pipeline.places) == 1:
             return None
         team = Team(
             ranks=tuple(tuple(map(self._cluster.rank, stage.devices)) for stage in pipeline.stages),
@@ -255,7 +255,7 @@ class Assembly:
         )
         edges = _edges(programs, [piece.stage for piece in self._pieces], pipeline, self._place)
         _require_cuttable(edges, team)
-        return Transfers(rank=self._place.rank, team=team, edges=edges, mail=self._mail, precisions=self._precisions)
+        return Transfers(rank=self._place.rank, team=team, edges=edges, p2p=self._p2p, precisions=self._precisions)
 
 
 def captured_shapes(graph: ModelGraph) -> Shapes:

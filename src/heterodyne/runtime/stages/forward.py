@@ -14,10 +14,10 @@ from heterodyne.graph.draws import require_samples_own_draws
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.model_output import loss_of
 from heterodyne.plan.precision import Precision
+from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
 from heterodyne.runtime.exact.dropout import Draws, SampleDropout
 from heterodyne.runtime.exact.generators import require_known_draws
-from heterodyne.runtime.meeting.channel import Channel
 
 __all__ = ["Forward", "Precision", "autocast", "on_device"]
 

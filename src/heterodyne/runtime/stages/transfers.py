@@ -20,7 +20,7 @@ from heterodyne.plan.precision import Precision, between
 from heterodyne.plan.program import Action
 from heterodyne.plan.slices import overlap, slices
 from heterodyne.plan.traffic import PARCELS_AHEAD
-from heterodyne.runtime.meeting.mail import Arrival, Mail
+from heterodyne.runtime.comm.p2p import P2P, RecvWork
 
 __all__ = ["Edge", "Team", "Transfers"]
 
@@ -72,25 +72,25 @@ class Transfers:
         rank: this one.
         team: of its pipeline.
         edges: those that begin or end on this rank.
-        mail: carries the tensors.
+        p2p: carries the tensors.
         precisions: that each rank computes in; activations in fp32 go in the narrower one of both ends.
 
     Making one is collective over the ranks of the pipeline.
     """
 
     def __init__(
-        self, *, rank: int, team: Team, edges: Sequence[Edge], mail: Mail, precisions: Sequence[Precision]
+        self, *, rank: int, team: Team, edges: Sequence[Edge], p2p: P2P, precisions: Sequence[Precision]
     ) -> None:
         self._rank = rank
         self._precisions = precisions
         self._team = team
         # Both ends go through them in the same order.
         self._edges = {(edge.maker, edge.reader): edge for edge in sorted(edges, key=lambda e: (e.maker, e.reader))}
-        self._mail = mail
-        mail.connect(self._partners())
+        self._p2p = p2p
+        p2p.connect(self._partners())
         self._sizes: Sequence[int] = ()
         self._expected: dict[int, list[_Parcel]] = {}
-        self._posted: dict[tuple[int, _Parcel], list[Arrival]] = {}
+        self._posted: dict[tuple[int, _Parcel], list[RecvWork]] = {}
 
     def begin(self, program: Sequence[Sequence[Action]], sizes: Sequence[int]) -> None:
         """Start a step (or an evaluation): the actions of every rank, and the size of each micro-batch."""
@@ -107,7 +107,7 @@ class Transfers:
 
     def settle(self) -> None:
         """Wait until what was sent has left."""
-        self._mail.settle()
+        self._p2p.settle()
 
     def send_forward(self, stage: int, index: int, made: Mapping[str, Tensor]) -> None:
         """Send what other places read of a stage's values; ``made``: this rank's samples of them, by name."""
@@ -220,7 +220,7 @@ class Transfers:
             self._posted[other, parcel] = self._post(other, parcel)
             open_ += 1
 
-    def _post(self, other: int, parcel: _Parcel) -> list[Arrival]:
+    def _post(self, other: int, parcel: _Parcel) -> list[RecvWork]:
         edge = self._edges[parcel.maker, parcel.reader]
         forward = parcel.kind == "SEND_F"
         source, to = (other, self._rank) if forward else (self._rank, other)
@@ -229,11 +229,11 @@ class Transfers:
             part = self._part(value, edge.maker, edge.reader, source, to, parcel.micro_batch)
             if part is not None:
                 shape = tuple(int(size(part[1])) for size in value.shape)
-                arrivals.append(self._mail.receive(shape, self._sent_as(value, other), other))
+                arrivals.append(self._p2p.receive(shape, self._sent_as(value, other), other))
         return arrivals
 
     def _send(self, tensor: Tensor, value: Value, other: int) -> None:
-        self._mail.send(tensor.to(self._sent_as(value, other)), other)
+        self._p2p.send(tensor.to(self._sent_as(value, other)), other)
 
     def _sent_as(self, value: Value, other: int) -> torch.dtype:
         """In which dtype this rank and another exchange a value and its gradient."""
@@ -241,7 +241,7 @@ class Transfers:
         narrow = value.differentiable and value.dtype == "float32" and precision != "fp32"
         return _DTYPES[precision] if narrow else _dtype_of(value)
 
-    def _open(self, other: int, parcel: _Parcel) -> list[Arrival]:
+    def _open(self, other: int, parcel: _Parcel) -> list[RecvWork]:
         self._make_room(other, parcel)
         arrivals = self._posted.pop((other, parcel))
         self._make_room(other)

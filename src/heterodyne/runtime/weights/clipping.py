@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.plan.boxes import Box
-from heterodyne.runtime.meeting.channel import Channel
+from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.weights.boxed import boxed
 
 __all__ = ["Clipping"]

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from heterodyne.errors import CaptureError
 from heterodyne.plan.boxes import Box, inside, numel
 from heterodyne.plan.buckets import Bucket
-from heterodyne.runtime.meeting.channel import Channel, Pending
+from heterodyne.runtime.comm.channel import Channel, Pending
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.masters import gradient_dtype

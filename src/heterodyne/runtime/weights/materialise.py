@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import WorkerError
 from heterodyne.plan.boxes import Box
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
 
 __all__ = ["fill_in", "place_weights", "stored_tensors"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
 from heterodyne.plan.boxes import inside
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import initialise_state, state_by_name

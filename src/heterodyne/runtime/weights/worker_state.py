@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
-from heterodyne.runtime.meeting.communicator import Communicator
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import load_state_by_name, state_by_name

@@ -1,6 +1,6 @@
 """Entries of a store that only who knows the run's secret can write.
 
-Other users of the machine of rank 0 can reach the store of a run. They may delete what is there, but a verdict or a heartbeat that they
+Other users of the machine of rank 0 can reach the store of a run. They may delete what is there, but a failure or a heartbeat that they
 write is not believed.
 """
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterodyne.errors import WorkerError
-from heterodyne.runtime.meeting.shared_exchange import SharedExchange
-from heterodyne.runtime.meeting.shared_memory import SharedBuffers
+from heterodyne.runtime.comm.shared_exchange import SharedExchange
+from heterodyne.runtime.comm.shared_memory import SharedBuffers
 
 __all__ = ["Channel", "Pending"]
 
@@ -83,13 +83,13 @@ class Channel:
         group: dist.ProcessGroup | None,
         *,
         device: torch.device,
-        staged: bool,
+        via_host: bool,
         neighbours: bool = False,
     ) -> None:
         self.ranks = tuple(ranks)
         self._group = group
         self._device = device
-        self._staged = staged
+        self._via_host = via_host
         self._neighbours = neighbours
         self._shared: list[SharedBuffers] = []
         self._exchange: SharedExchange | None = None
@@ -100,7 +100,7 @@ class Channel:
     @property
     def works_on(self) -> torch.device:
         """Where sums are made: a tensor that lies there goes no other way."""
-        return torch.device("cpu") if self._staged else self._device
+        return torch.device("cpu") if self._via_host else self._device
 
     def connect(self) -> None:
         """Join the ranks, all at the same time.
@@ -132,7 +132,7 @@ class Channel:
         """Start the sum of ``tensor`` over the ranks, in place. With ``timed``, `Pending.ended` is kept."""
         if self._group is None:
             return Pending(timed=timed)
-        if self._staged and tensor.device.type != "cpu":
+        if self._via_host and tensor.device.type != "cpu":
             return self._all_reduce_through_host(tensor, timed=timed)
         if self._shared:
             return self._all_reduce_between_neighbours(tensor, timed=timed)
@@ -148,7 +148,7 @@ class Channel:
         """Give every rank the tensor of rank ``source`` (a global rank), in place; blocks. Raises WorkerError."""
         if self._group is None:
             return
-        direct = tensor if not self._staged and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
+        direct = tensor if not self._via_host and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
         dist.broadcast(direct, src=source, group=self._group)
         if direct is not tensor:
             with torch.no_grad():
@@ -171,7 +171,7 @@ class Channel:
         if self._exchange is not None:
             return self._exchange.all_to_all(parts, sizes)
         sent = torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
-        if self._staged:
+        if self._via_host:
             sent = sent.cpu()
         received = sent.new_empty(sum(sizes))
         in_bytes = _in_bytes(received, sizes, parts)
@@ -189,7 +189,7 @@ class Channel:
     @property
     def native(self) -> bool:
         """Whether the backend of an accelerator joins the ranks: it has `all_gather` and `reduce_scatter`, of any shares."""
-        return self._group is not None and not self._staged and self._device.type != "cpu"
+        return self._group is not None and not self._via_host and self._device.type != "cpu"
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Begin to give each rank the flat ``part`` of every rank, ``sizes[i]`` elements from the i-th; what is returned waits for them.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from heterodyne.errors import WorkerError
-from heterodyne.runtime.meeting.shared_memory import make_memory, open_memory
+from heterodyne.runtime.comm.shared_memory import make_memory, open_memory
 
 __all__ = ["SharedExchange"]
 

@@ -23,12 +23,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from heterodyne.errors import WorkerError
 from heterodyne.processes import to_standard_error
-from heterodyne.runtime.meeting.environment import SECRET_VARIABLE, WorkerEnvironment
-from heterodyne.runtime.meeting.gateway import LOOPBACK, Gateway, Tunnel
-from heterodyne.runtime.meeting.handshake import HandshakeError, SecretError
-from heterodyne.runtime.meeting.listening import is_loopback, listening_socket
-from heterodyne.runtime.meeting.signing import SignedStore
-from heterodyne.runtime.meeting.waiting import WAITING_EVERY_S, Waiting
+from heterodyne.runtime.liveness.signing import SignedStore
+from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE, WorkerEnvironment
+from heterodyne.runtime.rendezvous.gateway import LOOPBACK, Gateway, Tunnel
+from heterodyne.runtime.rendezvous.handshake import HandshakeError, SecretError
+from heterodyne.runtime.rendezvous.listening import is_loopback, listening_socket
+from heterodyne.runtime.rendezvous.waiting import WAITING_EVERY_S, Waiting
 
 __all__ = ["RunStore", "open_store"]
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 from heterodyne.errors import WorkerError
 from heterodyne.processes import to_standard_error
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.runtime.meeting.judge import Verdict
-from heterodyne.runtime.meeting.members import Member
-from heterodyne.runtime.meeting.signing import SignedStore
-from heterodyne.runtime.meeting.waiting import WAITING_EVERY_S, Waiting
+from heterodyne.runtime.liveness.failure_detector import Failure
+from heterodyne.runtime.liveness.members import Member
+from heterodyne.runtime.liveness.signing import SignedStore
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.waiting import WAITING_EVERY_S, Waiting
 
 __all__ = ["meet"]
 
@@ -45,7 +45,7 @@ def meet(
     holder = Member.load(store.set_first(f"rank/{me.rank}", me.dump()))
     if holder != me:
         text = f"rank {me.rank} is claimed twice: by {holder} and by {me}; give each worker its own RANK"
-        store.set_first(_CONFLICT, Verdict(rank=me.rank, host=me.host, text=text).dump())
+        store.set_first(_CONFLICT, Failure(rank=me.rank, host=me.host, text=text).dump())
         raise WorkerError(text, rank=me.rank, host=me.host)
     try:
         return _wait_for_all(store, environment, Waiting(timeout_s, every_s=every_s, say=say if me.rank == 0 else None))
@@ -61,8 +61,8 @@ def _wait_for_all(store: SignedStore, environment: WorkerEnvironment, waiting: W
     try:
         while True:
             if (conflict := store.get(_CONFLICT)) is not None:
-                verdict = Verdict.load(conflict)
-                raise WorkerError(verdict.text, rank=verdict.rank, host=verdict.host)
+                failure = Failure.load(conflict)
+                raise WorkerError(failure.text, rank=failure.rank, host=failure.host)
             members = store.get_all([f"rank/{rank}" for rank in range(environment.world_size)])
             missing = [rank for rank, member in enumerate(members) if member is None]
             if not missing:
@@ -80,12 +80,12 @@ def _wait_for_all(store: SignedStore, environment: WorkerEnvironment, waiting: W
         ) from error
 
 
-def _never_came(missing: Sequence[int], world_size: int, timeout_s: float) -> Verdict:
+def _never_came(missing: Sequence[int], world_size: int, timeout_s: float) -> Failure:
     text = (
         f"{_ranks(missing)} of {world_size} never came within {timeout_s:.0f} s: "
         "start one worker for each rank, and see the logs of those that are missing"
     )
-    return Verdict(rank=missing[0], host=None, text=text)
+    return Failure(rank=missing[0], host=None, text=text)
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -42,7 +42,7 @@ class Agreement:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         return cls(group=group, rank=dist.get_rank(), size=dist.get_world_size())
 
-    def first(self, do: Callable[[], T]) -> T:
+    def on_rank0(self, do: Callable[[], T]) -> T:
         """Rank 0 does it, every rank gets the result (pickled), or raises the HeterodyneError that came of it."""
         if self.size == 1:
             return do()
@@ -51,13 +51,13 @@ class Agreement:
         result: T = _value(box[0])
         return result
 
-    def first_only(self, do: Callable[[], T]) -> T | None:
-        """As `first`, but the result stays on rank 0 and need not be picklable; the others get None."""
+    def only_on_rank0(self, do: Callable[[], T]) -> T | None:
+        """As `on_rank0`, but the result stays on rank 0 and need not be picklable; the others get None."""
         kept: list[T] = []
-        self.first(lambda: kept.append(do()))
+        self.on_rank0(lambda: kept.append(do()))
         return kept[0] if kept else None
 
-    def each(self, do: Callable[[], T]) -> list[T]:
+    def gather_or_raise(self, do: Callable[[], T]) -> list[T]:
         """Every rank does it; all results in order of rank, or on every rank the first HeterodyneError of any of them."""
         if self.size == 1:
             return [do()]

@@ -1,7 +1,7 @@
 """In every worker two threads that notice when another worker has died or hangs, and end this one with its name.
 
 Without them a worker would wait in a collective for half an hour and end with a message about a socket. One thread (the
-pulse) writes a sign of life to the store and reads those of the others; the other one (the judge) never touches the
+pulse) writes a sign of life to the store and reads those of the others; the other one (the detector) never touches the
 network, so it also notices a store that does not answer. It works the same under any launcher.
 """
 
@@ -19,14 +19,22 @@ from typing import NoReturn, Self
 
 from heterodyne.errors import HeterodyneError, WorkerError
 from heterodyne.processes import GAVE_UP_ON_A_PEER
-from heterodyne.runtime.meeting.device_queue import DeviceQueue, Held
-from heterodyne.runtime.meeting.judge import BETWEEN_STEPS, Beat, Calls, Judge, Kind, Verdict, WatchLimits
-from heterodyne.runtime.meeting.members import Member
-from heterodyne.runtime.meeting.signing import SignedStore
+from heterodyne.runtime.liveness.device_queue import DeviceQueue, Held
+from heterodyne.runtime.liveness.failure_detector import (
+    BETWEEN_STEPS,
+    Calls,
+    Failure,
+    FailureDetector,
+    Heartbeat,
+    Kind,
+    WatchLimits,
+)
+from heterodyne.runtime.liveness.members import Member
+from heterodyne.runtime.liveness.signing import SignedStore
 
 __all__ = ["Watchdog", "end_process"]
 
-_VERDICT = "verdict"
+_FAILURE = "failure"
 _INTERRUPTED = 130
 
 
@@ -86,17 +94,17 @@ class Watchdog:
         self._count = 0
         self._longest_s = {"work": 0.0, "wait": 0.0}
 
-        self._beats: dict[int, Beat] = {}
+        self._heartbeats: dict[int, Heartbeat] = {}
         self._rounds = 0
         self._left = threading.Event()
-        self._verdict: Verdict | None = None
+        self._failure: Failure | None = None
         self._published = threading.Event()
         self._decided = threading.Event()
         self._news = threading.Event()  # the pulse has something to say before its time
         self._asked = threading.Event()
         self._threads = [
             threading.Thread(target=self._run_pulse, name="heterodyne-pulse", daemon=True),
-            threading.Thread(target=self._run_judge, name="heterodyne-judge", daemon=True),
+            threading.Thread(target=self._run_detector, name="heterodyne-detector", daemon=True),
         ]
 
     def __enter__(self) -> Self:
@@ -178,8 +186,8 @@ class Watchdog:
                 self._decide(self._blame(left[0], "left while others still need it"))
         if self._decided.is_set():
             self._published.wait(self._limits.publish_s)  # another worker may have judged first
-        verdict = self._verdict
-        return None if verdict is None else WorkerError(verdict.text, rank=verdict.rank, host=verdict.host)
+        failure = self._failure
+        return None if failure is None else WorkerError(failure.text, rank=failure.rank, host=failure.host)
 
     def _turn(self, kind: Kind, state: str) -> None:
         now = time.monotonic()
@@ -208,8 +216,8 @@ class Watchdog:
                     break
                 self._news.wait(self._limits.interval_s)
                 self._news.clear()
-            if self._verdict is None:
-                self._pulse_store.set(f"beat/{self._rank}", self._beat(left=True).dump())
+            if self._failure is None:
+                self._pulse_store.set(f"heartbeat/{self._rank}", self._heartbeat(left=True).dump())
         except (RuntimeError, ValueError) as error:  # what torch raises for a connection that is gone
             if not self._left.is_set():
                 self._decide(self._store_is_gone(f"cannot be reached any more ({str(error).splitlines()[0][:120]})"))
@@ -217,18 +225,20 @@ class Watchdog:
 
     def _round(self) -> None:
         store = self._pulse_store
-        store.set(f"beat/{self._rank}", self._beat().dump())
-        if self._verdict is not None:  # the first verdict of all workers counts, so that all say the same
-            self._verdict = Verdict.load(store.set_first(_VERDICT, self._verdict.dump()))
+        store.set(f"heartbeat/{self._rank}", self._heartbeat().dump())
+        if self._failure is not None:  # the first failure of all workers counts, so that all say the same
+            self._failure = Failure.load(store.set_first(_FAILURE, self._failure.dump()))
             self._published.set()
-        elif (text := store.get(_VERDICT)) is not None:
-            self._decide(Verdict.load(text))
+        elif (text := store.get(_FAILURE)) is not None:
+            self._decide(Failure.load(text))
             self._published.set()
-        beats = store.get_all([f"beat/{rank}" for rank in range(len(self._members))])
-        self._beats |= {rank: Beat.load(beat) for rank, beat in enumerate(beats) if beat is not None}
+        heartbeats = store.get_all([f"heartbeat/{rank}" for rank in range(len(self._members))])
+        self._heartbeats |= {
+            rank: Heartbeat.load(heartbeat) for rank, heartbeat in enumerate(heartbeats) if heartbeat is not None
+        }
         self._rounds += 1
 
-    def _beat(self, *, left: bool = False) -> Beat:
+    def _heartbeat(self, *, left: bool = False) -> Heartbeat:
         now = time.monotonic()
         kind, state, since, limit_s = self._doing
         age_s, count = now - since, self._count
@@ -236,7 +246,7 @@ class Watchdog:
         if held is not None:  # by others or by itself: that is known only of those whose devices have nothing to do
             kind, state, age_s = "wait", f"{held.action} on its device (its host in {state})", held.seconds
             limit_s, count = self._limit_s("wait"), count - held.left
-        return Beat(
+        return Heartbeat(
             number=self._rounds,
             count=count,
             kind="left" if left else kind,
@@ -252,91 +262,91 @@ class Watchdog:
             return None
         return self._device.held(now, None if state == BETWEEN_STEPS else state)
 
-    # The judge
+    # The detector
 
-    def _run_judge(self) -> None:
-        judge = Judge(rank=self._rank, members=self._members, limits=self._limits, now=time.monotonic())
+    def _run_detector(self) -> None:
+        detector = FailureDetector(rank=self._rank, members=self._members, limits=self._limits, now=time.monotonic())
         rounds, stalled_s, last = -1, 0.0, time.monotonic()
         while not self._left.wait(self._limits.interval_s / 2):
             now = time.monotonic()
             stalled_s = 0.0 if self._rounds != rounds else stalled_s + min(now - last, self._limits.longest_round_s)
             rounds, last = self._rounds, now
             if stalled_s == 0:
-                judge.observe(now, self._beats)
+                detector.observe(now, self._heartbeats)
             if stalled_s > self._limits.silence_s:
                 self._decide(self._store_is_gone(f"has not answered for {stalled_s:.0f} s"))
-            elif (verdict := self._gone(judge) or judge.verdict()) is not None:
-                self._decide(verdict)
-            elif (waited := judge.waits_alone()) and self._asked_after < self._calls.number:
+            elif (failure := self._gone(detector) or detector.failure()) is not None:
+                self._decide(failure)
+            elif (waited := detector.waits_alone()) and self._asked_after < self._calls.number:
                 self._asked_after = self._calls.number
                 os.write(2, f"heterodyne: {waited}\n".encode())
-            if self._verdict is not None:
-                self._give_up(self._verdict)
+            if self._failure is not None:
+                self._give_up(self._failure)
                 return
 
-    def _gone(self, judge: Judge) -> Verdict | None:
+    def _gone(self, detector: FailureDetector) -> Failure | None:
         """Of the workers on this machine the operating system knows at once."""
         mine = self._members[self._rank].machine
         for member in self._members:
             if member.machine != mine or member.rank == self._rank or self._has_left(member.rank):
                 continue
             if member.process_status() is None and not self._said_farewell(member.rank):
-                return judge.gone(member.rank)
+                return detector.gone(member.rank)
         return None
 
     def _said_farewell(self, rank: int) -> bool:
         """A worker that is gone may have left in peace, or said why it failed, since the last round: look again."""
         before = self._rounds
         until = time.monotonic() + self._limits.longest_round_s
-        while self._rounds < before + 2 and time.monotonic() < until and self._verdict is None:
+        while self._rounds < before + 2 and time.monotonic() < until and self._failure is None:
             if self._left.wait(self._limits.interval_s / 10):
                 return True
-        return self._verdict is not None or self._has_left(rank)
+        return self._failure is not None or self._has_left(rank)
 
     def _has_left(self, rank: int) -> bool:
-        beat = self._beats.get(rank)
-        return beat is not None and beat.kind == "left"
+        heartbeat = self._heartbeats.get(rank)
+        return heartbeat is not None and heartbeat.kind == "left"
 
-    def _give_up(self, verdict: Verdict) -> None:
+    def _give_up(self, failure: Failure) -> None:
         """End this process, unless its main thread is doing so by itself."""
         self._published.wait(self._limits.publish_s)
         # A moment for the main thread, which may be about to fail of the same cause; and, where the store is kept, for
-        # the others to read the verdict from here.
+        # the others to read the failure from here.
         if self._left.wait(self._limits.publish_s) or (self._asked.is_set() and self._left.wait(self._limits.handle_s)):
             return
         me = self._members[self._rank]
-        os.write(2, f"heterodyne: rank {me.rank} on {me.host} stops: {verdict.text}\n".encode())
-        if verdict.rank == self._rank:
+        os.write(2, f"heterodyne: rank {me.rank} on {me.host} stops: {failure.text}\n".encode())
+        if failure.rank == self._rank:
             with suppress(OSError, ValueError):  # standard error may be closed or not a file
                 faulthandler.dump_traceback(all_threads=True)
             end_process(1, self._before_exit)
-        end_process(_INTERRUPTED if verdict.interrupted else GAVE_UP_ON_A_PEER, self._before_exit)
+        end_process(_INTERRUPTED if failure.interrupted else GAVE_UP_ON_A_PEER, self._before_exit)
 
-    # Verdicts
+    # Failures
 
-    def _decide(self, verdict: Verdict) -> None:
-        if self._verdict is None:
-            self._verdict = verdict
+    def _decide(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
             self._decided.set()
             self._news.set()
 
-    def _own_failure(self, error: BaseException) -> Verdict:
+    def _own_failure(self, error: BaseException) -> Failure:
         me = self._members[self._rank]
         if isinstance(error, KeyboardInterrupt):
-            return Verdict(rank=me.rank, host=me.host, text=f"{me} was interrupted", interrupted=True)
+            return Failure(rank=me.rank, host=me.host, text=f"{me} was interrupted", interrupted=True)
         if isinstance(error, HeterodyneError):  # made for people, and short
             return self._blame(me, f"failed: {type(error).__name__}: {error}")
         first = (str(error).strip().splitlines() or [""])[0]
         return self._blame(me, f"failed: {type(error).__name__}: {first}")
 
-    def _store_is_gone(self, how: str) -> Verdict:
+    def _store_is_gone(self, how: str) -> Failure:
         if self._store_keeper is None:
-            return Verdict(rank=None, host=None, text=f"the launcher keeps the store, and {how}")
+            return Failure(rank=None, host=None, text=f"the launcher keeps the store, and {how}")
         keeper = self._members[self._store_keeper]
         return self._blame(keeper, f"keeps the store, and {how}")
 
-    def _blame(self, member: Member, happened: str) -> Verdict:
-        return Verdict(rank=member.rank, host=member.host, text=f"{member} {happened}")
+    def _blame(self, member: Member, happened: str) -> Failure:
+        return Failure(rank=member.rank, host=member.host, text=f"{member} {happened}")
 
 
 def _quietly(action: Callable[[], None]) -> None:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterodyne.errors import WorkerError
-from heterodyne.runtime.meeting.channel import Channel
-from heterodyne.runtime.meeting.mail import Lane, Mail
-from heterodyne.runtime.meeting.shared_memory import neighbourhood
+from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.p2p import P2P, Lane
+from heterodyne.runtime.comm.shared_memory import neighbourhood
 
 __all__ = ["Communicator", "platform_of"]
 
@@ -88,11 +88,11 @@ class Communicator:
         self.device = device
         self._timeout = _default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
         self._channels: list[Channel] = []
-        self._mails: list[Mail] = []
+        self._p2ps: list[P2P] = []
         self._is_branch = False
         everyone = range(world_size)
         self._control_group = self._group(everyone, "gloo")
-        self.control = Channel(everyone, self._control_group, device=device, staged=True)
+        self.control = Channel(everyone, self._control_group, device=device, via_host=True)
         self._devices = self.all_gather_object(_DeviceOfRank.of(device))
         self._neighbourhoods = self.all_gather_object(neighbourhood())
 
@@ -105,13 +105,13 @@ class Communicator:
         homes = {self._neighbourhoods[rank] for rank in ranks}
         on_hosts = {self._devices[rank].platform for rank in ranks} == {"cpu"}
         neighbours = on_hosts and len(homes) == 1 and None not in homes
-        made = Channel(ranks, group, device=self.device, staged=backend is None, neighbours=neighbours)
+        made = Channel(ranks, group, device=self.device, via_host=backend is None, neighbours=neighbours)
         self._channels.append(made)
         if backend not in (None, "gloo"):
             made.connect()
         return made
 
-    def mail(self) -> Mail:
+    def p2p(self) -> P2P:
         """A way to send tensors from rank to rank. Collective over all ranks."""
         lanes: dict[int, Lane | None] = {}
         everyone = range(self.world_size)
@@ -127,12 +127,12 @@ class Communicator:
             lane = self._lane(ranks, backend, via_host=False)
             if self.rank in ranks:
                 lanes |= dict.fromkeys(ranks, lane)
-        made = Mail(
+        made = P2P(
             rank=self.rank,
             device=self.device,
             lanes={rank: lane for rank, lane in lanes.items() if lane is not None and rank != self.rank},
         )
-        self._mails.append(made)
+        self._p2ps.append(made)
         return made
 
     def _lane(self, ranks: Sequence[int], backend: str, *, via_host: bool) -> Lane | None:
@@ -163,7 +163,7 @@ class Communicator:
         Each gloo group has a thread that wakes a hundred times a second, so groups that are done with should go.
         """
         made = copy.copy(self)
-        made._channels, made._mails, made._is_branch = [], [], True
+        made._channels, made._p2ps, made._is_branch = [], [], True
         return made
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -204,10 +204,10 @@ class Communicator:
         """Leave all channels, a branch those of its own. The default group of torch.distributed stays, for it was not made here."""
         for channel in self._channels:
             channel.close()
-        for mail in self._mails:
-            mail.close()
+        for p2p in self._p2ps:
+            p2p.close()
         self._channels.clear()
-        self._mails.clear()
+        self._p2ps.clear()
         if not self._is_branch:
             self.control.close()
             self._control_group = None

@@ -15,13 +15,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from heterodyne.errors import WorkerError
 from heterodyne.processes import to_standard_error
-from heterodyne.runtime.meeting.environment import WorkerEnvironment
-from heterodyne.runtime.meeting.file_handles import TOO_MANY_OPEN, require_file_handles
-from heterodyne.runtime.meeting.judge import WatchLimits
-from heterodyne.runtime.meeting.members import Member
-from heterodyne.runtime.meeting.rendezvous import meet
-from heterodyne.runtime.meeting.store import RunStore, open_store
-from heterodyne.runtime.meeting.watchdog import Watchdog
+from heterodyne.runtime.liveness.failure_detector import WatchLimits
+from heterodyne.runtime.liveness.members import Member
+from heterodyne.runtime.liveness.watchdog import Watchdog
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN, require_file_handles
+from heterodyne.runtime.rendezvous.join import meet
+from heterodyne.runtime.rendezvous.store import RunStore, open_store
 
 __all__ = ["Session", "init_distributed"]
 

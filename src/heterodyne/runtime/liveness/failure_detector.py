@@ -1,7 +1,7 @@
 """Who is at fault when workers wait for each other: pure reasoning over what each said of itself and when.
 
-Time is counted as the judge lives through it: a round that comes late (this worker was throttled or stopped itself)
-counts for a few intervals at most, so a judge that was asleep does not take its own sleep for the silence of others.
+Time is counted as the detector lives through it: a round that comes late (this worker was throttled or stopped itself)
+counts for a few intervals at most, so a detector that was asleep does not take its own sleep for the silence of others.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from heterodyne.runtime.meeting.members import Member
+from heterodyne.runtime.liveness.members import Member
 
-__all__ = ["BETWEEN_STEPS", "Beat", "Calls", "Judge", "Verdict", "WatchLimits"]
+__all__ = ["BETWEEN_STEPS", "Calls", "Failure", "FailureDetector", "Heartbeat", "WatchLimits"]
 
 BETWEEN_STEPS = "between steps"
 """The state in which a device does what the caller gives it, of which nothing is known here."""
@@ -49,7 +49,7 @@ class WatchLimits:
 
     @property
     def longest_round_s(self) -> float:
-        """What a late round of the judge counts for at most."""
+        """What a late round of the detector counts for at most."""
         return 4 * self.interval_s
 
     @property
@@ -81,11 +81,11 @@ class Calls:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beat:
+class Heartbeat:
     """What a worker says of itself, once an interval.
 
     Args:
-        number: grows by one with each beat.
+        number: grows by one with each heartbeat.
         count: how many actions it has begun.
         kind: it computes (`work`), waits for others (`wait`), is in a long announced `phase`, or has `left` in peace.
         state: the action or the phase, for people.
@@ -104,7 +104,7 @@ class Beat:
     call_age_s: float = 0.0
 
     @classmethod
-    def load(cls, text: str | bytes) -> Beat:
+    def load(cls, text: str | bytes) -> Heartbeat:
         fields = json.loads(text)
         return cls(**{**fields, "calls": Calls(**fields["calls"])})
 
@@ -113,7 +113,7 @@ class Beat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Failure:
     """Who is at fault (None: nobody in particular), what happened in words, and whether it was only an interruption."""
 
     rank: int | None
@@ -122,14 +122,14 @@ class Verdict:
     interrupted: bool = False
 
     @classmethod
-    def load(cls, text: str | bytes) -> Verdict:
+    def load(cls, text: str | bytes) -> Failure:
         return cls(**json.loads(text))
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
 
 
-class Judge:
+class FailureDetector:
     """Keeps what was last heard of each worker and since when it is silent."""
 
     def __init__(self, *, rank: int, members: Sequence[Member], limits: WatchLimits, now: float) -> None:
@@ -137,54 +137,56 @@ class Judge:
         self._members = members
         self._limits = limits
         self._now = now
-        self._beats: dict[int, Beat] = {}
+        self._heartbeats: dict[int, Heartbeat] = {}
         self._silence_s = dict.fromkeys(range(len(members)), 0.0)
 
-    def observe(self, now: float, beats: Mapping[int, Beat]) -> None:
-        """Take in the newest beat of each worker (those of before may be repeated) at local time `now`."""
+    def observe(self, now: float, heartbeats: Mapping[int, Heartbeat]) -> None:
+        """Take in the newest heartbeat of each worker (those of before may be repeated) at local time `now`."""
         passed = min(now - self._now, self._limits.longest_round_s)
         self._now = now
         for member in self._members:
-            beat, known = beats.get(member.rank), self._beats.get(member.rank)
-            if beat is not None and (known is None or beat.number != known.number):
-                self._beats[member.rank] = beat
+            heartbeat, known = heartbeats.get(member.rank), self._heartbeats.get(member.rank)
+            if heartbeat is not None and (known is None or heartbeat.number != known.number):
+                self._heartbeats[member.rank] = heartbeat
                 self._silence_s[member.rank] = 0.0
             else:
                 self._silence_s[member.rank] += passed
 
-    def verdict(self) -> Verdict | None:
+    def failure(self) -> Failure | None:
         """The first fault found: silence, calls that differ, hanging, deadlock; None if all is well."""
         return self._silent() or self._parted() or self._stuck() or self._deadlocked()
 
     def waits_alone(self) -> str:
         """In words, if this worker is in a call that others have not come to for long; they may still do so. "" if not."""
-        own = self._beats.get(self._rank)
+        own = self._heartbeats.get(self._rank)
         if own is None or not own.calls.inside or own.call_age_s + self._silence_s[self._rank] < self._limits.call_s:
             return ""
         late = [
             rank
-            for rank, beat in self._beats.items()
-            if beat.kind != "phase" and not beat.calls.inside and beat.calls.number == own.calls.number - 1
+            for rank, heartbeat in self._heartbeats.items()
+            if heartbeat.kind != "phase"
+            and not heartbeat.calls.inside
+            and heartbeat.calls.number == own.calls.number - 1
         ]
         if not late:
             return ""
-        before = self._beats[late[0]].calls.latest
+        before = self._heartbeats[late[0]].calls.latest
         return (
             f"rank {self._rank} waits in {own.calls.latest} for {own.call_age_s:.0f} s: {_have(late)} not come to it"
             + (f", and nothing else since {before}" if before else "")
             + f". Every rank makes the same calls in the same order; {_REMEDY}"
         )
 
-    def gone(self, rank: int) -> Verdict:
-        """The verdict on a worker whose process does not exist any more."""
+    def gone(self, rank: int) -> Failure:
+        """The failure of a worker whose process does not exist any more."""
         return self._blame(rank, f"died{self._last_seen(rank)}")
 
-    def _silent(self) -> Verdict | None:
+    def _silent(self) -> Failure | None:
         for rank, silence_s in self._silence_s.items():
-            beat = self._beats.get(rank)
-            if rank == self._rank or (beat is not None and beat.kind == "left"):
+            heartbeat = self._heartbeats.get(rank)
+            if rank == self._rank or (heartbeat is not None and heartbeat.kind == "left"):
                 continue
-            early = beat is None or beat.kind == "phase"
+            early = heartbeat is None or heartbeat.kind == "phase"
             if silence_s > (self._limits.phase_silence_s if early else self._limits.silence_s):
                 return self._blame(
                     rank,
@@ -193,68 +195,78 @@ class Judge:
                 )
         return None
 
-    def _parted(self) -> Verdict | None:
+    def _parted(self) -> Failure | None:
         """Workers whose calls differ, or who wait in one for a worker that has left: they would wait for ever."""
-        inside = {rank: beat.calls for rank, beat in self._beats.items() if beat.calls.inside and beat.kind != "left"}
+        inside = {
+            rank: heartbeat.calls
+            for rank, heartbeat in self._heartbeats.items()
+            if heartbeat.calls.inside and heartbeat.kind != "left"
+        }
         for rank, calls in inside.items():
-            names = {other: beat.calls.name_of(calls.number) for other, beat in self._beats.items()}
+            names = {other: heartbeat.calls.name_of(calls.number) for other, heartbeat in self._heartbeats.items()}
             if any(name not in ("", calls.latest) for name in names.values()):
                 return self._calls_differ(names)
-            gone = [r for r, beat in self._beats.items() if beat.kind == "left" and beat.calls.number < calls.number]
+            gone = [
+                r
+                for r, heartbeat in self._heartbeats.items()
+                if heartbeat.kind == "left" and heartbeat.calls.number < calls.number
+            ]
             if gone:
                 text = f"{_have(gone)} left, and rank {rank} waits in {calls.latest}; {_SAME_CALLS}"
-                return Verdict(rank=gone[0], host=self._members[gone[0]].host, text=text)
+                return Failure(rank=gone[0], host=self._members[gone[0]].host, text=text)
         return None
 
-    def _calls_differ(self, names: Mapping[int, str]) -> Verdict:
+    def _calls_differ(self, names: Mapping[int, str]) -> Failure:
         known = {rank: name for rank, name in sorted(names.items()) if name}
         told = [
             f"{_are([rank for rank, other in known.items() if other == name])} in {name}"
             for name in dict.fromkeys(known.values())
         ]
         text = f"the ranks call different things: {'; '.join(told)}; {_SAME_CALLS}"
-        return Verdict(rank=None, host=None, text=text)
+        return Failure(rank=None, host=None, text=text)
 
-    def _stuck(self) -> Verdict | None:
+    def _stuck(self) -> Failure | None:
         """A worker that works longer than it may, while at least one other waits, and not only since just now: what a script does
         between two steps may take long, as long as it takes all workers alike."""
-        waits_s = {rank: b.age_s + self._silence_s[rank] for rank, b in self._beats.items() if b.kind == "wait"}
-        for rank, beat in self._beats.items():
-            age_s = beat.age_s + self._silence_s[rank]
+        waits_s = {rank: b.age_s + self._silence_s[rank] for rank, b in self._heartbeats.items() if b.kind == "wait"}
+        for rank, heartbeat in self._heartbeats.items():
+            age_s = heartbeat.age_s + self._silence_s[rank]
             waited_s = max((s for other, s in waits_s.items() if other != rank), default=0.0)
-            enough_s = min(beat.limit_s, self._limits.stuck_s)
-            if beat.kind in {"work", "phase"} and age_s > beat.limit_s and waited_s > enough_s:
-                took = f"for {age_s:.0f} s (it may take {beat.limit_s:.0f} s)"
+            enough_s = min(heartbeat.limit_s, self._limits.stuck_s)
+            if heartbeat.kind in {"work", "phase"} and age_s > heartbeat.limit_s and waited_s > enough_s:
+                took = f"for {age_s:.0f} s (it may take {heartbeat.limit_s:.0f} s)"
                 waiting = sorted(waits_s.keys() - {rank})
-                who = f"while {_ranks(waiting)} for it in {self._beats[max(waiting, key=waits_s.__getitem__)].state}"
-                if beat.calls.number and not beat.calls.inside:  # the user's own code, which may know better
-                    where = f" in {beat.state}" if beat.kind == "phase" else ""
+                who = (
+                    f"while {_ranks(waiting)} for it in {self._heartbeats[max(waiting, key=waits_s.__getitem__)].state}"
+                )
+                if heartbeat.calls.number and not heartbeat.calls.inside:  # the user's own code, which may know better
+                    where = f" in {heartbeat.state}" if heartbeat.kind == "phase" else ""
                     return self._blame(
                         rank, f"is busy outside of the calls of its trainer{where} {took} {who}: {_REMEDY}"
                     )
-                return self._blame(rank, f"hangs in {beat.state}: no progress {took} {who}")
+                return self._blame(rank, f"hangs in {heartbeat.state}: no progress {took} {who}")
         return None
 
-    def _deadlocked(self) -> Verdict | None:
+    def _deadlocked(self) -> Failure | None:
         """All who are still there wait, longer than they may."""
-        present = {rank: beat for rank, beat in self._beats.items() if beat.kind != "left"}
-        if len(self._beats) < len(self._members) or not present:
+        present = {rank: heartbeat for rank, heartbeat in self._heartbeats.items() if heartbeat.kind != "left"}
+        if len(self._heartbeats) < len(self._members) or not present:
             return None
         if not all(b.kind == "wait" and b.age_s + self._silence_s[r] > b.limit_s for r, b in present.items()):
             return None
-        states = "; ".join(f"rank {rank} in {beat.state}" for rank, beat in present.items())
-        left = sorted(set(self._beats) - set(present))
+        states = "; ".join(f"rank {rank} in {heartbeat.state}" for rank, heartbeat in present.items())
+        left = sorted(set(self._heartbeats) - set(present))
         behind = left[0] if left else min(present, key=lambda rank: present[rank].count)
         what = "left while the others wait for it" if left else "is furthest behind, and all wait for each other"
         return self._blame(behind, f"{what} ({states}): the network is cut, or the workers do not do the same things")
 
-    def _blame(self, rank: int, happened: str) -> Verdict:
+    def _blame(self, rank: int, happened: str) -> Failure:
         member = self._members[rank]
-        return Verdict(rank=rank, host=member.host, text=f"{member} {happened}")
+        return Failure(rank=rank, host=member.host, text=f"{member} {happened}")
 
     def _last_seen(self, rank: int) -> str:
-        beat = self._beats.get(rank)
-        return "" if beat is None else f"; last seen in {beat.state}"
+        heartbeat = self._heartbeats.get(rank)
+        return "" if heartbeat is None else f"; last seen in {heartbeat.state}"
 
 
 _REMEDY = "around long work of one rank, as an upload, put 'with trainer.phase(\"uploading\", limit_s=3600):', and the others wait for it"

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
-from heterodyne.runtime.meeting.handshake import HandshakeError, as_client, as_server
+from heterodyne.runtime.rendezvous.handshake import HandshakeError, as_client, as_server
 
 __all__ = ["LOOPBACK", "Gateway", "Tunnel"]
 

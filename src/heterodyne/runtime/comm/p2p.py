@@ -22,7 +22,7 @@ from torch import Tensor
 
 from heterodyne.errors import WorkerError
 
-__all__ = ["Arrival", "Lane", "Mail"]
+__all__ = ["P2P", "Lane", "RecvWork"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Lane:
         return self.upward if source < to else self.downward
 
 
-class Arrival:
+class RecvWork:
     """A message on its way to this rank; `wait` gives it."""
 
     def __init__(self, buffer: Tensor, work: dist.Work | None, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, eq=False)
-class _Sent:
+class _SendWork:
     """A message on its way from here, whose tensor must stay; ``left``: done when it has left, None: ``work`` tells."""
 
     work: dist.Work
@@ -76,7 +76,7 @@ class _Sent:
         return self.work.wait() if self.left is None else self.left.result()
 
 
-class Mail:
+class P2P:
     """Sends and receives of one rank.
 
     Args:
@@ -88,7 +88,7 @@ class Mail:
         self._rank = rank
         self._device = device
         self._lanes = dict(lanes)
-        self._sent: list[_Sent] = []
+        self._sent: list[_SendWork] = []
         self._waiter = _Waiter() if any(lane.told_late for lane in lanes.values()) else None
         self._counts: dict[tuple[int, int], int] = {}
         self._connected: set[tuple[int, int]] = set()
@@ -118,15 +118,15 @@ class Mail:
         if work is not None:
             self._sent = [sent for sent in self._sent if not sent.has_left]
             left = self._waiter.left(work) if self._waiter is not None and lane.told_late else None
-            self._sent.append(_Sent(work, packed, left))
+            self._sent.append(_SendWork(work, packed, left))
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Arrival:
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> RecvWork:
         """Make room for the next message of a rank that was not yet asked for."""
         lane = self._lanes[source]
         device = torch.device("cpu") if lane.via_host else self._device
         buffer = torch.empty(shape, dtype=dtype, device=device)
         work = dist.irecv(buffer, src=source, group=lane.group(source, self._rank), tag=self._tag(source, self._rank))
-        return Arrival(buffer, work, self._device)
+        return RecvWork(buffer, work, self._device)
 
     def settle(self) -> None:
         """Wait until everything that was sent has left. Raises WorkerError."""
@@ -154,7 +154,7 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[dist.Work, Future[object]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="mail", daemon=True).start()
+        threading.Thread(target=self._run, name="p2p", daemon=True).start()
 
     def left(self, work: dist.Work) -> Future[object]:
         """Done when the message has left, or failed."""

@@ -1,0 +1,215 @@
+"""The detector blames the one at fault, and nobody while there is an innocent explanation. Time here is only a number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from heterodyne.runtime.liveness.failure_detector import Calls, Failure, FailureDetector, Heartbeat, Kind, WatchLimits
+from heterodyne.runtime.liveness.members import Member
+
+LIMITS = WatchLimits(interval_s=1.0, silence_s=10.0, phase_silence_s=20.0, stuck_s=20.0, phase_s=100.0)
+MEMBERS = [Member(rank=rank, host=f"node{rank}", pid=100 + rank, machine=f"m{rank}") for rank in range(3)]
+
+
+def heartbeat(
+    number: int, kind: Kind = "work", *, state: str = "0F0", age_s: float = 0.0, limit_s: float = 20.0, count: int = 1
+) -> Heartbeat:
+    return Heartbeat(number=number, count=count, kind=kind, state=state, age_s=age_s, limit_s=limit_s)
+
+
+def detector() -> FailureDetector:
+    return FailureDetector(rank=0, members=MEMBERS, limits=LIMITS, now=0.0)
+
+
+def test_workers_that_beat_are_not_blamed() -> None:
+    it = detector()
+    for second in range(1, 200):
+        it.observe(second, {rank: heartbeat(second) for rank in range(3)})
+        assert it.failure() is None
+
+
+def test_a_silent_worker_is_blamed_after_the_limit_and_not_before() -> None:
+    it = detector()
+    it.observe(1, {rank: heartbeat(1) for rank in range(3)})
+    for second in range(2, 12):
+        it.observe(second, {0: heartbeat(second), 1: heartbeat(second), 2: heartbeat(1, state="0F7")})
+        assert it.failure() is None
+    it.observe(12, {0: heartbeat(12), 1: heartbeat(12), 2: heartbeat(1, state="0F7")})
+    failure = it.failure()
+    assert failure is not None
+    assert (failure.rank, failure.host) == (2, "node2")
+    assert "rank 2 on node2 (process 102) has given no sign of life for 11 s" in failure.text
+
+
+def test_silence_is_borne_longer_in_a_phase() -> None:
+    it = detector()
+    for second in range(1, 20):
+        it.observe(second, {0: heartbeat(second), 1: heartbeat(second), 2: heartbeat(1, "phase", limit_s=100)})
+    assert it.failure() is None
+
+
+def test_a_worker_that_never_beat_is_blamed() -> None:
+    it = detector()
+    for second in range(1, 22):
+        it.observe(second, {0: heartbeat(second), 1: heartbeat(second)})
+    failure = it.failure()
+    assert failure is not None
+    assert failure.rank == 2
+
+
+def test_the_sleep_of_the_judge_is_not_the_silence_of_others() -> None:
+    it = detector()
+    it.observe(1, {rank: heartbeat(1) for rank in range(3)})
+    it.observe(
+        1000, {rank: heartbeat(1) for rank in range(3)}
+    )  # all were stopped together, and nobody heartbeat again yet
+    assert it.failure() is None
+
+
+def test_who_left_in_peace_may_be_silent() -> None:
+    it = detector()
+    for second in range(1, 200):
+        it.observe(second, {0: heartbeat(second), 1: heartbeat(second), 2: heartbeat(1, "left")})
+        assert it.failure() is None
+
+
+def test_who_works_too_long_is_blamed_only_while_somebody_waits() -> None:
+    long_action = {0: heartbeat(1), 1: heartbeat(1), 2: heartbeat(1, age_s=21.0, state="0F3")}
+    it = detector()
+    it.observe(1, long_action)
+    assert it.failure() is None
+    it.observe(2, long_action | {1: heartbeat(2, "wait", age_s=19.0)})
+    assert it.failure() is None, "the other has only come to wait, and may have been as long about it"
+    it.observe(3, long_action | {1: heartbeat(3, "wait", age_s=21.0)})
+    failure = it.failure()
+    assert failure is not None
+    assert failure.rank == 2
+    assert "hangs in 0F3" in failure.text
+    assert "rank 1 waits for it" in failure.text
+
+
+def test_who_is_busy_between_the_calls_of_a_loop_is_told_of_phase() -> None:
+    called = Calls().begun("step()").ended()
+    busy = Heartbeat(number=1, count=9, kind="work", state="between steps", age_s=31.0, limit_s=20.0, calls=called)
+    phase = replace(busy, kind="phase", state="uploading")
+    job = replace(busy, calls=Calls())  # a job has no loop of the user's own
+    for stuck, words in (
+        (busy, "is busy outside of the calls of its trainer"),
+        (phase, "in uploading"),
+        (job, "hangs"),
+    ):
+        it = detector()
+        it.observe(1, {0: stuck, 1: heartbeat(1, "wait", age_s=30.0), 2: heartbeat(1)})
+        failure = it.failure()
+        assert failure is not None
+        assert failure.rank == 0
+        assert words in failure.text
+        assert ('with trainer.phase("uploading", limit_s=3600)' in failure.text) == (stuck is not job)
+
+
+def test_a_slow_worker_may_take_as_long_as_it_said() -> None:
+    it = detector()
+    waiting = heartbeat(1, "wait", age_s=300.0)
+    it.observe(1, {0: waiting, 1: waiting, 2: heartbeat(1, age_s=300.0, limit_s=400.0)})
+    assert it.failure() is None
+
+
+def test_a_phase_may_last_until_its_own_limit() -> None:
+    it = detector()
+    waiting = {rank: heartbeat(1, "wait", age_s=99.0) for rank in (0, 1)}
+    it.observe(1, waiting | {2: heartbeat(1, "phase", age_s=99.0, limit_s=100.0)})
+    assert it.failure() is None
+    it.observe(2, waiting | {2: heartbeat(2, "phase", age_s=101.0, limit_s=100.0)})
+    assert it.failure() is not None
+
+
+def test_when_all_wait_for_each_other_the_last_one_is_named_with_what_each_waits_for() -> None:
+    it = detector()
+    heartbeats = {
+        rank: heartbeat(1, "wait", age_s=21.0, count=10 - rank, state=f"0REDUCE_GRAD{rank}") for rank in range(3)
+    }
+    it.observe(1, heartbeats | {0: heartbeat(1, "wait", age_s=19.0)})
+    assert it.failure() is None
+    it.observe(2, heartbeats | {0: heartbeat(2, "wait", age_s=21.0, count=10, state="0REDUCE_GRAD0")})
+    failure = it.failure()
+    assert failure is not None
+    assert failure.rank == 2
+    assert "rank 1 in 0REDUCE_GRAD1" in failure.text
+
+
+def test_who_left_while_the_others_wait_is_named() -> None:
+    it = detector()
+    waiting = heartbeat(1, "wait", age_s=21.0)
+    it.observe(1, {0: waiting, 1: heartbeat(1, "left"), 2: waiting})
+    failure = it.failure()
+    assert failure is not None
+    assert failure.rank == 1
+
+
+def test_what_goes_through_the_store_comes_back() -> None:
+    failure = Failure(rank=3, host="node3", text="rank 3 died", interrupted=True)
+    assert Failure.load(failure.dump().encode()) == failure
+    assert Heartbeat.load(heartbeat(4).dump()) == heartbeat(4)
+    assert Member.load(MEMBERS[1].dump()) == MEMBERS[1]
+
+
+def calling(number: int, calls: Calls, *, age_s: float = 0.0, kind: Kind = "work") -> Heartbeat:
+    return Heartbeat(
+        number=number, count=1, kind=kind, state="x", age_s=0.0, limit_s=1e3, calls=calls, call_age_s=age_s
+    )
+
+
+def test_ranks_in_different_calls_are_named_with_them() -> None:
+    stepped = Calls().begun("step()").ended()
+    it = detector()
+    it.observe(
+        1, {0: calling(1, stepped.begun("state_dict()")), **{r: calling(1, stepped.begun("step()")) for r in (1, 2)}}
+    )
+    failure = it.failure()
+    assert failure is not None
+    assert "rank 0 is in state_dict(); ranks 1, 2 are in step()" in failure.text
+    assert Heartbeat.load(calling(1, stepped.begun("close()")).dump()).calls == Calls(
+        2, "close()", "step()", inside=True
+    )
+
+
+def test_a_rank_that_is_a_call_ahead_is_in_order_if_it_has_made_the_same_ones() -> None:
+    first = Calls().begun("step()")
+    it = detector()
+    it.observe(
+        1, {0: calling(1, first), 1: calling(1, first.ended().begun("evaluate()")), 2: calling(1, first.ended())}
+    )
+    assert it.failure() is None
+    it.observe(
+        2,
+        {
+            0: calling(2, Calls().begun("evaluate()")),
+            1: calling(2, first.ended().begun("step()")),
+            2: calling(2, first),
+        },
+    )
+    assert it.failure() is not None
+
+
+def test_who_has_left_without_a_call_that_others_are_in_is_blamed() -> None:
+    done = Calls().begun("step()").ended()
+    it = detector()
+    it.observe(
+        1,
+        {0: calling(1, done.begun("close()")), 1: calling(1, done.begun("close()")), 2: calling(1, done, kind="left")},
+    )
+    failure = it.failure()
+    assert failure is not None
+    assert failure.rank == 2
+    assert "rank 2 has left, and rank 0 waits in close()" in failure.text
+
+
+def test_a_call_that_others_may_still_come_to_is_told_after_a_while() -> None:
+    done = Calls().begun("step()").ended()
+    it = detector()
+    heartbeats = {1: calling(1, done), 2: calling(1, done, kind="phase")}
+    it.observe(1, {0: calling(1, done.begun("state_dict()"), age_s=LIMITS.call_s - 1), **heartbeats})
+    assert not it.waits_alone()
+    it.observe(2, {0: calling(2, done.begun("state_dict()"), age_s=LIMITS.call_s + 1), **heartbeats})
+    assert "rank 0 waits in state_dict() for 16 s: rank 1 has not come to it" in it.waits_alone()
+    assert it.failure() is None
