@@ -175,6 +175,45 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert found.step == 10
 
 
+@pytest.mark.parametrize(("damaged", "at"), [((6, 8), 5), ((999,), 5), ((3,), 5)])
+def test_damaged_ones_are_no_reason_to_let_go_of_a_good_one(tmp_path: Path, damaged: tuple[int, ...], at: int) -> None:
+    before = Checkpoints(tmp_path, keep=9)
+    for step in sorted({2, *damaged}):
+        save(before, step, {"weight": torch.ones(3)})
+    for step in damaged:
+        file = next((tmp_path / f"step-{step}").glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:10])
+    after = Checkpoints(tmp_path, keep=2)
+    found = after.latest()
+    assert found is not None
+    assert found.step == 2
+    after.load(found, identity=IDENTITY)
+    save(after, at, {"weight": torch.zeros(3)})
+    assert {2, at} <= {int(path.name[5:]) for path in tmp_path.iterdir()}
+    save(after, at + 10, {"weight": torch.zeros(3)})
+    kept = {int(path.name[5:]) for path in tmp_path.iterdir()}
+    assert {at, at + 10} <= kept
+    assert 2 not in kept
+    assert Checkpoints(tmp_path).latest() is not None
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-0-0.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_passed_over_and_not_waited_for(tmp_path: Path, file: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        save(checkpoints, step, {"weight": torch.ones(3)})
+    (tmp_path / "step-2" / file).unlink()
+    os.mkfifo(tmp_path / "step-2" / file)
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_a_link_to_itself_makes_room_for_the_step(tmp_path: Path) -> None:
+    (tmp_path / "step-1").symlink_to(tmp_path / "step-1")
+    assert save(Checkpoints(tmp_path), 1, {"weight": torch.ones(3)}).is_dir()
+
+
 def test_a_step_can_be_written_again(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for value in (1, 2):

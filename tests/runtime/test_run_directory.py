@@ -43,3 +43,15 @@ def test_only_a_run_can_be_resumed(tmp_path: Path) -> None:
     for number in (2, 10):
         (tmp_path / f"gpt-{number}" / "checkpoint").mkdir(parents=True)
     assert RunDirectory.latest(tmp_path, "gpt").path.name == "gpt-10"
+
+
+def test_a_run_that_had_checkpoints_does_not_begin_anew_without_them(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.require_unbegun()
+    run.checkpoints.symlink_to(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match=r"leads to .*unmounted, which is not there: mount the disk"):
+        run.require_unbegun()
+    run.checkpoints.unlink()
+    run.summary.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has ended .*its checkpoints are gone"):
+        run.require_unbegun()

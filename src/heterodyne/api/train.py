@@ -120,6 +120,7 @@ def _checkpoint(session: Session, run: RunDirectory) -> Checkpoint | None:
     with session.phase("reading a checkpoint"):
         found = Checkpoints(run.checkpoints, agreement=session.agreement, say=session.say).latest()
     if found is None:
+        session.agreement.only_on_rank0(run.require_unbegun)
         session.say("there is no checkpoint yet: the run starts from its beginning")
     return found
 

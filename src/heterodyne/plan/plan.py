@@ -195,7 +195,7 @@ class Plan(_Part):
                 path=path,
             )
         version = content.get("version") if isinstance(content, dict) else None
-        if version != PLAN_VERSION:
+        if type(version) is not int or version != PLAN_VERSION:
             raise PlanError(
                 f"plan version {version!r} is not {PLAN_VERSION}; plan again with 'heterodyne plan'", path=path
             )

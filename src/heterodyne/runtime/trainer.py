@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from heterodyne.errors import NumericsError
+from heterodyne.errors import CheckpointError, NumericsError
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.heap import give_back_memory
@@ -317,9 +317,20 @@ class Trainer:
             if read is not None:
                 self._data.load_state_dict(read)
             self._worker.load_state_dict(state)
+            self._require_finite(restored.step)
             if restored.random is not None:
                 restore_random_state(restored.random)
         self._done = self._saved = self._unproved = restored.step
+
+    def _require_finite(self, step: int) -> None:
+        """Raises CheckpointError, on every rank, for a state that no run of this library has written."""
+        found = next((name for name in self._ranks.gather_or_raise(self._worker.not_finite) if name is not None), None)
+        if found is not None:
+            self._checkpoints.set_aside(step)
+            raise CheckpointError(
+                f"{found} is not finite in the checkpoint of step {step}, which no run writes: it was set aside; resume again from an "
+                "earlier one"
+            )
 
     def _wanted(self, keys: Sequence[str]) -> bool:
         return keys[0] == _DATA or self._worker.needs(keys)

@@ -44,6 +44,7 @@ def edited(**changes: object) -> str:
         ("{", "not JSON"),
         ("[]", "plan version None is not 1"),
         (edited(version=2), "plan version 2 is not 1; plan again"),
+        (edited(version=True), "plan version True is not 1"),
         (edited(global_batch_size=0), "global_batch_size"),
         (edited(global_batch_size="4"), "global_batch_size"),
         (edited(devices=["a"]), "devices: Extra inputs"),

@@ -125,6 +125,7 @@ class Checkpoints:
         self._keep = keep
         self._ranks = agreement or Agreement(group=None, rank=0, size=1)
         self._say = say
+        self._good: set[int] = set()  # steps of those that were written or read here
 
     def save(
         self,
@@ -200,6 +201,7 @@ class Checkpoints:
         lead to each. Raises CheckpointError if it is of a run of another identity.
         """
         checkpoint.require(identity)
+        self._good.add(checkpoint.step)
         path, mine = checkpoint.path, str(self._ranks.rank)
 
         def is_wanted(name: str) -> bool:
@@ -266,8 +268,12 @@ class Checkpoints:
             raise self._unwritten(step, f"rank {self._ranks.rank}: {error.strerror}") from error
 
     def _prune(self) -> None:
-        for old in self._whole()[self._keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+        newer = 0
+        for path in self._whole():
+            # One that nobody here has looked at may be damaged, and is no reason to let go of another.
+            if newer >= self._keep:
+                shutil.rmtree(path, ignore_errors=True)
+            newer += _step_of(path) in self._good
 
     def _set_aside(self, step: int) -> None:
         path = self.directory / f"step-{step}"
@@ -293,10 +299,11 @@ class Checkpoints:
             own = {name: record(partial / name) for name in (PLAN, _SKELETON)}
             manifest.model_copy(update={"files": {**manifest.files, **own}}).save(partial)
             _sync(partial)
-            if final.exists():  # a damaged one that was passed over, or this very step again
+            if os.path.lexists(final):  # a damaged one that was passed over, or this very step again
                 final.rename(final.with_name(f"{final.name}.partial-{secrets.token_hex(4)}"))
             partial.rename(final)
             _sync(self.directory)
+            self._good.add(manifest.step)
         except OSError as error:
             raise self._unwritten(manifest.step, str(error.strerror)) from error
         return final
@@ -337,6 +344,9 @@ def _entries(directory: Path) -> list[Path]:
 def _inspect(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
+    odd = sorted(entry.name for entry in path.iterdir() if not entry.is_file())
+    if odd:  # to read a pipe would wait for ever
+        raise CheckpointError(f"{path} is no whole checkpoint: {', '.join(odd)} cannot be read as a file")
     manifest = Manifest.load(path)
     manifest.check(path)
     return Checkpoint(path=path, manifest=manifest)

@@ -116,6 +116,21 @@ class RunDirectory:
             )
         return found
 
+    def require_unbegun(self) -> None:
+        """Raises CheckpointError where a run that has no checkpoints had come so far that it had some: to begin anew would replace its
+        metrics.
+        """
+        if self.checkpoints.is_symlink() and not self.checkpoints.exists():
+            raise CheckpointError(
+                f"{self.checkpoints} leads to {self.checkpoints.readlink()}, which is not there: mount the disk, or remove the link and "
+                "metrics.jsonl to begin anew"
+            )
+        if self.summary.exists():
+            raise CheckpointError(
+                f"{self.path} holds a run that has ended ({self.summary.name}), and its checkpoints are gone: put them back to "
+                f"{self.checkpoints}, or move {self.summary.name} away to begin anew"
+            )
+
     @classmethod
     def latest(cls, runs: Path, name: str) -> RunDirectory:
         """The run ``NAME-N`` of the largest N, to continue it. Raises CheckpointError if there is none."""

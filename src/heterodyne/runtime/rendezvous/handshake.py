@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import secrets
 
-__all__ = ["HandshakeError", "SecretError", "as_client", "as_server"]
+__all__ = ["GREETING", "HandshakeError", "SecretError", "as_client", "as_server"]
 
 GREETING = b"heterodyne store 1\n"
 _NONCE = 32

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,12 +26,13 @@ from heterodyne.processes import to_standard_error
 from heterodyne.runtime.liveness.signing import SignedStore
 from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE, WorkerEnvironment
 from heterodyne.runtime.rendezvous.gateway import LOOPBACK, Gateway, Tunnel
-from heterodyne.runtime.rendezvous.handshake import HandshakeError, SecretError
+from heterodyne.runtime.rendezvous.handshake import GREETING, HandshakeError, SecretError
 from heterodyne.runtime.rendezvous.listening import is_loopback, listening_socket
 from heterodyne.runtime.rendezvous.waiting import WAITING_EVERY_S, Waiting
 
 __all__ = ["RunStore", "open_store"]
 
+_GREETING_S = 0.1  # in which a gateway has spoken; a store says nothing
 _POLL_S = 0.1
 _STORE_TIMEOUT_S = 30.0  # of one request
 _ANSWER_S = 10.0  # in which a store answers a client
@@ -226,12 +227,24 @@ class _Opening:
         time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
-        """Whether anybody listens there. Asked apart from torch, whose client fills the terminal while it waits."""
+        """Whether anybody listens there. Asked apart from torch, whose client fills the terminal while it waits. Raises WorkerError where
+        it is the gateway of a run with a secret, which speaks first.
+        """
+        said = b""
         try:
-            with socket.create_connection((self._address, self._port), timeout=5.0):
-                return True
+            with socket.create_connection((self._address, self._port), timeout=5.0) as probe:
+                probe.settimeout(_GREETING_S)
+                with suppress(OSError):
+                    said = probe.recv(len(GREETING))
         except OSError:
             return False
+        if said == GREETING:
+            raise WorkerError(
+                f"rank {self._environment.rank} on {socket.gethostname()} has no {SECRET_VARIABLE}, and rank 0 at {self.where} "
+                "has one: set it to the same value for all workers",
+                rank=self._environment.rank,
+            )
+        return True
 
 
 def _refused(environment: WorkerEnvironment, where: str, error: HandshakeError) -> Exception:
