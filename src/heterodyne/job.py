@@ -166,6 +166,9 @@ class TrainingSection(Section):
     ``compile``: stages and whole models run as code that torch.compile makes, but for those with dropout, with BatchNorm over several
     devices, in parts on several devices, or with backwards in halves.
 
+    ``deterministic``: accelerators take kernels that give the same bits in each run, which may be slower. ``tf32``: products of fp32
+    matrices may be rounded to TF32 where a device has units for it; devices that have none then compute others.
+
     ``max_skipped_steps``: a step whose loss or gradient is not finite is skipped; more than so many in a row end the run.
     """
 
@@ -178,6 +181,8 @@ class TrainingSection(Section):
     validation_samples: Positive = 64
     max_skipped_steps: Whole = 5
     compile: bool = False
+    deterministic: bool = True
+    tf32: bool = False
 
 
 class OptimizerSection(Section):
@@ -214,7 +219,8 @@ class ParallelismSection(Section):
         micro_batch_sizes: the sizes that are measured and tried; ``auto``: 1, 2, 4, and so on, while larger ones are faster on any device.
         measure_s: about the seconds that measuring may take, a third of it to plan for a single device; with fewer, large sizes are
             extrapolated from small ones.
-        bucket_size: gradients are reduced in buckets of about this size.
+        bucket_size: gradients are reduced in buckets of about this size; ``auto``: the size at which the measured latency and bandwidth
+            of an all-reduce cost least.
         rehearsal_s: about the seconds in which the plans that are predicted to be nearly the fastest are run, to see which is;
             0 to believe the prediction.
         check_s: the seconds that may be spent on comparing the captured graph and the parts of a batch with the model itself, once
@@ -224,7 +230,7 @@ class ParallelismSection(Section):
     strategy: Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"] = "auto"
     micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=64)] | Literal["auto"] = "auto"
     measure_s: Annotated[float, Field(gt=0)] = 60.0
-    bucket_size: Bytes = 4 * 2**20
+    bucket_size: Bytes | Literal["auto"] = "auto"
     rehearsal_s: Annotated[float, Field(ge=0)] = 30.0
     check_s: Annotated[float, Field(ge=0)] = 10.0
 
@@ -347,7 +353,7 @@ _DECISIVE = ("model", "data", "training", "optimizer")
 _ANY_TIME = frozenset({
     ("data", "cache"), ("data", "prefetch"), ("data", "validation"), ("data", "workers"), ("model", "loss_count"),
     ("training", "steps"), ("training", "validate_every"), ("training", "validation_samples"),
-    ("training", "max_skipped_steps"), ("training", "compile"),
+    ("training", "max_skipped_steps"), ("training", "compile"), ("training", "deterministic"),
 })  # fmt: skip
 
 

@@ -23,8 +23,9 @@ from heterodyne.errors import JobError
 from heterodyne.factories import call_factory, named_function
 from heterodyne.job import ModelSection
 from heterodyne.json_files import read_json
+from heterodyne.stored_weights import StoredWeights, parameters_on_meta
 
-__all__ = ["build", "build_count"]
+__all__ = ["build", "build_count", "build_stored"]
 
 
 def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] = "cpu", seed: int = 0) -> nn.Module:
@@ -49,6 +50,26 @@ def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] =
     if device == "meta" and any(p.device.type != "meta" for p in model.parameters()):
         _to_meta(model)  # a factory that names its devices, or that converts arrays, allocates all the same
     return model.train()
+
+
+def build_stored(section: ModelSection, *, base: Path) -> tuple[nn.Module, StoredWeights] | None:
+    """The model of a directory with parameters on the meta device, and where they are read; None where the files have others, or the
+    model comes from elsewhere. Raises JobError.
+    """
+    if section.directory is None:
+        return None
+    path = base / section.directory
+    transformers = _transformers()
+    configuration = _configuration(transformers, _read_configuration(path / "config.json"))
+    if not sorted(path.glob("*.safetensors")):
+        return None
+    with _random_state(0), torch.device("cpu"), parameters_on_meta():
+        model = _build(
+            lambda: _auto_class(transformers, section.auto_class).from_config(configuration, dtype=torch.float32),
+            section.auto_class,
+        )
+    weights = StoredWeights.of(path, model)
+    return None if weights is None else (model.train(), weights)
 
 
 def build_count(section: ModelSection, *, base: Path) -> Literal["samples", "sum"] | Callable[..., Any] | None:

@@ -64,6 +64,8 @@ def distribute(
     weights_at_end: WeightsAtEnd = "all",
     check_s: float = 10.0,
     compile: bool = False,
+    deterministic: bool = True,
+    tf32: bool = False,
 ) -> Distributed:
     """Capture, measure, plan, and make ready to train. Every rank of a torchrun (or of our launcher) calls it.
 
@@ -101,6 +103,7 @@ def distribute(
         check_s: those that may be spent on comparing the captured graph and the parts of a batch with the model itself, once a model
             and before anything is measured; 0 to leave it out.
         compile: stages and whole models run as code that torch.compile makes; see ``training.compile`` of a job.
+        deterministic, tf32: as in ``training`` of a job, of the session that is opened here; one that is given has its own.
 
     Raises HeterodyneError for arguments that cannot be, DataError, CaptureError, VerifyError, MeasureError, InfeasibleError or PlanError.
     """
@@ -115,7 +118,7 @@ def distribute(
     running = with_compiled(module, model)
     closing = ExitStack()
     with ExitStack() as stack:
-        here = stack.enter_context(open_session()) if session is None else session
+        here = stack.enter_context(open_session(deterministic=deterministic, tf32=tf32)) if session is None else session
         run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
         precisions = resolved(here, precision)
         own_precision = precision_of(precisions, here.cluster.devices[here.rank].kind)

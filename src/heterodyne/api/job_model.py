@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from heterodyne.api.as_it_is import AsItIs
 from heterodyne.api.job_data import data_of
 from heterodyne.api.precision import resolved
-from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker
+from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker, stored_everywhere
 from heterodyne.api.session import Session
 from heterodyne.errors import DataError
 from heterodyne.frontend import CapturedModel, loss_of
@@ -21,7 +21,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.measure.cache import default_folder
 from heterodyne.measure.whole_model import WholeModel
-from heterodyne.models import build, build_count
+from heterodyne.models import build, build_count, build_stored
 from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.data.text import require_vocabulary
@@ -97,15 +97,22 @@ def capture_job(session: Session, job: Job, base: Path, data: DataSource) -> Job
             example=example,
             loss=loss_of,
             build_empty=lambda: build(job.model, base=base, device="meta", seed=job.training.seed),
+            stored=lambda: build_stored(job.model, base=base),
         ),
     )
 
 
 def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recorder: Recorder | None = None) -> Worker:
-    """The worker of this rank, with the job's model; rank 0 makes the weights, the others get them. Collective."""
+    """The worker of this rank, with the job's model. Weights that are in files each rank reads, and only what it holds; others rank 0
+    makes, and the others get them. Collective.
+    """
     first = session.rank == 0
-    model = session.together(
-        lambda: build(job.model, base=base, device="cpu" if first else "meta", seed=job.training.seed)
+    found = stored_everywhere(session, lambda: build_stored(job.model, base=base))
+    model, stored = found or (
+        session.together(
+            lambda: build(job.model, base=base, device="cpu" if first else "meta", seed=job.training.seed)
+        ),
+        None,
     )
     return make_worker(
         session,
@@ -117,6 +124,7 @@ def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recor
         clip_grad_norm=job.training.clip_grad_norm,
         recorder=recorder,
         compile=job.training.compile,
+        stored=stored,
     )
 
 

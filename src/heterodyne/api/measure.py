@@ -16,7 +16,7 @@ __all__ = ["measure_job"]
 
 def measure_job(job: Job, base: Path, *, cluster_file: Path | None, out: Path | None, fresh: bool) -> int:
     """Measure the job's model on the devices of the session, print the profile, and write it to ``out``."""
-    with open_session(cluster_file) as session:
+    with open_session(cluster_file, deterministic=job.training.deterministic, tf32=job.training.tf32) as session:
         model = capture_job(session, job, base, open_data(session, job, base))
         profile = measure_everywhere(session, model.captured, model.whole, settings_of(job, session), fresh=fresh)
         if session.rank == 0:

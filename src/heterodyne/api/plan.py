@@ -16,7 +16,7 @@ __all__ = ["plan_job"]
 
 def plan_job(job: Job, base: Path, *, cluster_file: Path | None, profile: Profile | None, out: Path) -> int:
     """Plan the job on the devices of the session, print the choice with its reasons, and write it to ``out``."""
-    with open_session(cluster_file) as session:
+    with open_session(cluster_file, deterministic=job.training.deterministic, tf32=job.training.tf32) as session:
         model = capture_job(session, job, base, open_data(session, job, base))
         prepared = prepare(session, model.captured, model.whole, settings_of(job, session), profile=profile)
         if prepared.planned is not None:

@@ -38,13 +38,22 @@ from heterodyne.plan.program import Program
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.stages.deferred import DeferredWeights
 from heterodyne.runtime.values_in_range import ValuesInRange
+from heterodyne.runtime.weights.materialise import Stored
 from heterodyne.runtime.weights.optimizer_probe import Reach
 from heterodyne.runtime.worker import OptimizerFactory, Worker
 from heterodyne.search.planned import Planned, Strategy
 from heterodyne.search.planner import plan as search_plan
 from heterodyne.units import counted, format_seconds
 
-__all__ = ["Prepared", "Settings", "capture_everywhere", "make_worker", "measure_everywhere", "prepare"]
+__all__ = [
+    "Prepared",
+    "Settings",
+    "capture_everywhere",
+    "make_worker",
+    "measure_everywhere",
+    "prepare",
+    "stored_everywhere",
+]
 
 _TELL_EVERY_S = 5.0
 
@@ -236,7 +245,7 @@ def prepare(
             optimizer=settings.optimizer.name,
             momentum=settings.optimizer.momentum,
             precision=settings.precision,
-            bucket_bytes=settings.parallelism.bucket_size,
+            bucket_bytes=None if settings.parallelism.bucket_size == "auto" else settings.parallelism.bucket_size,
             strategy=settings.parallelism.strategy,
             given=given,
             rehearsed=rehearsed,
@@ -299,11 +308,16 @@ def _rehearsal_workers(
 
     def make(plan: Plan) -> Worker:
         first = session.rank == 0
-        model = session.together(lambda: whole.build(torch.device("cpu")) if first else whole.empty())
+        found = _stored(session, whole)
+        model, stored = found or (
+            session.together(lambda: whole.build(torch.device("cpu")) if first else whole.empty()),
+            None,
+        )
         return make_worker(
             session,
             _prepared(session, captured, profile, plan, None),
             model,
+            stored=stored,
             optimizer=settings.optimizer,
             total_steps=1,
             seed=0,
@@ -312,6 +326,19 @@ def _rehearsal_workers(
         )
 
     return make
+
+
+def stored_everywhere(
+    session: Session, find: Callable[[], tuple[nn.Module, Stored] | None]
+) -> tuple[nn.Module, Stored] | None:
+    """A model without weights and where they are read, if every rank finds them. Collective."""
+    found = session.together(find)
+    there = all(session.communicator.all_gather_object(found is not None))
+    return found if there else None
+
+
+def _stored(session: Session, whole: WholeModel) -> tuple[nn.Module, Stored] | None:
+    return None if whole.stored is None else stored_everywhere(session, whole.stored)
 
 
 def _rehearsal_batch(whole: WholeModel, settings: Settings) -> dict[str, Tensor]:
@@ -372,6 +399,7 @@ def make_worker(
     clip_grad_norm: float,
     recorder: Recorder | None = None,
     compile: bool = False,
+    stored: Stored | None = None,
 ) -> Worker:
     """The worker of this rank, obeying what was prepared. Collective; see `Worker`. ``model`` may be compiled; with ``compile`` stages
     and whole models are.
@@ -397,6 +425,7 @@ def make_worker(
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
         compiled=None if module is model else model,
         compile_stages=compile,
+        stored=stored,
         say=session.say,
     )
     if compile:

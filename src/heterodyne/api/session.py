@@ -87,11 +87,14 @@ class Session:
 
 
 @contextmanager
-def open_session(cluster_file: Path | None = None) -> Iterator[Session]:
+def open_session(
+    cluster_file: Path | None = None, *, deterministic: bool = True, tf32: bool = False
+) -> Iterator[Session]:
     """Connect this process with the other ranks of its launcher, or alone if there is none, while the block runs.
 
     Args:
         cluster_file: what the devices are said to be; None: what each rank finds.
+        deterministic, tf32: of the whole process until the end of the block, see `exact_arithmetic`.
 
     Raises:
         ClusterError: the file does not fit the workers that were started; or there is none, and workers of a machine with accelerators
@@ -105,7 +108,7 @@ def open_session(cluster_file: Path | None = None) -> Iterator[Session]:
             watchdog = stack.enter_context(init_distributed(environment, backend="gloo")).watchdog
         local_rank = 0 if environment is None else environment.local_rank
         device = _own_device(local_rank)
-        stack.enter_context(exact_arithmetic(device))
+        stack.enter_context(exact_arithmetic(device, deterministic=deterministic, tf32=tf32))
         if watchdog is not None and device.type != "cpu":
             watchdog.follow(DeviceQueue(device))
         if device.type == "cpu":

@@ -57,7 +57,8 @@ def train_job(
     ``name`` is that of the run directory where none is given. With ``resume`` the run goes on from its newest whole checkpoint;
     the plan that it was made under is kept if the cluster is the same.
     """
-    with open_session(cluster_file) as session, ExitStack() as stack:
+    arithmetic = open_session(cluster_file, deterministic=job.training.deterministic, tf32=job.training.tf32)
+    with arithmetic as session, ExitStack() as stack:
         run = _run_directory(session, name, run_dir, resume=resume)
         with _gone_if_unused(session, run), _alone_in(session, run):
             session.say(f"run directory {run.path}")

@@ -37,7 +37,7 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
             ),  # what is compared here is the plan itself
         }
     )
-    with open_session(cluster_file) as session:
+    with open_session(cluster_file, deterministic=job.training.deterministic, tf32=job.training.tf32) as session:
         data = open_data(session, job, base)
         source = capture_job(session, job, base, data)
         if given is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class WholeModel:
         example: a real batch, by the names of the inputs or in their order. Larger and smaller ones are made of its samples.
         loss: the loss in what the model returns.
         build_empty: the same model without weights, on the meta device, its ties kept; None: made from ``build``.
+        stored: the model without weights, and where they are read; None: they are in no files.
         weightless: what ``build`` gives has no values in its weights, for the model has none yet.
     """
 
@@ -34,6 +36,7 @@ class WholeModel:
     loss: Callable[[object], Tensor]
     build_empty: Callable[[], nn.Module] | None = None
     weightless: bool = False
+    stored: Callable[[], tuple[nn.Module, Any] | None] | None = None
 
     def empty(self) -> nn.Module:
         """Without weights, on the meta device; parameters that are tied are so here too."""

@@ -111,6 +111,7 @@ class Executor:
         self._program = program
         self._actions = program.ranks[rank]
         self._names = {action: str(action) for action in self._actions}
+        self.doing = ""  # the action that is under way, or was last
         self._loss_stage = loss_stage
         self._gradients = gradients
         self._update_weights = update
@@ -178,6 +179,7 @@ class Executor:
 
     def _do(self, action: Action, step: Step) -> None:
         """One action. What it waits for is not part of it."""
+        self.doing = self._names[action]
         kind, stage, index = action.kind, action.stage, action.index
         if kind == "REDUCE_GRAD":
             self._gradients.launch(_number(index))

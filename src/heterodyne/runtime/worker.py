@@ -27,6 +27,7 @@ from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.exact.weighting import Weights, part_statistics
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.failed_lookups import told_with_place
+from heterodyne.runtime.out_of_memory import told_with_stage
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at
@@ -38,7 +39,7 @@ from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
-from heterodyne.runtime.weights.materialise import place_weights
+from heterodyne.runtime.weights.materialise import Stored, place_weights
 from heterodyne.runtime.weights.optimizer import (
     OptimizerFactory,
     learning_rate,
@@ -108,6 +109,7 @@ class Worker:
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
         compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
         compile_stages: pieces of the captured model are compiled too.
+        stored: where parameters are that no rank has yet; each reads what it holds.
         say: takes lines for people.
 
     Raises PlanError if model, program and cluster do not go together, WorkerError if ranks have built different models.
@@ -132,6 +134,7 @@ class Worker:
         stage_programs: StagePrograms | None = None,
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
+        stored: Stored | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         _require_together(module, program, cluster, communicator)
@@ -155,6 +158,7 @@ class Worker:
             communicator,
             lambda name: self.ownership.holds(self.rank, name),
             lambda name: self.ownership.box(self.rank, name),
+            stored=stored,
         )
         self._buffers = dict(module.named_buffers())
         self._statistics = {n: b for n, b in self._buffers.items() if graph.batch_statistics and not b.is_meta}
@@ -229,7 +233,8 @@ class Worker:
         number = self.steps_done if step is None else step
         work = self._work(batch, number)
         before = {name: buffer.clone() for name, buffer in self._statistics.items()}
-        with told_with_place(self.module, f"step {number + 1}"):
+        doing = told_with_stage(self.device, self.plan, self.graph, self._place, number, lambda: self._executor.doing)
+        with doing, told_with_place(self.module, f"step {number + 1}"):
             if self._later is not None and is_looked_at(number):
                 self._later.require(work.source, self._place.spans(), number)
             loss = self._executor.run(work)

@@ -14,6 +14,8 @@ from typing import Literal
 
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.bucket_size import bucket_bytes_for
+from heterodyne.cost.collective import Collectives
 from heterodyne.cost.memory import MemoryAssumptions, MemoryUse
 from heterodyne.cost.model import CostModel, slices_of
 from heterodyne.cost.recipe import Recipe
@@ -49,7 +51,7 @@ def plan(
     optimizer: Literal["adamw", "sgd"] = "adamw",
     momentum: float = 0.9,
     precision: Precisions = "fp32",
-    bucket_bytes: int = 4 * 2**20,
+    bucket_bytes: int | None = 4 * 2**20,
     clip: bool = True,
     strategy: Strategy = "auto",
     memory: MemoryAssumptions | None = None,
@@ -60,6 +62,8 @@ def plan(
     """The fastest plan by prediction, or the fastest of those that ``strategy`` names. The same arguments give the same plan.
 
     ``micro_batch_sizes``: those of the plan; None: those that were measured on any device.
+
+    ``bucket_bytes``: of a gradient bucket; None: what the links ask for.
 
     ``given``: a plan that somebody wrote is taken as it is, whatever its memory, and weighed against what would have been chosen.
 
@@ -74,7 +78,13 @@ def plan(
     micro_batch_sizes = profile.micro_batch_sizes if micro_batch_sizes is None else micro_batch_sizes
     if global_batch_size < 1 or not micro_batch_sizes or min(micro_batch_sizes) < 1:
         raise ValueError(f"batch {global_batch_size} and micro-batches {tuple(micro_batch_sizes)} must be positive")
-    recipe = Recipe(optimizer=optimizer, momentum=momentum, precision=precision, clip=clip, bucket_bytes=bucket_bytes)
+    recipe = Recipe(optimizer=optimizer, momentum=momentum, precision=precision, clip=clip)
+    recipe = replace(
+        recipe,
+        bucket_bytes=bucket_bytes_for(graph, Collectives(cluster=cluster, samples=profile.links))
+        if bucket_bytes is None
+        else bucket_bytes,
+    )
     model = CostModel(
         graph=graph, cluster=cluster, profile=profile, recipe=recipe, memory=memory or MemoryAssumptions()
     )

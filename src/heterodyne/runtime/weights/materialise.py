@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,16 @@ from heterodyne.plan.boxes import Box
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
 
-__all__ = ["fill_in", "place_weights", "stored_tensors"]
+__all__ = ["Stored", "fill_in", "place_weights", "stored_tensors"]
+
+
+class Stored(Protocol):
+    """Parameters in files."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def read(self, name: str, box: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> Tensor:
+        """A parameter, or of it the box of ``(dim, first, stop)``."""
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -28,8 +38,11 @@ def place_weights(
     box: Callable[[str], Box],
     *,
     source: int = 0,
+    stored: Stored | None = None,
 ) -> None:
     """Give every rank those parameters and buffers of rank ``source`` that it holds, or their boxes, on its device; the others go.
+
+    What is ``stored`` each rank reads for itself, and of it only what it holds; rank ``source`` needs no values of it.
 
     What is not held is left on the meta device, where it takes no memory. Ties are kept. One tensor is on its way at a time.
     Collective. Raises WorkerError if the ranks have built different models.
@@ -37,6 +50,11 @@ def place_weights(
     _require_alike(module, communicator)
     placed: dict[int, Tensor] = {}
     for name, tensor in list(stored_tensors(module)):
+        if stored is not None and name in stored:
+            cuts = [(cut.dim, cut.first, cut.stop) for cut in box(name)]
+            own = stored.read(name, cuts, tensor.dtype).to(communicator.device) if holds(name) else None
+            placed[id(tensor)] = _placed(tensor, own)
+            continue
         if communicator.rank == source:
             sent = tensor.data
         else:
