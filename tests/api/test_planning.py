@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.api.planning import Share, plan_and_try, plan_once
+from heterodyne.api.rehearsal import rehearse
 from heterodyne.cluster import Profile
 from heterodyne.plan import Plan
 from heterodyne.search import Planned, plan
@@ -27,7 +28,7 @@ class Machines:
     def __init__(self, seconds_per_sample: Sequence[float]) -> None:
         self.cluster = cluster(len(seconds_per_sample))
         self.rank, self.world_size = 0, len(seconds_per_sample)
-        self.agreement = SimpleNamespace(first=lambda do: do())
+        self.agreement = SimpleNamespace(on_rank0=lambda do: do())
         self.communicator = SimpleNamespace(
             all_gather_object=lambda _: self._all(), broadcast_object=lambda value, _: value
         )
@@ -98,3 +99,17 @@ def test_one_device_has_nothing_to_balance() -> None:
     machines: Any = Machines([0.1])
     plan_and_try(machines, machines.search, profile_of(machines, [linear(0.2)]), machines.attempt)
     assert (machines.trials, machines.searches) == (0, 1)
+
+
+def test_without_seconds_no_plan_is_rehearsed() -> None:
+    machines = cluster(3)
+    known = profile(MODEL, machines, [linear(0.01 / s) for s in (0.7, 0.5, 0.3)], optimizer_s=0.01)
+    planned = plan(MODEL, machines, known, global_batch_size=24)
+    session: Any = SimpleNamespace(
+        world_size=3, cluster=machines, communicator=SimpleNamespace(broadcast_object=lambda value, _: value)
+    )
+
+    def none(_: object) -> Any:
+        raise AssertionError("no worker is made")
+
+    assert rehearse(session, planned, none, {}, budget_s=0.0) == {}

@@ -9,16 +9,15 @@ from heterodyne.errors import WorkerError
 from heterodyne.graph.ir import ModelGraph
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World, accelerator
-from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, worker_under
+from multiprocess.test_training_pipelines import Spread, worker_under
+from multiprocess.work import PipelineOf, StageOf
 
 
 def short_of_memory(world: World, graph: ModelGraph, spread: Spread) -> str:
-    """What the rank of the first stage says; the others wait for it in vain, and leave."""
-    case = build(graph, SAMPLES)
+    """What is said when no byte is left."""
+    case = build(graph, 4)
     worker = worker_under(world, case, spread)
     worker.step(case.batch)
-    if world.rank != 0:
-        return ""
     device = accelerator(world.device)
     device.limit(0)
     try:
@@ -26,13 +25,15 @@ def short_of_memory(world: World, graph: ModelGraph, spread: Spread) -> str:
             worker.step(case.batch)
     finally:
         device.limit(2**30)
+    worker.close()
     assert caught.value.rank == 0
     return str(caught.value)
 
 
 def test_it_is_told_who_lacked_how_much_where_and_what_to_try(pool: Pool) -> None:
     graph = captured("gpt2")
-    told, *_ = pool.run(4, short_of_memory, graph, chain(graph), devices=(A,) * 4)
+    spread = ("1F1B", (PipelineOf((2, 2), (StageOf(len(graph.ops), (0,), (1,)),)),))
+    (told,) = pool.run(1, short_of_memory, graph, spread, devices=(A,))
     assert "rank 0 (" in told
     assert "ran out of memory in step 2, in 0F0 (stage 0, " in told
     assert " in use and " in told

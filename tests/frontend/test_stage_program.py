@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -321,3 +323,33 @@ def test_regions_are_those_of_the_model_and_end_with_the_stage_whatever_happens(
             stage({"x": torch.randn(3, 4).to("meta")}, {}, 3)
         assert torch.is_grad_enabled()
         assert torch.is_autocast_enabled("cpu")
+
+
+def test_compiled_code_keeps_to_the_regions_of_the_model() -> None:
+    class Regional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = self.first(x).sigmoid()
+            with torch.autocast("cpu", enabled=False):
+                return (self.second(x.float()) * scale).square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Regional(), {"x": torch.randn(3, 4)}
+    captured = trace(model, batch)
+    stage = captured.stage(0, len(captured.graph.ops), starts=[0]).bind(model, torch.device("cpu"))
+    traced_only = functools.partial(torch.compile, backend="aot_eager")  # what is lost is lost before inductor
+    with mock.patch.object(torch, "compile", traced_only), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the compiler, about itself
+        assert stage.compile()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = stage(batch, {}, 3)["loss"]
+            expected = model(**batch)
+        loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.is_grad_enabled()
+    assert model.first.weight.grad is None
+    assert model.second.weight.grad is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -121,13 +120,6 @@ def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
         if child.environ().get("RANK") == str(rank) and "train" in child.cmdline():
             return child
     raise AssertionError(f"there is no rank {rank}")
-
-
-def kill_all(process: subprocess.Popen[str]) -> None:
-    """SIGKILL for the launcher and everything below it, in one moment."""
-    for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
-        one.send_signal(signal.SIGKILL)
-    process.communicate()
 
 
 def make_place(path: Path) -> Place:

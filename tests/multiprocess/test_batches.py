@@ -180,7 +180,7 @@ def by_rank(world: World) -> str:
 
     batch = next(iter(hd.batches(stream, global_batch_size=BATCH, pack_to=6)))
     with pytest.raises(DataError) as caught:
-        require_same(Agreement.of_all().each(lambda: digest(batch)), 0, given=False)
+        require_same(Agreement.of_all().gather_or_raise(lambda: digest(batch)), 0, given=False)
     return str(caught.value)
 
 

@@ -96,7 +96,7 @@ def agree(world: World) -> list[Any]:
 
     heard: list[Any] = [agreement.on_rank0(lambda: fail_on(1)), agreement.gather_or_raise(lambda: world.rank * 10)]
     heard.append(agreement.only_on_rank0(lambda: world.rank))
-    for ask in (agreement.first, agreement.each, agreement.first_only):
+    for ask in (agreement.on_rank0, agreement.gather_or_raise, agreement.only_on_rank0):
         try:
             ask(lambda: fail_on(0))
         except HeterodyneError as error:

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from heterodyne.cli import main
-from multiprocess.cli_job import HETERODYNE, Place, kill_all, make_place, worker
+from multiprocess.cli_job import HETERODYNE, Place, make_place, worker
 
 TRAIN = ("train", "job.yaml", "--cluster", "two.yaml")
 
@@ -55,7 +55,7 @@ def test_a_run_leaves_all_that_it_promises(place: Place, undisturbed: dict[tuple
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
 
 
-def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_under_emulation(
+def test_interrupted_then_with_a_worker_killed_it_goes_on_bit_for_bit_under_emulation(
     place: Place, undisturbed: dict[tuple[int, str], float]
 ) -> None:
     """One run, and all that can end it early; each time it says why, and leaves nobody behind."""
@@ -78,9 +78,6 @@ def test_interrupted_then_killed_in_part_and_as_a_whole_it_goes_on_bit_for_bit_u
     assert "Traceback" not in said
     assert_nobody_is_left(place)
 
-    process = place.start(*TRAIN, "--run-dir", "disturbed", "--resume")
-    place.wait_for_step("disturbed", random.Random(7).randrange(50, 80), process)
-    kill_all(process)
     heterodyne = (*HETERODYNE, *TRAIN, "--run-dir", "disturbed", "--resume")
     status, said = place.run("emulate", "--speeds", "0.9,0.9", "--", *heterodyne)
     assert status == 0, said

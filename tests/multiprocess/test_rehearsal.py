@@ -46,8 +46,3 @@ def test_a_rehearsed_run_is_that_of_its_plan_bit_by_bit(place: Place) -> None:
     assert again == rehearsed
     candidates = json.loads((place.path / name / "candidates.json").read_text())
     assert sum("in rehearsal" in candidate["why"] for candidate in candidates) > 1
-
-
-def test_who_does_not_want_one_gets_none(place: Place) -> None:
-    _, said = trained(place, "believed", change="parallelism.rehearsal_s=0")
-    assert "rehears" not in said

@@ -21,7 +21,7 @@ class Doubling(Channel):
     """Stands for two ranks with the same gradients; notes what is launched, and what autograd was doing then."""
 
     def __init__(self, log: list[str]) -> None:
-        super().__init__((0, 1), None, device=torch.device("cpu"), staged=False)
+        super().__init__((0, 1), None, device=torch.device("cpu"), via_host=False)
         self.log = log
 
     def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Pending:

@@ -59,6 +59,7 @@ class Result:
     grad_norm: float
     lr: float
     fault: str | None = None
+    overflow: bool = False
 
 
 class Worker:
