@@ -24,18 +24,13 @@ from heterodyne.graph import ModelGraph, Op
 
 ANOTHER_PROCESS = """
 import json, resource
-from pathlib import Path
 import torch
 from frontend.captured_models import captured_case
 from frontend.tiny_models import GPT, text_batch
 from heterodyne.frontend import capture
-from heterodyne.job import ModelSection
-from heterodyne.models import build
-fields = dict(model_type="llama", vocab_size=128256, hidden_size=16384, intermediate_size=57344, num_hidden_layers=3,
-              num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0)
-large = build(ModelSection(huggingface=fields), base=Path("."), device="meta")
-ids = torch.empty(1, 4096, dtype=torch.long, device="meta")
-graph = capture(large, {"input_ids": ids, "labels": ids})
+with torch.device("meta"):
+    large = GPT(layers=4, width=16384, heads=64)
+graph = capture(large, text_batch(2))
 kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with torch.device("meta"):
     model = GPT()
@@ -345,8 +340,8 @@ def test_layers_with_unlike_constants_are_of_unlike_kinds() -> None:
 
 
 def test_the_weights_of_a_large_model_are_never_there(another_process: dict[str, Any]) -> None:
-    """14 billion parameters, in a process of its own; `benchmarks/capture_large.py` does it for 70."""
-    assert another_process["parameters"] == 3 * 3_422_584_832 + 2 * 128256 * 16384 + 16384
+    """13 billion parameters, in a process of its own; `benchmarks/capture_large.py` does it for 70."""
+    assert another_process["parameters"] > 12e9
     assert another_process["kinds"] == 3
     assert another_process["kibibytes"] < 2 * 2**20
 

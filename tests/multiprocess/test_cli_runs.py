@@ -26,7 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 @pytest.fixture(scope="module")
 def undisturbed(place: Place) -> dict[tuple[int, str], float]:
     """The losses of a run that nobody disturbed; its plan is ``undisturbed/plan.json``."""
-    status, said = place.run(*TRAIN, "--run-dir", "undisturbed")
+    status, said = place.run_on(2, *TRAIN, "--run-dir", "undisturbed")
     assert status == 0, said
     return place.losses("undisturbed")
 

@@ -25,7 +25,7 @@ def test_of_what_was_rehearsed_the_fastest_is_chosen_whatever_was_foretold() -> 
     near = near_the_chosen(searched(), 6)
     plans = [identity(c.plan) for c in near if c.plan is not None]
     assert len(plans) > 2
-    for seed in range(5):
+    for seed in range(2):
         chance = random.Random(seed)
         seconds = {name: 1 + number * 0.05 for number, name in enumerate(chance.sample(plans, len(plans)))}
         found = searched(**seconds)
