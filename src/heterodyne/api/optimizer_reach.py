@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
 from heterodyne.api.session import Session
 from heterodyne.errors import PlanError
+from heterodyne.frontend.faults import line_now
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
 from heterodyne.runtime.weights.optimizer_probe import Reach, reach_of
 from heterodyne.search.planned import Strategy
 
-__all__ = ["reach_everywhere", "require_within_reach", "strategy_within_reach"]
+__all__ = ["OptimizerReach", "reach_everywhere", "require_within_reach", "strategy_within_reach"]
 
 _WORDS: Mapping[Reach, str] = {
     "element": "",
@@ -28,30 +30,46 @@ _CUTS: Mapping[Reach, tuple[str, ...]] = {
 }
 
 
-def reach_everywhere(session: Session, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> Reach:
+@dataclass(frozen=True, kw_only=True)
+class OptimizerReach:
+    """What the update of an element may depend on, in the optimizer called ``name``, which the user's ``line`` asks for."""
+
+    reach: Reach = "element"
+    name: str = "the optimizer"
+    line: str = ""
+
+    def refusal(self, of: str) -> PlanError:
+        """``of``: a plan or strategy that shards what this optimizer must see at once."""
+        place = f"{self.line}\n" if self.line else ""
+        return PlanError(f"{place}{of} does not go with this optimizer: {self.name} {_WORDS[self.reach]}; {_REMEDY}")
+
+
+def reach_everywhere(
+    session: Session, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]
+) -> OptimizerReach:
     """The reach of an optimizer, tried on every rank and said once. Collective. Raises HeterodyneError for one that no plan can step."""
     reach, name = session.together(lambda: reach_of(factory, parameters))
     if reach != "element":
         session.say(f"{name} {_WORDS[reach]}")
-    return reach
+    return OptimizerReach(reach=reach, name=name, line=line_now())
 
 
-def strategy_within_reach(reach: Reach, strategy: Strategy, graph: ModelGraph) -> Strategy:
+def strategy_within_reach(needed: OptimizerReach, strategy: Strategy, graph: ModelGraph) -> Strategy:
     """The strategy to search with. Raises PlanError for one that cuts what the optimizer must see at once."""
-    if strategy in _CUTS[reach]:
-        raise PlanError(f"the strategy {strategy!r} does not go with this optimizer: it {_WORDS[reach]}; {_REMEDY}")
-    if strategy == "auto" and graph.task_graphs and reach != "element":
-        raise PlanError(f"the model is marked to be cut, and this optimizer {_WORDS[reach]}; {_REMEDY}")
-    return "data" if strategy == "auto" and reach == "model" else strategy
+    if strategy in _CUTS[needed.reach]:
+        raise needed.refusal(f"the strategy {strategy!r}")
+    if strategy == "auto" and graph.task_graphs and needed.reach != "element":
+        raise needed.refusal("the model, which is marked to be cut,")
+    return "data" if strategy == "auto" and needed.reach == "model" else strategy
 
 
-def require_within_reach(reach: Reach, plan: Plan) -> None:
+def require_within_reach(needed: OptimizerReach, plan: Plan) -> None:
     """Raises PlanError if a plan cuts what the optimizer must see at once."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     split = any(region.layout.kind == "split" for stage in stages for region in stage.regions if stage.sharded)
     cut = len(stages) > len(plan.pipelines) or any(stage.sharded for stage in stages)
-    if (reach == "weight" and split) or (reach == "model" and cut):
-        raise PlanError(f"the plan does not go with this optimizer: it {_WORDS[reach]}; {_REMEDY}")
+    if (needed.reach == "weight" and split) or (needed.reach == "model" and cut):
+        raise needed.refusal("the plan")
 
 
 _REMEDY = "take AdamW, SGD or another optimizer that updates each element by itself, or leave that strategy out"

@@ -6,7 +6,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from heterodyne.api.as_it_is import AsItIs, capture_as_it_is, require_same_count
 from heterodyne.api.before_measuring import measuring_s, require_room
 from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
 from heterodyne.api.compiled import compile_module, require_compiler, uncompiled
-from heterodyne.api.optimizer_reach import require_within_reach, strategy_within_reach
+from heterodyne.api.optimizer_reach import OptimizerReach, require_within_reach, strategy_within_reach
 from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.api.rehearsal import rehearse
 from heterodyne.api.session import Session
@@ -39,7 +39,6 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.stages.deferred import DeferredWeights
 from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.materialise import Stored
-from heterodyne.runtime.weights.optimizer_probe import Reach
 from heterodyne.runtime.worker import OptimizerFactory, Worker
 from heterodyne.search.planned import Planned, Strategy
 from heterodyne.search.planner import plan as search_plan
@@ -69,7 +68,7 @@ class Settings:
     precision: Precisions
     optimizer: OptimizerSection
     parallelism: ParallelismSection
-    reach: Reach = "element"
+    reach: OptimizerReach = field(default_factory=OptimizerReach)
     compile: bool = False
 
 
@@ -249,7 +248,7 @@ def prepare(
             strategy=settings.parallelism.strategy,
             given=given,
             rehearsed=rehearsed,
-            whole_weights=settings.reach != "element",
+            whole_weights=settings.reach.reach != "element",
         )
 
     bench = Workbench(

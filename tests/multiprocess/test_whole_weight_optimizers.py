@@ -1,0 +1,143 @@
+"""Optimizers whose update of an element depends on its whole weight: exact where weights are whole, refused where they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterodyne.errors import PlanError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.plan import Plan
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.exact.verify import compare, one_device_gradients
+from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.worker import Worker
+from multiprocess.models import build, captured
+from multiprocess.pool import Pool, World
+from multiprocess.test_own_loop import Labelled, graph, plans, start
+from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, unlike
+from multiprocess.work import cluster_of, copied, staged_plan, staged_worker
+
+STEPS, CLIP, SEED = 4, 0.5, 5
+
+Factory = Callable[..., torch.optim.Optimizer]
+
+
+def adafactor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.05)
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Of the matrices; the other weights stay as they are. Its five iterations in 32 bits: those in bf16 would hide what differs."""
+    return Muon32([p for p in parameters if p.dim() == 2])
+
+
+class Muon32(torch.optim.SGD):
+    """Muon (Jordan et al., 2024) without its bf16: momentum, made nearly orthogonal by Newton and Schulz's iteration."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.02)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad)
+                x = momentum / (momentum.norm() + 1e-3)
+                for _ in range(3):
+                    x = 1.5 * x - 0.5 * x @ x.T @ x
+                p.add_(x, alpha=-group["lr"])
+
+
+FACTORIES: dict[str, Factory] = {"adafactor": adafactor, "muon": muon}
+
+
+def worker_under(world: World, found: ModelGraph, spread: Spread, factory: str, seed: int = 0) -> tuple[Worker, Any]:
+    case = build(found, SAMPLES, seed=seed)
+    schedule, pipelines = spread
+    optimizer = FACTORIES[factory]
+    return staged_worker(world, case, pipelines, schedule, clip=CLIP, optimizer=optimizer, seed=SEED), case.batch
+
+
+def train(
+    world: World, found: ModelGraph, spreads: tuple[Spread, Spread], factory: str, folder: Path
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Half of the steps under one plan, the others, from a checkpoint, under another one and with a model of other weights."""
+    worker, batch = worker_under(world, found, spreads[0], factory)
+    losses = [worker.step(batch).loss for _ in range(STEPS // 2)]
+    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
+    checkpoints.save(worker.steps_done, worker.own_state(), identity={}, plan=worker.plan.dump())
+    worker.close()
+    resumed, _ = worker_under(world, found, spreads[1], factory, seed=1)
+    latest = checkpoints.latest()
+    assert latest is not None
+    resumed.load_state_dict(checkpoints.load(latest, identity={}, wanted=resumed.needs).state)
+    losses += [resumed.step(batch).loss for _ in range(STEPS // 2)]
+    state = copied(resumed.state_dict()["model"])
+    resumed.close()
+    return losses, state
+
+
+def train_on_one_device(found: ModelGraph, spread: Spread, factory: str) -> tuple[list[float], dict[str, Tensor]]:
+    case = build(found, SAMPLES)
+    cluster = cluster_of(4)
+    placement = Placement.of(staged_plan(found, cluster, spread[1], spread[0]), cluster)
+    trained = {n: p for n, p in case.module.named_parameters() if p.requires_grad}
+    optimizer = FACTORIES[factory](list(trained.values()))
+    losses = []
+    for step in range(STEPS):
+        loss, gradients = one_device_gradients(
+            case.module,
+            case.batch,
+            graph=found,
+            placement=placement,
+            device=torch.device("cpu"),
+            precision="fp32",
+            loss_count=case.count,
+            seed=SEED,
+            step=step,
+        )
+        for name, p in trained.items():
+            p.grad = gradients.get(name)
+        torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP)
+        optimizer.step()
+        losses.append(loss)
+    return losses, copied(case.module.state_dict())
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_under_pipelines_they_go_where_one_device_goes(pool: Pool, factory: str, tmp_path: Path) -> None:
+    """Embeddings that are tied across stages, a stage on two devices, and a resume under two unequal pipelines."""
+    found = captured("gpt2")
+    spreads = chain(found), unlike(found)
+    expected_losses, expected = train_on_one_device(found, spreads[0], factory)
+    assert expected_losses[-1] < expected_losses[0]
+    for losses, state in pool.run(4, train, found, spreads, factory, tmp_path):
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        assert compare(0.0, state, 0.0, expected).largest <= 1e-4
+
+
+def refused(world: World, found: ModelGraph, plan: Plan, factory: str) -> str:
+    try:
+        start(world, Labelled(), plan, found, optimizer=FACTORIES[factory])
+    except PlanError as error:
+        return str(error)
+    return "it is not refused"
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_under_a_plan_that_splits_weights_they_are_refused_on_every_rank(pool: Pool, factory: str) -> None:
+    name = {"adafactor": "Adafactor", "muon": "Muon32"}[factory]
+    for message in pool.run(3, refused, graph(), plans()["split"], factory):
+        assert f"{name} needs whole weights" in message
+        assert "test_own_loop.py" in message, "the line that calls distribute"
+        assert "take AdamW" in message
