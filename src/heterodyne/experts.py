@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "Route", "Run", "by_expert", "mixture", "picked", "swiglu_experts", "weighed"]
+__all__ = ["ACTIVATIONS", "Route", "Run", "by_expert", "mixture", "permute", "swiglu_experts", "unpermute"]
 
 Run = Callable[[Tensor, Sequence[int]], Tensor]
 """What experts do: rows [M, H], in order of expert, and how many there are for each; gives [M, H]."""
@@ -52,9 +52,9 @@ def mixture(tokens: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, d
         rows, counted = by_expert(indices, gate_up.shape[0])
         counts = tuple(counted.tolist())
     route = Route(choices=indices.shape[1], rows=rows, counts=counts)
-    rows_picked = picked(tokens, route)
+    rows_picked = permute(tokens, route)
     made = swiglu_experts(rows_picked, counts, gate_up, down, ACTIVATIONS[activation])
-    return weighed(made, weights, rows_picked, route)
+    return unpermute(made, weights, rows_picked, route)
 
 
 # An operator has to be known to PyTorch under its name before a graph can call it.
@@ -95,7 +95,7 @@ class Route:
         return places.view(tokens, self.choices, *rows.shape[1:])
 
 
-def picked(tokens: Tensor, route: Route, anchor: Tensor | None = None) -> Tensor:
+def permute(tokens: Tensor, route: Route, anchor: Tensor | None = None) -> Tensor:
     """The rows [S, H] of tokens [N, H], one a choice, in order of expert.
 
     ``anchor``: a number that requires gradients where the rows shall, whatever the tokens do.
@@ -104,8 +104,8 @@ def picked(tokens: Tensor, route: Route, anchor: Tensor | None = None) -> Tensor
     return rows
 
 
-def weighed(results: Tensor, weights: Tensor, rows: Tensor, route: Route) -> Tensor:
-    """What the experts made [S, H] of the rows that were `picked`, back at their tokens and added up: [N, H].
+def unpermute(results: Tensor, weights: Tensor, rows: Tensor, route: Route) -> Tensor:
+    """What the experts made [S, H] of the rows that were `permute`, back at their tokens and added up: [N, H].
 
     ``weights``: [N, k] of the tokens here.
     """

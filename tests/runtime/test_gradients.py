@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.plan.buckets import Bucket, Part
-from heterodyne.runtime.comm.channel import Channel, Pending
+from heterodyne.runtime.comm.channel import Channel, Work
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.gradients import GradientBuckets
 
@@ -24,9 +24,9 @@ class Doubling(Channel):
         super().__init__((0, 1), None, device=torch.device("cpu"), via_host=False)
         self.log = log
 
-    def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Pending:
+    def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Work:
         self.log.append(f"reduce {tensor.numel()}")
-        return Pending(lambda: tensor.mul_(2))
+        return Work(lambda: tensor.mul_(2))
 
 
 class Chain(nn.Module):
@@ -68,7 +68,7 @@ def step(model: Chain, gradients: GradientBuckets, batches: list[Tensor]) -> Non
     gradients.begin()
     for index, batch in enumerate(batches):
         if index == len(batches) - 1:
-            gradients.arm(0)
+            gradients.begin_last_backward(0)
         model(batch).backward()
     for index in range(len(ORDER)):
         gradients.launch(index)
@@ -95,7 +95,7 @@ def test_a_bucket_waits_for_those_before_it() -> None:
     model = Chain(log)
     gradients = gradients_of(model, [("a.weight",), ("c.weight",), ("b.weight",)], Doubling(log))
     gradients.begin()
-    gradients.arm(0)
+    gradients.begin_last_backward(0)
     model(torch.randn(4, 2)).backward()
     gradients.launch(2)
     assert log[-3:] == ["reduce 6", "reduce 2", "reduce 6"]
@@ -133,7 +133,7 @@ def test_a_gradient_that_comes_after_its_bucket_left_is_an_error() -> None:
     model = Chain()
     gradients = gradients_of(model, ORDER, Doubling([]))
     gradients.begin()
-    gradients.arm(0)
+    gradients.begin_last_backward(0)
     model(torch.randn(4, 2)).backward()
     with pytest.raises(CaptureError, match=r"'c\.weight' came after its bucket was reduced"):
         model(torch.randn(4, 2)).backward()
@@ -146,7 +146,7 @@ def test_a_parameter_that_is_used_in_some_steps_only_is_an_error(alone: bool) ->
     gradients = gradients_of(model, ORDER, None if alone else Doubling([]))
     step(model, gradients, [torch.randn(4, 2)])
     gradients.begin()
-    gradients.arm(0)
+    gradients.begin_last_backward(0)
     with pytest.raises(CaptureError, match="'unused' got a gradient, which it had not in the first step"):
         (model(torch.randn(4, 2)) + model.unused.sum()).backward()
 
@@ -173,7 +173,7 @@ def test_closing_takes_the_hooks_away() -> None:
     model = Chain(log)
     gradients = gradients_of(model, ORDER, Doubling(log))
     gradients.begin()
-    gradients.arm(0)
+    gradients.begin_last_backward(0)
     gradients.close()
     model(torch.randn(4, 2)).backward()
     assert not [entry for entry in log if entry.startswith("reduce")]
@@ -183,7 +183,7 @@ def test_views_follow_the_strides_of_channels_last_parameters() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)).to(memory_format=torch.channels_last)
     gradients = gradients_of(model, [("0.weight",)], Doubling([]))
     gradients.begin()
-    gradients.arm(0)
+    gradients.begin_last_backward(0)
     model(torch.randn(2, 3, 5, 5)).sum().backward()
     (weight,) = model.parameters()
     assert weight.grad.stride() == weight.stride()

@@ -16,7 +16,7 @@ from heterodyne.job import OptimizerSection
 from heterodyne.plan.lower import lower
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.dropout import SampleDropout
-from heterodyne.runtime.stages import assembly
+from heterodyne.runtime.stages import stage_builder
 from heterodyne.runtime.worker import Worker
 from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan
 
@@ -36,16 +36,16 @@ def ids(length: int) -> dict[str, Tensor]:
 
 
 def test_the_latest_shapes_are_kept_and_the_remedy_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "MOST_SHAPES", 6)
-    made: list[weakref.ref[assembly.Parts]] = []
-    make = assembly.Assembly._make
+    monkeypatch.setattr(stage_builder, "MOST_SHAPES", 6)
+    made: list[weakref.ref[stage_builder.StageRuntime]] = []
+    make = stage_builder.StageBuilder._make
 
-    def noted(self: assembly.Assembly, batch: dict[str, Tensor] | None) -> assembly.Parts:
+    def noted(self: stage_builder.StageBuilder, batch: dict[str, Tensor] | None) -> stage_builder.StageRuntime:
         parts = make(self, batch)
         made.append(weakref.ref(parts.stages))
         return parts
 
-    monkeypatch.setattr(assembly.Assembly, "_make", noted)
+    monkeypatch.setattr(stage_builder.StageBuilder, "_make", noted)
     model, cluster, said = Model(), cluster_of(1), list[str]()
     captured = trace(model, ids(2))
     last = len(captured.graph.ops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from heterodyne.plan.program import Action
-from heterodyne.runtime.comm.channel import Pending
+from heterodyne.runtime.comm.channel import Work
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.records.recorder import Recorder, joined
 from heterodyne.timeline import Event
@@ -43,7 +43,7 @@ def test_nothing_is_kept_while_it_is_off() -> None:
     recorder.begin()
     with recorder.during(Action(0, "F", 0)):
         pass
-    recorder.collective("REDUCE_GRAD", 0, recorder.now(), Pending())
+    recorder.collective("REDUCE_GRAD", 0, recorder.now(), Work())
     recorder.end(0)
     assert recorder.events() == ()
 
@@ -65,7 +65,7 @@ def test_a_timeline_begins_with_its_first_event() -> None:
 
 
 def test_the_end_of_a_collective_is_not_after_waiting_for_it() -> None:
-    pending = Pending(lambda: None, timed=True)
+    pending = Work(lambda: None, timed=True)
     pending.wait()
     waited = pending.ended
     pending.note_end(waited + 1.0)  # the other thread was slow to note it

@@ -41,7 +41,7 @@ class StageCutter:
         batch: Mapping[str, Tensor] | None,
         sharded: tuple[Pipeline, int] | None = None,
     ) -> StageProgram:
-        """See `heterodyne.runtime.stages.assembly.StagePrograms`. Raises DataError if these shapes give other ops, or other parts."""
+        """See `heterodyne.runtime.stages.stage_builder.StagePrograms`. Raises DataError if these shapes give other ops, or other parts."""
         captured = self._captured if batch is None else self._at(batch)
         if sharded is None:
             return captured.stage(start, stop, starts=starts)
@@ -59,7 +59,7 @@ class StageCutter:
     def coupled(
         self, batch: Mapping[str, Tensor] | None, module: nn.Module, device: torch.device, exchange: SampleExchange
     ) -> Runnable:
-        """See `heterodyne.runtime.stages.assembly.StagePrograms`."""
+        """See `heterodyne.runtime.stages.stage_builder.StagePrograms`."""
         captured = self._captured if batch is None else self._at(batch)
         return captured.coupled(module, device, exchange)
 

@@ -19,7 +19,7 @@ from heterodyne.runtime.exact.small_batch import without_counts
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, union
-from heterodyne.runtime.weights.boxed import assembled, kept_pieces
+from heterodyne.runtime.weights.boxed import assembled, kept_shards
 from heterodyne.runtime.worker import Worker
 
 __all__ = ["BAR", "verify_job"]
@@ -110,7 +110,7 @@ def _verified(
     """One step of both; on rank 0, None elsewhere. Collective."""
     loss, gradients = worker.gradients(batch, step)
     # Each piece of a gradient from the rank that answers for it; a rank may hold but a part of the model, or none.
-    gathered = session.communicator.all_gather_object(kept_pieces(gradients, worker.ownership, session.rank))
+    gathered = session.communicator.all_gather_object(kept_shards(gradients, worker.ownership, session.rank))
     if module is None:
         return None
     reference = one_device_gradients(

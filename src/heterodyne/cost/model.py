@@ -31,7 +31,7 @@ from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.precision import between, precision_of
 from heterodyne.plan.sharded_stage import shard_stage
-from heterodyne.plan.traffic import PARCELS_AHEAD
+from heterodyne.plan.traffic import MESSAGES_AHEAD
 
 __all__ = ["CostModel", "slices_of"]
 
@@ -303,7 +303,7 @@ class CostModel:
             workspace = max(workspace, needed)
         ranges = tuple(stage.ops for stage in mine.values())
         # Room is made for messages ahead, and what is sent stays until it has left.
-        under_way = PARCELS_AHEAD * sum(
+        under_way = MESSAGES_AHEAD * sum(
             max(route.bytes, default=0) for route in travel if rank in (route.destination[0], route.source[0])
         )
         fixed = self.memory_use(device, 0, ranges, at.boxes)

@@ -7,12 +7,12 @@ from typing import Protocol, TypeVar
 
 import torch
 
-__all__ = ["P2P", "Channel", "Peers", "Pending", "RecvWork"]
+__all__ = ["P2P", "Channel", "Peers", "RecvWork", "Work"]
 
 T = TypeVar("T")
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """A collective on its way."""
 
     def wait(self) -> object: ...
@@ -25,7 +25,7 @@ class Channel(Protocol):
         """Flat buffers of so many elements, zero at first, which `all_reduce` sums in the cheapest way."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Start the sum of a tensor over the ranks, in place."""
         ...
 

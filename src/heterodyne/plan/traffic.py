@@ -11,9 +11,9 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
 
-__all__ = ["PARCELS_AHEAD", "Duty", "Traffic", "duties"]
+__all__ = ["MESSAGES_AHEAD", "Duty", "Traffic", "duties"]
 
-PARCELS_AHEAD = 2
+MESSAGES_AHEAD = 2
 """Messages from one rank for which the runtime makes room before they are waited for; memory counts as many, and as many sent."""
 
 

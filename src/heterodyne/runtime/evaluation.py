@@ -15,7 +15,7 @@ from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.exact.weighting import Weights, known_loss, part_statistics, weighted_sum
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource
-from heterodyne.runtime.stages.assembly import Parts
+from heterodyne.runtime.stages.stage_builder import StageRuntime
 
 __all__ = ["eval_mode", "evaluate", "evaluation_parts"]
 
@@ -26,7 +26,7 @@ def evaluate(
     *,
     placement: Placement,
     rank: int,
-    parts: Parts,
+    parts: StageRuntime,
     loss_count: LossCount,
     gradients: bool,
     control: Channel,

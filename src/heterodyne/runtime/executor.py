@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from heterodyne.plan.program import Action, Program
-from heterodyne.runtime.comm.channel import Channel, Pending
+from heterodyne.runtime.comm.channel import Channel, Work
 from heterodyne.runtime.exact.weighting import Weights, known_loss, weighted_sum
 from heterodyne.runtime.liveness.failure_detector import BETWEEN_STEPS
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
-from heterodyne.runtime.stages.assembly import Parts
+from heterodyne.runtime.stages.stage_builder import StageRuntime
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.loss_scale import LossScale
@@ -66,7 +66,7 @@ class Step:
 
     number: int
     source: BatchSource
-    parts: Parts
+    parts: StageRuntime
     sizes: Sequence[int]
     spans: Mapping[int, Sequence[tuple[int, int]]]
     slices: Mapping[int, Mapping[str, Tensor]]
@@ -220,7 +220,7 @@ class Executor:
                 stages.weights(stage, index)
             else:
                 if self._last_of_stage.get(stage) == action:
-                    self._gradients.arm(stage)
+                    self._gradients.begin_last_backward(stage)
                 stages.backward(stage, index, weight, half=kind == "I")
 
     def _do_forward(self, stage: int, index: int, step: Step) -> None:
@@ -245,7 +245,7 @@ class Executor:
         if self._watch is not None:
             self._watch.progress(state)
 
-    def _send_loss(self, step: Step) -> tuple[Tensor, Pending]:
+    def _send_loss(self, step: Step) -> tuple[Tensor, Work]:
         """Start the sum of the weighted losses of all ranks, float64 on the host."""
         self._turn("reading the losses")
         values = torch.stack(list(step.losses.values())).tolist() if step.losses else []  # as wide as Python's numbers

@@ -32,7 +32,13 @@ from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source
-from heterodyne.runtime.stages.assembly import Assembly, Parts, StagePrograms, bucket_channels, completed_gradients
+from heterodyne.runtime.stages.stage_builder import (
+    StageBuilder,
+    StagePrograms,
+    StageRuntime,
+    bucket_channels,
+    completed_gradients,
+)
 from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
@@ -192,7 +198,7 @@ class Worker:
             if graph.opaque is None
             else LaterBatches(module, graph, loss_count, device=communicator.device, precision=self._place.precision)
         )
-        self._assembly = Assembly(
+        self._stages = StageBuilder(
             module,
             graph=graph,
             plan=plan,
@@ -207,7 +213,7 @@ class Worker:
             compile_stages=compile_stages,
             say=say,
         )
-        self._assembly.parts()
+        self._stages.parts()
         self._executor = Executor(
             rank=self.rank,
             program=program,
@@ -375,7 +381,7 @@ class Worker:
     @property
     def runs_compiled(self) -> bool:
         """Whether all that this rank runs of the model is compiled code."""
-        return self._assembly.runs_compiled
+        return self._stages.runs_compiled
 
     @property
     def borrowed_bytes(self) -> int:
@@ -415,16 +421,16 @@ class Worker:
             self._values.require(source.samples(0, source.size), 0, where)
             return source
         source = self._values.source(source, where)
-        if not self._assembly.cut:
+        if not self._stages.cut:
             return source
         return OneShape(source, {entry.name: entry.batch_dim for entry in self.graph.inputs})
 
-    def _parts(self, source: BatchSource) -> Parts:
-        batch = source.samples(0, 1) if self._assembly.cut else None
-        if self._watch is None or self._assembly.has_parts(batch):
-            return self._assembly.parts(batch)
+    def _parts(self, source: BatchSource) -> StageRuntime:
+        batch = source.samples(0, 1) if self._stages.cut else None
+        if self._watch is None or self._stages.has_parts(batch):
+            return self._stages.parts(batch)
         with self._watch.phase("capturing the model for inputs of another shape"):
-            return self._assembly.parts(batch)
+            return self._stages.parts(batch)
 
     def _make_optimizer(self, optimizer: OptimizerSection | OptimizerFactory) -> torch.optim.Optimizer:
         """Of the parameters that this rank holds; it may hold none."""

@@ -20,21 +20,21 @@ from heterodyne.errors import WorkerError
 from heterodyne.runtime.comm.shared_exchange import SharedExchange
 from heterodyne.runtime.comm.shared_memory import SharedBuffers
 
-__all__ = ["Channel", "Pending"]
+__all__ = ["Channel", "Work"]
 
 # torch 2.13 has renamed them.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class _Work(Protocol):
+class _TorchWork(Protocol):
     """What torch.distributed gives back for an asynchronous collective."""
 
     def wait(self) -> bool: ...
     def get_future(self) -> Any: ...
 
 
-class Pending:
+class Work:
     """A collective that was started. `wait` before its tensor is read; waiting twice does nothing.
 
     If it is ``timed``, `ended` tells when it was over: seconds of `time.perf_counter` (collectives on the host), or an event of the
@@ -128,16 +128,16 @@ class Channel:
         """Bytes of other ranks' memory that this process has mapped and used: resident in it, but theirs."""
         return sum(shared.borrowed_bytes for shared in self._shared)
 
-    def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Pending:
-        """Start the sum of ``tensor`` over the ranks, in place. With ``timed``, `Pending.ended` is kept."""
+    def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Work:
+        """Start the sum of ``tensor`` over the ranks, in place. With ``timed``, `Work.ended` is kept."""
         if self._group is None:
-            return Pending(timed=timed)
+            return Work(timed=timed)
         if self._via_host and tensor.device.type != "cpu":
             return self._all_reduce_through_host(tensor, timed=timed)
         if self._shared:
             return self._all_reduce_between_neighbours(tensor, timed=timed)
-        work: _Work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        pending = Pending(work.wait, timed=timed)
+        work: _TorchWork = dist.all_reduce(tensor, group=self._group, async_op=True)
+        pending = Work(work.wait, timed=timed)
         if timed and tensor.device.type == "cpu":
             work.get_future().add_done_callback(lambda _: pending.note_end(time.perf_counter()))
         elif timed:
@@ -175,10 +175,10 @@ class Channel:
             sent = sent.cpu()
         received = sent.new_empty(sum(sizes))
         in_bytes = _in_bytes(received, sizes, parts)
-        work: _Work = dist.all_to_all_single(
+        work: _TorchWork = dist.all_to_all_single(
             _bytes(received), _bytes(sent), *in_bytes, group=self._group, async_op=True
         )
-        pending = Pending(work.wait)
+        pending = Work(work.wait)
 
         def wait() -> list[Tensor]:
             pending.wait()
@@ -203,7 +203,7 @@ class Channel:
             work = dist.all_gather(
                 [_bytes(each) for each in parts], _bytes(part.contiguous()), self._group, async_op=True
             )
-        pending = Pending(work.wait)
+        pending = Work(work.wait)
 
         def wait() -> list[Tensor]:
             pending.wait()
@@ -220,7 +220,7 @@ class Channel:
             work = _reduce_scatter_single(total, torch.cat(list(parts)), group=self._group, async_op=True)
         else:
             work = dist.reduce_scatter(total, [part.contiguous() for part in parts], group=self._group, async_op=True)
-        pending = Pending(work.wait)
+        pending = Work(work.wait)
 
         def wait() -> Tensor:
             pending.wait()
@@ -251,7 +251,7 @@ class Channel:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="channel")
         return self._thread
 
-    def _all_reduce_between_neighbours(self, tensor: Tensor, *, timed: bool) -> Pending:
+    def _all_reduce_between_neighbours(self, tensor: Tensor, *, timed: bool) -> Work:
         add_up = next((add for shared in self._shared if (add := shared.sum_of(tensor)) is not None), None)
 
         def reduce() -> None:
@@ -263,9 +263,9 @@ class Channel:
             dist.barrier(group=self._group)  # all have added up their slice
 
         future: Future[None] = self._in_order().submit(reduce)
-        return _timed(Pending(future.result, timed=timed), future, timed=timed)
+        return _timed(Work(future.result, timed=timed), future, timed=timed)
 
-    def _all_reduce_through_host(self, tensor: Tensor, *, timed: bool) -> Pending:
+    def _all_reduce_through_host(self, tensor: Tensor, *, timed: bool) -> Work:
         key = (tensor.numel(), tensor.dtype)
         free = self._host.setdefault(key, [])
         host = free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
@@ -285,7 +285,7 @@ class Channel:
             # The copy back is in the stream before any later use of this buffer, which is again a copy in that stream.
             free.append(host)
 
-        return _timed(Pending(finish, timed=timed), future, timed=timed)
+        return _timed(Work(finish, timed=timed), future, timed=timed)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -298,13 +298,13 @@ def _in_bytes(received: Tensor, sizes: Sequence[int], parts: Sequence[Tensor]) -
     return [size * each for size in sizes], [part.numel() * each for part in parts]
 
 
-def _timed(pending: Pending, future: Future[None], *, timed: bool) -> Pending:
+def _timed(pending: Work, future: Future[None], *, timed: bool) -> Work:
     if timed:
         future.add_done_callback(lambda _: pending.note_end(time.perf_counter()))
     return pending
 
 
-def _event_after(work: _Work, device: torch.device) -> torch.Event:
+def _event_after(work: _TorchWork, device: torch.device) -> torch.Event:
     """An event of the device that comes when ``work`` is over, without making the current stream wait for it."""
     end = torch.Event(device, enable_timing=True)
     with torch.Stream(device) as beside:

@@ -29,8 +29,8 @@ from heterodyne.runtime.exact.parts import nothing_from_python
 from heterodyne.runtime.exact.small_batch import EMPTY, SmallBatch, small_batch
 from heterodyne.runtime.exact.verify import compare
 from heterodyne.runtime.slices import BatchSource
-from heterodyne.runtime.stages.assembly import StagePrograms
 from heterodyne.runtime.stages.forward import Forward
+from heterodyne.runtime.stages.stage_builder import StagePrograms
 from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.runtime.worker import Worker
 from heterodyne.units import format_seconds

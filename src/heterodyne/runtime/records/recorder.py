@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 
 from heterodyne.plan.program import Action, ActionKind
-from heterodyne.runtime.comm.channel import Pending
+from heterodyne.runtime.comm.channel import Work
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.timeline import Event, Lane, Timeline
 
@@ -34,7 +34,7 @@ class _Mark:
     lane: Lane
     action: Action
     start: Moment
-    end: Moment | Pending
+    end: Moment | Work
 
 
 class Recorder:
@@ -86,7 +86,7 @@ class Recorder:
         yield
         self._marks.append(_Mark(lane, action, start, self.now()))
 
-    def collective(self, kind: ActionKind, index: int, started: Moment, pending: Pending) -> None:
+    def collective(self, kind: ActionKind, index: int, started: Moment, pending: Work) -> None:
         """A collective that was started, on the lane ``comm``."""
         if self.on:
             self._marks.append(_Mark("comm", Action(0, kind, index), started, pending))
@@ -120,7 +120,7 @@ class Recorder:
 
     def _event(self, mark: _Mark, step: int) -> Event:
         start = self._seconds(mark.start)
-        end = mark.end.ended if isinstance(mark.end, Pending) else mark.end
+        end = mark.end.ended if isinstance(mark.end, Work) else mark.end
         return Event(
             rank=self._rank,
             lane=mark.lane,

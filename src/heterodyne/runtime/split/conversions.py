@@ -16,7 +16,7 @@ from torch import Tensor
 from heterodyne.graph.sharding.layout import Layout
 from heterodyne.runtime.split.group import Group, Later
 
-__all__ = ["Step", "Travel", "converted", "ways_between"]
+__all__ = ["Redistribution", "Step", "converted", "ways_between"]
 
 Step: TypeAlias = Callable[[Tensor], Later]
 """Begins to bring a tensor to other members, or to lay it out otherwise, and returns what waits for the result."""
@@ -31,11 +31,11 @@ def converted(
     """
     if have == want or group.size == 1:
         return tensor
-    way = Travel(*ways_between(group, have, want, have_sizes, want_sizes))
+    way = Redistribution(*ways_between(group, have, want, have_sizes, want_sizes))
     return way.end(way.begin(tensor))
 
 
-class Travel:
+class Redistribution:
     """A tensor goes to other members, and its gradient comes back, each in two calls, between which something else can be done.
 
     In the backward what follows `end` in the forward comes before the way back begins, and what stands between `begin` and `end` runs
@@ -95,7 +95,7 @@ _DUAL = {"whole": "whole", "copy": "sum", "sum": "whole", "cut": "cut"}
 
 class _Begun(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, also: Tensor | None, travel: Travel) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, tensor: Tensor, also: Tensor | None, travel: Redistribution) -> Tensor:  # noqa: ARG004
         ctx.travel = travel
         travel.leave(tensor)
         return tensor.new_empty(0)
@@ -107,7 +107,7 @@ class _Begun(torch.autograd.Function):
 
 class _Ended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, begun: Tensor, travel: Travel) -> Tensor:
+    def forward(ctx: Any, begun: Tensor, travel: Redistribution) -> Tensor:
         ctx.travel, ctx.like = travel, begun.new_empty(0)
         result = travel.arrive()
         return result.view_as(result)  # it may be what was sent

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heterodyne.experts import Route, Run, by_expert, picked, weighed
-from heterodyne.runtime.split.conversions import Travel
+from heterodyne.experts import Route, Run, by_expert, permute, unpermute
+from heterodyne.runtime.split.conversions import Redistribution
 from heterodyne.runtime.split.group import Group, Later
 
-__all__ = ["Trip", "experts_between", "experts_here"]
+__all__ = ["ExpertDispatch", "experts_between", "experts_here"]
 
 
-class Trip:
-    """The mixture for tokens that are cut over the group: there, to be worked on, and back, in calls between which something else can be
-    done. Each is collective, forward and backward.
+class ExpertDispatch:
+    """The mixture for tokens that are sharded over the group: dispatch (when it is made), `compute` and `combine`, between which something
+    else can be done. Each is collective, forward and backward.
 
     Args:
         group: the members, each with its own tokens: N may differ, and be 0.
@@ -43,29 +43,29 @@ class Trip:
         self._route = route = _route_between(group, indices, sizes)
         # What has a gradient here must have one on every member, else some would wait in backward for others that have nothing to do.
         anchor = torch.zeros((), device=tokens.device, requires_grad=True)
-        self._rows = picked(tokens, route, anchor)
-        self._travel = Travel(route.outward, route.homeward)
+        self._rows = permute(tokens, route, anchor)
+        self._travel = Redistribution(route.dispatch, route.combine)
         self._begun = self._travel.begin(self._rows)
 
-    def work(self) -> None:
-        """The rows have come; what the experts make of them leaves for home."""
+    def compute(self) -> None:
+        """Run the experts on the rows that have arrived, and begin to send their results back."""
         arrived = self._travel.end(self._begun)
         made = self._run(arrived, self._route.counts).to(arrived.dtype)
-        self._travel = Travel(self._route.homeward, self._route.outward)
+        self._travel = Redistribution(self._route.combine, self._route.dispatch)
         self._begun = self._travel.begin(made, also=arrived)
 
-    def end(self) -> Tensor:
+    def combine(self) -> Tensor:
         """[N, H] of this member."""
-        return weighed(self._travel.end(self._begun), self._weights, self._rows, self._route)
+        return unpermute(self._travel.end(self._begun), self._weights, self._rows, self._route)
 
 
 def experts_between(
     group: Group, tokens: Tensor, indices: Tensor, weights: Tensor, *, sizes: Sequence[int], run: Run
 ) -> Tensor:
-    """A whole `Trip`, one way after the other: [N, H]."""
-    trip = Trip(group, tokens, indices, weights, sizes=sizes, run=run)
-    trip.work()
-    return trip.end()
+    """Dispatch, compute and combine, one after the other: [N, H]."""
+    dispatched = ExpertDispatch(group, tokens, indices, weights, sizes=sizes, run=run)
+    dispatched.compute()
+    return dispatched.combine()
 
 
 def experts_here(
@@ -83,8 +83,8 @@ def experts_here(
     words of `heterodyne.graph.sharding.layout`, it takes COPY and gives SUM. Else as `experts_between`, which takes and gives cut(0).
     """
     route = _route_here(group, indices, sizes)
-    rows = picked(tokens, route)
-    return weighed(run(rows, route.counts), weights, rows, route)
+    rows = permute(tokens, route)
+    return unpermute(run(rows, route.counts), weights, rows, route)
 
 
 # ---- where the rows go ----------------------------------------------------------------------------------------------
@@ -105,13 +105,13 @@ class _Between(Route):
     received: tuple[int, ...]
     order: Tensor
 
-    def outward(self, rows: Tensor) -> Later:
+    def dispatch(self, rows: Tensor) -> Later:
         """[S, ...] in the order of `rows` here to [M, ...] in order of expert there."""
         shapes = [(count, *rows.shape[1:]) for count in self.received]
         arriving = self.group.begin_all_to_all(rows.split_with_sizes(self.sent), shapes)
         return lambda: torch.cat(arriving())[self.order]
 
-    def homeward(self, rows: Tensor) -> Later:
+    def combine(self, rows: Tensor) -> Later:
         """[M, ...] back to [S, ...]."""
         by_member = torch.empty_like(rows)
         by_member[self.order] = rows

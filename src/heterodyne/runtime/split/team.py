@@ -21,7 +21,7 @@ from heterodyne.graph.sharding import Layout, Sharding
 from heterodyne.graph.sharding.numbered import Numbered
 from heterodyne.runtime.exact.dropout import in_part, turn_to
 from heterodyne.runtime.split import experts, vocabulary
-from heterodyne.runtime.split.conversions import Travel, converted, ways_between
+from heterodyne.runtime.split.conversions import Redistribution, converted, ways_between
 from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.vocabulary import weights_of_rows
 
@@ -90,12 +90,12 @@ class Members:
         have, want, have_sizes, want_sizes = self.steps[step]
         return converted(self.group, tensor, have, want, have_sizes, want_sizes)
 
-    def begin(self, tensor: Tensor, step: int) -> tuple[Travel, Tensor]:
+    def begin(self, tensor: Tensor, step: int) -> tuple[Redistribution, Tensor]:
         """The same in two calls: what is exchanged is on its way meanwhile. The tensor must stay as it is until `end`."""
-        travel = Travel(*ways_between(self.group, *self.steps[step]))
+        travel = Redistribution(*ways_between(self.group, *self.steps[step]))
         return travel, travel.begin(tensor)
 
-    def end(self, begun: tuple[Travel, Tensor]) -> Tensor:
+    def end(self, begun: tuple[Redistribution, Tensor]) -> Tensor:
         travel, on_its_way = begun
         return travel.end(on_its_way)
 
@@ -221,17 +221,19 @@ class Members:
         run = _run(*own)
         return experts.experts_between(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
 
-    def begin_experts(self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any) -> experts.Trip:
+    def begin_experts(
+        self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any
+    ) -> experts.ExpertDispatch:
         """`experts_between` in three calls: what travels is on its way meanwhile."""
         run = _run(*own)
-        return experts.Trip(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
+        return experts.ExpertDispatch(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
 
-    def run_experts(self, trip: experts.Trip) -> experts.Trip:
-        trip.work()
-        return trip
+    def run_experts(self, dispatched: experts.ExpertDispatch) -> experts.ExpertDispatch:
+        dispatched.compute()
+        return dispatched
 
-    def end_experts(self, trip: experts.Trip) -> Tensor:
-        return trip.end()
+    def end_experts(self, dispatched: experts.ExpertDispatch) -> Tensor:
+        return dispatched.combine()
 
 
 def _seen(query: Tensor, first: int, stop: int, keys: int, grouped: bool) -> Tensor:

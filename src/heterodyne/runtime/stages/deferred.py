@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from heterodyne.runtime.exact.interception import Interception
 from heterodyne.runtime.weights.masters import gradient_dtype
 
-__all__ = ["DeferredWeights", "GradientHome"]
+__all__ = ["DeferredWeights", "MainGradBuffer"]
 
 
-class GradientHome(Protocol):
+class MainGradBuffer(Protocol):
     """Where gradients of weights live."""
 
     def place(self, parameter: Tensor) -> Tensor | None:
@@ -37,7 +37,7 @@ class GradientHome(Protocol):
 class DeferredWeights(Interception):
     """What one forward of one stage leaves for later. ``home`` None: gradients live where they are made."""
 
-    def __init__(self, home: GradientHome | None = None) -> None:
+    def __init__(self, home: MainGradBuffer | None = None) -> None:
         super().__init__({F.linear: self._linear, torch.addmm: self._addmm})
         self._home = home
         self._later: list[Callable[[], None]] = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heterodyne.model_output import LOSS
 from heterodyne.runtime.exact.dropout import Draws
-from heterodyne.runtime.stages.deferred import DeferredWeights, GradientHome
+from heterodyne.runtime.stages.deferred import DeferredWeights, MainGradBuffer
 from heterodyne.runtime.stages.forward import Forward, on_device
 from heterodyne.runtime.stages.recompute import Recomputation
 from heterodyne.runtime.stages.segments import Segment
@@ -57,7 +57,7 @@ class Stages:
         device: torch.device,
         transfers: Transfers | None = None,
         halves: frozenset[int] = frozenset(),
-        home: GradientHome | None = None,
+        home: MainGradBuffer | None = None,
         in_parts: frozenset[int] = frozenset(),
     ) -> None:
         self._in_parts = in_parts

@@ -1,8 +1,8 @@
 """What the ranks of a pipeline send each other: activations forward, their gradients back, each its own samples.
 
 A micro-batch is cut over the devices of a stage (`plan.slices`), so between two stages each pair of devices exchanges the
-samples that both have. What two ranks have for each other in one go is a *parcel*: all values of one micro-batch between two
-stages. Parcels are received in the order in which they are sent, which both ranks read in the program; room for the next ones is
+samples that both have. What two ranks have for each other in one go is a *message*: all values of one micro-batch between two
+stages. Messages are received in the order in which they are sent, which both ranks read in the program; room for the next ones is
 made ahead, so that they travel while this rank computes.
 """
 
@@ -19,7 +19,7 @@ from heterodyne.graph.cut import Value
 from heterodyne.plan.precision import Precision, between
 from heterodyne.plan.program import Action
 from heterodyne.plan.slices import overlap, slices
-from heterodyne.plan.traffic import PARCELS_AHEAD
+from heterodyne.plan.traffic import MESSAGES_AHEAD
 from heterodyne.runtime.comm.p2p import P2P, RecvWork
 
 __all__ = ["Edge", "Team", "Transfers"]
@@ -27,7 +27,7 @@ __all__ = ["Edge", "Team", "Transfers"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _Parcel(NamedTuple):
+class _Message(NamedTuple):
     """``kind``: of the action that sends it; ``maker``, ``reader``: the stages between which it travels."""
 
     kind: Literal["SEND_F", "SEND_B"]
@@ -89,8 +89,8 @@ class Transfers:
         self._p2p = p2p
         p2p.connect(self._partners())
         self._sizes: Sequence[int] = ()
-        self._expected: dict[int, list[_Parcel]] = {}
-        self._posted: dict[tuple[int, _Parcel], list[RecvWork]] = {}
+        self._expected: dict[int, list[_Message]] = {}
+        self._posted: dict[tuple[int, _Message], list[RecvWork]] = {}
 
     def begin(self, program: Sequence[Sequence[Action]], sizes: Sequence[int]) -> None:
         """Start a step (or an evaluation): the actions of every rank, and the size of each micro-batch."""
@@ -135,7 +135,7 @@ class Transfers:
         for edge in self._between(reader=stage):
             parts: dict[str, list[Tensor]] = {value.name: [] for value in edge.values}
             for other in self._team.ranks[edge.maker]:
-                arrivals = iter(self._open(other, _Parcel("SEND_F", edge.maker, edge.reader, index)))
+                arrivals = iter(self._open(other, _Message("SEND_F", edge.maker, edge.reader, index)))
                 for value in edge.values:
                     if self._part(value, edge.maker, edge.reader, other, self._rank, index) is not None:
                         parts[value.name].append(_as_traced(next(arrivals).wait(), value))
@@ -152,7 +152,7 @@ class Transfers:
             own = self._slice(edge.maker, self._rank, index)[1]
             found: dict[str, Tensor] = {}
             for other in self._team.ranks[edge.reader]:
-                arrivals = iter(self._open(other, _Parcel("SEND_B", edge.maker, edge.reader, index)))
+                arrivals = iter(self._open(other, _Message("SEND_B", edge.maker, edge.reader, index)))
                 for value in edge.differentiable:
                     part = self._part(value, edge.maker, edge.reader, self._rank, other, index)
                     if part is not None:
@@ -197,9 +197,9 @@ class Transfers:
             return None
         return first - own[0], count
 
-    def _from(self, actions: Sequence[Action]) -> list[_Parcel]:
+    def _from(self, actions: Sequence[Action]) -> list[_Message]:
         """What another rank sends to this one, in its order."""
-        parcels = []
+        messages = []
         for action in actions:
             if action.kind not in ("SEND_F", "SEND_B") or action.index is None:
                 continue
@@ -208,25 +208,25 @@ class Transfers:
                 mine, theirs = (reader, maker) if forward else (maker, reader)
                 if theirs == action.stage and self._rank in self._team.ranks[mine]:
                     kind: Literal["SEND_F", "SEND_B"] = "SEND_F" if forward else "SEND_B"
-                    parcels.append(_Parcel(kind, maker, reader, action.index))
-        return parcels
+                    messages.append(_Message(kind, maker, reader, action.index))
+        return messages
 
-    def _make_room(self, other: int, upto: _Parcel | None = None) -> None:
-        """Ask for the next parcels of a rank; for all up to one, if that is named."""
+    def _make_room(self, other: int, upto: _Message | None = None) -> None:
+        """Ask for the next messages of a rank; for all up to one, if that is named."""
         waiting = self._expected[other]
         open_ = sum(source == other for source, _ in self._posted)
-        while waiting and (open_ < PARCELS_AHEAD or (upto is not None and (other, upto) not in self._posted)):
-            parcel = waiting.pop(0)
-            self._posted[other, parcel] = self._post(other, parcel)
+        while waiting and (open_ < MESSAGES_AHEAD or (upto is not None and (other, upto) not in self._posted)):
+            message = waiting.pop(0)
+            self._posted[other, message] = self._post(other, message)
             open_ += 1
 
-    def _post(self, other: int, parcel: _Parcel) -> list[RecvWork]:
-        edge = self._edges[parcel.maker, parcel.reader]
-        forward = parcel.kind == "SEND_F"
+    def _post(self, other: int, message: _Message) -> list[RecvWork]:
+        edge = self._edges[message.maker, message.reader]
+        forward = message.kind == "SEND_F"
         source, to = (other, self._rank) if forward else (self._rank, other)
         arrivals = []
         for value in edge.values if forward else edge.differentiable:
-            part = self._part(value, edge.maker, edge.reader, source, to, parcel.micro_batch)
+            part = self._part(value, edge.maker, edge.reader, source, to, message.micro_batch)
             if part is not None:
                 shape = tuple(int(size(part[1])) for size in value.shape)
                 arrivals.append(self._p2p.receive(shape, self._sent_as(value, other), other))
@@ -241,9 +241,9 @@ class Transfers:
         narrow = value.differentiable and value.dtype == "float32" and precision != "fp32"
         return _DTYPES[precision] if narrow else _dtype_of(value)
 
-    def _open(self, other: int, parcel: _Parcel) -> list[RecvWork]:
-        self._make_room(other, parcel)
-        arrivals = self._posted.pop((other, parcel))
+    def _open(self, other: int, message: _Message) -> list[RecvWork]:
+        self._make_room(other, message)
+        arrivals = self._posted.pop((other, message))
         self._make_room(other)
         return arrivals
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from heterodyne.plan.boxes import Box, inside
 from heterodyne.runtime.weights.ownership import Ownership
 
-__all__ = ["Pieces", "assembled", "boxed", "kept_pieces"]
+__all__ = ["Shards", "assembled", "boxed", "kept_shards"]
 
-Pieces = dict[str, list[tuple[Box, Tensor]]]
+Shards = dict[str, list[tuple[Box, Tensor]]]
 
 
 def boxed(tensor: Tensor, box: Box) -> Tensor:
@@ -22,9 +22,9 @@ def boxed(tensor: Tensor, box: Box) -> Tensor:
     return tensor
 
 
-def kept_pieces(tensors: Mapping[str, Tensor], ownership: Ownership, rank: int) -> Pieces:
+def kept_shards(tensors: Mapping[str, Tensor], ownership: Ownership, rank: int) -> Shards:
     """Of tensors that lie as parameters do (their gradients), the pieces that a rank answers for, on the host."""
-    found: Pieces = {}
+    found: Shards = {}
     for name, tensor in tensors.items():
         own = ownership.box(rank, name)
         pieces = [(box, boxed(tensor, inside(own, box)).cpu()) for box, of in ownership.parts(name) if of == rank]
@@ -33,7 +33,7 @@ def kept_pieces(tensors: Mapping[str, Tensor], ownership: Ownership, rank: int) 
     return found
 
 
-def assembled(gathered: Iterable[Pieces], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def assembled(gathered: Iterable[Shards], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """The tensors that all pieces together make."""
     whole: dict[str, Tensor] = {}
     for pieces in gathered:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from heterodyne.errors import CaptureError
 from heterodyne.plan.boxes import Box, inside, numel
 from heterodyne.plan.buckets import Bucket
-from heterodyne.runtime.comm.channel import Channel, Pending
+from heterodyne.runtime.comm.channel import Channel, Work
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.masters import gradient_dtype
@@ -64,12 +64,12 @@ class _Flat:
     channel: Channel | None
     entries: list[_Entry] = field(default_factory=list)
     missing: int = 0
-    pending: Pending | None = None
+    pending: Work | None = None
     given_back: bool = False
 
 
 class GradientBuckets:
-    """The gradients of one worker over one step: `begin`, backwards (`arm` before the last of a stage), `launch`, `wait`.
+    """The gradients of one worker over one step: `begin`, backwards (`begin_last_backward` before the last of a stage), `launch`, `wait`.
 
     Args:
         parameters: every trainable parameter of this rank by its canonical name, on its device.
@@ -105,7 +105,7 @@ class GradientBuckets:
         self._entries_of: dict[int, list[_Entry]] = {}
         for entry in self._entries:
             self._entries_of.setdefault(id(entry.parameter), []).append(entry)
-        self._untouched: frozenset[str] | None = None
+        self._unused: frozenset[str] | None = None
         self._armed: frozenset[str] = frozenset()
         self._next = 0
         self._hooks = [_on_gradient(of[0].parameter, self._hook(of)) for of in self._entries_of.values()]
@@ -113,8 +113,8 @@ class GradientBuckets:
     def begin(self) -> None:
         """Start a step: every gradient is None, nothing is launched."""
         if not self._same_way:
-            self._untouched = None
-        untouched = self._untouched or frozenset()
+            self._unused = None
+        untouched = self._unused or frozenset()
         for entry in self._entries:
             entry.parameter.grad = None
             entry.filled = entry.ready = False
@@ -124,7 +124,7 @@ class GradientBuckets:
         self._armed = frozenset()
         self._next = 0
 
-    def arm(self, stage: int) -> None:
+    def begin_last_backward(self, stage: int) -> None:
         """The backward that follows is the last one of that stage in this step."""
         self._armed = self._completed.get(stage, frozenset())
 
@@ -151,10 +151,10 @@ class GradientBuckets:
                 self._give_back(bucket)
                 bucket.given_back = True  # clipping may change the gradients from here on
         shared = [bucket for bucket in self._buckets if bucket.channel is not None]
-        if self._untouched is None and all(bucket.pending is not None for bucket in shared):
-            self._untouched = self._find_untouched()
+        if self._unused is None and all(bucket.pending is not None for bucket in shared):
+            self._unused = self._find_untouched()
         for entry in self._entries:
-            if self._untouched and entry.name in self._untouched:
+            if self._unused and entry.name in self._unused:
                 entry.parameter.grad = None
 
     def all(self) -> list[Tensor]:
@@ -235,7 +235,7 @@ class GradientBuckets:
         if entry.view is not None and not entry.staged and parameter.grad is not entry.view:
             entry.view.copy_(parameter.grad)
             parameter.grad = entry.view
-        if self._untouched and entry.name in self._untouched:
+        if self._unused and entry.name in self._unused:
             raise CaptureError(
                 f"{entry.name!r} got a gradient, which it had not in the first step: the model goes another way from step to step, "
                 "by chance, by a counter or by a choice in Python. Let it do the same in each step"
@@ -266,9 +266,9 @@ class GradientBuckets:
         bucket.pending = self._reduce(bucket)
         self._next += 1
 
-    def _reduce(self, bucket: _Flat) -> Pending:
+    def _reduce(self, bucket: _Flat) -> Work:
         if bucket.channel is None or bucket.buffer is None:
-            return Pending()
+            return Work()
         started, timed = self._recorder.now(), self._recorder.on
         pending = bucket.channel.all_reduce(bucket.buffer, timed=timed)
         self._recorder.collective("REDUCE_GRAD", bucket.number, started, pending)

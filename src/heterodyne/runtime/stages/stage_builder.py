@@ -24,14 +24,14 @@ from heterodyne.runtime.exact.exchange import SampleExchange
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.team import SplitTeam
-from heterodyne.runtime.stages.deferred import GradientHome
+from heterodyne.runtime.stages.deferred import MainGradBuffer
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.new_shapes import NewShapes, Shapes
 from heterodyne.runtime.stages.segments import Compilable, Runnable, Segment, WholeModel
 from heterodyne.runtime.stages.stages import Stages
 from heterodyne.runtime.stages.transfers import Edge, Team, Transfers
 
-__all__ = ["Assembly", "Parts", "StagePrograms", "bucket_channels", "completed_gradients"]
+__all__ = ["StageBuilder", "StagePrograms", "StageRuntime", "bucket_channels", "completed_gradients"]
 
 MOST_SHAPES = 32
 """Of so many shapes of the inputs the stages are kept: lengths up to 2048 in multiples of 64."""
@@ -73,7 +73,7 @@ class StagePrograms(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class StageRuntime:
     """``transfers``: None where nothing is exchanged between stages."""
 
     stages: Stages
@@ -90,7 +90,7 @@ class _Piece:
     recompute: bool
 
 
-class Assembly:
+class StageBuilder:
     """Makes the stages of one rank, once for each shape of the inputs (sequences may be longer in one batch than in another), of which
     the latest are kept. ``say`` takes a line for people about many of them.
 
@@ -108,7 +108,7 @@ class Assembly:
         placement: Placement,
         communicator: Communicator,
         programs: StagePrograms | None,
-        home: GradientHome,
+        home: MainGradBuffer,
         seed: int,
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
@@ -140,7 +140,7 @@ class Assembly:
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
         self._captured = captured_shapes(graph)
         self._team = _team(plan, cluster, communicator)
-        self._made: Recent[Shapes, Parts] = Recent(MOST_SHAPES)
+        self._made: Recent[Shapes, StageRuntime] = Recent(MOST_SHAPES)
         self._new_shapes = NewShapes(self._captured, MOST_SHAPES, say)
         if self.cut and programs is None:
             raise PlanError(
@@ -167,7 +167,7 @@ class Assembly:
             return self._compiled is not None
         return self._compile_stages and not self._halves and not self._place.sharded
 
-    def parts(self, batch: Mapping[str, Tensor] | None = None) -> Parts:
+    def parts(self, batch: Mapping[str, Tensor] | None = None) -> StageRuntime:
         """For inputs of these shapes; None: those that the model was captured with. Raises DataError if the model is another then."""
         shapes = self._shapes(batch)
         return self._made.get(shapes, lambda: self._made_for(shapes, batch))
@@ -176,7 +176,7 @@ class Assembly:
         """Whether `parts` has made them before; else the model is captured for these shapes, which may take long."""
         return self._shapes(batch) in self._made
 
-    def _made_for(self, shapes: Shapes, batch: Mapping[str, Tensor] | None) -> Parts:
+    def _made_for(self, shapes: Shapes, batch: Mapping[str, Tensor] | None) -> StageRuntime:
         if shapes == self._captured:
             return self._make(None)
         started_s = time.perf_counter()
@@ -187,18 +187,18 @@ class Assembly:
     def _shapes(self, batch: Mapping[str, Tensor] | None) -> Shapes:
         return self._captured if batch is None or not self.cut else shapes_of(batch, self._captured)
 
-    def _make(self, batch: Mapping[str, Tensor] | None) -> Parts:
+    def _make(self, batch: Mapping[str, Tensor] | None) -> StageRuntime:
         if self._pipeline is None:
-            return Parts(stages=Stages({}, forward=self._forward, device=self._device), transfers=None)
+            return StageRuntime(stages=Stages({}, forward=self._forward, device=self._device), transfers=None)
         if not self.cut:
             run = self._compiled if self.runs_compiled else None
             whole = {0: [Segment(run=WholeModel(self._module, run))]}
-            return Parts(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
+            return StageRuntime(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
         assert self._programs is not None
         if self._coupled:
             together = self._programs.coupled(batch, self._module, self._device, self._exchange)
             whole = {0: [Segment(run=together)]}
-            return Parts(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
+            return StageRuntime(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
         starts = [piece.start for piece in self._pieces]
         found = {
             number: self._programs(piece.start, piece.stop, starts, batch, self._sharded(piece.stage))
@@ -215,7 +215,7 @@ class Assembly:
             home=self._home,
             in_parts=self._place.sharded,
         )
-        return Parts(stages=stages, transfers=transfers)
+        return StageRuntime(stages=stages, transfers=transfers)
 
     def _sharded(self, stage: int) -> tuple[Pipeline, int] | None:
         assert self._pipeline is not None
