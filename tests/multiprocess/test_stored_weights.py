@@ -13,6 +13,7 @@ from torch import Tensor
 from heterodyne.errors import JobError
 from heterodyne.job import ModelSection
 from heterodyne.models import build, build_stored
+from heterodyne.plan.boxes import Box
 from heterodyne.runtime.weights.materialise import place_weights
 from multiprocess.pool import Pool, World
 from multiprocess.test_measure import communicator_of
@@ -68,11 +69,12 @@ def placed(world: World, path: Path) -> tuple[dict[str, Tensor], int, list[str]]
             read.append(tensor.nbytes)
             return tensor
 
-    def holds(name: str) -> bool:
-        return name not in names or names.index(name) % world.world_size == world.rank
+    def holders(name: str) -> dict[int, Box]:
+        ranks = range(world.world_size)
+        return {rank: () for rank in ranks if name not in names or names.index(name) % world.world_size == rank}
 
     with communicator_of(world) as communicator:
-        place_weights(model, communicator, holds, lambda _: (), stored=Counting())
+        place_weights(model, communicator, holders, stored=Counting())
     there = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
     return there, sum(read), [name for name, p in model.named_parameters() if p.is_meta]
 

@@ -168,6 +168,7 @@ def staged_worker(
     compile_stages: bool = False,
     watch: Watch | None = None,
     capture: Captured | None = None,
+    **more: Any,
 ) -> Worker:
     cluster = cluster_of(world.world_size, world.devices)
     plan = staged_plan(case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision)
@@ -188,4 +189,5 @@ def staged_worker(
         watch=watch,
         compile_stages=compile_stages,
         stage_programs=StageCutter(capture or capture_of(case.graph.name), case.module),
+        **more,
     )

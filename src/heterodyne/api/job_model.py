@@ -26,6 +26,7 @@ from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.data.text import require_vocabulary
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.weights.recorded_build import RecordedBuild
 from heterodyne.runtime.worker import Worker
 
 __all__ = ["JobModel", "capture_job", "job_worker", "open_data", "settings_of"]
@@ -104,16 +105,15 @@ def capture_job(session: Session, job: Job, base: Path, data: DataSource) -> Job
 
 def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recorder: Recorder | None = None) -> Worker:
     """The worker of this rank, with the job's model. Weights that are in files each rank reads, and only what it holds; others rank 0
-    makes, and the others get them. Collective.
+    makes one after the other, and sends them. Collective.
     """
-    first = session.rank == 0
+    seed = job.training.seed
     found = stored_everywhere(session, lambda: build_stored(job.model, base=base))
-    model, stored = found or (
-        session.together(
-            lambda: build(job.model, base=base, device="cpu" if first else "meta", seed=job.training.seed)
-        ),
-        None,
-    )
+    model, stored = found or (session.together(lambda: build(job.model, base=base, device="meta", seed=seed)), None)
+    makes = session.rank == 0 and stored is None
+    recorded = RecordedBuild.of(lambda: build(job.model, base=base, seed=seed)) if makes else None
+    if makes and recorded is None:
+        model = build(job.model, base=base, seed=seed)
     return make_worker(
         session,
         prepared,
@@ -125,6 +125,7 @@ def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recor
         recorder=recorder,
         compile=job.training.compile,
         stored=stored,
+        weights=None if recorded is None else recorded.weights(),
     )
 
 

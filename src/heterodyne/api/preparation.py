@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -399,6 +399,7 @@ def make_worker(
     recorder: Recorder | None = None,
     compile: bool = False,
     stored: Stored | None = None,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> Worker:
     """The worker of this rank, obeying what was prepared. Collective; see `Worker`. ``model`` may be compiled; with ``compile`` stages
     and whole models are.
@@ -425,6 +426,7 @@ def make_worker(
         compiled=None if module is model else model,
         compile_stages=compile,
         stored=stored,
+        weights=weights,
         say=session.say,
     )
     if compile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,6 +116,7 @@ class Worker:
         compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
         compile_stages: pieces of the captured model are compiled too.
         stored: where parameters are that no rank has yet; each reads what it holds.
+        weights: on rank 0 those of a model without any, by name; None: its module has them, or they are ``stored``.
         say: takes lines for people.
 
     Raises PlanError if model, program and cluster do not go together, WorkerError if ranks have built different models.
@@ -141,9 +142,11 @@ class Worker:
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
         stored: Stored | None = None,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        _require_together(module, program, cluster, communicator)
+        given = stored is not None or weights is not None
+        _require_together(module, program, cluster, communicator, given=given)
         self.module = module
         self.graph = graph
         self.plan = plan
@@ -162,9 +165,9 @@ class Worker:
         place_weights(
             module,
             communicator,
-            lambda name: self.ownership.holds(self.rank, name),
-            lambda name: self.ownership.box(self.rank, name),
+            lambda name: self.ownership.holders(name, range(communicator.world_size)),
             stored=stored,
+            values=weights,
         )
         self._buffers = dict(module.named_buffers())
         self._statistics = {n: b for n, b in self._buffers.items() if graph.batch_statistics and not b.is_meta}
@@ -464,7 +467,10 @@ def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> Lo
     return LossScale()
 
 
-def _require_together(module: nn.Module, program: Program, cluster: Cluster, communicator: Communicator) -> None:
+def _require_together(
+    module: nn.Module, program: Program, cluster: Cluster, communicator: Communicator, *, given: bool
+) -> None:
+    """``given``: weights come from elsewhere than the module of rank 0."""
     if len(cluster.devices) != communicator.world_size or len(program.ranks) != communicator.world_size:
         raise PlanError(
             f"the cluster has {len(cluster.devices)} devices and the program {len(program.ranks)} ranks, but "
@@ -477,5 +483,5 @@ def _require_together(module: nn.Module, program: Program, cluster: Cluster, com
             "start the workers in the order of the cluster's devices",
             rank=communicator.rank,
         )
-    if communicator.rank == 0 and any(p.is_meta for p in module.parameters()):
+    if communicator.rank == 0 and not given and any(p.is_meta for p in module.parameters()):
         raise WorkerError("rank 0 has a model without weights (meta device): build it with its weights there", rank=0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import WorkerError
-from heterodyne.plan.boxes import Box
+from heterodyne.plan.boxes import Box, numel
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
 
@@ -34,39 +34,118 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def place_weights(
     module: nn.Module,
     communicator: Communicator,
-    holds: Callable[[str], bool],
-    box: Callable[[str], Box],
+    holders: Callable[[str], Mapping[int, Box]],
     *,
     source: int = 0,
     stored: Stored | None = None,
+    values: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """Give every rank those parameters and buffers of rank ``source`` that it holds, or their boxes, on its device; the others go.
 
-    What is ``stored`` each rank reads for itself, and of it only what it holds; rank ``source`` needs no values of it.
+    What is not held is left on the meta device, where it takes no memory. Ties are kept. One tensor is on its way at a time, whole only
+    on ``source`` and on ranks that hold it whole, and what ``source`` does not hold it lets go of at once.
 
-    What is not held is left on the meta device, where it takes no memory. Ties are kept. One tensor is on its way at a time.
-    Collective. Raises WorkerError if the ranks have built different models.
+    Args:
+        holders: of a tensor, the box of each rank that holds some of it.
+        stored: what each rank reads for itself, and of it only what it holds; ``source`` needs no values of it.
+        values: on ``source`` all other tensors by name, in any order, if its module has none; each is let go of before the next
+            is asked for.
+
+    Collective. Raises WorkerError if the ranks have built different models, or a value has not the shape and dtype of its tensor.
     """
     _require_alike(module, communicator)
-    placed: dict[int, Tensor] = {}
-    for name, tensor in list(stored_tensors(module)):
-        if stored is not None and name in stored:
-            cuts = [(cut.dim, cut.first, cut.stop) for cut in box(name)]
-            own = stored.read(name, cuts, tensor.dtype).to(communicator.device) if holds(name) else None
-            placed[id(tensor)] = _placed(tensor, own)
-            continue
-        if communicator.rank == source:
-            sent = tensor.data
-        else:
-            here = holds(name) and not box(name)
-            sent = torch.empty_like(tensor, device=communicator.device if here else "cpu", requires_grad=False)
-        communicator.control.broadcast(sent, source)
-        placed[id(tensor)] = _placed(tensor, _own(sent, box(name)).to(communicator.device) if holds(name) else None)
+    places = _places(module)
+    for name in [name for name in places if stored is not None and name in stored]:
+        tables = places.pop(name)
+        tensor, of = _at(tables), holders(name)
+        assert stored is not None
+        own = None
+        if communicator.rank in of:
+            cuts = [(cut.dim, cut.first, cut.stop) for cut in of[communicator.rank]]
+            own = stored.read(name, cuts, tensor.dtype).to(communicator.device)
+        _put(tables, _placed(tensor, own))
+    for name, value in _in_turn(places, communicator, source, values):
+        tables = places.pop(name)
+        tensor = _at(tables)
+        placed = _placed(tensor, _sent(tensor, value, holders(name), communicator, source))
+        del tensor, value
+        _put(tables, placed)
+
+
+_Table: TypeAlias = dict[str, Tensor | None]
+
+
+def _at(tables: Sequence[tuple[_Table, str]]) -> Tensor:
+    table, entry = tables[0]
+    tensor = table[entry]
+    assert tensor is not None
+    return tensor
+
+
+def _put(tables: Iterable[tuple[_Table, str]], placed: Tensor) -> None:
+    for table, entry in tables:
+        table[entry] = placed
+
+
+def _places(module: nn.Module) -> dict[str, list[tuple[_Table, str]]]:
+    """Where each stored tensor stands in the module, which may be several places if it is tied."""
+    names = {id(tensor): name for name, tensor in stored_tensors(module)}
+    found: dict[str, list[tuple[_Table, str]]] = {name: [] for name in names.values()}
     for part in module.modules():
         for table in (part._parameters, part._buffers):
-            for name, entry in table.items():
-                if entry is not None:
-                    table[name] = placed[id(entry)]  # type: ignore[assignment]  # of the same kind as it was
+            for entry, tensor in table.items():
+                if tensor is not None:
+                    found[names[id(tensor)]].append((table, entry))  # type: ignore[arg-type]  # a parameter is a tensor
+    return found
+
+
+def _in_turn(
+    places: Mapping[str, Sequence[tuple[_Table, str]]],
+    communicator: Communicator,
+    source: int,
+    values: Iterable[tuple[str, Tensor]] | None,
+) -> Iterator[tuple[str, Tensor | None]]:
+    """All names, in one order on all ranks, with the values on ``source``. Collective."""
+    here = communicator.rank == source
+    if not communicator.broadcast_object(values is not None, source):
+        for name in list(places):
+            yield name, _at(places[name]).data if here else None
+        return
+    missing, coming = len(places), iter(values or ())
+    for _ in range(missing):
+        name, value = next(coming, ("", None)) if here else ("", None)
+        name = communicator.broadcast_object(name, source)
+        if name not in places:
+            raise WorkerError(f"the weights of the model end before all are there ({name!r} instead)", rank=source)
+        if here and (value is None or value.shape != _at(places[name]).shape or value.dtype != _at(places[name]).dtype):
+            raise WorkerError(f"the value of {name!r} has not the shape and dtype that the model has", rank=source)
+        yield name, value
+        del value
+
+
+def _sent(
+    tensor: Tensor, value: Tensor | None, holders: Mapping[int, Box], communicator: Communicator, source: int
+) -> Tensor | None:
+    """What this rank holds of a tensor, on its device; None: nothing. ``value``: all of it, on ``source``. Collective."""
+    rank, device = communicator.rank, communicator.device
+    if len(holders) == communicator.world_size and not any(holders.values()):
+        sent = torch.empty_like(tensor, device=device, requires_grad=False) if value is None else value
+        communicator.control.broadcast(sent, source)
+        return sent.to(device)
+    if value is not None:
+        for other, box in holders.items():
+            if other != source and numel(box, value.shape):
+                communicator.send(boxed(value, box).cpu().contiguous(), other)
+        return _own(value, holders[rank]).to(device) if rank in holders else None
+    if rank not in holders:
+        return None
+    part = boxed(tensor.detach(), holders[rank])
+    received = torch.empty(part.shape, dtype=part.dtype)
+    if received.numel():
+        communicator.receive(received, source)
+    if not holders[rank] and not tensor.is_contiguous():
+        return torch.empty_like(tensor, device=device, requires_grad=False).copy_(received)
+    return received.to(device)
 
 
 def fill_in(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

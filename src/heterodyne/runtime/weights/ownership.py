@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -50,6 +50,10 @@ class Ownership:
 
     def holds(self, rank: int, name: str) -> bool:
         return self.whole or rank in self.owners[name]
+
+    def holders(self, name: str, ranks: Iterable[int]) -> dict[int, Box]:
+        """Those of the ranks that hold it, each with what it holds."""
+        return {rank: self.box(rank, name) for rank in ranks if self.holds(rank, name)}
 
     def box(self, rank: int, name: str) -> Box:
         """What of it a rank holds; () is all of it."""
