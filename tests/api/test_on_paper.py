@@ -294,7 +294,7 @@ def test_blocks_of_a_captured_model_that_fit_no_device_lie_in_parts(
 
 
 def test_a_plan_that_is_to_run_shares_no_state_out(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned("--out", "paper.json") == planned("--runnable", "plan.json", "--families", "--out", "run.json") == 0
+    assert planned("--out", "paper.json") == planned("--runnable", "plan.json", "--out", "run.json") == 0
     paper, run_ = (json.loads((files / name).read_text())["plan"] for name in ("paper.json", "run.json"))
     assert paper["zero"] > 0  # as long as nobody has to run it
     assert run_["zero"] == 0
