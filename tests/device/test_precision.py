@@ -69,8 +69,13 @@ def test_precisions_in_one_job(pool: Pool, spread: Any, devices: tuple[str, ...]
     assert mixed[0] == pytest.approx(exact[0], rel=1e-2)
 
 
-def overflowing(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[float, bool, bool, float]]:
-    """The scale is made too large for fp16: for each step the scale, whether it was skipped, whether a weight moved, and the next."""
+Overflows = list[tuple[float, bool, bool, float]]
+
+
+def overflowing(world: World, graph: ModelGraph, spread: Spread) -> tuple[Overflows, dict[str, Tensor]]:
+    """The scale is made too large for fp16: for each step the scale, whether it was skipped, whether a weight moved, and the next; and
+    the weights at the end.
+    """
     worker = worker_in(world, graph, spread, MIXED)
     batch = build(graph, SAMPLES).batch
     state = dict(worker.state_dict())
@@ -85,14 +90,17 @@ def overflowing(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[f
         assert result.scale is not None
         assert (result.fault is not None) == result.overflow
         found.append((result.scale, result.overflow, moved, worker.state_dict()["loss_scale"]["value"]))
+    weights = copied({n: p for n, p in worker.module.named_parameters() if not p.is_meta})
     worker.close()
-    return found
+    return found, weights
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all_and_halves_the_scale(pool: Pool) -> None:
     """Three replicas, of which only one computes in fp16."""
     graph = captured("gpt2")
-    steps = pool.run(4, overflowing, graph, whole(graph), devices=(CPU, A, B, A))
+    steps, weights = zip(*pool.run(4, overflowing, graph, whole(graph), devices=(CPU, A, B, A)), strict=True)
+    assert weights[1].keys() == weights[2].keys() != set()
+    assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1]), "replicas in bf16 and in fp16"
     for found in steps:
         skipped = [overflow for _, overflow, _, _ in found]
         assert skipped == [overflow for _, overflow, _, _ in steps[0]]

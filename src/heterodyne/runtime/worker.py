@@ -249,7 +249,7 @@ class Worker:
             loss = self._executor.run(work)
         fault = self._fault(work, loss, before) if work.skipped else None
         scale = None if self._scale is None else self._scale.value
-        overflow = work.skipped and scale is not None and scale >= 1 and math.isfinite(loss)
+        overflow = work.skipped and scale is not None and scale > 1 and math.isfinite(loss)
         if self._scale is not None:
             self._scale.update(overflow=work.skipped)
             if overflow:

@@ -21,6 +21,7 @@ __all__ = ["LossScale"]
 
 _FIRST = 2.0**15
 _GOOD_STEPS = 2000
+_SMALLEST = 1.0  # below it, what overflows is the gradient itself
 _LARGEST = 2.0**24  # a larger one would gain nothing: fp16 has no smaller number than 2^-24
 
 
@@ -41,7 +42,7 @@ class LossScale:
     def update(self, *, overflow: bool) -> None:
         """A step is over. The same on every rank."""
         if overflow:
-            self.value, self.good = self.value / 2, 0
+            self.value, self.good = max(self.value / 2, _SMALLEST), 0
             return
         self.good += 1
         if self.good == _GOOD_STEPS:
