@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from heterodyne import errors, job, tracker_options
+from heterodyne.plan import capabilities
 
 _SHOWN_WHOLE = ("Distributed",)
 FOLDER = Path(__file__).resolve().parent / "reference"
@@ -20,8 +21,16 @@ FOLDER = Path(__file__).resolve().parent / "reference"
 
 def pages(*, with_torch: bool = False) -> dict[str, str]:
     """The generated pages by file name; that of the API needs torch."""
-    found = {"job.md": job_page(), "errors.md": errors_page()}
+    found = {"job.md": job_page(), "errors.md": errors_page(), "capabilities.md": capabilities_page()}
     return found | {"api.md": api_page()} if with_torch else found
+
+
+def capabilities_page() -> str:
+    """What a plan may use, for which models: the table that the rules of plans and the search read."""
+    return (
+        "# What runs\n\nA plan may use what has a *yes*; it then trains exactly as one device does. The search proposes nothing else, "
+        "and a plan file with anything else is refused with the reason.\n\n" + capabilities.table()
+    )
 
 
 def api_page() -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.planned import Candidate, Strategy, serves
 from heterodyne.search.predict import plan_of, predict, stage_of
@@ -35,9 +36,10 @@ class DataParallel:
         """Everything weighed. Under a fixed count of micro-batches, of the smallest count with which what is asked for can be."""
         if not self.runs:
             return ()
-        if self.model.graph.loss.reduction == "coupled":
+        able = Capabilities(self.model.graph)
+        if not able.allow("several_micro_batches"):
             return self._weigh(self._proposer(1))  # each replica compares all its samples at once
-        if not self.model.graph.batch_statistics:
+        if able.allow("unequal_counts"):
             return self._weigh(self._proposer(None))
         reach = sum(run.largest for run in self.runs.values())
         for count in range(max(1, -(-self.samples // reach)), self.samples + 1):

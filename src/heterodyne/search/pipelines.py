@@ -14,6 +14,7 @@ from math import inf
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
@@ -270,7 +271,7 @@ class Pipelines:
 
         Not where ops mix samples, nor where what crosses does not follow the batch: neighbours exchange slices of it.
         """
-        if self.model.graph.batch_statistics or not sliceable(self.model.graph):
+        if not Capabilities(self.model.graph).allow("empty_share") or not sliceable(self.model.graph):
             return None
         best: Draft | None = None
         for micro_batches in self._micro_batches(self.samples):

@@ -21,6 +21,7 @@ from heterodyne.cost.model import CostModel, slices_of
 from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.capabilities import Capabilities, Feature
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words
 from heterodyne.search.data_parallel import DataParallel
@@ -99,7 +100,9 @@ def plan(
     sizes = tuple(sorted({min(size, global_batch_size) for size in micro_batch_sizes}))
     candidates = tuple(
         c if c.plan is None else replace(c, rehearsed_s=(rehearsed or {}).get(identity(c.plan)))
-        for c in _candidates(model, runs, global_batch_size, sizes, strategy, whole_weights=whole_weights)
+        for c in _candidates(
+            model, runs, global_batch_size, sizes, strategy, Capabilities(graph, whole_weights=whole_weights)
+        )
     )
     if given is None:
         chosen = _choose(candidates, strategy, fits, recipe)
@@ -133,36 +136,25 @@ def _candidates(
     samples: int,
     sizes: tuple[int, ...],
     strategy: Strategy,
-    *,
-    whole_weights: bool,
+    able: Capabilities,
 ) -> tuple[Candidate, ...]:
     """Everything that is weighed: data parallelism first, and pipelines unless something else was asked for."""
-    only_data = model.graph.loss.reduction == "coupled"
-    if only_data and strategy in ("pipeline", "split", "context"):
-        raise InfeasibleError(
-            f"strategy {strategy!r} cuts the model, and samples see each other in its loss, which is exact under data parallelism alone: "
-            "leave the strategy at 'auto'"
-        )
     # Pipelines take larger parts of the batch, so where that is mathematics they cannot be compared with whole models.
-    alone = strategy == "pipeline" and bool(model.graph.batch_statistics)
+    alone = strategy == "pipeline" and not able.allow("unequal_counts")
     data = DataParallel(model=model, runs={} if alone else runs, samples=samples)
     found = list(data.candidates("data" if strategy in ("pipeline", "split", "context") else strategy))
-    if (
-        only_data
-        or strategy in ("data", "equal", "fastest")
-        or len(model.cluster.devices) < 2
-        or len(model.graph.ops) < 2
-    ):
+    if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
         return tuple(found)
-    if model.graph.module_only:
+    whole_only = able.why_not("several_stages")
+    if whole_only is not None:
         kind = strategy if strategy in ("pipeline", "split", "context") else "pipeline"
-        return (*found, Candidate(name="pieces of the model", kind=kind, why_not=model.graph.only_whole))
-    counts = _counts(model, found, samples, sizes)
+        return (*found, Candidate(name="pieces of the model", kind=kind, why_not=whole_only))
+    counts = _counts(able, found, samples, sizes)
     splits = Split(model=model, runs=runs, samples=samples, sizes=sizes, count=counts[0])
     if strategy != "pipeline":
-        found += [*splits.as_marked(), *splits.candidates(_splits(strategy, whole_weights=whole_weights))]
+        found += [*splits.as_marked(), *splits.candidates(_splits(strategy, able))]
     of_count = [Pipelines(model=model, runs=runs, samples=samples, sizes=sizes, count=count) for count in counts]
-    if strategy in ("auto", "split") and not whole_weights:
+    if strategy in ("auto", "split") and able.allow("tensor_parallel"):
         found += SplitPipelines(split=splits, pipelines=of_count[0]).candidates()
     if strategy in ("split", "context"):
         return tuple(found)
@@ -177,20 +169,21 @@ def _candidates(
 
 
 def _counts(
-    model: CostModel, found: Sequence[Candidate], samples: int, sizes: Sequence[int]
+    able: Capabilities, found: Sequence[Candidate], samples: int, sizes: Sequence[int]
 ) -> tuple[int, ...] | tuple[None]:
     """Where ops mix the samples of a micro-batch, the number of micro-batches is part of the mathematics: that of data parallelism
     where there is any, else the smallest that fits; anywhere else it is free (None). Never empty."""
-    if not model.graph.batch_statistics:
+    if able.allow("unequal_counts"):
         return (None,)
     there = [len(p.micro_batches) for c in found if c.plan is not None for p in c.plan.pipelines]
     return tuple(there[:1] or sorted({-(-samples // size) for size in sizes}))
 
 
-def _splits(strategy: Strategy, *, whole_weights: bool) -> tuple[str, ...]:
+def _splits(strategy: Strategy, able: Capabilities) -> tuple[str, ...]:
     """The kinds of layouts that are tried; sequences may be split where weights may not."""
+    features: dict[str, Feature] = {"split": "tensor_parallel", "context": "context_parallel"}
     asked = ("split", "context") if strategy == "auto" else (strategy,)
-    return tuple(kind for kind in asked if kind != "split" or not whole_weights)
+    return tuple(kind for kind in asked if able.allow(features[kind]))
 
 
 def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:

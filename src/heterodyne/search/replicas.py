@@ -11,6 +11,7 @@ from itertools import accumulate
 from math import ceil, inf
 
 from heterodyne.errors import InfeasibleError
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.balance import balance
@@ -37,7 +38,7 @@ class Replicas:
     def candidates(self, below_s: float) -> tuple[Candidate, ...]:
         """The best of the few partitions that look best; none where ops mix the samples of a micro-batch, which needs like cuts."""
         model = self.pipelines.model
-        if model.graph.batch_statistics or self.pipelines.count is not None:
+        if self.pipelines.count is not None or not Capabilities(model.graph).allow("unlike_pipelines"):
             return ()
         nodes = {device.id: device.node for device in model.cluster.devices}
         drawn: list[tuple[float, Parts, list[int]]] = []

@@ -15,6 +15,7 @@ from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.sharding.dealing import dealt_to_all
 from heterodyne.graph.task_graphs import TaskGraph, task_graph_runs
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
@@ -92,7 +93,11 @@ class Split:
     def _overlapped(self, candidate: Candidate) -> list[Candidate]:
         """The same with each micro-batch as two halves in turns, where it has two."""
         plan = candidate.plan
-        if plan is None or self.model.graph.batch_statistics or any(len(p.stages) > 1 for p in plan.pipelines):
+        if (
+            plan is None
+            or not Capabilities(self.model.graph).allow("overlap")
+            or any(len(p.stages) > 1 for p in plan.pipelines)
+        ):
             return []
         if any(stage.recompute for pipeline in plan.pipelines for stage in pipeline.stages):
             return []

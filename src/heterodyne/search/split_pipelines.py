@@ -55,7 +55,7 @@ class SplitPipelines:
     def candidates(self) -> tuple[Candidate, ...]:
         """The fastest that is found; none where ops mix samples, or where what crosses does not follow the batch."""
         graph, devices = self._model.graph, self._model.cluster.devices
-        if graph.batch_statistics or not sliceable(graph) or not 2 < len(devices) <= _MOST_DEVICES:
+        if self.split.count is not None or not sliceable(graph) or not 2 < len(devices) <= _MOST_DEVICES:
             return ()
         drawn = sorted(self._drawn(), key=lambda draft: draft.estimate_s)[:_MOST_PLAYED]
         found = [self._weighed(draft) for draft in drawn]

@@ -1,0 +1,270 @@
+"""What the runtime runs, as one table: the rules of plans (`plan.check`), the search and the docs
+read it.
+
+A *feature* is what a plan may use. A *trait* is what a model or its optimizer is, and names the features that are not exact for it, with
+the reason. A feature that no trait of a model refuses runs exactly, and the search may propose it; any other plan is refused in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from heterodyne.errors import PlanError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.order import orders_of
+from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.slices import slices
+
+__all__ = ["FEATURES", "TRAITS", "Capabilities", "Feature", "Trait", "Use", "has_shares", "table", "uses"]
+
+Feature = Literal[
+    "several_stages",
+    "tensor_parallel",
+    "context_parallel",
+    "recompute",
+    "split_backward",
+    "several_micro_batches",
+    "unequal_counts",
+    "unlike_pipelines",
+    "empty_share",
+    "overlap",
+    "overlap_in_pipeline",
+    "overlap_with_recompute",
+    "state_sharding",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Words:
+    """Args:
+    name: for a table. remedy: what to write instead.
+    """
+
+    name: str
+    remedy: str
+
+
+FEATURES: Mapping[Feature, _Words] = MappingProxyType(
+    {
+        "several_stages": _Words(name="pipeline stages", remedy="let one stage run the whole model"),
+        "tensor_parallel": _Words(
+            name="weights split over devices (TP)", remedy="give the stage one device, or let its devices share samples"
+        ),
+        "context_parallel": _Words(
+            name="sequences split over devices (CP)",
+            remedy="give the stage one device, or let its devices share samples",
+        ),
+        "recompute": _Words(name="recompute", remedy="recompute nothing"),
+        "split_backward": _Words(
+            name="zero-bubble schedules", remedy="take a schedule whose backward is whole, such as 1F1B"
+        ),
+        "several_micro_batches": _Words(
+            name="several micro-batches a replica", remedy="let each replica take all its samples in one"
+        ),
+        "unequal_counts": _Words(
+            name="replicas with different numbers of micro-batches", remedy="give every pipeline as many micro-batches"
+        ),
+        "unlike_pipelines": _Words(
+            name="replicas that are cut differently",
+            remedy="cut all pipelines alike, in the same order, with the same recompute",
+        ),
+        "empty_share": _Words(
+            name="a device without samples of a micro-batch",
+            remedy="make the micro-batches larger, or make the device idle",
+        ),
+        "overlap": _Words(name="overlap in halves", remedy="leave 'overlap' out"),
+        "overlap_in_pipeline": _Words(
+            name="overlap in halves inside a pipeline", remedy="leave 'overlap' out, or take one stage"
+        ),
+        "overlap_with_recompute": _Words(
+            name="overlap in halves with recompute", remedy="leave 'overlap' or 'recompute' out"
+        ),
+        "state_sharding": _Words(name="shared optimizer state (ZeRO)", remedy="leave 'state_shares' out"),
+    }
+)
+
+_PIECES: frozenset[Feature] = frozenset(
+    {"several_stages", "tensor_parallel", "context_parallel", "recompute", "split_backward", "overlap"}
+)
+"""What runs pieces of the model's graph in place of the module."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trait:
+    """Something about a model or its optimizer, and what it refuses.
+
+    Args:
+        name: for a table.
+        why: of a graph and of whether the optimizer updates whole weights only: the reason as a clause; None where the trait is absent.
+        refuses: the features that would not be exact.
+    """
+
+    name: str
+    why: Callable[[ModelGraph, bool], str | None]
+    refuses: frozenset[Feature]
+
+
+def _coupled(graph: ModelGraph, _: bool) -> str | None:
+    if graph.loss.reduction != "coupled":
+        return None
+    output = graph.output and graph.op_by_name.get(graph.output.name)
+    return f"samples see each other in the loss of this model{f' ({output.source})' if output else ''}: only data parallelism is exact"
+
+
+def _batch_statistics(graph: ModelGraph, _: bool) -> str | None:
+    if not graph.batch_statistics:
+        return None
+    name = graph.batch_statistics[0]
+    return f"{name} ({graph.op_by_name[name].source}) mixes the samples of a micro-batch over all replicas"
+
+
+def _opaque(graph: ModelGraph, _: bool) -> str | None:
+    return None if graph.opaque is None else f"there is no graph of this model: {graph.opaque}"
+
+
+TRAITS: tuple[Trait, ...] = (
+    Trait(
+        name="any model",
+        why=lambda *_: "this version does not run it",
+        refuses=frozenset({"state_sharding", "overlap_in_pipeline", "overlap_with_recompute"}),
+    ),
+    Trait(
+        name="statistics over the batch (BatchNorm)",
+        why=_batch_statistics,
+        refuses=frozenset({"unequal_counts", "unlike_pipelines", "empty_share", "overlap"}),
+    ),
+    Trait(
+        name="a loss that compares samples",
+        why=_coupled,
+        refuses=_PIECES | {"several_micro_batches", "empty_share"},
+    ),
+    Trait(name="a model that only its module trains", why=lambda graph, _: graph.only_whole or None, refuses=_PIECES),
+    Trait(name="a model without a graph", why=_opaque, refuses=_PIECES),
+    Trait(
+        name="an optimizer of whole weights",
+        why=lambda _, whole_weights: "the optimizer updates whole weights only" if whole_weights else None,
+        refuses=frozenset({"tensor_parallel"}),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What runs exactly for one model. ``whole_weights``: its optimizer needs each weight whole (Muon, Adafactor)."""
+
+    graph: ModelGraph
+    whole_weights: bool = False
+
+    def why_not(self, feature: Feature) -> str | None:
+        """Why a plan may not use it, as a clause; None if it may."""
+        for trait in TRAITS:
+            if feature in trait.refuses and (why := trait.why(self.graph, self.whole_weights)) is not None:
+                return why
+        return None
+
+    def allow(self, *features: Feature) -> bool:
+        """Whether a plan may use all of them."""
+        return all(self.why_not(feature) is None for feature in features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A feature that a plan uses: where, and how as a verb."""
+
+    feature: Feature
+    where: str
+    how: str
+
+
+def uses(plan: Plan) -> Iterator[Use]:
+    """Every feature that a plan uses, pipeline by pipeline."""
+    for number, pipeline in enumerate(plan.pipelines):
+        yield from _of_pipeline(f"pipeline {number}", pipeline, plan.schedule)
+    counts = {len(pipeline.micro_batches) for pipeline in plan.pipelines if pipeline.micro_batches.samples}
+    if len(counts) > 1:
+        how = f"runs pipelines of {', '.join(map(str, sorted(counts)))} micro-batches beside each other"
+        yield Use(feature="unequal_counts", where="the plan", how=how)
+    if len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
+        yield Use(
+            feature="unlike_pipelines", where="the plan", how="cuts, orders or recomputes its pipelines differently"
+        )
+
+
+def _of_pipeline(where: str, pipeline: Pipeline, schedule: str) -> Iterator[Use]:
+    count, stages = len(pipeline.micro_batches), pipeline.stages
+    if len(stages) > 1:
+        yield Use(feature="several_stages", where=where, how=f"cuts the model into {len(stages)} stages")
+    if count != 1:
+        yield Use(feature="several_micro_batches", where=where, how=f"has {count} micro-batches")
+    if _splits_backward(pipeline, schedule):
+        yield Use(feature="split_backward", where=where, how="runs the two halves of the backward apart")
+    for index, stage in enumerate(stages):
+        at = f"{where}, stage {index}"
+        yield from _of_stage(at, stage)
+        if stage.overlap and len(stages) > 1:
+            yield Use(feature="overlap_in_pipeline", where=at, how="has 'overlap' in a pipeline of several stages")
+        empty = _without_samples(pipeline, stage)
+        if empty:
+            yield Use(
+                feature="empty_share", where=at, how=f"leaves {', '.join(empty)} without a sample of a micro-batch"
+            )
+
+
+def _splits_backward(pipeline: Pipeline, schedule: str) -> bool:
+    try:
+        return any(action.kind == "W" for order in orders_of(schedule, pipeline) for action in order)
+    except PlanError:
+        return False  # which rule the order breaks is said by `plan.check`
+
+
+def _of_stage(where: str, stage: Stage) -> Iterator[Use]:
+    kinds = {region.layout.kind for region in stage.regions} if stage.sharded else set()
+    if "split" in kinds:
+        yield Use(feature="tensor_parallel", where=where, how=f"splits weights over {len(stage.devices)} devices")
+    if "context" in kinds:
+        yield Use(feature="context_parallel", where=where, how=f"splits sequences over {len(stage.devices)} devices")
+    if stage.recompute:
+        yield Use(feature="recompute", where=where, how=f"recomputes {len(stage.recompute)} blocks")
+    if stage.overlap:
+        yield Use(feature="overlap", where=where, how="has 'overlap', which cuts each micro-batch into two halves")
+    if stage.overlap and stage.recompute:
+        yield Use(feature="overlap_with_recompute", where=where, how="has 'overlap' and recomputes")
+    if stage.state_shares is not None:
+        yield Use(feature="state_sharding", where=where, how="asks for state_shares")
+
+
+def _without_samples(pipeline: Pipeline, stage: Stage) -> list[str]:
+    by_samples = any(region.task_graph == "*" and region.layout.kind == "replicate" for region in stage.regions)
+    if not by_samples or not has_shares(stage):
+        return []
+    own = [[n for _, n in slices(size, stage.shares)] for size in set(pipeline.micro_batches.sizes)]
+    return [device for at, device in enumerate(stage.devices) if not all(row[at] for row in own)]
+
+
+def has_shares(stage: Stage) -> bool:
+    """Whether the shares of a stage can be asked for; if not, `plan.check` says what is wrong with it."""
+    return any(
+        region.task_graph == "*" and len(region.layout.shares) == len(stage.devices) and sum(region.layout.shares)
+        for region in stage.regions
+    )
+
+
+def _cuts(pipeline: Pipeline) -> tuple[object, ...]:
+    return tuple((stage.ops, stage.recompute) for stage in pipeline.stages), pipeline.place_of_stage, pipeline.order
+
+
+def table() -> str:
+    """The table in Markdown: a row a feature, a column a trait."""
+    head = "| | " + " | ".join(trait.name for trait in TRAITS) + " |\n"
+    rule = "|---|" + "---|" * len(TRAITS) + "\n"
+    always = TRAITS[0].refuses
+    rows = (
+        f"| {words.name} | "
+        + " | ".join("no" if feature in trait.refuses | always else "yes" for trait in TRAITS)
+        + " |\n"
+        for feature, words in FEATURES.items()
+    )
+    return head + rule + "".join(rows)

@@ -1,0 +1,113 @@
+"""One table says what runs: every plan under it passes the rules and lowers, every other one is refused with the reason of its trait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from heterodyne.cluster import Cluster
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import InfeasibleError
+from heterodyne.graph import Loss, ModelGraph, ModuleOnly, Ref
+from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
+from heterodyne.plan.capabilities import FEATURES, TRAITS, Capabilities, uses
+from heterodyne.plan.check import violations
+from heterodyne.plan.lower import lower
+from heterodyne.search.planner import plan as planned
+from heterodyne.sim.run import simulate
+from pure.build import cluster, graph, linear, profile
+
+CHAIN = graph(2)
+MODELS: dict[str, ModelGraph] = {
+    "any model": CHAIN,
+    "statistics over the batch (BatchNorm)": graph(2, batch_statistics=True),
+    "a loss that compares samples": replace(CHAIN, loss=Loss(reduction="coupled"), output=Ref(CHAIN.ops[-1].name)),
+    "a model that only its module trains": replace(CHAIN, module_only=(ModuleOnly(what="a hook", source="net.py:3"),)),
+    "a model without a graph": replace(CHAIN, opaque="data decides the flow (net.py:7)"),
+}
+
+
+@st.composite
+def any_plan(draw: st.DrawFn, model: ModelGraph, machines: Cluster) -> Plan:
+    """Pipelines of one or two stages on one or two devices each, shared by samples."""
+    ids = [device.id for device in machines.devices]
+    middle, pipelines = draw(st.integers(1, len(model.ops) - 1)), []
+    while ids and len(pipelines) < 3:
+        cut = draw(st.booleans()) and len(ids) > 1
+        stages = []
+        for start, stop in ((0, middle), (middle, len(model.ops))) if cut else ((0, len(model.ops)),):
+            width = 2 if len(ids) > 1 + (cut and start == 0) and draw(st.booleans()) else 1
+            devices, ids = tuple(ids[:width]), ids[width:]
+            whole = [b.index for b in model.blocks if start <= b.start and b.stop <= stop]
+            stages.append(
+                Stage(
+                    ops=(start, stop),
+                    devices=devices,
+                    regions=(Region(layout=Layout(shares=tuple(draw(st.integers(1, 3)) for _ in devices))),),
+                    recompute=tuple(whole[: draw(st.integers(0, 1))]),
+                    state_shares=(1,) * width if draw(st.integers(0, 9)) == 0 else None,
+                )
+            )
+        sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+        pipelines.append(Pipeline(micro_batches=MicroBatches(tuple(sizes)), stages=tuple(stages)))
+        if draw(st.booleans()):
+            break
+    return Plan(
+        model=model.fingerprint,
+        cluster=machines.fingerprint,
+        global_batch_size=sum(p.micro_batches.samples for p in pipelines),
+        schedule=draw(st.sampled_from(["1F1B", "GPipe", "ZBH1"])),
+        bucket_bytes=600,
+        pipelines=tuple(pipelines),
+        idle=tuple(ids),
+    )
+
+
+@given(trait=st.sampled_from(sorted(MODELS)), devices=st.integers(1, 5), data=st.data())
+def test_what_the_table_allows_lowers_and_plays_and_nothing_else(trait: str, devices: int, data: st.DataObject) -> None:
+    model, machines = MODELS[trait], cluster(devices)
+    drawn = data.draw(any_plan(model, machines))
+    able = Capabilities(model)
+    refused = [use for use in uses(drawn) if not able.allow(use.feature)]
+    broken = violations(drawn, model, machines)
+    assert len(broken) == len(refused)
+    for use, sentence in zip(refused, broken, strict=True):
+        assert sentence.startswith(f"{use.where} {use.how}, and {able.why_not(use.feature)}")
+        assert sentence.endswith(FEATURES[use.feature].remedy)
+    if not refused:
+        times = CostModel(graph=model, cluster=machines, profile=profile(model, machines, [linear(1.0)] * devices)).of(
+            drawn
+        )
+        assert simulate(lower(drawn, model, machines), times).step_s > 0
+
+
+@given(
+    trait=st.sampled_from(sorted(MODELS)),
+    rates=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    batch=st.integers(1, 9),
+)
+def test_the_search_proposes_only_what_the_table_allows(trait: str, rates: list[int], batch: int) -> None:
+    model, machines = MODELS[trait], cluster(len(rates))
+    able = Capabilities(model)
+    try:
+        found = planned(
+            model, machines, profile(model, machines, [linear(1.0 / r) for r in rates]), global_batch_size=batch
+        )
+    except InfeasibleError:
+        assume(False)
+    for candidate in found.candidates:
+        assert candidate.plan is None or all(able.allow(use.feature) for use in uses(candidate.plan))
+
+
+def test_whole_weights_are_not_split() -> None:
+    assert Capabilities(CHAIN).allow("tensor_parallel")
+    assert (
+        Capabilities(CHAIN, whole_weights=True).why_not("tensor_parallel") == "the optimizer updates whole weights only"
+    )
+
+
+def test_every_trait_refuses_features_that_there_are() -> None:
+    assert all(trait.refuses <= set(FEATURES) for trait in TRAITS)
+    assert {trait.name for trait in TRAITS} == {*MODELS, "an optimizer of whole weights"}
