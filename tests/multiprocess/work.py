@@ -16,7 +16,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
+from heterodyne.plan.plan import Axis, Layout, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.executor import Watch
 from heterodyne.runtime.records.recorder import Recorder
@@ -95,7 +95,10 @@ def copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class StageOf:
-    """Ops up to ``stop`` on ``ranks``, who take ``shares``, as ``kind`` says; ``recompute``: blocks; ``marked``: layouts of TaskGraphs."""
+    """Ops up to ``stop`` on ``ranks``, who take ``shares``, as ``kind`` says; ``recompute``: blocks; ``marked``: layouts of TaskGraphs.
+
+    ``rows``: shares of an outer axis whose members take samples of their own; (): there is none.
+    """
 
     stop: int
     ranks: tuple[int, ...]
@@ -104,13 +107,19 @@ class StageOf:
     kind: str = "replicate"
     marked: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     overlap: bool = False
+    rows: tuple[int, ...] = ()
 
     @property
     def regions(self) -> tuple[Region, ...]:
         return (
-            Region(layout=Layout(kind=self.kind, shares=self.shares)),
-            *(Region(task_graph=name, layout=Layout(kind=kind, shares=shares)) for name, kind, shares in self.marked),
+            Region(layout=self._layout(self.kind, self.shares)),
+            *(Region(task_graph=name, layout=self._layout(kind, shares)) for name, kind, shares in self.marked),
         )
+
+    def _layout(self, kind: Any, shares: tuple[int, ...]) -> Layout:
+        if not self.rows:
+            return Layout(kind=kind, shares=shares)
+        return Layout(shares=self.rows, inner=(Axis(kind=kind, shares=shares),))
 
 
 @dataclass(frozen=True)

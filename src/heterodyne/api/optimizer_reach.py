@@ -66,7 +66,12 @@ def strategy_within_reach(needed: OptimizerReach, strategy: Strategy, graph: Mod
 def require_within_reach(needed: OptimizerReach, plan: Plan) -> None:
     """Raises PlanError if a plan cuts what the optimizer must see at once."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    split = any(region.layout.kind == "split" for stage in stages for region in stage.regions if stage.sharded)
+    split = any(
+        axis.kind == "split" and len(axis.shares) > 1
+        for stage in stages
+        for region in stage.regions
+        for axis in region.layout.axes
+    )
     cut = len(stages) > len(plan.pipelines) or any(stage.sharded for stage in stages)
     if (needed.reach == "weight" and split) or (needed.reach == "model" and cut):
         raise needed.refusal("the plan")

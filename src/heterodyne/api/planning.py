@@ -13,7 +13,6 @@ from statistics import median
 from heterodyne.api.session import Session
 from heterodyne.cluster.profile import Profile
 from heterodyne.plan.plan import Plan
-from heterodyne.plan.slices import slices
 from heterodyne.search.planned import Planned
 
 __all__ = ["Share", "plan_and_try", "plan_once", "share_of"]
@@ -77,7 +76,7 @@ def share_of(plan: Plan, device: str) -> Share:
         for stage in pipeline.stages:
             if device in stage.devices and not stage.sharded:
                 position = stage.devices.index(device)
-                counts = [slices(size, stage.shares)[position][1] for size in pipeline.micro_batches.sizes]
+                counts = [stage.slices(size)[position][1] for size in pipeline.micro_batches.sizes]
                 parts.append((stage.ops, tuple(count for count in counts if count)))
     return tuple(parts)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
 from heterodyne.cost.compute import Pass
+from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.parts_kept import KeptInParts
 from heterodyne.cost.stage import StageCosts
 from heterodyne.graph.size import Size
@@ -30,16 +31,16 @@ def member_costs(
 
     Args:
         kept: the stage, and which of its members.
-        sizes: of the micro-batches, on all samples of which all members work.
+        sizes: samples of each micro-batch that all members work on; 0: they skip it.
         own: the samples of each that this member receives and sends.
         again: the parts of the stage that are computed again.
         entering, leaving: bytes of what crosses into the stage and out of it, in samples.
         ranks: of all members.
     """
     stage = kept.stage
-    forward, backward, inputs = ([stage.together_s(kind, size) for size in sizes] for kind in _TOGETHER)
-    redone = [_total(stage.together_s("F", size, part) for part in again) for size in sizes]
-    made = {size: _bytes(kept, size, again) for size in set(sizes)}
+    forward, backward, inputs = ([_together_s(stage, kind, size) for size in sizes] for kind in _TOGETHER)
+    redone = [_total(_together_s(stage, "F", size, part) for part in again) for size in sizes]
+    made = {size: _bytes(kept, size, again) if size else _NOTHING for size in set(sizes)}
     crossing = [entering(count) + leaving(count) if count else 0.0 for count in own]
 
     def with_loss(tensors: float) -> int:
@@ -49,7 +50,7 @@ def member_costs(
         forward_s=_column(forward, 0),
         backward_s=_column(backward, 0),
         input_s=_column(inputs, 0),
-        weight_s=tuple(stage.alone_s(kept.member, "W", size) for size in sizes),
+        weight_s=tuple(stage.alone_s(kept.member, "W", size) if size else 0.0 for size in sizes),
         recompute_s=_column(redone, 0),
         kept_bytes=tuple(with_loss(made[size].kept + more) for size, more in zip(sizes, crossing, strict=True)),
         recomputed_bytes=tuple(with_loss(made[size].dropped) for size in sizes),
@@ -74,6 +75,13 @@ class _Bytes(NamedTuple):
     dropped: float
     most_dropped: float
     left: float
+
+
+_NOTHING: Final = _Bytes(0.0, 0.0, 0.0, 0.0)
+
+
+def _together_s(stage: InParts, kind: Pass, size: int, ops: Ops | None = None) -> tuple[float, float]:
+    return stage.together_s(kind, size, ops) if size else (0.0, 0.0)
 
 
 def _bytes(kept: KeptInParts, size: int, again: Sequence[Ops]) -> _Bytes:

@@ -64,7 +64,7 @@ class CostModel:
     _entering: dict[Ops, Size] = field(default_factory=dict, repr=False, compare=False)
     _reads: dict[Ops, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
     _trained: dict[_Held, int] = field(default_factory=dict, repr=False, compare=False)
-    _in_parts: dict[tuple[Pipeline, int], InParts | None] = field(
+    _in_parts: dict[tuple[Pipeline, int, int], InParts | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -134,28 +134,29 @@ class CostModel:
                         found[device][name] = box
         return found
 
-    def in_parts(self, pipeline: Pipeline, number: int) -> InParts | None:
-        """What the devices of a stage do together that lies on them in parts; None of one whose devices share the samples.
+    def in_parts(self, pipeline: Pipeline, number: int, row: int = 0) -> InParts | None:
+        """What the devices of a row of a stage do together where it lies on them in parts; None of one whose devices share the samples.
 
         Raises PlanError for what cannot be laid out so, MeasureError if nothing is known of a link between them.
         """
         if not pipeline.stages[number].sharded:
             return None
-        key = (pipeline, number)
+        key = (pipeline, number, row)
         if key not in self._in_parts:
             stage, sharding = pipeline.stages[number], shard_stage(self.graph, pipeline, number)
+            devices = stage.rows[row]
             self._in_parts[key] = (
                 None
                 if sharding is None
                 else InParts(
                     ops=stage.ops,
                     sharding=sharding,
-                    compute=tuple(self.compute[device] for device in stage.devices),
+                    compute=tuple(self.compute[device] for device in devices),
                     balance=tuple(
                         operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
-                        for each in map(self.cluster.device, stage.devices)
+                        for each in map(self.cluster.device, devices)
                     ),
-                    wires=self._wires(stage.devices),
+                    wires=self._wires(devices),
                     halves=self._halves,
                     overlap=stage.overlap,
                 )
@@ -323,13 +324,14 @@ class CostModel:
         """The costs of a stage on one of its devices, and what comes and goes inside its passes."""
         stage, memory, sizes = at.pipeline.stages[number], self.device_memory[at.device], at.sizes(number)
         largest = max(sizes, default=0)
-        together = self.in_parts(at.pipeline, number)
+        together = self.in_parts(at.pipeline, number, at.row(number))
         if together is None:
             costs = self.stage(
                 at.device, stage.ops, sizes, recompute=stage.recompute, entering=entering, leaving=leaving
             )
             return costs, memory.workspace(largest, stage.ops)
-        kept = KeptInParts(stage=together, member=stage.devices.index(at.device), memory=memory)
+        row = stage.rows[at.row(number)]
+        kept = KeptInParts(stage=together, member=row.index(at.device), memory=memory)
         costs = member_costs(
             kept,
             sizes,
@@ -337,7 +339,7 @@ class CostModel:
             again=self._recomputed(stage.ops, stage.recompute),
             entering=entering,
             leaving=leaving,
-            ranks=tuple(map(self.cluster.rank, stage.devices)),
+            ranks=tuple(map(self.cluster.rank, row)),
         )
         return costs, kept.workspace(largest) if largest else 0
 
@@ -355,7 +357,7 @@ class CostModel:
                 first = next(block.index for block in self.graph.blocks if block.stop > stage.ops[0])
                 block = self.graph.blocks[bucket.ready_block(first)]
                 size = next(size for size in reversed(sizes) if size)
-                together = self.in_parts(at.pipeline, number)
+                together = self.in_parts(at.pipeline, number, at.row(number))
                 fraction = (
                     self.compute[at.device].ready_fraction(block.start, stage.ops, size)
                     if together is None

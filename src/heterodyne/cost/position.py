@@ -8,9 +8,8 @@ from functools import cached_property
 
 from heterodyne.plan.boxes import Box
 from heterodyne.plan.plan import Pipeline, Stage
-from heterodyne.plan.slices import slices
 
-__all__ = ["Position", "slices_of"]
+__all__ = ["Position", "slices_of", "worked_on"]
 
 
 @dataclass(frozen=True)
@@ -27,19 +26,20 @@ class Position:
         """Those that it holds, by number."""
         return {number: stage for number, stage in enumerate(self.pipeline.stages) if self.device in stage.devices}
 
+    def row(self, number: int) -> int:
+        """In which row of a stage it stands."""
+        return next(row for row, devices in enumerate(self.stages[number].rows) if self.device in devices)
+
     def sizes(self, number: int) -> tuple[int, ...]:
-        """The samples of each micro-batch that it works on in a stage: all, where the stage lies in parts."""
-        if self.pipeline.stages[number].sharded:
-            return self.pipeline.micro_batches.sizes
-        return tuple(count for _, count in self.taken[number][self.device])
+        """The samples of each micro-batch that it works on in a stage."""
+        return worked_on(self.pipeline, number)[self.device]
 
 
 def slices_of(pipeline: Pipeline) -> tuple[dict[str, tuple[tuple[int, int], ...]], ...]:
     """For each stage its devices, each with its ``(first sample, count)`` of every micro-batch, counted within the micro-batch."""
     made = []
     for stage in pipeline.stages:
-        shares = next((r.layout.shares for r in stage.regions if r.task_graph == "*"), (1,) * len(stage.devices))
-        cut = {size: slices(size, shares) for size in set(pipeline.micro_batches.sizes)}
+        cut = {size: stage.slices(size) for size in set(pipeline.micro_batches.sizes)}
         made.append(
             {
                 device: tuple(cut[size][place] for size in pipeline.micro_batches.sizes)
@@ -47,3 +47,10 @@ def slices_of(pipeline: Pipeline) -> tuple[dict[str, tuple[tuple[int, int], ...]
             }
         )
     return tuple(made)
+
+
+def worked_on(pipeline: Pipeline, number: int) -> dict[str, tuple[int, ...]]:
+    """For each device of a stage how many samples of every micro-batch it works on: where tensors lie in parts, those of its row."""
+    stage, sizes = pipeline.stages[number], pipeline.micro_batches.sizes
+    cut = {size: stage.worked_on(size) for size in set(sizes)}
+    return {device: tuple(cut[size][place][1] for size in sizes) for place, device in enumerate(stage.devices)}

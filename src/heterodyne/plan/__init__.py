@@ -2,11 +2,12 @@
 
 from heterodyne.plan.buckets import Bucket, gradient_buckets
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Layout, Pipeline, Plan, Prediction, Region, Stage
+from heterodyne.plan.plan import Axis, Layout, Pipeline, Plan, Prediction, Region, Stage
 from heterodyne.plan.program import Action, Program
 
 __all__ = [
     "Action",
+    "Axis",
     "Bucket",
     "Layout",
     "MicroBatches",

@@ -20,7 +20,7 @@ from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import ModelGraph, Parameter, dtype_bytes
 from heterodyne.graph.sharding import Sharding
 from heterodyne.plan.boxes import Box, Slice, numel, refined
-from heterodyne.plan.plan import Plan
+from heterodyne.plan.plan import Plan, Stage
 from heterodyne.plan.sharded_stage import shard_stage
 
 __all__ = ["Bucket", "Holdings", "Part", "gradient_buckets", "holdings_of", "owners_of", "planned_buckets"]
@@ -75,7 +75,7 @@ def holdings_of(plan: Plan, graph: ModelGraph) -> Holdings:
                 names.update(op.parameters, *(again[source] for source in op.inputs if source in again))
             sharding = shard_stage(graph, pipeline, number)
             for name in names & held.keys():
-                for device, box in zip(stage.devices, _boxes(sharding, name, len(stage.devices)), strict=True):
+                for device, box in zip(stage.devices, _boxes(sharding, name, stage), strict=True):
                     if held[name].setdefault(device, box) != box:
                         raise PlanError(
                             f"{name!r} is read by several stages on {', '.join(stage.devices)}, which would cut it in different ways: give "
@@ -89,14 +89,16 @@ def holdings_of(plan: Plan, graph: ModelGraph) -> Holdings:
     }
 
 
-def _boxes(sharding: Sharding | None, name: str, members: int) -> Sequence[Box]:
+def _boxes(sharding: Sharding | None, name: str, stage: Stage) -> Sequence[Box]:
+    """Of each device: each row has all of it."""
     cut = None if sharding is None else sharding.stored(name)
     if cut is None:
-        return [()] * members
+        return [()] * len(stage.devices)
     dim, sizes = cut
-    return [
+    of_row = [
         (Slice(dim, first, first + size),) for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
     ]
+    return of_row * len(stage.rows)
 
 
 def owners_of(plan: Plan, graph: ModelGraph) -> dict[str, tuple[str, ...]]:

@@ -14,9 +14,9 @@ from typing import Literal
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
-from heterodyne.plan.slices import slices
 
 __all__ = ["FEATURES", "TRAITS", "Capabilities", "Feature", "Trait", "Use", "has_shares", "table", "uses"]
 
@@ -24,6 +24,8 @@ Feature = Literal[
     "several_stages",
     "tensor_parallel",
     "context_parallel",
+    "rows_of_parts",
+    "cuts_along_two_axes",
     "recompute",
     "split_backward",
     "several_micro_batches",
@@ -57,6 +59,13 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
             name="sequences split over devices (CP)",
             remedy="give the stage one device, or let its devices share samples",
         ),
+        "rows_of_parts": _Words(
+            name="replicas of such parts inside one stage (DP x TP, DP x CP)",
+            remedy="take a pipeline for each replica, or one axis",
+        ),
+        "cuts_along_two_axes": _Words(
+            name="both in one stage (TP x CP)", remedy="take one of them, or put replicas outermost"
+        ),
         "recompute": _Words(name="recompute", remedy="recompute nothing"),
         "split_backward": _Words(
             name="zero-bubble schedules", remedy="take a schedule whose backward is whole, such as 1F1B"
@@ -87,7 +96,16 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
 )
 
 _PIECES: frozenset[Feature] = frozenset(
-    {"several_stages", "tensor_parallel", "context_parallel", "recompute", "split_backward", "overlap"}
+    {
+        "several_stages",
+        "tensor_parallel",
+        "context_parallel",
+        "rows_of_parts",
+        "cuts_along_two_axes",
+        "recompute",
+        "split_backward",
+        "overlap",
+    }
 )
 """What runs pieces of the model's graph in place of the module."""
 
@@ -129,7 +147,7 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="any model",
         why=lambda *_: "this version does not run it",
-        refuses=frozenset({"state_sharding", "overlap_in_pipeline", "overlap_with_recompute"}),
+        refuses=frozenset({"state_sharding", "overlap_in_pipeline", "overlap_with_recompute", "cuts_along_two_axes"}),
     ),
     Trait(
         name="statistics over the batch (BatchNorm)",
@@ -221,11 +239,21 @@ def _splits_backward(pipeline: Pipeline, schedule: str) -> bool:
 
 
 def _of_stage(where: str, stage: Stage) -> Iterator[Use]:
-    kinds = {region.layout.kind for region in stage.regions} if stage.sharded else set()
+    inner = [region.layout.axes[stage.batch_axes :] for region in stage.regions] if stage.sharded else []
+    kinds = {axis.kind for axes in inner for axis in axes}
     if "split" in kinds:
         yield Use(feature="tensor_parallel", where=where, how=f"splits weights over {len(stage.devices)} devices")
     if "context" in kinds:
         yield Use(feature="context_parallel", where=where, how=f"splits sequences over {len(stage.devices)} devices")
+    if inner and len(stage.rows) > 1:
+        yield Use(
+            feature="rows_of_parts",
+            where=where,
+            how=f"has {len(stage.rows)} rows, each of which holds all weights in parts",
+        )
+    if any(len(axes) > 1 for axes in inner):
+        shown = ", ".join(f"{region.task_graph!r} {region.layout}" for region in stage.regions)
+        yield Use(feature="cuts_along_two_axes", where=where, how=f"cuts tensors along several axes ({shown})")
     if stage.recompute:
         yield Use(feature="recompute", where=where, how=f"recomputes {len(stage.recompute)} blocks")
     if stage.overlap:
@@ -237,17 +265,20 @@ def _of_stage(where: str, stage: Stage) -> Iterator[Use]:
 
 
 def _without_samples(pipeline: Pipeline, stage: Stage) -> list[str]:
-    by_samples = any(region.task_graph == "*" and region.layout.kind == "replicate" for region in stage.regions)
-    if not by_samples or not has_shares(stage):
+    if not has_shares(stage):
         return []
-    own = [[n for _, n in slices(size, stage.shares)] for size in set(pipeline.micro_batches.sizes)]
+    by_samples = all(axis.kind == "replicate" for axis in stage.layout.axes)
+    taken = stage.slices if by_samples else stage.worked_on
+    own = [[n for _, n in taken(size)] for size in set(pipeline.micro_batches.sizes)]
     return [device for at, device in enumerate(stage.devices) if not all(row[at] for row in own)]
 
 
 def has_shares(stage: Stage) -> bool:
     """Whether the shares of a stage can be asked for; if not, `plan.check` says what is wrong with it."""
     return any(
-        region.task_graph == "*" and len(region.layout.shares) == len(stage.devices) and sum(region.layout.shares)
+        region.task_graph == "*"
+        and count_of(region.layout.axes) == len(stage.devices)
+        and all(sum(axis.shares) for axis in region.layout.axes)
         for region in stage.regions
     )
 

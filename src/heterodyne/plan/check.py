@@ -8,6 +8,8 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import FEATURES, Capabilities, has_shares, uses
+from heterodyne.plan.check_mesh import faults_of_mesh
+from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.sharded_stage import shard_stage
@@ -118,10 +120,15 @@ def _of_cuts(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
             )
         reached = stop
     for devices in pipeline.places:
-        shares = {stage.shares for stage in pipeline.stages if stage.devices == devices and has_shares(stage)}
+        shares = {
+            tuple(axis.shares for axis in stage.layout.axes)
+            for stage in pipeline.stages
+            if stage.devices == devices and has_shares(stage)
+        }
         if len(shares) > 1:
+            ways = (" x ".join(map(str, axes)) for axes in sorted(shares))
             broken.append(
-                f"shares the samples of {', '.join(devices)} in different ways on its stages ({', '.join(map(str, sorted(shares)))}): "
+                f"shares the samples of {', '.join(devices)} in different ways on its stages ({', '.join(ways)}): "
                 "the stages of one place share them alike"
             )
     if reached != len(graph.ops):
@@ -139,7 +146,7 @@ def _of_parts(pipeline: Pipeline, index: int, graph: ModelGraph) -> list[str]:
     if sharding is None:
         return []
     asked = {region.task_graph for region in stage.regions if region.task_graph != "*"}
-    wide = len([share for share in stage.shares if share])
+    wide = len([share for share in stage.of_row.shares if share])
     told: dict[str, str] = {}
     for narrow in sharding.narrow:
         op = graph.op_by_name[narrow.op]
@@ -167,10 +174,20 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
     for region in stage.regions:
         if region.task_graph not in known:
             broken.append(f"has region {region.task_graph!r}; the model has {', '.join(sorted(known))}")
-        if len(region.layout.shares) != len(stage.devices):
-            broken.append(f"has region {region.task_graph!r}, which must have one share a device")
-        elif sum(region.layout.shares) == 0:
+        layout = region.layout
+        if count_of(layout.axes) != len(stage.devices):
+            sizes = " x ".join(map(str, layout.sizes))
+            told = f": {sizes} members are not {len(stage.devices)} devices" if layout.inner else ""
+            broken.append(f"has region {region.task_graph!r}, which must have one share a device{told}")
+        elif not all(sum(axis.shares) for axis in layout.axes):
             broken.append(f"has region {region.task_graph!r} with no share; only ratios count, so write 1")
+    if stage.overlap and not stage.sharded:
+        broken.append("has 'overlap', and exchanges nothing while it computes: it must lie in parts on several devices")
+    return [*broken, *faults_of_mesh(stage), *_of_recompute(stage, graph)]
+
+
+def _of_recompute(stage: Stage, graph: ModelGraph) -> list[str]:
+    broken = []
     for index in stage.recompute:
         if not 0 <= index < len(graph.blocks):
             broken.append(f"recomputes block {index}; the model has blocks 0 to {len(graph.blocks) - 1}")
@@ -179,6 +196,4 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
             broken.append(
                 f"recomputes block {index} (ops {block.start} to {block.stop}), which is not whole in the stage"
             )
-    if stage.overlap and not stage.sharded:
-        broken.append("has 'overlap', and exchanges nothing while it computes: it must lie in parts on several devices")
     return broken

@@ -69,7 +69,7 @@ def _of_pipeline(old: Pipeline, new: Pipeline) -> list[str]:
 
 
 def _regions(regions: tuple[Region, ...]) -> str:
-    return ", ".join(f"{r.task_graph} {r.layout.kind} {list(r.layout.shares)}" for r in regions) or "no region"
+    return ", ".join(f"{r.task_graph} {r.layout}" for r in regions) or "no region"
 
 
 def _devices(pipeline: Pipeline) -> list[str]:

@@ -14,20 +14,22 @@ model and a cluster is said by `plan.check`, what each rank does by `plan.lower`
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
 
 from heterodyne.documents import Whole
 from heterodyne.errors import PlanError
 from heterodyne.graph.sharding.price import FLOPS_PER_BYTE, LATENCY_BYTES
 from heterodyne.json_files import parse_json
+from heterodyne.plan.mesh import Axis, Layout, PlanPart, count_of, nested_slices
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.precision import Precisions
 from heterodyne.text_files import read_text, write_text
 
-__all__ = ["PLAN_VERSION", "Exchange", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
+__all__ = ["PLAN_VERSION", "Axis", "Exchange", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
 
 PLAN_VERSION: Final = 1
 
@@ -39,31 +41,14 @@ def _micro_batches(value: object) -> object:
     return MicroBatches.parse(value) if isinstance(value, str) else value
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
-    )
-
-
-class Layout(_Part):
-    """How a TaskGraph lies on the devices of its stage.
-
-    ``shares`` has one whole number a device: samples of each micro-batch (replicate), units of what is cut (split), or
-    positions of the sequence (context). Only their ratios count.
-    """
-
-    kind: Literal["replicate", "split", "context"] = "replicate"
-    shares: tuple[Whole, ...]
-
-
-class Region(_Part):
+class Region(PlanPart):
     """A TaskGraph of a stage. ``task_graph`` names an annotation; ``*`` is everything that has none."""
 
     task_graph: str = "*"
     layout: Layout
 
 
-class Exchange(_Part):
+class Exchange(PlanPart):
     """What exchanging is worth beside computing on a stage's devices: what decides how its tensors lie (`graph.sharding.Price`).
 
     ``latency_bytes``: bytes that could be sent while a collective begins; ``flops_per_byte``: operations that the devices do
@@ -74,7 +59,7 @@ class Exchange(_Part):
     flops_per_byte: Positive = FLOPS_PER_BYTE
 
 
-class Stage(_Part):
+class Stage(PlanPart):
     """A contiguous cut of the graph, ops ``[start, stop)``, on a group of devices.
 
     ``recompute`` holds indices of blocks; ``state_shares`` one whole number a device (ratios), None: each device holds all of it;
@@ -92,16 +77,57 @@ class Stage(_Part):
 
     @property
     def sharded(self) -> bool:
-        """Whether its devices hold parts of the same tensors, and not just samples of their own."""
-        return len(self.devices) > 1 and any(region.layout.kind != "replicate" for region in self.regions)
+        """Whether devices hold parts of the same tensors, and not just samples of their own."""
+        return self._row_width > 1
+
+    @property
+    def layout(self) -> Layout:
+        """Of everything without annotation."""
+        return next(region.layout for region in self.regions if region.task_graph == "*")
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How its devices share the samples of each micro-batch, as the region of everything without annotation has it."""
-        return next(region.layout.shares for region in self.regions if region.task_graph == "*")
+        """The share of each device in what has no annotation."""
+        return self.layout.of_devices
+
+    @property
+    def batch_axes(self) -> int:
+        """How many of the outermost axes replicate every region: their members take samples of their own."""
+        of_each = zip(*(region.layout.axes for region in self.regions), strict=False)
+        return len(list(takewhile(lambda axes: all(axis.kind == "replicate" for axis in axes), of_each)))
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The devices that work on the same samples, and hold all weights of the stage together."""
+        width = self._row_width
+        return tuple(self.devices[first : first + width] for first in range(0, len(self.devices), width))
+
+    @property
+    def of_row(self) -> Stage:
+        """The stage on the devices of its first row alone, which all rows are alike."""
+        outer = self.batch_axes
+        regions = tuple(region.model_copy(update={"layout": region.layout.within(outer)}) for region in self.regions)
+        return self.model_copy(update={"devices": self.rows[0], "regions": regions})
+
+    @property
+    def _row_width(self) -> int:
+        outer = self.batch_axes
+        return max((count_of(region.layout.axes[outer:]) for region in self.regions), default=1) or 1
+
+    def row_slices(self, size: int) -> tuple[tuple[int, int], ...]:
+        """``(first sample, count)`` for each row, of a micro-batch of ``size`` samples: what its devices work on."""
+        return nested_slices(size, self.layout.axes[: self.batch_axes])
+
+    def worked_on(self, size: int) -> tuple[tuple[int, int], ...]:
+        """The same for each device."""
+        return tuple(own for own in self.row_slices(size) for _ in range(self._row_width))
+
+    def slices(self, size: int) -> tuple[tuple[int, int], ...]:
+        """``(first sample, count)`` for each device, of what it receives and sends at the borders of the stage."""
+        return nested_slices(size, self.layout.axes)
 
 
-class Pipeline(_Part):
+class Pipeline(PlanPart):
     """A whole copy of the model with its share of the global batch.
 
     Stages on the same devices share a *place*; places are counted in the order in which the stages first name them. ``order``
@@ -123,7 +149,7 @@ class Pipeline(_Part):
         return tuple(places[stage.devices] for stage in self.stages)
 
 
-class Prediction(_Part):
+class Prediction(PlanPart):
     """What the planner expects of this plan.
 
     ``efficiency`` is samples/s over the sum of what the devices reach alone, computing without communicating.
@@ -135,7 +161,7 @@ class Prediction(_Part):
     memory_bytes: dict[str, int]
 
 
-class Plan(_Part):
+class Plan(PlanPart):
     """How one model trains on one cluster.
 
     Args:

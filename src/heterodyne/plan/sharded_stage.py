@@ -24,7 +24,7 @@ Fixed = dict[tuple[Ref, Layout], Size]
 
 @lru_cache(maxsize=256)
 def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding | None:
-    """How stage ``number`` of a pipeline lies on its devices; None where they only share the samples.
+    """How stage ``number`` of a pipeline lies on the devices of each of its rows; None where these only share the samples.
 
     Raises PlanError for tensors at its borders out of which no samples can be cut.
     """
@@ -40,7 +40,7 @@ def problem_of(
     graph: ModelGraph, pipeline: Pipeline, number: int
 ) -> tuple[Problem, tuple[tuple[int, ...], ...], Fixed]:
     """What has to be solved for that stage, the lists of shares, and the units that its neighbours have fixed."""
-    stage = pipeline.stages[number]
+    stage = pipeline.stages[number].of_row
     regions = sorted(stage.regions, key=lambda region: region.task_graph != "*")
     by_name = {region.task_graph: place for place, region in enumerate(regions)}
     ops = stage_ops(graph, *stage.ops)
@@ -51,12 +51,18 @@ def problem_of(
         modes={op.name: _mode(op, stage, by_name) for op in ops},
         given=given,
         wanted=wanted,
-        samples=max(pipeline.micro_batches.sizes, default=1),
+        samples=_most_samples(pipeline, number),
         price=_price(stage),
     )
     borders = {**given, **wanted}
     fixed = {(ref, layout): Size.per_sample(1) for ref, layout in borders.items() if layout.kind == "cut"}
     return problem, tuple(region.layout.shares for region in regions), fixed
+
+
+def _most_samples(pipeline: Pipeline, number: int) -> int:
+    """Of a micro-batch on a row."""
+    sizes = set(pipeline.micro_batches.sizes)
+    return max((count for size in sizes for _, count in pipeline.stages[number].row_slices(size)), default=1)
 
 
 def _mode(op: Op, stage: Stage, by_name: Mapping[str, int]) -> Mode:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from heterodyne.plan import Plan
-from heterodyne.plan.slices import slices
 
 __all__ = ["has_pipelines", "order_of", "samples_of", "stages_of"]
 
@@ -13,7 +12,7 @@ def samples_of(plan: Plan) -> dict[str, int]:
     samples: dict[str, int] = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
-            cuts = [slices(size, stage.shares) for size in pipeline.micro_batches.sizes]
+            cuts = [stage.slices(size) for size in pipeline.micro_batches.sizes]
             for place, device in enumerate(stage.devices):
                 # The stages of one device may cut a micro-batch differently: the largest part is told.
                 samples[device] = max(samples.get(device, 0), sum(cut[place][1] for cut in cuts))

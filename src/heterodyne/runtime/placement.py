@@ -8,9 +8,8 @@ from itertools import accumulate
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Plan
+from heterodyne.plan.plan import Plan, Stage
 from heterodyne.plan.precision import Precision, precision_of, together
-from heterodyne.plan.slices import slices
 
 __all__ = ["Place", "Placement"]
 
@@ -23,9 +22,10 @@ class Place:
         stages: those that it holds.
         last: whether the last one, which makes the loss, is among them.
         first_sample, micro_batches: of its pipeline in the global batch.
-        shares: of each of its stages how the devices share a micro-batch, and which of them this one is.
+        held: the same stages as the plan has them.
+        position: among the devices of each of them.
         precision: that it computes in.
-        sharded: those of its stages that lie in parts on their devices, each of which then works on all samples.
+        sharded: those of its stages that lie in parts on devices which work on the same samples.
     """
 
     rank: int
@@ -35,14 +35,15 @@ class Place:
     last: bool = False
     first_sample: int = 0
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
-    shares: tuple[tuple[tuple[int, ...], int], ...] = ()
+    held: tuple[Stage, ...] = ()
+    position: int = 0
     sharded: frozenset[int] = frozenset()
     precision: Precision = "fp32"
 
     @property
     def answers(self) -> bool:
-        """Whether it tells what the samples of its last stage count, which the other devices of a stage in parts would tell again."""
-        return not (self.last and self.stages[-1] in self.sharded and self.shares[-1][1])
+        """Whether it tells what the samples of its last stage count, which the other devices of its row would tell again."""
+        return not (self.last and self.position % len(self.held[-1].rows[0]))
 
     @property
     def active(self) -> bool:
@@ -57,16 +58,10 @@ class Place:
         """The same for micro-batches of other sizes, from sample ``first`` on."""
         if not self.stages:
             return ()
-        stage = self.stages[-1] if stage is None else stage
-        shares, position = self.shares[self.stages.index(stage)]
-        spans = []
-        for offset, size in zip(accumulate(sizes, initial=first), sizes, strict=False):
-            if stage in self.sharded:
-                spans.append((offset, size))
-                continue
-            start, count = slices(size, shares)[position]
-            spans.append((offset + start, count))
-        return tuple(spans)
+        held = self.held[-1 if stage is None else self.stages.index(stage)]
+        taken = [held.worked_on(size)[self.position] for size in sizes]
+        offsets = accumulate(sizes, initial=first)
+        return tuple((offset + start, count) for offset, (start, count) in zip(offsets, taken, strict=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +80,19 @@ class Placement:
             for devices in pipeline.places:
                 held = [stage for stage, of in enumerate(pipeline.stages) if of.devices == devices]
                 of_each = [precision_of(plan.precision, cluster.device(device).kind) for device in devices]
-                in_parts = any(pipeline.stages[stage].sharded for stage in held)
+                width = max(len(pipeline.stages[stage].rows[0]) for stage in held)
                 for position, device in enumerate(devices):
                     places[device] = Place(
                         rank=cluster.rank(device),
                         device=device,
                         pipeline=number,
                         stages=tuple(held),
-                        precision=together(of_each) if in_parts else of_each[position],
+                        precision=together(of_each[position // width * width :][:width]),
                         last=held[-1] == len(pipeline.stages) - 1,
                         first_sample=first,
                         micro_batches=pipeline.micro_batches,
-                        shares=tuple((pipeline.stages[stage].shares, position) for stage in held),
+                        held=tuple(pipeline.stages[stage] for stage in held),
+                        position=position,
                         sharded=frozenset(stage for stage in held if pipeline.stages[stage].sharded),
                     )
         return cls(places=tuple(places[device.id] for device in cluster.devices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heterodyne.cost.model import slices_of
+from heterodyne.cost.position import worked_on
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan
@@ -155,10 +155,9 @@ def _running(plan: Plan) -> dict[str, MicroBatches]:
     """For each device what it gets of each micro-batch."""
     running = {}
     for pipeline in plan.pipelines:
-        for stage, taken in zip(pipeline.stages, slices_of(pipeline), strict=True):
-            for device, slices in taken.items():
-                own = MicroBatches(tuple(count for _, count in slices if count))
-                running[device] = pipeline.micro_batches if stage.sharded else own
+        for number in range(len(pipeline.stages)):
+            for device, sizes in worked_on(pipeline, number).items():
+                running[device] = MicroBatches(tuple(size for size in sizes if size))
     return running
 
 
@@ -169,7 +168,9 @@ def _part(plan: Plan, graph: ModelGraph, device: str) -> str:
         for number, stage in enumerate(pipeline.stages):
             if device not in stage.devices or (len(pipeline.stages) == 1 and not stage.sharded):
                 continue
-            own = f"{stage.shares[stage.devices.index(device)] / sum(stage.shares):.0%} of " if stage.sharded else ""
+            within = stage.of_row.shares
+            part = within[stage.devices.index(device) % len(within)] / sum(within)
+            own = f"{part:.0%} of " if stage.sharded else ""
             again = f", recomputing {len(stage.recompute)} blocks" if stage.recompute else ""
             what = f"stage {number} ({_span(graph, stage.ops)}{again})" if len(pipeline.stages) > 1 else "the model"
             parts.append(own + what)
@@ -228,12 +229,15 @@ def _in_parts(planned: Planned, pipeline: Pipeline) -> str:
     sharding = shard_stage(planned.graph, pipeline, 0)
     if sharding is None:
         return ""
-    total = sum(stage.shares)
-    widths = ", ".join(f"{d} {share / total:.0%}" for d, share in zip(stage.devices, stage.shares, strict=True))
+    within = stage.of_row.shares
+    widths = "; ".join(
+        ", ".join(f"{d} {share / sum(within):.0%}" for d, share in zip(row, within, strict=True)) for row in stage.rows
+    )
     cut = sum(p.bytes for p in planned.graph.parameters if sharding.stored(p.name) is not None)
     meetings = sum(bool(e.steps.forward) + bool(e.steps.backward) for e in sharding.exchanges)
+    rows = f" on each of {len(stage.rows)} rows" if len(stage.rows) > 1 else ""
     return (
-        f"{' + '.join(stage.devices)} hold the model in parts ({widths}) for {pipeline.micro_batches.samples} samples "
+        f"{' + '.join(stage.devices)} hold the model in parts{rows} ({widths}) for {pipeline.micro_batches.samples} samples "
         f"({pipeline.micro_batches}): {cut / max(1, planned.graph.parameter_bytes):.0%} of its weights are cut, and they exchange tensors "
         f"{meetings} times a micro-batch."
     )

@@ -17,7 +17,8 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.bucket_size import bucket_bytes_for
 from heterodyne.cost.collective import Collectives
 from heterodyne.cost.memory import MemoryAssumptions, MemoryUse
-from heterodyne.cost.model import CostModel, slices_of
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.position import worked_on
 from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph.ir import ModelGraph
@@ -219,9 +220,8 @@ def _largest(made: Plan) -> dict[str, int]:
     """The most samples of a micro-batch that each device of a plan works on."""
     largest = dict.fromkeys(made.devices, 0)
     for pipeline in made.pipelines:
-        for stage, taken in zip(pipeline.stages, slices_of(pipeline), strict=True):
-            for device, slices in taken.items():
-                sizes = pipeline.micro_batches.sizes if stage.sharded else [count for _, count in slices]
+        for number in range(len(pipeline.stages)):
+            for device, sizes in worked_on(pipeline, number).items():
                 largest[device] = max([largest[device], *sizes])
     return largest
 

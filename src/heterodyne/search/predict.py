@@ -7,6 +7,7 @@ from typing import Final
 
 from heterodyne.cost.compute import Pass
 from heterodyne.cost.model import CostModel, slices_of
+from heterodyne.cost.position import worked_on
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Prediction, Region, Stage
 from heterodyne.search.runs import Runs
@@ -93,13 +94,13 @@ def compute_seconds(model: CostModel, made: Plan) -> dict[str, float]:
     seconds = dict.fromkeys(made.devices, 0.0)
     for pipeline in made.pipelines:
         for number, (stage, taken) in enumerate(zip(pipeline.stages, slices_of(pipeline), strict=True)):
-            together = model.in_parts(pipeline, number)
+            width, own = len(stage.rows[0]), worked_on(pipeline, number)
             for place, (device, slices) in enumerate(taken.items()):
-                compute = model.compute[device]
+                compute, together = model.compute[device], model.in_parts(pipeline, number, place // width)
                 if together is None:
                     passes = [compute.seconds(kind, stage.ops, size) for _, size in slices for kind in _PASSES]
                 else:
-                    sizes = pipeline.micro_batches.sizes
-                    passes = [together.alone_s(place, kind, size) for size in sizes for kind in _PASSES]
+                    sizes = [size for size in own[device] if size]
+                    passes = [together.alone_s(place % width, kind, size) for size in sizes for kind in _PASSES]
                 seconds[device] += sum(passes)
     return seconds

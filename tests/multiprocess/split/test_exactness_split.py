@@ -36,6 +36,17 @@ def test_a_stage_in_parts_of_unequal_widths(pool: Pool, name: str, kind: str) ->
     require_exact(pool, name, spread(2, PipelineOf((2, 3), (stage,))))
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["split", "context"])
+def test_rows_of_a_mesh_share_the_samples_of_parts_of_unequal_widths(pool: Pool, name: str, kind: str) -> None:
+    """Data parallelism along the outer axis, beside stages on one device, and in micro-batches of which a row has nothing."""
+    ops = len(captured(name).ops)
+    mesh = StageOf(ops, (0, 1, 2, 3), (2, 1), kind=kind, rows=(1, 2))
+    require_exact(pool, name, spread(4, PipelineOf((2, 3, 1), (mesh,))))
+    front = StageOf(ops // 2, (4, 2, 1, 0), (1, 3), kind=kind, rows=(3, 1))
+    require_exact(pool, name, spread(5, PipelineOf((4, 1), (front, StageOf(ops, (3,), (1,))))))
+
+
 @pytest.mark.parametrize("name", ["transformer", "attention"])
 @pytest.mark.parametrize("shares", [(2, 1), (1, 3, 2)])
 def test_layers_of_torch_itself(pool: Pool, name: str, shares: tuple[int, ...]) -> None:

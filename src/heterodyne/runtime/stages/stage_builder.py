@@ -139,7 +139,7 @@ class StageBuilder:
         self._pipeline = None if self._place.pipeline is None else plan.pipelines[self._place.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
         self._captured = captured_shapes(graph)
-        self._team = _team(plan, cluster, communicator)
+        self._teams = _teams(plan, cluster, communicator)
         self._made: Recent[Shapes, StageRuntime] = Recent(MOST_SHAPES)
         self._new_shapes = NewShapes(self._captured, MOST_SHAPES, say)
         if self.cut and programs is None:
@@ -229,7 +229,7 @@ class StageBuilder:
             run = program.bind(
                 self._module,
                 self._device,
-                self._team if stage in self._place.sharded else None,
+                self._teams.get(stage),
                 overlap=self._pipeline.stages[stage].overlap,
             )
             if self._compile_stages and self.runs_compiled:
@@ -250,8 +250,7 @@ class StageBuilder:
             return None
         team = Team(
             ranks=tuple(tuple(map(self._cluster.rank, stage.devices)) for stage in pipeline.stages),
-            shares=tuple(stage.shares for stage in pipeline.stages),
-            in_parts=frozenset(number for number, stage in enumerate(pipeline.stages) if stage.sharded),
+            stages=pipeline.stages,
         )
         edges = _edges(programs, [piece.stage for piece in self._pieces], pipeline, self._place)
         _require_cuttable(edges, team)
@@ -327,19 +326,28 @@ def _exchange(placement: Placement, communicator: Communicator) -> SampleExchang
     return SampleExchange(channel, order.index(communicator.rank) if channel is not None else 0)
 
 
-def _team(plan: Plan, cluster: Cluster, communicator: Communicator) -> SplitTeam | None:
-    """The devices with which this rank holds parts of a stage. Collective."""
-    found = None
+def _teams(plan: Plan, cluster: Cluster, communicator: Communicator) -> dict[int, SplitTeam]:
+    """For each stage that lies in parts the devices with which this rank holds them: those of its row. Collective."""
+    made: dict[tuple[int, ...], SplitTeam | None] = {}
+    found = {}
     for pipeline in plan.pipelines:
-        for devices in pipeline.places:
-            if not any(stage.sharded for stage in pipeline.stages if stage.devices == devices):
-                continue
-            ranks = [cluster.rank(device) for device in devices]
-            channel = communicator.channel(sorted(ranks))
-            if communicator.rank in ranks:
-                places = [sorted(ranks).index(rank) for rank in ranks]
-                found = SplitTeam(Group(channel, ranks.index(communicator.rank), len(ranks), places))
+        for number, stage in enumerate(pipeline.stages):
+            for row in stage.rows if stage.sharded else ():
+                ranks = tuple(map(cluster.rank, row))
+                if ranks not in made:
+                    made[ranks] = _team(ranks, communicator)
+                team = made[ranks]
+                if team is not None:
+                    found[number] = team
     return found
+
+
+def _team(ranks: tuple[int, ...], communicator: Communicator) -> SplitTeam | None:
+    channel = communicator.channel(sorted(ranks))
+    if communicator.rank not in ranks:
+        return None
+    places = [sorted(ranks).index(rank) for rank in ranks]
+    return SplitTeam(Group(channel, ranks.index(communicator.rank), len(ranks), places))
 
 
 def _pieces(pipeline: Pipeline, graph: ModelGraph) -> list[_Piece]:

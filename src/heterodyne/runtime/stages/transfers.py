@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from heterodyne.graph.cut import Value
+from heterodyne.plan.plan import Stage
 from heterodyne.plan.precision import Precision, between
 from heterodyne.plan.program import Action
-from heterodyne.plan.slices import overlap, slices
+from heterodyne.plan.slices import overlap
 from heterodyne.plan.traffic import MESSAGES_AHEAD
 from heterodyne.runtime.comm.p2p import P2P, RecvWork
 
@@ -51,18 +52,18 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks of a pipeline. ``ranks[s]``, ``shares[s]``: those that hold stage s, and how they share each micro-batch.
-
-    ``in_parts``: the stages of which each rank works on all samples, also where it exchanges none with other stages.
-    """
+    """The ranks of a pipeline. ``ranks[s]``: those that hold stage s, in the order of its devices; ``stages``: as the plan has them."""
 
     ranks: tuple[tuple[int, ...], ...]
-    shares: tuple[tuple[int, ...], ...]
-    in_parts: frozenset[int] = frozenset()
+    stages: tuple[Stage, ...]
 
     def slice_of(self, stage: int, rank: int, size: int) -> tuple[int, int]:
-        """``(first sample, count)`` of a micro-batch of ``size`` samples."""
-        return slices(size, self.shares[stage])[self.ranks[stage].index(rank)]
+        """``(first sample, count)`` of a micro-batch of ``size`` samples that the rank receives and sends."""
+        return self.stages[stage].slices(size)[self.ranks[stage].index(rank)]
+
+    def works(self, stage: int, rank: int, size: int) -> bool:
+        """Whether the rank works on any samples of the micro-batch, be it on such as it does not exchange with other stages."""
+        return self.stages[stage].worked_on(size)[self.ranks[stage].index(rank)][1] > 0
 
 
 class Transfers:
@@ -186,9 +187,10 @@ class Transfers:
 
         A value that does not follow the batch comes from the first device that has any of the reader's samples.
         """
-        if value.batch_dim is None and reader in self._team.in_parts:
-            makers = self._team.ranks[maker]
-            return (0, 1) if source == next(rank for rank in makers if self._slice(maker, rank, index)[1]) else None
+        if value.batch_dim is None and self._team.stages[reader].sharded:
+            first_maker = next(rank for rank in self._team.ranks[maker] if self._slice(maker, rank, index)[1])
+            works = self._team.works(reader, to, self._sizes[index])
+            return (0, 1) if source == first_maker and works else None
         own, wanted = self._slice(maker, source, index), self._slice(reader, to, index)
         first, count = overlap(own, wanted)
         if not count:
