@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.fleet_cluster import cluster_of
@@ -11,7 +10,8 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
+from heterodyne.plan.mesh import Kind
+from heterodyne.plan.plan import Axis, Layout, Pipeline, Plan, Region, Stage
 from heterodyne.search.fleet.plan import FleetPlan
 from heterodyne.search.fleet.plan import Stage as FleetStage
 
@@ -51,9 +51,8 @@ class _Free:
 def device_plan(plan: FleetPlan, fleet: Fleet, graph: ModelGraph) -> Plan:
     """The same plan for each device of the fleet; its layers are the blocks of the graph.
 
-    Raises ClusterError for a fleet that is too large to be listed; PlanError if the graph has other layers than the plan, the devices of
-    a stage share their work in two ways, or the plan shares state out: the runtime keeps all of it whole on every replica, which may not
-    fit.
+    Raises ClusterError for a fleet that is too large to be listed; PlanError if the graph has other layers than the plan, or the plan
+    shares state out: the runtime keeps all of it whole on every replica, which may not fit.
     """
     if plan.zero:
         raise PlanError(
@@ -89,18 +88,14 @@ def device_plan(plan: FleetPlan, fleet: Fleet, graph: ModelGraph) -> Plan:
 
 def _stage(stage: FleetStage, devices: tuple[str, ...], graph: ModelGraph) -> Stage:
     blocks = graph.blocks[stage.start : stage.stop]
-    if sum(width > 1 for width in stage.widths) > 1:
-        raise PlanError(
-            f"the devices of a stage of {stage.pool} share their work by {stage.widths.in_words}, and can do so in one way where it runs"
-        )
-    way: Literal["replicate", "split", "context"] = "replicate"
-    if stage.devices > 1 and stage.data == 1:
-        way = "split" if stage.width > 1 else "context"
-    kind = Layout(kind=way, shares=(1,) * len(devices))
+    # What exchanges most is innermost, among the devices that are nearest to each other.
+    ways: tuple[tuple[Kind, int], ...] = (("replicate", stage.data), ("context", stage.context), ("split", stage.width))
+    axes = [Axis(kind=kind, shares=(1,) * width) for kind, width in ways if width > 1] or [Axis(shares=(1,))]
+    layout = Layout(kind=axes[0].kind, shares=axes[0].shares, inner=tuple(axes[1:]))
     return Stage(
         ops=(blocks[0].start, blocks[-1].stop),
         devices=devices,
-        regions=(Region(layout=kind),),
+        regions=(Region(layout=layout),),
         recompute=tuple(range(stage.start, stage.stop)) if stage.recompute else (),
     )
 

@@ -114,12 +114,21 @@ def test_devices_of_a_stage_share_it_in_the_way_of_the_plan(shared: dict[str, in
     stage = made.pipelines[0].stages[0]
     assert len(stage.devices) == template.stages[0].devices
     assert stage.regions[0].layout.kind == way
-    both = replace(template.stages[0], width=2, context=1, data=2)
-    with pytest.raises(PlanError, match="share their work by tensor 2 x data 2"):
-        device_plan(
-            replace(wide, groups=(replace(wide.groups[0], template=replace(template, stages=(both, second))),)),
-            FLEET, MODEL,
-        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "context", "width"), [(2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 2)])
+def test_a_stage_that_shares_its_work_in_several_ways_is_a_mesh(data: int, context: int, width: int) -> None:
+    """Rows of data parallelism outermost, tensor parallelism among the devices that are nearest to each other."""
+    asked = plan([3], ["new", "old"], replicas=1, count=2, micro_batch=8, missing=0, layout="stages", again=False)
+    first, second = asked.groups[0].template.stages
+    both = replace(first, width=width, context=context, data=data)
+    template = replace(asked.groups[0].template, stages=(both, second))
+    made = device_plan(replace(asked, groups=(replace(asked.groups[0], template=template),)), FLEET, MODEL)
+    stage = made.pipelines[0].stages[0]
+    axes = stage.regions[0].layout.axes
+    wanted = [("replicate", data), ("context", context), ("split", width)]
+    assert [(axis.kind, len(axis.shares)) for axis in axes] == [entry for entry in wanted if entry[1] > 1]
+    assert stage.rows == tuple(stage.devices[n :: 1][: width * context] for n in range(0, len(stage.devices), width * context))
 
 
 def test_another_model_and_too_many_stages_are_refused() -> None:
