@@ -69,6 +69,12 @@ def in_parts(graph: ModelGraph) -> Spread:
     return "1F1B", (PipelineOf((3, 2), stages), PipelineOf((4,), (StageOf(ops, (3,), (1,)),)))
 
 
+def meshed(graph: ModelGraph) -> Spread:
+    """Two rows that take unequal shares of the samples, each with the weights in unequal parts; the last one is without a sample."""
+    stage = StageOf(len(graph.ops), (2, 0, 1, 3), (1, 2), kind="split", rows=(2, 1))
+    return "1F1B", (PipelineOf((3, 2, 3, 1), (stage,)),)
+
+
 SPREADS = (chain, v_shape, unlike)
 
 
@@ -122,7 +128,7 @@ def train_on_one_device(graph: ModelGraph, spread: Spread) -> tuple[list[float],
 
 @pytest.mark.parametrize(
     ("name", "spread"),
-    [("gpt2", chain), ("gpt2", in_parts), ("t5", v_shape), ("t5", unlike), ("resnet", v_shape)],
+    [("gpt2", chain), ("gpt2", in_parts), ("gpt2", meshed), ("t5", v_shape), ("t5", unlike), ("resnet", v_shape)],
 )
 def test_ten_steps_are_those_of_one_device(pool: Pool, name: str, spread: Any) -> None:
     graph = captured(name)
@@ -190,7 +196,7 @@ def take_over(
     return losses, [resumed.step(case.batch).loss for _ in range(3)]
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", [*SPREADS, meshed])
 def test_a_resumed_run_changes_no_bit(pool: Pool, spread: Any, tmp_path: Path) -> None:
     graph = captured("gpt2")
     for undisturbed, resumed in pool.run(4, take_over, graph, spread(graph), spread(graph), tmp_path):
@@ -202,7 +208,9 @@ def whole(graph: ModelGraph) -> Spread:
     return "1F1B", (PipelineOf((2, 2), cut(graph, (), ((2,),))), PipelineOf((5,), cut(graph, (), ((1,),))))
 
 
-@pytest.mark.parametrize(("before", "after"), [(chain, v_shape), (v_shape, unlike), (unlike, whole), (whole, chain)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(chain, v_shape), (v_shape, unlike), (unlike, meshed), (meshed, whole), (whole, chain)]
+)
 def test_another_plan_goes_on_from_a_checkpoint(pool: Pool, before: Any, after: Any, tmp_path: Path) -> None:
     graph = captured("t5")
     for undisturbed, resumed in pool.run(4, take_over, graph, before(graph), after(graph), tmp_path):

@@ -96,16 +96,7 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
 )
 
 _PIECES: frozenset[Feature] = frozenset(
-    {
-        "several_stages",
-        "tensor_parallel",
-        "context_parallel",
-        "rows_of_parts",
-        "cuts_along_two_axes",
-        "recompute",
-        "split_backward",
-        "overlap",
-    }
+    ("several_stages", "tensor_parallel", "context_parallel", "recompute", "split_backward", "overlap")
 )
 """What runs pieces of the model's graph in place of the module."""
 

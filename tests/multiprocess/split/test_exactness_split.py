@@ -36,7 +36,7 @@ def test_a_stage_in_parts_of_unequal_widths(pool: Pool, name: str, kind: str) ->
     require_exact(pool, name, spread(2, PipelineOf((2, 3), (stage,))))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "bert", "marked_mixtral"])
 @pytest.mark.parametrize("kind", ["split", "context"])
 def test_rows_of_a_mesh_share_the_samples_of_parts_of_unequal_widths(pool: Pool, name: str, kind: str) -> None:
     """Data parallelism along the outer axis, beside stages on one device, and in micro-batches of which a row has nothing."""
@@ -78,7 +78,7 @@ def test_halves_of_micro_batches_in_turns(pool: Pool, name: str, schedule: str) 
 
 @st.composite
 def spreads(draw: st.DrawFn, name: str) -> Spread:
-    """Pipelines of up to three stages, each on one to three devices, in parts or by samples; one may be beside."""
+    """Pipelines of up to two stages, each on one to three devices, in parts or by samples, or on two rows of such; one may be beside."""
     graph = captured(name)
     ops, rank, made = len(graph.ops), 0, []
     for _ in range(draw(st.integers(1, 2))):
@@ -89,6 +89,7 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
             width = draw(st.integers(1, min(3, 6 - rank))) if rank < 6 else 0
             if not width:
                 break
+            rows = (1 + draw(st.integers(0, 1)), 1) if 4 <= 2 * width <= 6 - rank and draw(st.booleans()) else ()
             start = stages[-1].stop if stages else 0
             kind = draw(st.sampled_from(("split", "split", "context", "replicate")))
             overlap = count == 1 and width > 1 and kind != "replicate" and draw(st.booleans())
@@ -96,14 +97,15 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
             stages.append(
                 StageOf(
                     stop,
-                    tuple(range(rank, rank + width)),
+                    tuple(range(rank, rank + width * max(1, len(rows)))),
                     tuple(draw(st.integers(1, 3)) for _ in range(width)),
                     () if overlap else tuple(n for n in whole if draw(st.integers(0, 3)) == 0),
                     kind=kind,
                     overlap=overlap,
+                    rows=rows,
                 )
             )
-            rank += width
+            rank += width * max(1, len(rows))
         if stages and stages[-1].stop == ops:
             made.append(PipelineOf(tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))), tuple(stages)))
     if not made:
@@ -130,6 +132,12 @@ def test_statistics_of_the_batch_in_a_stage_in_parts(pool: Pool, name: str, kind
     """BatchNorm is done on samples, wherever its channels were before: the statistics are those of all of them."""
     stage = StageOf(len(captured(name).ops), (0, 1, 2), (2, 1, 1), kind=kind)
     require_exact(pool, name, spread(3, PipelineOf((4, 5), (stage,))))
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_statistics_of_the_batch_over_all_rows(pool: Pool, name: str) -> None:
+    stage = StageOf(len(captured(name).ops), (0, 1, 2, 3), (2, 1), kind="split", rows=(2, 1))
+    require_exact(pool, name, spread(4, PipelineOf((8, 7), (stage,))))
 
 
 def test_a_replicated_backbone_and_a_split_head_share_devices(pool: Pool) -> None:
@@ -166,6 +174,14 @@ def test_tokens_travel_to_their_experts(pool: Pool, samples: tuple[int, ...], ex
     sharding = sharding_of(graph, pipeline)
     assert [sharding.strategies[op.name].name for op in graph.ops if op.kind == "experts"] == ["ne", "ne"]
     require_exact(pool, "marked_mixtral", spread(len(samples), pipeline))
+
+
+def test_experts_in_each_row(pool: Pool) -> None:
+    """Replicas, and in each of them experts and samples in shares of their own."""
+    graph = captured("marked_mixtral")
+    marked = tuple((task_graph.name, "split", (1, 2)) for task_graph in graph.task_graphs)
+    stage = StageOf(len(graph.ops), (0, 3, 2, 1), (2, 1), marked=marked, rows=(1, 2))
+    require_exact(pool, "marked_mixtral", spread(4, PipelineOf((3, 5, 1), (stage,))))
 
 
 def sharding_of(graph: ModelGraph, pipeline: PipelineOf) -> Sharding:

@@ -14,7 +14,7 @@ from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.parts import Parts
 from heterodyne.graph import ModelGraph
 from heterodyne.graph.ir import Ref
-from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
+from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Exchange
 from heterodyne.sim import simulate
@@ -96,6 +96,33 @@ def test_a_member_that_has_everything_takes_what_an_undivided_stage_takes(kind: 
         if kind == "split":  # without keys that a causal mask hides from its queries
             assert made.alone_s(0, passed, samples) == pytest.approx(whole.seconds(passed, ops, samples))
         assert made.together_s(passed, samples)[0] >= whole.seconds(passed, ops, samples) * (1 - 1e-9)
+
+
+def test_rows_of_a_mesh_cost_what_pipelines_of_their_own_would() -> None:
+    """Rows share nothing but the micro-batches, of which one may have nothing."""
+    costs, ids = costs_of(transformer(moves=True), (0.6, 0.9, 0.3, 0.5), fixed_s=0.01, saved=100, optimizer_s=1e-9)
+    whole = stage(costs.graph, "split", ids, (2, 1))
+    layout = Layout(shares=(1, 2), inner=(Axis(kind="split", shares=(2, 1)),))
+    mesh = planned(costs, whole.model_copy(update={"regions": (Region(layout=layout),)}), sizes=(6, 1, 3))
+    own = [(ids[:2], (2, 1)), (ids[2:], (4, 1, 2))]
+    apart = mesh.model_copy(
+        update={
+            "pipelines": tuple(
+                Pipeline(micro_batches=MicroBatches(sizes), stages=(whole.model_copy(update={"devices": devices}),))
+                for devices, sizes in own
+            )
+        }
+    )
+    as_rows, as_pipelines = costs.of(mesh), costs.of(apart)
+    assert as_rows.reduce_s == as_pipelines.reduce_s
+    for rank in (2, 3):  # of the first row the second micro-batch is none
+        assert stage_costs(as_rows, rank) == stage_costs(as_pipelines, rank)
+    first, alone = stage_costs(as_rows, 0), stage_costs(as_pipelines, 0)
+    assert (first.forward_s[0], first.forward_s[2]) == alone.forward_s
+    assert first.forward_s[1] == first.backward_s[1] == first.kept_bytes[1] == 0
+    assert first.together == (0, 1)
+    steps = [simulate(lower(plan, costs.graph, costs.cluster), costs.of(plan)).step_s for plan in (mesh, apart)]
+    assert steps[0] == pytest.approx(steps[1])
 
 
 @pytest.mark.parametrize("members", [2, 3, 4])

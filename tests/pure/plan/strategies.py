@@ -6,11 +6,13 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster
 from heterodyne.graph import ModelGraph
-from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Prediction, Region, Stage
+from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Prediction, Region, Stage
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=8)
 SHARES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
-LAYOUTS = st.builds(Layout, kind=st.sampled_from(["replicate", "split", "context"]), shares=SHARES)
+KINDS = st.sampled_from(["replicate", "split", "context"])
+AXES = st.lists(st.builds(Axis, kind=KINDS, shares=SHARES), max_size=2).map(tuple)
+LAYOUTS = st.builds(Layout, kind=KINDS, shares=SHARES, inner=AXES)
 REGIONS = st.builds(Region, task_graph=NAMES, layout=LAYOUTS)
 STAGES = st.builds(
     Stage,

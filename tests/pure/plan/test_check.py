@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from heterodyne.errors import PlanError
 from heterodyne.graph import Loss, ModuleOnly, Ref
-from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
+from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.check import require_valid, violations
 from pure.build import cluster, graph
 from pure.plan.strategies import MICRO_BATCHES, valid_plan
@@ -97,6 +97,42 @@ def test_halves_in_turns_ask_for_one_stage_in_parts_that_keeps_everything() -> N
     assert ["in a pipeline of several stages" in fault for fault in told((0, 3), (3, 6))] == [True, True]
     assert ["recomputes" in fault for fault in told((0, 6), recompute=(0,))] == [True]
     assert ["cuts each micro-batch into two halves" in fault for fault in told((0, 6), batch_statistics=True)] == [True]
+
+
+def meshed(*layouts: Layout, devices: int = 4) -> str:
+    """What is wrong with a stage that has a region for each layout, all of them but the first for a TaskGraph."""
+    machines = cluster(devices)
+    model = replace(MODEL, ops=(replace(MODEL.ops[0], annotation="head"), *MODEL.ops[1:]))
+    stage = Stage(
+        ops=(0, len(model.ops)),
+        devices=tuple(device.id for device in machines.devices),
+        regions=tuple(
+            Region(task_graph=name, layout=layout) for name, layout in zip(("*", "head"), layouts, strict=False)
+        ),
+    )
+    plan = Plan(
+        model=model.fingerprint,
+        cluster=machines.fingerprint,
+        global_batch_size=4,
+        pipelines=(Pipeline(micro_batches=MicroBatches((4,)), stages=(stage,)),),
+    )
+    return "; ".join(violations(plan, model, machines))
+
+
+def test_the_axes_of_a_stage_fill_its_devices_and_agree() -> None:
+    """Unequal shares are none of it; every fault names the layouts."""
+    rows = Layout(shares=(3, 1), inner=(Axis(kind="split", shares=(1, 2)),))
+    assert meshed(rows) == ""
+    assert meshed(rows, rows.model_copy(update={"inner": (Axis(shares=(2, 1)),)})) == ""
+    assert "'*', which must have one share a device: 2 x 2 members are not 6 devices" in meshed(rows, devices=6)
+    flat = meshed(rows, Layout(kind="split", shares=(1, 1, 1, 1)))
+    assert "regions on different meshes ('*' replicate [3, 1] x split [1, 2], 'head' split [1, 1, 1, 1])" in flat
+    assert "shares samples over its rows in different ways" in meshed(rows, rows.model_copy(update={"shares": (1, 1)}))
+    assert "with no share" in meshed(Layout(shares=(1, 1), inner=(Axis(kind="split", shares=(0, 0)),)))
+    both = meshed(Layout(kind="context", shares=(1, 1), inner=(Axis(kind="split", shares=(1, 1)),)))
+    assert (
+        "cuts tensors along several axes ('*' context [1, 1] x split [1, 1]), and this version does not run it" in both
+    )
 
 
 def test_batch_statistics_need_one_number_of_micro_batches() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heterodyne.plan import Axis, Layout, Region, Stage
 from heterodyne.plan.slices import overlap, slices
 
 SHARES = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any)
@@ -29,6 +30,19 @@ def test_only_ratios_count(size: int, shares: list[int], times: int) -> None:
 def test_neighbours_of_any_width_exchange_every_sample_once(size: int, a: list[int], b: list[int]) -> None:
     common = [overlap(x, y) for x in slices(size, a) for y in slices(size, b)]
     assert sorted(s for first, count in common for s in range(first, first + count)) == list(range(size))
+
+
+@given(st.integers(0, 64), SHARES, SHARES)
+def test_slices_of_a_mesh_are_slices_of_those_of_its_rows(size: int, rows: list[int], within: list[int]) -> None:
+    layout = Layout(shares=tuple(rows), inner=(Axis(kind="split", shares=tuple(within)),))
+    devices = tuple(str(number) for number in range(len(layout.of_devices)))
+    stage = Stage(ops=(0, 1), devices=devices, regions=(Region(layout=layout),))
+    assert stage.slices(size) == tuple(
+        (first + start, count) for first, own in slices(size, rows) for start, count in slices(own, within)
+    )
+    assert stage.sharded == (len(within) > 1)
+    assert [device for row in stage.rows for device in row] == list(devices)
+    assert stage.row_slices(size) == slices(size, rows)
 
 
 @pytest.mark.parametrize("shares", [(), (0, 0), (2, -1)])

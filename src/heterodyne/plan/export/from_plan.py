@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Final, Literal
+from math import prod
+from typing import Final, Literal, TypeAlias
 
 from heterodyne.errors import PlanError
 from heterodyne.graph import ModelGraph
 from heterodyne.plan.export.even_plan import EvenPlan
 from heterodyne.plan.export.model_shape import layer_blocks, model_shape
-from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.mesh import Kind
+from heterodyne.plan.plan import Layout, Pipeline, Plan, Stage
 from heterodyne.plan.precision import Precision, in_words
 from heterodyne.plan.schedules import SCHEDULES
 
@@ -27,13 +29,13 @@ def even_plan(plan: Plan, graph: ModelGraph) -> EvenPlan:
     first = plan.pipelines[0]
     _require_whole(first, graph)
     _require_alike(plan)
-    kind, width = _layout(first)
+    axes = _layout(first)
     sizes = first.micro_batches.sizes
     if not sizes or len(set(sizes)) > 1:
         raise PlanError(
             f"pipeline 0 has micro-batches of unequal sizes ({first.micro_batches}); other frameworks have one size"
         )
-    copies = width if kind == "replicate" else 1
+    copies = prod(members for kind, members in axes if kind == "replicate")
     if sizes[0] % copies:
         raise PlanError(
             f"stage 0: micro-batches of {sizes[0]} samples cannot be shared out evenly over {copies} devices"
@@ -41,7 +43,8 @@ def even_plan(plan: Plan, graph: ModelGraph) -> EvenPlan:
     layers, again = _layers(first, graph)
     places = len(first.places)
     degrees = {"dp": len(plan.pipelines), "tp": 1, "cp": 1}
-    degrees[_DEGREE[kind]] *= width
+    for kind, members in axes:
+        degrees[_DEGREE[kind]] *= members
     return EvenPlan(
         **degrees,
         pp=places,
@@ -106,14 +109,22 @@ def _require_alike(plan: Plan) -> None:
         _layout(pipeline, f"pipeline {number} ")
 
 
-def _kinds(stage: Stage) -> list[tuple[str, str]]:
-    return sorted((region.task_graph, region.layout.kind) for region in stage.regions)
+_Axes: TypeAlias = tuple[tuple[Kind, int], ...]
+"""The kinds of the axes, outermost first, and their numbers of members; those of one member are left out."""
 
 
-def _layout(pipeline: Pipeline, prefix: str = "") -> tuple[Literal["replicate", "split", "context"], int]:
-    """How all the stages lie on their devices, and on how many each."""
+def _axes(layout: Layout) -> _Axes:
+    return tuple((axis.kind, len(axis.shares)) for axis in layout.axes if len(axis.shares) > 1)
+
+
+def _kinds(stage: Stage) -> list[tuple[str, _Axes]]:
+    return sorted((region.task_graph, _axes(region.layout)) for region in stage.regions)
+
+
+def _layout(pipeline: Pipeline, prefix: str = "") -> _Axes:
+    """How all the stages lie on their devices."""
     width = len(pipeline.stages[0].devices)
-    kinds: dict[Literal["replicate", "split", "context"], int] = {}
+    kinds: dict[_Axes, int] = {}
     for index, stage in enumerate(pipeline.stages):
         here = f"{prefix}stage {index}"
         if len(stage.devices) != width:
@@ -121,15 +132,18 @@ def _layout(pipeline: Pipeline, prefix: str = "") -> tuple[Literal["replicate", 
                 f"{here} is on {len(stage.devices)} devices, stage 0 on {width}; other frameworks have one width"
             )
         for region in stage.regions:
-            shares, name = region.layout.shares, "" if region.task_graph == "*" else f" in {region.task_graph!r}"
-            if len(set(shares)) > 1 or not all(shares):
-                said = ":".join(map(str, shares))
-                raise PlanError(f"{here} has unequal shares{name} ({said}); other frameworks give each device the same")
-            if width > 1:
-                kinds.setdefault(region.layout.kind, index)
+            name = "" if region.task_graph == "*" else f" in {region.task_graph!r}"
+            for axis in region.layout.axes:
+                if len(set(axis.shares)) > 1 or not all(axis.shares):
+                    said = ":".join(map(str, axis.shares))
+                    raise PlanError(
+                        f"{here} has unequal shares{name} ({said}); other frameworks give each device the same"
+                    )
+            kinds.setdefault(_axes(region.layout), index)
         if len(kinds) > 1:
-            raise PlanError(f"{here} is {' and '.join(kinds)}; other frameworks have one layout for all layers")
-    return next(iter(kinds), "replicate"), width
+            told = " and ".join(" x ".join(kind for kind, _ in axes) for axes in kinds)
+            raise PlanError(f"{here} is {told}; other frameworks have one layout for all layers")
+    return next(iter(kinds), ())
 
 
 def _stages_a_place(plan: Plan, pipeline: Pipeline) -> int:

@@ -9,8 +9,8 @@ from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.mesh import Kind
+from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Layout, Pipeline, Plan, Region, Stage
 from heterodyne.search.fleet.plan import FleetPlan
 from heterodyne.search.fleet.plan import Stage as FleetStage

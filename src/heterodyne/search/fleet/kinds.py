@@ -75,7 +75,7 @@ def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space, *, ev
 
 def _runs(widths: Widths, table: Table) -> bool:
     """Whether this library's runtime has such stages."""
-    return sum(width > 1 for width in widths) <= 1 and (not table.expert_width or widths.copies == 1)
+    return (widths.tensor == 1 or widths.context == 1) and (not table.expert_width or widths.copies == 1)
 
 
 def _connected(fleet: Fleet, pool: Pool, devices: int) -> bool:

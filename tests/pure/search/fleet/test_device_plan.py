@@ -128,7 +128,9 @@ def test_a_stage_that_shares_its_work_in_several_ways_is_a_mesh(data: int, conte
     axes = stage.regions[0].layout.axes
     wanted = [("replicate", data), ("context", context), ("split", width)]
     assert [(axis.kind, len(axis.shares)) for axis in axes] == [entry for entry in wanted if entry[1] > 1]
-    assert stage.rows == tuple(stage.devices[n :: 1][: width * context] for n in range(0, len(stage.devices), width * context))
+    assert stage.rows == tuple(
+        stage.devices[n::1][: width * context] for n in range(0, len(stage.devices), width * context)
+    )
 
 
 def test_another_model_and_too_many_stages_are_refused() -> None:
