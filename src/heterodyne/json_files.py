@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, TypeAlias, TypeVar, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-__all__ = ["EXACT", "Count", "Seconds", "checked", "parse_json", "read_json"]
+__all__ = ["EXACT", "Count", "Seconds", "checked", "parse_json", "read_json", "readable_json"]
 
 T = TypeVar("T")
 
@@ -78,3 +78,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def readable_json(value: object, *, width: int = 120, indent: int = 0) -> str:
+    """JSON for people: what fits on a line of ``width`` characters stands on one."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if indent + len(flat) <= width or not isinstance(value, dict | list) or not value:
+        return flat
+    inner = " " * (indent + 2)
+    named = value.items() if isinstance(value, dict) else ((None, part) for part in value)
+    parts = []
+    for name, part in named:
+        label = "" if name is None else f"{json.dumps(name, ensure_ascii=False)}: "
+        parts.append(f"{inner}{label}{readable_json(part, width=width - len(label), indent=indent + 2)}")
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return first + "\n" + ",\n".join(parts) + "\n" + " " * indent + last

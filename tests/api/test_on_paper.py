@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heterodyne.cli.app import run
+from heterodyne.plan import Plan
+from heterodyne.plan.capabilities import runs_at_all, uses
 
 JOB = """\
 model:
@@ -50,20 +53,25 @@ def planned(*options: str) -> int:
     return run(["plan", "job.yaml", "--cluster", "fleet.yaml", *options])
 
 
+def told_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """All that is known of the plan and of those beside it."""
+    capsys.readouterr()
+    assert planned("--json", *options) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
 def test_several_nodes_are_planned_on_paper(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned() == 0
     out, said = capsys.readouterr()
     assert "planning on paper for 16 devices" in said
     assert "Fleet lab: 16 devices of 2 kinds" in out
     assert "The plan:" in out
-    told = json.loads((files / "fleet_plan.json").read_text())
-    assert told["kind"] == "fleet plan"
-    assert told["predicted"]["step_s"] >= told["bound_s"] > 0
-    samples = sum(
-        group["replicas"] * group["num_microbatches"] * group["template"]["micro_batch"]
-        for group in told["plan"]["groups"]
-    )
-    assert samples >= told["plan"]["global_batch"] == 64
+    plan = Plan.load(files / "plan.json")
+    assert not plan.bound
+    assert plan.predicted is not None
+    assert plan.predicted.step_s > 0
+    assert sum(p.replicas * p.micro_batches.samples for p in plan.pipelines) == plan.global_batch_size == 64
 
 
 def test_planning_on_paper_loads_no_torch(files: Path) -> None:
@@ -80,8 +88,9 @@ def test_the_same_files_give_the_same_plan(files: Path) -> None:
 
 
 def test_json_is_all_that_is_printed_when_it_is_asked_for(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned("--json") == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((files / "fleet_plan.json").read_text())
+    told = told_of(capsys)
+    assert told["plan"]["pipelines"] == json.loads((files / "plan.json").read_text())["pipelines"]
+    assert told["predicted"]["step_s"] >= told["bound_s"] > 0
 
 
 def test_every_family_has_a_best_or_a_reason_and_none_beats_the_plan(
@@ -100,15 +109,14 @@ def test_the_frontier_is_a_table_and_a_picture(files: Path, capsys: pytest.Captu
     assert planned("--frontier", "--picture", "frontier.png") == 0
     assert "Time, money and devices" in capsys.readouterr().out
     assert (files / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    frontier = [point["predicted"] for point in json.loads((files / "fleet_plan.json").read_text())["frontier"]]
+    frontier = [point["predicted"] for point in told_of(capsys, "--frontier")["frontier"]]
     figures = [(point["step_s"], point["usd"], point["devices"]) for point in frontier]
     for own in figures:
         assert not any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in figures)
 
 
-def test_less_money_is_never_more_than_the_fastest_plan_costs(files: Path) -> None:
-    assert planned("--out", "fast.json") == planned("--objective", "money", "--out", "cheap.json") == 0
-    fast, cheap = (json.loads((files / name).read_text())["predicted"] for name in ("fast.json", "cheap.json"))
+def test_less_money_is_never_more_than_the_fastest_plan_costs(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fast, cheap = (told_of(capsys, *options)["predicted"] for options in ((), ("--objective", "money")))
     assert cheap["usd"] <= fast["usd"]
     assert cheap["step_s"] >= fast["step_s"]
 
@@ -116,20 +124,25 @@ def test_less_money_is_never_more_than_the_fastest_plan_costs(files: Path) -> No
 def test_the_step_is_a_trace_of_ranks_that_stand_for_all(files: Path) -> None:
     assert planned("--timeline", "step.json") == 0
     trace = json.loads((files / "step.json").read_text())["traceEvents"]
-    predicted = json.loads((files / "fleet_plan.json").read_text())
-    templates = [group["template"] for group in predicted["plan"]["groups"]]
-    places = sum(len(template["stages"]) // template["chunks"] for template in templates)
-    assert len({event["pid"] for event in trace}) == places
+    plan = Plan.load(files / "plan.json")
+    places = {
+        (pipeline.stages, number if stage.group.place is None else stage.group.place)
+        for pipeline in plan.pipelines
+        for number, stage in enumerate(pipeline.stages)
+        if stage.group is not None
+    }
+    assert len({event["pid"] for event in trace}) == len(places)
     end = max(event["ts"] + event["dur"] for event in trace if event["ph"] == "X")
-    assert end / 1e6 == pytest.approx(predicted["predicted"]["step_s"], rel=1e-6)
+    assert plan.predicted is not None
+    assert end / 1e6 == pytest.approx(plan.predicted.step_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("framework", "written", "told"),
     [
-        ("megatron", "fleet_plan.megatron.txt", "--micro-batch-size"),
-        ("torchtitan", "fleet_plan.torchtitan.toml", "[parallelism]"),
-        ("schedule", "fleet_plan.schedule.csv", "0F0"),
+        ("megatron", "plan.megatron.txt", "--micro-batch-size"),
+        ("torchtitan", "plan.torchtitan.toml", "[parallelism]"),
+        ("schedule", "plan.schedule.csv", "0F0"),
     ],
 )
 def test_even_plans_are_written_for_other_frameworks(files: Path, framework: str, written: str, told: str) -> None:
@@ -143,9 +156,9 @@ def test_what_is_exported_is_the_best_that_the_others_take(files: Path, capsys: 
     assert re.search(
         r"a plan with a step of .* cannot be exported: other frameworks know one kind", capsys.readouterr().err
     )
-    told = json.loads((files / "fleet_plan.json").read_text())
-    assert len({s["pool"] for group in told["plan"]["groups"] for s in group["template"]["stages"]}) == 1
-    assert "--global-batch-size 64" in (files / "fleet_plan.megatron.txt").read_text()
+    stages = [stage for pipeline in Plan.load(files / "plan.json").pipelines for stage in pipeline.stages]
+    assert len({stage.group.kind for stage in stages if stage.group}) == 1
+    assert "--global-batch-size 64" in (files / "plan.megatron.txt").read_text()
 
 
 def test_where_no_plan_is_taken_by_others_it_is_said_why(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,8 +166,8 @@ def test_where_no_plan_is_taken_by_others_it_is_said_why(files: Path, capsys: py
     (files / "fleet.yaml").write_text(both)
     assert planned("--export", "megatron") == 2
     assert "other frameworks know one kind of device" in capsys.readouterr().err
-    assert (files / "fleet_plan.json").exists()
-    assert not (files / "fleet_plan.megatron.txt").exists()
+    assert (files / "plan.json").exists()
+    assert not (files / "plan.megatron.txt").exists()
 
 
 def test_a_number_of_micro_batches_that_others_do_not_take_is_planned_otherwise(
@@ -165,7 +178,7 @@ def test_a_number_of_micro_batches_that_others_do_not_take_is_planned_otherwise(
     (files / "job.yaml").write_text(JOB.replace("hidden_layers: 8", "hidden_layers: 24"))
     assert run(["plan", "job.yaml", *four]) == 0
     assert "Megatron-LM cannot interleave 13 micro-batches on 4 places; 12 or 16 would do" in capsys.readouterr().err
-    assert "--pipeline-model-parallel-size 4" in (files / "fleet_plan.megatron.txt").read_text()
+    assert "--pipeline-model-parallel-size 4" in (files / "plan.megatron.txt").read_text()
 
 
 def test_a_fleet_that_is_not_there_yet_is_compared_with_the_one_that_is(
@@ -200,7 +213,7 @@ def test_what_cannot_be_is_refused_in_one_message(
     said = capsys.readouterr().err
     assert said.count("error:") == 1
     assert re.search(told, said)
-    assert not (files / "fleet_plan.json").exists()
+    assert not (files / "plan.json").exists()
 
 
 def test_a_model_without_a_shape_is_captured(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +251,7 @@ def test_who_interrupts_a_search_gets_the_best_so_far(tmp_path: Path) -> None:
     assert "stopping with the best plan so far" in rest
     assert "there may be better plans" in rest
     assert "The plan:" in out
-    assert json.loads((tmp_path / "plan.json").read_text())["kind"] == "fleet plan"
+    assert Plan.load(tmp_path / "plan.json").predicted is not None
 
 
 WIDE = """\
@@ -278,25 +291,31 @@ def test_blocks_of_a_captured_model_that_fit_no_device_lie_in_parts(
     (files / "fleet.yaml").write_text(
         "name: old\nnodes:\n  - {name: n, kind: V100-SXM2-32GB, count: 1, devices_per_node: 8}\n"
     )
-    assert planned("--runnable", "plan.json") == 0
-    told = json.loads((files / "fleet_plan.json").read_text())
-    stages = [stage for group in told["plan"]["groups"] for stage in group["template"]["stages"]]
-    assert max(stage["width"] for stage in stages) > 1
+    told = told_of(capsys, "--runnable")
     assert told["predicted"]["peak_bytes"] < 32 * 2**30
-    assert "tensor" in capsys.readouterr().out
-    kinds = {
-        region["layout"]["kind"]
-        for pipeline in json.loads((files / "plan.json").read_text())["pipelines"]
-        for stage in pipeline["stages"]
-        for region in stage["regions"]
-    }
-    assert "split" in kinds
+    stages = [stage for pipeline in Plan.load(files / "plan.json").pipelines for stage in pipeline.stages]
+    assert any(axis.kind == "split" for stage in stages for axis in stage.layout.axes)
 
 
-def test_a_plan_that_is_to_run_shares_no_state_out(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned("--out", "paper.json") == planned("--runnable", "plan.json", "--out", "run.json") == 0
-    paper, run_ = (json.loads((files / name).read_text())["plan"] for name in ("paper.json", "run.json"))
-    assert paper["zero"] > 0  # as long as nobody has to run it
-    assert run_["zero"] == 0
-    assert json.loads((files / "plan.json").read_text())["pipelines"]
-    assert "ZeRO-" not in capsys.readouterr().out.split("The plan:")[2]
+def test_what_is_planned_runs_here_unless_somebody_else_runs_it(files: Path) -> None:
+    assert planned("--out", "here.json") == planned("--framework", "megatron core", "--out", "there.json") == 0
+    here, there = (Plan.load(files / name) for name in ("here.json", "there.json"))
+    assert not [use for use in uses(here) if not runs_at_all(use.feature)]
+    assert there.zero > 0
+
+
+def test_what_this_library_does_not_run_is_said_where_nothing_else_fits(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows of one table, with what training keeps of them, fill more than a device."""
+    (files / "fleet.yaml").write_text(
+        TINY.replace("T4, count: 1, memory: 4", "A100-SXM-80GB, count: 1, memory: 10").replace("count: 2", "count: 8")
+    )
+    (files / "job.yaml").write_text(
+        JOB.replace("num_hidden_layers: 8", "num_hidden_layers: 1")
+        .replace("vocab_size: 32000", "vocab_size: 512000")
+        .replace("sequence_length: 1024", "sequence_length: 64")
+        .replace("size: 64", "size: 8")
+    )
+    assert planned() == 2
+    assert "which this version does not run, a step would take" in capsys.readouterr().err

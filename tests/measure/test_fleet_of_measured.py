@@ -30,7 +30,7 @@ links:
 def step_s(nodes: int, profile: str) -> float:
     Path("fleet.yaml").write_text(FLEET.replace("COUNT", str(nodes)))
     assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--profile", profile, "--on-paper"]) == 0
-    return float(json.loads(Path("fleet_plan.json").read_text())["predicted"]["step_s"])
+    return float(json.loads(Path("plan.json").read_text())["predicted"]["step_s"])
 
 
 def test_a_measured_device_stands_for_a_fleet_of_its_kind(

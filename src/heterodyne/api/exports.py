@@ -8,14 +8,22 @@ from functools import cached_property
 from pathlib import Path
 
 from heterodyne.errors import InfeasibleError, PlanError
-from heterodyne.plan.export import EvenPlan, Precision, megatron_arguments, pytorch_takes, schedule_csv, torchtitan_toml
-from heterodyne.search.fleet.even import even_fleet_plan
+from heterodyne.plan.export import (
+    EvenPlan,
+    Precision,
+    even_plan_of_groups,
+    megatron_arguments,
+    pytorch_takes,
+    schedule_csv,
+    torchtitan_toml,
+)
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import FleetPlan
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.watch import Watch
+from heterodyne.search.fleet.written import written_plan
 
 __all__ = ["Exports"]
 
@@ -80,7 +88,9 @@ class Exports:
             for group in plan.groups
             for number in range(len(group.template.stages))
         )
-        return even_fleet_plan(plan, self.planner.fleet, precision=self.precision, expert_width=experts)
+        return even_plan_of_groups(
+            written_plan(plan, self.planner.fleet), precision=self.precision, expert_width=experts
+        )
 
     @cached_property
     def _predictor(self) -> Predictor:

@@ -19,27 +19,27 @@ from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.what_if import changed
 from heterodyne.cost.layers import LayerCosts
-from heterodyne.errors import ClusterError, PlanError
+from heterodyne.errors import ClusterError, InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
+from heterodyne.plan.bind import bind
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precision, Precisions, of_kind
 from heterodyne.predictor.footprint import usable_bytes
 from heterodyne.report.frontier import frontier_picture
-from heterodyne.search.fleet.device_plan import device_plan
 from heterodyne.search.fleet.families import Outcome, best_of_all, outcomes
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
 from heterodyne.search.fleet.weighed import Weighed
+from heterodyne.search.fleet.written import written
 from heterodyne.text_files import write_text
 from heterodyne.units import counted, format_seconds
 
-__all__ = ["FLEET_PLAN_VERSION", "plan_on_paper"]
+__all__ = ["plan_on_paper"]
 
-FLEET_PLAN_VERSION = 1
 _MOST_POOLS = 6
 """Of a fleet with more, alike pools of a zone are planned as one."""
 
@@ -65,23 +65,24 @@ def plan_on_paper(
             )
             say(f"{kind} has no {job.training.precision} tensor cores by its datasheet; {instead}")
     space = _space(wishes)
-    planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
-    plan: Plan | None = None
-    if wishes.runnable is not None:
+    try:
+        planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
+    except InfeasibleError as error:
+        raise _elsewhere(error, job, then, costs_of, wishes, say, out) from error
+    if wishes.runnable:
         graph = captured(job, base)
         try:
-            plan = _runnable(job, found, then, graph)
+            _require_runnable(job, found, then, graph)
         except PlanError as error:
             # Whether a stage may lie in parts beside others depends on what crosses its borders in this model.
             why = str(error).splitlines()[:2][-1].strip(" -")
             say(f"the fastest plan does not run here: {why}; planning again with one device a stage")
             space = replace(space, max_width=1, max_context=1, max_data=1)
             planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
-            plan = _runnable(job, found, then, graph)
+            _require_runnable(job, found, then, graph)
     seq = job.data.sequence_length if shape_of(job.model, base) is not None else None
-    told = json.dumps(_told(planner.fleet, found), indent=1) + "\n"
     if wishes.as_json:
-        sys.stdout.write(told)
+        sys.stdout.write(json.dumps(_told(job, planner.fleet, found), indent=1) + "\n")
     else:
         show_fleet_plan(
             _known(then),
@@ -98,7 +99,7 @@ def plan_on_paper(
         _, before = _planned(job, today, costs_of, wishes, space, say, out)
         what = [*(f"add {text}" for text in wishes.add), *(f"without {text}" for text in wishes.without), *wishes.links]
         show_change(before.best, found.best, ", ".join(what))
-    write_text(out, told)
+    _written(job, planner.fleet, found.best, f"the best found for {found.objective.goal}").save(out)
     say(f"wrote {out}")
     if wishes.export is not None:
         exports = _exports(job, planner, wishes.export, out)
@@ -109,9 +110,6 @@ def plan_on_paper(
         for path, text in exports.files(found.best.plan).items():
             write_text(path, text)
             say(f"wrote {path}")
-    if wishes.runnable is not None and plan is not None:
-        plan.save(wishes.runnable)
-        say(f"wrote {wishes.runnable}")
     if wishes.timeline is not None:
         step = fleet_timeline(planner.search(Space()).predictor, found.best)
         write_text(wishes.timeline, json.dumps(step.to_perfetto()))
@@ -181,20 +179,48 @@ def _space(wishes: Wishes) -> Space:
         space = replace(space, schedules=("1F1B", "Interleaved1F1B"))
     if wishes.export == "torchtitan":
         space = replace(space, schedules=("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"))
-    # The runtime keeps all state whole on every replica.
-    return space if wishes.runnable is None else replace(space, zero=(0,), runnable=True)
+    return space if wishes.for_others else space.that_runs()
 
 
-def _runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> Plan:
+def _elsewhere(
+    error: InfeasibleError,
+    job: Job,
+    fleet: Fleet,
+    costs_of: Callable[[Fleet], LayerCosts],
+    wishes: Wishes,
+    say: Callable[[str], None],
+    out: Path,
+) -> InfeasibleError:
+    """With what a plan would reach that this library does not run, if there is one."""
+    if wishes.for_others:
+        return error
+    try:
+        _, found = _planned(job, fleet, costs_of, replace(wishes, frontier=False), Space(), say, out)
+    except InfeasibleError:
+        return error
+    best = found.best
+    how = f"with state shared over replicas (ZeRO-{best.plan.zero})" if best.plan.zero else "with other stages"
+    return InfeasibleError(
+        f"{error}. {how[0].upper()}{how[1:]}, which this version does not run, a step would take {format_seconds(best.predicted.step_s)}: "
+        "--framework NAME plans for a framework that has it"
+    )
+
+
+def _require_runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> None:
+    """Raises PlanError or ClusterError if the plan does not run with this model on these devices."""
     if {stage.pool for g in found.best.plan.groups for stage in g.template.stages} - {
         pool.name for pool in fleet.pools
     }:
         raise ClusterError(
             f"pools of fleet {fleet.name!r} were planned together, for it has more than {_MOST_POOLS}; to run a plan, take fewer of them"
         )
-    made = device_plan(found.best.plan, fleet, graph).model_copy(update={"precision": _precisions(job, fleet)})
-    require_valid(made, graph, cluster_of(fleet))
-    return made
+    cluster = cluster_of(fleet)
+    made = bind(_written(job, fleet, found.best, ""), graph, cluster)
+    require_valid(made, graph, cluster)
+
+
+def _written(job: Job, fleet: Fleet, found: Weighed, reason: str) -> Plan:
+    return written(found, fleet, precision=_precisions(job, fleet), reason=reason)
 
 
 def _precisions(job: Job, fleet: Fleet) -> Precisions:
@@ -218,15 +244,17 @@ def _exports(job: Job, planner: FleetPlanner, framework: str, out: Path) -> Expo
     )
 
 
-def _told(fleet: Fleet, found: Planned) -> dict[str, Any]:
-    """For programs; `kind` and `version` say what it is."""
+def _told(job: Job, fleet: Fleet, found: Planned) -> dict[str, Any]:
+    """For programs: plans as their files have them, and what is predicted of them in full."""
 
     def one(weighed: Weighed) -> dict[str, Any]:
-        return {"plan": asdict(weighed.plan), "predicted": asdict(weighed.predicted)}
+        return {
+            "plan": json.loads(_written(job, fleet, weighed, "").dump()),
+            "predicted": asdict(weighed.predicted),
+        }
 
     return {
-        "kind": "fleet plan",
-        "version": FLEET_PLAN_VERSION,
+        "kind": "plans",
         "fleet": fleet.name,
         "devices": fleet.devices,
         "objective": asdict(found.objective),

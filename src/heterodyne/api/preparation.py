@@ -31,6 +31,7 @@ from heterodyne.measure.session import Request, measure
 from heterodyne.measure.trial import Part, try_share
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.measure.workbench import Workbench
+from heterodyne.plan.bind import bind
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words, precision_of
@@ -215,6 +216,7 @@ def prepare(
     if settings.compile:
         session.together(lambda: require_compiler(session.device))
     if given is not None:
+        given = bind(given, captured.graph, session.cluster)
         require_within_reach(settings.reach, given)
         _require_fitting(given, captured, session, settings)
     else:

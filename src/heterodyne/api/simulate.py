@@ -18,6 +18,7 @@ from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
+from heterodyne.plan.bind import bind
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
 from heterodyne.plan.order import orders_of
@@ -78,8 +79,9 @@ def _measured(session: Session, model: JobModel, settings: Settings) -> Profile:
 
 def _ready(wanted: Simulated, graph: ModelGraph, cluster: Cluster) -> Plan:
     """The plan with the schedule that is asked for, once both can run. Raises PlanError."""
-    require_valid(wanted.plan, graph, cluster)
-    plan = wanted.plan if wanted.schedule is None else _rescheduled(wanted.plan, wanted.schedule)
+    plan = bind(wanted.plan, graph, cluster)
+    require_valid(plan, graph, cluster)
+    plan = plan if wanted.schedule is None else _rescheduled(plan, wanted.schedule)
     for number, pipeline in enumerate(plan.pipelines):
         _require_orders(number, pipeline, orders_of(plan.schedule, pipeline), graph, wanted.schedule)
     return plan

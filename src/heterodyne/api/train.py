@@ -21,6 +21,7 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.json_files import read_json
+from heterodyne.plan.bind import bind
 from heterodyne.plan.diff import differences
 from heterodyne.plan.plan import Plan
 from heterodyne.report.compare import compare
@@ -71,8 +72,11 @@ def train_job(
                 return 0
             source = capture_job(session, job, base, data)
             graph = source.captured.graph
+            if given is not None:
+                given = bind(given, graph, session.cluster)
             kept, profile = _kept(session, run, graph, given) if resume else (None, None)
-            given = given or kept
+            if given is None:
+                given = kept
             prepared = prepare(
                 session, source.captured, source.whole, settings_of(job, session), given=given, profile=profile
             )

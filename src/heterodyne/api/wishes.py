@@ -22,7 +22,7 @@ class Wishes:
         picture: of the frontier.
         export: for ``megatron``, ``torchtitan`` or ``schedule`` (PyTorch's CSV), beside the plan.
         timeline: where the step goes, a rank for each stage: a trace for Perfetto.
-        runnable: the plan device by device, for ``heterodyne train --plan``.
+        runnable: the model is captured, and only a plan that runs with every op of it is taken.
         profile: measurements of kinds of the fleet; seconds are then theirs, not those of datasheets.
         as_json: print JSON and nothing else.
     """
@@ -38,9 +38,14 @@ class Wishes:
     picture: Path | None = None
     export: str | None = None
     timeline: Path | None = None
-    runnable: Path | None = None
+    runnable: bool = False
     profile: Profile | None = None
     as_json: bool = False
+
+    @property
+    def for_others(self) -> bool:
+        """Whether somebody else than this library will run the plan."""
+        return self.framework is not None or self.export is not None
 
     @property
     def any(self) -> bool:

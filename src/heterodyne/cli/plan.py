@@ -25,7 +25,7 @@ def command(
     profile: ProfileOption = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where the plan is written: plan.json, or fleet_plan.json."),
+        typer.Option("--out", metavar="FILE", help="Where the plan is written: plan.json."),
     ] = None,
     overrides: SetOption = None,
     on_paper: Annotated[
@@ -45,8 +45,11 @@ def command(
         Path | None, typer.Option("--picture", metavar="FILE", help="The frontier as a picture.")
     ] = None,
     runnable: Annotated[
-        Path | None, typer.Option("--runnable", metavar="FILE", help="The plan device by device, for train --plan.")
-    ] = None,
+        bool,
+        typer.Option(
+            "--runnable", help="On paper: capture the model, and check that the plan runs with every op of it."
+        ),
+    ] = False,
     timeline: Annotated[
         Path | None,
         typer.Option("--timeline", metavar="FILE", help="The step as a trace for Perfetto, a rank for each stage."),
@@ -113,8 +116,8 @@ def command(
     paper = cluster is not None and WorkerEnvironment.read() is None and (asked or elsewhere(cluster))
     if asked and not paper:
         raise HeterodyneError("to plan on paper, give the file that describes the devices: --cluster fleet.yaml")
-    out = out or Path("fleet_plan.json" if paper else "plan.json")
-    for path, option in ((out, "--out"), (picture, "--picture"), (timeline, "--timeline"), (runnable, "--runnable")):
+    out = out or Path("plan.json")
+    for path, option in ((out, "--out"), (picture, "--picture"), (timeline, "--timeline")):
         if path is not None and not path.parent.is_dir():
             raise HeterodyneError(
                 f"{option} {path}: there is no directory {path.parent}; make it, or write the plan elsewhere"

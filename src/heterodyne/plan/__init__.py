@@ -2,13 +2,14 @@
 
 from heterodyne.plan.buckets import Bucket, gradient_buckets
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Axis, Layout, Pipeline, Plan, Prediction, Region, Stage
+from heterodyne.plan.plan import Axis, Group, Layout, Pipeline, Plan, Prediction, Region, Stage
 from heterodyne.plan.program import Action, Program
 
 __all__ = [
     "Action",
     "Axis",
     "Bucket",
+    "Group",
     "Layout",
     "MicroBatches",
     "Pipeline",

@@ -18,7 +18,18 @@ from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 
-__all__ = ["FEATURES", "TRAITS", "Capabilities", "Feature", "Trait", "Use", "has_shares", "table", "uses"]
+__all__ = [
+    "FEATURES",
+    "TRAITS",
+    "Capabilities",
+    "Feature",
+    "Trait",
+    "Use",
+    "has_shares",
+    "runs_at_all",
+    "table",
+    "uses",
+]
 
 Feature = Literal[
     "several_stages",
@@ -91,7 +102,7 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         "overlap_with_recompute": _Words(
             name="overlap in halves with recompute", remedy="leave 'overlap' or 'recompute' out"
         ),
-        "state_sharding": _Words(name="shared optimizer state (ZeRO)", remedy="leave 'state_shares' out"),
+        "state_sharding": _Words(name="shared optimizer state (ZeRO)", remedy="leave 'zero' and 'state_shares' out"),
     }
 )
 
@@ -160,6 +171,11 @@ TRAITS: tuple[Trait, ...] = (
 )
 
 
+def runs_at_all(feature: Feature) -> bool:
+    """Whether a plan may use it for some model."""
+    return feature not in TRAITS[0].refuses
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What runs exactly for one model. ``whole_weights``: its optimizer needs each weight whole (Muon, Adafactor)."""
@@ -192,6 +208,9 @@ def uses(plan: Plan) -> Iterator[Use]:
     """Every feature that a plan uses, pipeline by pipeline."""
     for number, pipeline in enumerate(plan.pipelines):
         yield from _of_pipeline(f"pipeline {number}", pipeline, plan.schedule)
+    if plan.zero:
+        how = f"shares state out over replicas (ZeRO-{plan.zero})"
+        yield Use(feature="state_sharding", where="the plan", how=how)
     counts = {len(pipeline.micro_batches) for pipeline in plan.pipelines if pipeline.micro_batches.samples}
     if len(counts) > 1:
         how = f"runs pipelines of {', '.join(map(str, sorted(counts)))} micro-batches beside each other"

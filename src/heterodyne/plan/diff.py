@@ -21,6 +21,8 @@ def differences(before: Plan, after: Plan) -> tuple[str, ...]:
             ("precision", in_words(before.precision), in_words(after.precision)),
             ("schedule", before.schedule, after.schedule),
             ("buckets", format_bytes(before.bucket_bytes), format_bytes(after.bucket_bytes)),
+            ("ZeRO level", before.zero, after.zero),
+            ("placement", before.placement, after.placement),
         )
         if old != new
     ]
@@ -32,9 +34,10 @@ def differences(before: Plan, after: Plan) -> tuple[str, ...]:
 
 
 def _of_pipelines(before: Plan, after: Plan) -> list[str]:
-    """Pipelines are told apart by the set of their devices, so that a changed order or share shows as such."""
-    old = {frozenset(_devices(p)): p for p in before.pipelines}
-    new = {frozenset(_devices(p)): p for p in after.pipelines}
+    """Pipelines are told apart by the set of their devices, so that a changed order or share shows as such; those of a plan that is not
+    bound by their place in it."""
+    old = {_key(number, p): p for number, p in enumerate(before.pipelines)}
+    new = {_key(number, p): p for number, p in enumerate(after.pipelines)}
     lines = []
     for key, pipeline in old.items():
         if key not in new:
@@ -55,12 +58,14 @@ def _of_pipeline(old: Pipeline, new: Pipeline) -> list[str]:
     lines = []
     if old.micro_batches != new.micro_batches:
         lines.append(f"{_name(new)}: {_share(old)} -> {_share(new)}")
+    if old.replicas != new.replicas:
+        lines.append(f"{_name(new)}: {old.replicas} replicas -> {new.replicas}")
     if len(old.stages) != len(new.stages):
         return [*lines, f"{_name(new)}: {len(old.stages)} stages -> {len(new.stages)}"]
     for number, (a, b) in enumerate(zip(old.stages, new.stages, strict=True)):
         lines += [
             f"{_name(new)}, stage {number}, {field}: {getattr(a, field)} -> {getattr(b, field)}"
-            for field in ("ops", "devices", "recompute", "state_shares", "overlap")
+            for field in ("blocks", "group", "ops", "devices", "recompute", "state_shares", "overlap")
             if getattr(a, field) != getattr(b, field)
         ]
         if a.regions != b.regions:
@@ -76,8 +81,14 @@ def _devices(pipeline: Pipeline) -> list[str]:
     return [device for stage in pipeline.stages for device in stage.devices]
 
 
+def _key(number: int, pipeline: Pipeline) -> object:
+    return frozenset(_devices(pipeline)) or number
+
+
 def _name(pipeline: Pipeline) -> str:
-    return " + ".join(_devices(pipeline)) or "a pipeline without devices"
+    groups = [stage.group for stage in pipeline.stages if stage.group is not None]
+    named = _devices(pipeline) or [f"{group.devices} x {group.kind}" for group in groups]
+    return " + ".join(named) or "a pipeline without devices"
 
 
 def _share(pipeline: Pipeline) -> str:

@@ -1,37 +1,38 @@
 """The Plan: the one artefact between thinking and doing, a file that a person can read, diff and edit.
 
     Plan
-      pipelines: each takes a share of the global batch, cut into micro-batches
-        stages: each runs a contiguous range of the graph's ops on a group of devices
+      pipelines: each takes a share of the global batch, cut into micro-batches; alike ones are written once, with a count
+        stages: each runs a contiguous range of the graph's ops on devices, by their ids or as so many of a kind
           regions: a TaskGraph of that stage, with its layout on the group
           recompute: blocks whose activations are computed again; state_shares: who holds how much optimizer state
 
 Pipelines need not be alike. They take contiguous slices of the global batch, in their order: the first pipeline the
-first samples. Devices that are in no pipeline are `idle`. This module says what a plan *is*; whether a plan fits a
-model and a cluster is said by `plan.check`, what each rank does by `plan.lower`.
+first samples. Devices that are in no pipeline are `idle`. This module says what a plan *is*; `plan.bind` gives ids to the devices of a
+plan that names only kinds, `plan.check` says whether it fits a model and a cluster, `plan.lower` what each rank does.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
 
 from heterodyne.documents import Whole
 from heterodyne.errors import PlanError
 from heterodyne.graph.sharding.price import FLOPS_PER_BYTE, LATENCY_BYTES
-from heterodyne.json_files import parse_json
+from heterodyne.json_files import parse_json, readable_json
 from heterodyne.plan.mesh import Axis, Layout, PlanPart, count_of, nested_slices
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.precision import Precisions
 from heterodyne.text_files import read_text, write_text
 
-__all__ = ["PLAN_VERSION", "Axis", "Exchange", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
+__all__ = ["PLAN_VERSION", "Axis", "Exchange", "Group", "Layout", "Pipeline", "Plan", "Prediction", "Region", "Stage"]
 
-PLAN_VERSION: Final = 1
+PLAN_VERSION: Final = 2
 
 
 Positive = Annotated[Whole, Field(ge=1)]
@@ -59,16 +60,35 @@ class Exchange(PlanPart):
     flops_per_byte: Positive = FLOPS_PER_BYTE
 
 
+class Group(PlanPart):
+    """Alike devices, before anybody says which: `plan.bind` chooses them.
+
+    Args:
+        kind: as the cluster calls it. ``devices``: how many.
+        node: of nodes ``node`` or ``node-0``, ``node-1``..., where the cluster has such; "": of any.
+        place: stages of one pipeline with the same number run on the same devices; None: on devices of their own.
+    """
+
+    kind: str
+    devices: Positive
+    node: str = ""
+    place: Whole | None = None
+
+
 class Stage(PlanPart):
-    """A contiguous cut of the graph, ops ``[start, stop)``, on a group of devices.
+    """A contiguous cut of the graph, ops ``[start, stop)``, on ``devices``.
+
+    Before the plan is bound there are ``blocks`` ``[start, stop)`` in place of ops, and a ``group`` in place of devices.
 
     ``recompute`` holds indices of blocks; ``state_shares`` one whole number a device (ratios), None: each device holds all of it;
     ``exchange`` and ``overlap`` are only read where a region is not replicated. ``overlap``: each micro-batch runs as two halves in
     turns, so that what one half exchanges is on its way while the other one computes.
     """
 
-    ops: tuple[Whole, Whole]
-    devices: tuple[str, ...]
+    ops: tuple[Whole, Whole] = (0, 0)
+    devices: tuple[str, ...] = ()
+    blocks: tuple[Whole, Whole] | None = None
+    group: Group | None = None
     regions: tuple[Region, ...]
     recompute: tuple[Whole, ...] = ()
     state_shares: tuple[Whole, ...] | None = None
@@ -128,7 +148,7 @@ class Stage(PlanPart):
 
 
 class Pipeline(PlanPart):
-    """A whole copy of the model with its share of the global batch.
+    """A whole copy of the model with its share of the global batch; ``replicas``: so many alike ones, in a plan that is not bound.
 
     Stages on the same devices share a *place*; places are counted in the order in which the stages first name them. ``order``
     holds, for each place, what its devices compute in which order ("0F0 0F1 0B0 ..."); empty: as the plan's schedule has it.
@@ -136,6 +156,7 @@ class Pipeline(PlanPart):
 
     micro_batches: Annotated[MicroBatches, BeforeValidator(_micro_batches), PlainSerializer(str, return_type=str)]
     stages: tuple[Stage, ...]
+    replicas: Positive = 1
     order: tuple[str, ...] = ()
 
     @property
@@ -152,12 +173,13 @@ class Pipeline(PlanPart):
 class Prediction(PlanPart):
     """What the planner expects of this plan.
 
-    ``efficiency`` is samples/s over the sum of what the devices reach alone, computing without communicating.
+    ``efficiency`` is samples/s over the sum of what the devices reach alone, computing without communicating; None: not known.
+    ``memory_bytes``: the peak of each device, or of the fullest one of each kind.
     """
 
     step_s: float
     samples_per_s: float
-    efficiency: float
+    efficiency: float | None = None
     memory_bytes: dict[str, int]
 
 
@@ -165,24 +187,29 @@ class Plan(PlanPart):
     """How one model trains on one cluster.
 
     Args:
-        model, cluster: the fingerprints that this plan was made for.
+        model, cluster: the fingerprints that this plan was made for; "": any that it can be bound to.
         global_batch_size: samples of one optimizer step, over all pipelines.
         precision: that all devices compute in, or that of each kind of device (see `heterodyne.plan.precision`).
         schedule: name of the pipeline schedule, as in PyTorch.
         bucket_bytes: gradients are reduced in buckets of about this size.
+        zero: what all devices that hold the same weights share out (ZeRO, Rajbhandari et al., SC 2020): nothing, the state of the
+            optimizer, gradients too, parameters too.
+        placement: what shares a node when groups are bound: replicas of a stage, or the stages of a pipeline.
         pipelines: who computes what.
         idle: devices that take no part.
         predicted: None for a plan written by hand.
         reason: why the planner chose it, in a sentence.
     """
 
-    version: Literal[1] = PLAN_VERSION
-    model: str
-    cluster: str
+    version: Literal[2] = PLAN_VERSION
+    model: str = ""
+    cluster: str = ""
     global_batch_size: Positive
     precision: Precisions = "fp32"
     schedule: str = "1F1B"
     bucket_bytes: Positive = 4 * 2**20
+    zero: Literal[0, 1, 2, 3] = 0
+    placement: Literal["stages", "pipelines"] = "stages"
     pipelines: tuple[Pipeline, ...]
     idle: tuple[str, ...] = ()
     predicted: Prediction | None = None
@@ -192,6 +219,13 @@ class Plan(PlanPart):
     def devices(self) -> tuple[str, ...]:
         """The devices that take part, each once, pipeline by pipeline, place by place."""
         return tuple(dict.fromkeys(d for p in self.pipelines for stage in p.stages for d in stage.devices))
+
+    @property
+    def bound(self) -> bool:
+        """Whether its devices and ops are known. Nothing else runs."""
+        return all(
+            p.replicas == 1 and all(s.group is None and s.blocks is None for s in p.stages) for p in self.pipelines
+        )
 
     def first_samples(self) -> tuple[int, ...]:
         """For each pipeline the place of its first sample in the global batch."""
@@ -203,7 +237,12 @@ class Plan(PlanPart):
 
     def dump(self) -> str:
         """Canonical JSON: ``Plan.parse(plan.dump()) == plan``, and equal plans give equal text."""
-        return json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+        content = self.model_dump(mode="json", exclude_none=True)
+        for pipeline in content["pipelines"]:
+            _drop(pipeline, {"replicas": 1, "order": []})
+            for stage in pipeline["stages"]:
+                _drop(stage, _USUAL)
+        return readable_json(content) + "\n"
 
     @classmethod
     def parse(cls, text: str, *, path: str | None = None) -> Plan:
@@ -216,17 +255,17 @@ class Plan(PlanPart):
             raise PlanError(str(error), path=path) from error
         if isinstance(content, dict) and "kind" in content and "pipelines" not in content:
             raise PlanError(
-                "this is a plan on paper: pools and counts, not the devices that are here. Write one that runs with 'heterodyne plan JOB "
-                "--cluster FLEET --runnable FILE', or plan on the devices themselves with 'heterodyne plan JOB'",
+                "this plan on paper is of an older version, or of 'plan --json'; plan again with 'heterodyne plan JOB --cluster FLEET'",
                 path=path,
             )
         version = content.get("version") if isinstance(content, dict) else None
-        if type(version) is not int or version != PLAN_VERSION:
+        if type(version) is not int or not 1 <= version <= PLAN_VERSION:
             raise PlanError(
                 f"plan version {version!r} is not {PLAN_VERSION}; plan again with 'heterodyne plan'", path=path
             )
+        # Version 1 had devices by their ids only; what it says means the same.
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(json.dumps({**content, "version": PLAN_VERSION}))
         except ValidationError as error:
             wrong = [
                 f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg'].removeprefix('Value error, ')}"
@@ -247,3 +286,19 @@ class Plan(PlanPart):
         except UnicodeDecodeError as error:
             raise PlanError("cannot be read: it is not UTF-8 text", path=str(path)) from error
         return cls.parse(text, path=str(path))
+
+
+_USUAL: Mapping[str, object] = {
+    "ops": [0, 0],
+    "devices": [],
+    "recompute": [],
+    "overlap": False,
+    "exchange": Exchange().model_dump(mode="json"),
+}
+
+
+def _drop(content: dict[str, Any], usual: Mapping[str, object]) -> None:
+    """Leave out what is as it is where nothing is said."""
+    for name, value in usual.items():
+        if content.get(name) == value:
+            del content[name]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster
 from heterodyne.graph import ModelGraph
-from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Prediction, Region, Stage
+from heterodyne.plan import Axis, Group, Layout, MicroBatches, Pipeline, Plan, Prediction, Region, Stage
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=8)
 SHARES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
@@ -14,17 +14,22 @@ KINDS = st.sampled_from(["replicate", "split", "context"])
 AXES = st.lists(st.builds(Axis, kind=KINDS, shares=SHARES), max_size=2).map(tuple)
 LAYOUTS = st.builds(Layout, kind=KINDS, shares=SHARES, inner=AXES)
 REGIONS = st.builds(Region, task_graph=NAMES, layout=LAYOUTS)
+GROUPS = st.builds(Group, kind=NAMES, devices=st.integers(1, 99), node=NAMES, place=st.none() | st.integers(0, 9))
 STAGES = st.builds(
     Stage,
     ops=st.tuples(st.integers(0, 99), st.integers(0, 99)),
     devices=st.lists(NAMES, max_size=3).map(tuple),
+    blocks=st.none() | st.tuples(st.integers(0, 99), st.integers(0, 99)),
+    group=st.none() | GROUPS,
     regions=st.lists(REGIONS, max_size=3).map(tuple),
     recompute=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     state_shares=st.none() | SHARES,
     overlap=st.booleans(),
 )
 MICRO_BATCHES = st.lists(st.integers(1, 9), max_size=6).map(lambda sizes: MicroBatches(tuple(sizes)))
-PIPELINES = st.builds(Pipeline, micro_batches=MICRO_BATCHES, stages=st.lists(STAGES, max_size=4).map(tuple))
+PIPELINES = st.builds(
+    Pipeline, micro_batches=MICRO_BATCHES, stages=st.lists(STAGES, max_size=4).map(tuple), replicas=st.integers(1, 9)
+)
 NUMBERS = st.floats(0, 1e6)
 PREDICTIONS = st.builds(
     Prediction,

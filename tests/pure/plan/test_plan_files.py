@@ -42,9 +42,9 @@ def edited(**changes: object) -> str:
     ("text", "says"),
     [
         ("{", "not JSON"),
-        ("[]", "plan version None is not 1"),
-        (edited(version=2), "plan version 2 is not 1; plan again"),
-        (edited(version=True), "plan version True is not 1"),
+        ("[]", "plan version None is not 2"),
+        (edited(version=3), "plan version 3 is not 2; plan again"),
+        (edited(version=True), "plan version True is not 2"),
         (edited(global_batch_size=0), "global_batch_size"),
         (edited(global_batch_size="4"), "global_batch_size"),
         (edited(devices=["a"]), "devices: Extra inputs"),
@@ -57,6 +57,10 @@ def test_what_is_no_plan_is_refused(text: str, says: str) -> None:
     with pytest.raises(PlanError, match=r"plan\.json") as caught:
         Plan.parse(text, path="plan.json")
     assert says in str(caught.value)
+
+
+def test_a_plan_of_version_1_says_the_same() -> None:
+    assert Plan.parse(edited(version=1)) == BARE
 
 
 def test_a_missing_or_binary_file(tmp_path: Path) -> None:

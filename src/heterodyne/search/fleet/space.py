@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from heterodyne.plan.capabilities import runs_at_all
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, ZERO_LEVELS, Layout, ScheduleName
 
 __all__ = ["Space"]
@@ -50,6 +51,10 @@ class Space:
     def __post_init__(self) -> None:
         if not set(self.schedules) - INTERLEAVED:
             raise ValueError(f"schedules {self.schedules} leave none for pipelines with one stage on each place")
+
+    def that_runs(self) -> Space:
+        """Without the plans that this library does not run, whatever the model (`plan.capabilities`)."""
+        return replace(self, zero=self.zero if runs_at_all("state_sharding") else (0,), runnable=True)
 
     @property
     def first_schedules(self) -> tuple[ScheduleName, ...]:

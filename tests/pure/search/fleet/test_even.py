@@ -8,9 +8,9 @@ import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.errors import PlanError
-from heterodyne.plan.export import megatron_arguments, schedule_csv, torchtitan_toml
-from heterodyne.search.fleet.even import even_fleet_plan
+from heterodyne.plan.export import even_plan_of_groups, megatron_arguments, schedule_csv, torchtitan_toml
 from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
+from heterodyne.search.fleet.written import written_plan
 
 FLEET = Fleet(
     name="two",
@@ -25,7 +25,7 @@ PLAN = FleetPlan(groups=(GROUP,), global_batch=64)
 
 
 def test_an_even_plan_keeps_its_degrees() -> None:
-    even = even_fleet_plan(PLAN, FLEET)
+    even = even_plan_of_groups(written_plan(PLAN, FLEET))
     assert (even.dp, even.tp, even.pp, even.zero_stage) == (4, 2, 2, 1)
     assert even.layers_per_stage == (5, 7)  # without embedding and head
     assert even.recomputed_layers == (5, 0)
@@ -36,7 +36,7 @@ def test_an_even_plan_keeps_its_degrees() -> None:
 def test_parts_of_the_sequence_are_cp_and_parts_of_the_micro_batch_are_replicas() -> None:
     shared = tuple(replace(stage, context=4, data=2) for stage in STAGES)
     plan = replace(PLAN, groups=(replace(GROUP, template=replace(GROUP.template, stages=shared)),))
-    even = even_fleet_plan(plan, FLEET, expert_width=16)
+    even = even_plan_of_groups(written_plan(plan, FLEET), expert_width=16)
     assert (even.dp, even.tp, even.cp, even.ep, even.micro_batch_size) == (8, 2, 4, 16, 1)
     assert even.devices == sum(plan.devices.values())
     assert even.num_microbatches == GROUP.num_microbatches
@@ -47,7 +47,7 @@ def test_parts_of_the_sequence_are_cp_and_parts_of_the_micro_batch_are_replicas(
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_an_even_plan_keeps_its_level_of_state_sharding(zero: int) -> None:
-    assert even_fleet_plan(replace(PLAN, zero=zero), FLEET).zero_stage == zero
+    assert even_plan_of_groups(written_plan(replace(PLAN, zero=zero), FLEET)).zero_stage == zero
 
 
 def test_pools_of_one_kind_are_one() -> None:
@@ -56,7 +56,7 @@ def test_pools_of_one_kind_are_one() -> None:
         PLAN,
         groups=(replace(GROUP, replicas=2), replace(GROUP, replicas=2, template=replace(GROUP.template, stages=there))),
     )
-    assert even_fleet_plan(both, FLEET) == even_fleet_plan(PLAN, FLEET)
+    assert even_plan_of_groups(written_plan(both, FLEET)) == even_plan_of_groups(written_plan(PLAN, FLEET))
 
 
 @pytest.mark.parametrize(
@@ -72,21 +72,21 @@ def test_pools_of_one_kind_are_one() -> None:
 def test_what_is_uneven_is_told(stages: tuple[Stage, ...], told: str) -> None:
     uneven = replace(PLAN, groups=(replace(GROUP, template=replace(GROUP.template, stages=stages)),))
     with pytest.raises(PlanError, match=told):
-        even_fleet_plan(uneven, FLEET)
+        even_plan_of_groups(written_plan(uneven, FLEET))
 
 
 def test_shares_that_differ_are_told_with_a_batch_that_would_be_even() -> None:
     with pytest.raises(PlanError, match=r"4 replicas do not share 60 samples evenly .* 64 would"):
-        even_fleet_plan(replace(PLAN, global_batch=60), FLEET)
+        even_plan_of_groups(written_plan(replace(PLAN, global_batch=60), FLEET))
     other = replace(GROUP, template=replace(GROUP.template, micro_batch=1))
     with pytest.raises(PlanError, match="2 kinds of pipelines"):
-        even_fleet_plan(replace(PLAN, groups=(GROUP, other), global_batch=96), FLEET)
+        even_plan_of_groups(written_plan(replace(PLAN, groups=(GROUP, other), global_batch=96), FLEET))
 
 
 def test_several_stages_on_each_place_keep_their_number() -> None:
     stages = tuple(Stage(pool="new", width=2, start=a, stop=b) for a, b in ((0, 4), (4, 7), (7, 10), (10, 14)))
     group = replace(GROUP, template=Template(micro_batch=2, stages=stages, chunks=2))
-    even = even_fleet_plan(replace(PLAN, groups=(group,), schedule="Interleaved1F1B"), FLEET)
+    even = even_plan_of_groups(written_plan(replace(PLAN, groups=(group,), schedule="Interleaved1F1B"), FLEET))
     assert (even.pp, even.vpp, even.devices) == (2, 2, 16)
     assert even.layers_per_stage == (3, 3, 3, 3)
     words = megatron_arguments(even)

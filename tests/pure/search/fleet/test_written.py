@@ -1,4 +1,4 @@
-"""A plan over a fleet and the one that runs are the same plan."""
+"""What a search over kinds of devices finds, the plan that is written of it, and the one that runs are the same plan."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.errors import PlanError
+from heterodyne.graph import ModelGraph
+from heterodyne.plan import Plan
+from heterodyne.plan.bind import bind
 from heterodyne.plan.check import require_valid, violations
 from heterodyne.plan.lower import lower
 from heterodyne.plan.schedules import SCHEDULES
-from heterodyne.search.fleet.device_plan import device_plan
 from heterodyne.search.fleet.plan import INTERLEAVED, FleetPlan, Group, ScheduleName, Stage, Template
 from heterodyne.search.fleet.space import Space
-from pure.build import graph
+from heterodyne.search.fleet.written import written_plan
+from pure.build import cluster, graph
 
 MODEL = graph(6)  # an embedding, six layers, a head
 LINK = Wire(bandwidth_bytes_per_s=1e10, latency_s=1e-5)
@@ -32,6 +35,16 @@ FLEET = Fleet(
     links={("new", "old"): LINK},
 )  # fmt: skip
 CLUSTER = cluster_of(FLEET)
+
+
+def bound(asked: FleetPlan, model: ModelGraph = MODEL) -> Plan:
+    """Through the file that it is written to."""
+    made = written_plan(asked, FLEET)
+    assert Plan.parse(made.dump()) == made
+    assert not made.bound
+    on_devices = bind(made, model, CLUSTER)
+    assert on_devices.bound
+    return on_devices
 
 
 def plan(
@@ -78,7 +91,7 @@ def test_every_sample_and_every_layer_is_there_once(
         layout=layout,
         again=again,
     )
-    made = device_plan(asked, FLEET, MODEL)
+    made = bound(asked)
     assert violations(made, MODEL, CLUSTER) == ()
     assert sum(pipeline.micro_batches.samples for pipeline in made.pipelines) == asked.global_batch
     assert [stage.ops[0] for stage in made.pipelines[0].stages] == [MODEL.blocks[b].start for b in (0, *cuts)]
@@ -92,8 +105,8 @@ def test_every_sample_and_every_layer_is_there_once(
 
 def test_replicas_of_a_stage_or_the_stages_of_a_pipeline_share_a_node() -> None:
     common = {"replicas": 2, "count": 2, "micro_batch": 1, "missing": 0, "again": False}
-    together = device_plan(plan([3], ["new", "new"], layout="pipelines", **common), FLEET, MODEL)  # type: ignore[arg-type]
-    beside = device_plan(plan([3], ["new", "new"], layout="stages", **common), FLEET, MODEL)  # type: ignore[arg-type]
+    together = bound(plan([3], ["new", "new"], layout="pipelines", **common))  # type: ignore[arg-type]
+    beside = bound(plan([3], ["new", "new"], layout="stages", **common))  # type: ignore[arg-type]
     ranks = [[CLUSTER.rank(s.devices[0]) for s in p.stages] for p in together.pipelines]
     assert ranks == [[0, 1], [2, 3]]
     assert [[CLUSTER.rank(s.devices[0]) for s in p.stages] for p in beside.pipelines] == [[0, 2], [1, 3]]
@@ -108,7 +121,7 @@ def test_devices_of_a_stage_share_it_in_the_way_of_the_plan(shared: dict[str, in
     first, second = asked.groups[0].template.stages
     template = replace(asked.groups[0].template, stages=(replace(first, **shared), second))  # type: ignore[arg-type]
     wide = replace(asked, groups=(replace(asked.groups[0], template=template),))
-    made = device_plan(wide, FLEET, MODEL)
+    made = bound(wide)
     if way == "replicate":  # what lies in parts depends on the model
         assert violations(made, MODEL, CLUSTER) == ()
     stage = made.pipelines[0].stages[0]
@@ -123,7 +136,7 @@ def test_a_stage_that_shares_its_work_in_several_ways_is_a_mesh(data: int, conte
     first, second = asked.groups[0].template.stages
     both = replace(first, width=width, context=context, data=data)
     template = replace(asked.groups[0].template, stages=(both, second))
-    made = device_plan(replace(asked, groups=(replace(asked.groups[0], template=template),)), FLEET, MODEL)
+    made = bound(replace(asked, groups=(replace(asked.groups[0], template=template),)))
     stage = made.pipelines[0].stages[0]
     axes = stage.regions[0].layout.axes
     wanted = [("replicate", data), ("context", context), ("split", width)]
@@ -135,14 +148,44 @@ def test_a_stage_that_shares_its_work_in_several_ways_is_a_mesh(data: int, conte
 
 def test_another_model_and_too_many_stages_are_refused() -> None:
     asked = plan([3], ["new", "new"], replicas=1, count=2, micro_batch=1, missing=0, layout="stages", again=False)
-    with pytest.raises(PlanError, match="for 8 layers, and model Chain has 6 blocks"):
-        device_plan(asked, FLEET, graph(4))
+    with pytest.raises(PlanError, match="for 8 blocks, and model Chain has 6"):
+        bound(asked, graph(4))
     wide = replace(asked.groups[0].template.stages[0], width=16)
     template = replace(asked.groups[0].template, stages=(wide, asked.groups[0].template.stages[1]))
-    with pytest.raises(PlanError, match=r"shares state out over replicas \(ZeRO-1\)"):
-        device_plan(replace(asked, zero=1), FLEET, MODEL)
-    with pytest.raises(PlanError, match="no node of new has 16 devices left"):
-        device_plan(replace(asked, groups=(replace(asked.groups[0], template=template),)), FLEET, MODEL)
+    (sentence,) = violations(bound(replace(asked, zero=1)), MODEL, CLUSTER)
+    assert "shares state out over replicas (ZeRO-1), and this version does not run it" in sentence
+    with pytest.raises(
+        PlanError,
+        match=r"16 devices of kind A100-SXM-80GB of new in one node, or for whole nodes .* have 4, 4 left",
+    ):
+        bound(replace(asked, groups=(replace(asked.groups[0], template=template),)))
+
+
+def test_a_plan_is_bound_to_whatever_nodes_have_such_devices() -> None:
+    """The pools of a fleet need not be called as the machines are."""
+    made = written_plan(
+        plan([3], ["new", "old"], replicas=2, count=2, micro_batch=1, missing=0, layout="stages", again=False), FLEET
+    )
+    renamed = replace(
+        FLEET,
+        pools=tuple(replace(p, name=f"rack{i}", place=()) for i, p in enumerate(FLEET.pools)),
+        links={("rack0", "rack1"): LINK},
+    )
+    own = bind(made, MODEL, cluster_of(renamed))
+    assert violations(own, MODEL, cluster_of(renamed)) == ()
+    assert all(device.startswith("rack0-0/A100") for device in own.pipelines[0].stages[0].devices)
+    with pytest.raises(PlanError, match="the cluster has cpu"):
+        bind(made, MODEL, cluster(4))
+
+
+def test_a_plan_of_many_devices_is_a_screenful() -> None:
+    group = plan(
+        [3], ["new", "old"], replicas=2, count=2, micro_batch=1, missing=0, layout="stages", again=True
+    ).groups[0]
+    many = FleetPlan(groups=(replace(group, replicas=10_000),), global_batch=39_999, zero=0)
+    made = written_plan(many, FLEET)
+    assert [p.replicas for p in made.pipelines] == [9_999, 1]
+    assert len(made.dump().splitlines()) < 60
 
 
 @pytest.mark.parametrize("layout", ["stages", "pipelines"])
@@ -155,7 +198,7 @@ def test_the_program_of_a_plan_is_its_schedule(schedule: ScheduleName, layout: s
         [2, 3, 5][: 2 * chunks - 1], pools, replicas=2, count=4, micro_batch=2, missing=1, layout=layout, again=False
     )
     group = replace(asked.groups[0], template=replace(asked.groups[0].template, chunks=chunks))
-    made = device_plan(replace(asked, groups=(group,), schedule=schedule), FLEET, MODEL)
+    made = bound(replace(asked, groups=(group,), schedule=schedule))
     require_valid(made, MODEL, CLUSTER)
     assert len({device for pipeline in made.pipelines for stage in pipeline.stages for device in stage.devices}) == 4
     program = lower(made, MODEL, CLUSTER)
