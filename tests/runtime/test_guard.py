@@ -336,35 +336,15 @@ def test_weights_that_begin_as_zero_hide_nothing() -> None:
     assert not forms_of(found, module, batch_of())[-1].agrees
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_no_disagreement(dtype: torch.dtype) -> None:
+def test_rounding_is_no_disagreement() -> None:
     """Half precision adds parts up with errors of percents, which are those of the model itself."""
     torch.manual_seed(0)
-    model = Plain().to(dtype)
-    batch = {name: tensor.to(dtype) for name, tensor in batch_of().items()}
+    model = Plain().to(torch.bfloat16)
+    batch = {name: tensor.to(torch.bfloat16) for name, tensor in batch_of().items()}
     found = trace(model, batch)
     findings = forms_of(found, model, batch)
     assert max(finding.largest for finding in findings) > 1e-5
     assert all(finding.agrees for finding in findings)
-
-
-class Classes(nn.Module):
-    """The gradient of its last bias is three numbers, so coarse in fp16 that weights rounded once more leave it as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.last(self.first(x).relu()), y)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_gradient_is_as_fine_as_the_format_that_stores_it(seed: int) -> None:
-    torch.manual_seed(seed)
-    model = Classes().half()
-    batch = {"x": torch.randn(5, 8).half(), "y": torch.randint(0, 3, (5,))}
-    assert all(finding.agrees for finding in forms_of(trace(model, batch), model, batch))
 
 
 def test_without_numbers_or_time_there_is_nothing_to_compare_and_a_failure_is_told() -> None:

@@ -176,7 +176,7 @@ def _pools(run: _Run, nodes: dict[str, tuple[Device, ...]], wires: dict[frozense
         device = part[0]
         named[device.kind] += 1
         number = f"-{named[device.kind]}" if named[device.kind] > 1 else ""
-        known = find(device.kind)
+        known = None if device.backend == "cpu" else find(device.kind)
         yield Pool(
             name=run.name if len(parts) == 1 else f"{run.name}/{device.kind}{number}",
             kind=device.kind,

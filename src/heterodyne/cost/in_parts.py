@@ -19,7 +19,7 @@ from heterodyne.cost.meetings import Meeting, conversions, within
 from heterodyne.cost.overlap import Crossing, OverlapStep, overlapped_s
 from heterodyne.cost.parts import Fractions, Parts
 from heterodyne.graph.cut import stage_ops
-from heterodyne.graph.ir import ModelGraph, Op
+from heterodyne.graph.ir import Block, ModelGraph, Op
 from heterodyne.graph.sharding import Sharding
 from heterodyne.graph.sharding.dealing import halved
 
@@ -53,6 +53,7 @@ class InParts:
     _lines: dict[int, tuple[tuple[int, Meeting | None], ...]] = field(default_factory=dict, repr=False)
     _seconds: dict[tuple[Pass, int], dict[int, Fractions]] = field(default_factory=dict, repr=False)
     _joint: dict[tuple[Pass, int, Ops | None], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _of_alike: dict[tuple[object, Pass, int], tuple[Fractions, ...]] = field(default_factory=dict, repr=False)
     _sent: dict[tuple[Round, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     @property
@@ -150,9 +151,18 @@ class InParts:
             for block in self.graph.blocks:
                 low, high = max(block.start, self.ops[0]), min(block.stop, self.ops[1])
                 if low < high:
-                    columns = [self._of_member(place, kind, (low, high), samples) for place in range(len(self.compute))]
-                    self._seconds[key].update(zip(range(low, high), zip(*columns, strict=True), strict=True))
+                    alike = (self._signature(block, low, high), kind, samples)
+                    if alike not in self._of_alike:
+                        members = range(len(self.compute))
+                        columns = [self._of_member(place, kind, (low, high), samples) for place in members]
+                        self._of_alike[alike] = tuple(zip(*columns, strict=True))
+                    self._seconds[key].update(zip(range(low, high), self._of_alike[alike], strict=True))
         return self._seconds[key]
+
+    def _signature(self, block: Block, low: int, high: int) -> object:
+        """The same for parts of blocks that are alike and lie alike: they take as long."""
+        strategies = tuple(self.sharding.strategies.get(op.name) for op in self.graph.ops[low:high])
+        return block.kind, low - block.start, high - block.start, strategies
 
     def _of_member(self, member: int, kind: Pass, ops: Ops, samples: int) -> Sequence[float]:
         """Seconds of ops of one block."""

@@ -64,7 +64,10 @@ class CostModel:
     _entering: dict[Ops, Size] = field(default_factory=dict, repr=False, compare=False)
     _reads: dict[Ops, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
     _trained: dict[_Held, int] = field(default_factory=dict, repr=False, compare=False)
-    _in_parts: dict[tuple[Pipeline, int, int], InParts | None] = field(
+    _asked: dict[tuple[Pipeline, int, int], InParts | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _in_parts: dict[tuple[int, tuple[str, ...], bool], InParts] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -141,25 +144,29 @@ class CostModel:
         """
         if not pipeline.stages[number].sharded:
             return None
-        key = (pipeline, number, row)
+        asked = (pipeline, number, row)
+        if asked not in self._asked:
+            self._asked[asked] = self._in_parts_of(*asked)
+        return self._asked[asked]
+
+    def _in_parts_of(self, pipeline: Pipeline, number: int, row: int) -> InParts | None:
+        stage, sharding = pipeline.stages[number], shard_stage(self.graph, pipeline, number)
+        if sharding is None:
+            return None
+        devices = stage.rows[row]
+        key = (id(sharding), devices, stage.overlap)  # which holds on to the sharding, so that no other one has its id
         if key not in self._in_parts:
-            stage, sharding = pipeline.stages[number], shard_stage(self.graph, pipeline, number)
-            devices = stage.rows[row]
-            self._in_parts[key] = (
-                None
-                if sharding is None
-                else InParts(
-                    ops=stage.ops,
-                    sharding=sharding,
-                    compute=tuple(self.compute[device] for device in devices),
-                    balance=tuple(
-                        operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
-                        for each in map(self.cluster.device, devices)
-                    ),
-                    wires=self._wires(devices),
-                    halves=self._halves,
-                    overlap=stage.overlap,
-                )
+            self._in_parts[key] = InParts(
+                ops=stage.ops,
+                sharding=sharding,
+                compute=tuple(self.compute[device] for device in devices),
+                balance=tuple(
+                    operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
+                    for each in map(self.cluster.device, devices)
+                ),
+                wires=self._wires(devices),
+                halves=self._halves,
+                overlap=stage.overlap,
             )
         return self._in_parts[key]
 

@@ -248,6 +248,10 @@ class ModelGraph:
     module_only: tuple[ModuleOnly, ...] = ()
     opaque: str | None = None
 
+    def __hash__(self) -> int:
+        # Much is kept by graph; to hash thousands of ops for each look-up would take longer than to find the answer.
+        return hash(self.fingerprint)
+
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change with ops, shapes, parameters or loss; not with where the source code stands."""

@@ -6,7 +6,7 @@ the graph alone, so all ranks and the planner find the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from heterodyne.errors import PlanError
@@ -16,42 +16,49 @@ from heterodyne.graph.sharding import COPY, SUM, Layout, Mode, Price, Problem, S
 from heterodyne.graph.size import Size
 from heterodyne.plan.plan import Pipeline, Stage
 
-__all__ = ["problem_of", "shard_stage"]
+__all__ = ["shard_stage"]
 
 
 Fixed = dict[tuple[Ref, Layout], Size]
 
 
-@lru_cache(maxsize=256)
 def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding | None:
     """How stage ``number`` of a pipeline lies on the devices of each of its rows; None where these only share the samples.
 
     Raises PlanError for tensors at its borders out of which no samples can be cut.
     """
-    if not pipeline.stages[number].sharded:
+    stage = pipeline.stages[number]
+    if not stage.sharded:
         return None
-    if any(stage.overlap for stage in pipeline.stages):  # it lies the same way, and working that out takes a while
-        plain = tuple(stage.model_copy(update={"overlap": False}) for stage in pipeline.stages)
-        return shard_stage(graph, pipeline.model_copy(update={"stages": plain}), number)
-    return shard(*problem_of(graph, pipeline, number))
+    # All that matters: who the devices are, and what they do besides, changes nothing, and working it out takes a while.
+    row = stage.of_row
+    plain = Stage(
+        ops=row.ops, devices=tuple(map(str, range(len(row.devices)))), regions=row.regions, exchange=row.exchange
+    )
+    starts = tuple(each.ops[0] for each in pipeline.stages)
+    return _solved(graph, plain, starts, number, _most_samples(pipeline, number))
 
 
-def problem_of(
-    graph: ModelGraph, pipeline: Pipeline, number: int
+@lru_cache(maxsize=256)
+def _solved(graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: int, samples: int) -> Sharding:
+    return shard(*_problem_of(graph, stage, starts, number, samples))
+
+
+def _problem_of(
+    graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: int, samples: int
 ) -> tuple[Problem, tuple[tuple[int, ...], ...], Fixed]:
     """What has to be solved for that stage, the lists of shares, and the units that its neighbours have fixed."""
-    stage = pipeline.stages[number].of_row
     regions = sorted(stage.regions, key=lambda region: region.task_graph != "*")
     by_name = {region.task_graph: place for place, region in enumerate(regions)}
     ops = stage_ops(graph, *stage.ops)
-    given, wanted = _borders(graph, pipeline, number)
+    given, wanted = _borders(graph, starts, number)
     problem = Problem(
         graph=graph,
         ops=ops,
         modes={op.name: _mode(op, stage, by_name) for op in ops},
         given=given,
         wanted=wanted,
-        samples=_most_samples(pipeline, number),
+        samples=samples,
         price=_price(stage),
     )
     borders = {**given, **wanted}
@@ -81,16 +88,16 @@ def _price(stage: Stage) -> Price:
     )
 
 
-def _borders(graph: ModelGraph, pipeline: Pipeline, number: int) -> tuple[dict[Ref, Layout], dict[Ref, Layout]]:
+def _borders(graph: ModelGraph, starts: Sequence[int], number: int) -> tuple[dict[Ref, Layout], dict[Ref, Layout]]:
     """What the stage receives and sends, by samples as its devices share them; and the loss, in parts."""
     given: dict[Ref, Layout] = {}
     wanted: dict[Ref, Layout] = {}
-    for crossing in crossings(graph, [stage.ops[0] for stage in pipeline.stages]):
+    for crossing in crossings(graph, starts):
         into = given if number in crossing.consumers else wanted if number == crossing.producer else None
         if into is not None:
             op = graph.op_by_name[crossing.name]
             into.update({Ref(op.name, place): _at_the_border(op, place, number) for place in range(len(op.outputs))})
-    if number == len(pipeline.stages) - 1:
+    if number == len(starts) - 1:
         wanted[graph.output or Ref(graph.ops[-1].name)] = SUM
     return given, wanted
 

@@ -25,6 +25,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import Capabilities, Feature
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words
+from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.explain import reason
 from heterodyne.search.fit import Fit, fit_devices, nothing_fits
@@ -153,7 +154,12 @@ def _candidates(
     counts = _counts(able, found, samples, sizes)
     splits = Split(model=model, runs=runs, samples=samples, sizes=sizes, count=counts[0])
     if strategy != "pipeline":
-        found += [*splits.as_marked(), *splits.candidates(_splits(strategy, able))]
+        by_class = ByClass(split=splits, able=able)
+        found += splits.as_marked()
+        found += by_class.candidates() if strategy == "auto" else ()
+        best_s = min((c.weighed_s for c in found), default=inf) if strategy == "auto" else inf
+        classes = by_class.classes if strategy == "auto" and by_class.counts else {}
+        found += splits.candidates(_splits(strategy, able), below_s=best_s, classes=classes)
     of_count = [Pipelines(model=model, runs=runs, samples=samples, sizes=sizes, count=count) for count in counts]
     if strategy in ("auto", "split") and able.allow("tensor_parallel"):
         found += SplitPipelines(split=splits, pipelines=of_count[0]).candidates()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from types import MappingProxyType
 from typing import Final, Literal
 
 from heterodyne.cost.model import CostModel
@@ -72,14 +74,27 @@ class Split:
                 pipelines.append(Pipeline(micro_batches=self.micro_batches(share, size), stages=stages))
             name = f"as the model is marked, micro-batches of {size}"
             found.append(self.weighed(name, "marked", tuple(pipelines)))
-        return (*found, *self._overlapped(_fastest(found))) if found else ()
+        return (*found, *self.overlapped(_fastest(found))) if found else ()
 
-    def candidates(self, kinds: Sequence[str] = ("split", "context")) -> tuple[Candidate, ...]:
+    def candidates(
+        self,
+        kinds: Sequence[str] = ("split", "context"),
+        *,
+        below_s: float = inf,
+        classes: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[Candidate, ...]:
         """Splits of the whole model (``split``: of its weights, ``context``: of its sequences), over all devices and over fewer, alone
-        and beside copies of each other; of each the best size of micro-batches."""
+        and beside copies of each other; of each the best size of micro-batches.
+
+        Args:
+            below_s: what the best other plan takes.
+            classes: of devices whose groups of alike ones are searched elsewhere (`search.by_class`).
+        """
         found = []
         for kind in _KINDS:
             for name, groups in self._groupings() if kind in kinds else ():
+                if classes and all(len({classes[device] for device in group}) == 1 for group in groups):
+                    continue
                 # Sequences are cut where one alone is long; samples of more than one would be shared.
                 sizes = self.tried if kind == "split" else self.tried[:1]
                 tried = [
@@ -87,10 +102,14 @@ class Split:
                     for how, shares in self._ways_to_share(kind, groups)
                     for size in sizes
                 ]
-                found.append(_fastest([*tried, *self._overlapped(_fastest(tried))]))
+                own = _fastest(tried)
+                below_s = min(below_s, own.weighed_s)
+                # What hides is the shorter one of computing and exchanging: half at most.
+                turns = self.overlapped(own) if own.weighed_s < 2 * below_s else []
+                found.append(_fastest([own, *turns]))
         return tuple(found)
 
-    def _overlapped(self, candidate: Candidate) -> list[Candidate]:
+    def overlapped(self, candidate: Candidate) -> list[Candidate]:
         """The same with each micro-batch as two halves in turns, where it has two."""
         plan = candidate.plan
         if (
@@ -157,7 +176,7 @@ class Split:
         shares: tuple[int, ...],
     ) -> Stage:
         regions = (Region(layout=Layout(kind=kind, shares=shares)),)
-        return Stage(ops=ops, devices=tuple(devices), regions=regions, exchange=self._exchange(devices))
+        return Stage(ops=ops, devices=tuple(devices), regions=regions, exchange=self.exchange(devices))
 
     def _groupings(self) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
         """Who lies in parts together: all, the fastest, each node by itself, pairs of equals."""
@@ -197,22 +216,28 @@ class Split:
             Region(task_graph=task_graph.name, layout=Layout(kind=task_graph.kind, shares=shares))
             for task_graph in task_graphs
         ]
-        return Stage(ops=ops, devices=devices, regions=tuple(regions), exchange=self._exchange(devices))
+        return Stage(ops=ops, devices=devices, regions=tuple(regions), exchange=self.exchange(devices))
 
     def weighed(
-        self, name: str, kind: Kind, pipelines: tuple[Pipeline, ...], *, shifts: int = _MOST_SHIFTS
+        self,
+        name: str,
+        kind: Kind,
+        pipelines: tuple[Pipeline, ...],
+        *,
+        schedule: str = "1F1B",
+        shifts: int = _MOST_SHIFTS,
     ) -> Candidate:
         """Simulated; where devices run out of memory, parts of what lies in parts go to others (``shifts``: so many times at most)."""
         used = {device for pipeline in pipelines for place in pipeline.places for device in place}
         left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in used)
         try:
-            made, played = predict(self.model, plan_of(self.model, self.samples, pipelines), self.runs)
+            made, played = predict(self.model, plan_of(self.model, self.samples, pipelines, schedule), self.runs)
         except (PlanError, InfeasibleError) as error:
             return Candidate(name=name, kind=kind, why_not=str(error), left_out=left_out)
         lacking = overflow(self.model, made, played)
         lighter = self._lighter(pipelines, played) if lacking and shifts else None
         if lighter is not None:
-            return self.weighed(name, kind, lighter, shifts=shifts - 1)
+            return self.weighed(name, kind, lighter, schedule=schedule, shifts=shifts - 1)
         if lacking:
             device, lack = max(lacking.items(), key=lambda entry: entry[1])
             why = f"{device} lacks {format_bytes(lack)}"
@@ -259,7 +284,7 @@ class Split:
         sizes = tuple(map(int, compute.forward.total.sizes))
         return Runs(seconds=compute.micro_batch_s, sizes=sizes).rate
 
-    def _exchange(self, devices: Sequence[str]) -> Exchange:
+    def exchange(self, devices: Sequence[str]) -> Exchange:
         """What sending is worth beside computing, by the slowest link between any two of them."""
         if len(devices) < 2:
             return Exchange()

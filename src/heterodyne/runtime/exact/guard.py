@@ -232,17 +232,9 @@ class _Forms:
             for name, parameter in self._module.named_parameters():
                 parameter.copy_(kept[name])
         noise = {LOSS: rounded.loss, **dict(rounded.gradients)}
-        stored = self._stored()
         errors = dict(_all(finding))
-        beyond = [n for n in finding.beyond if not errors[n] <= _ROUNDINGS * max(noise.get(n, 0.0), stored.get(n, 0.0))]
+        beyond = [name for name in finding.beyond if not errors[name] <= _ROUNDINGS * noise.get(name, 0.0)]
         return replace(finding, beyond=tuple(beyond))
-
-    def _stored(self) -> dict[str, float]:
-        """The rounding of a gradient when it is stored in its parameter's format, which weights that are rounded may not show: a few
-        numbers can be the same by chance. The loss is taken to be as fine as the finest parameter.
-        """
-        found = {n: torch.finfo(p.dtype).eps for n, p in self._module.named_parameters() if p.is_floating_point()}
-        return {LOSS: min(found.values(), default=0.0), **found}
 
     @property
     def _epsilon(self) -> float:
@@ -297,7 +289,7 @@ class _Forms:
             devices=(Device(id="this", kind="this", node="this", memory_bytes=0, backend=self._device.type),),
         )
         plan = one_device_plan(self._graph, cluster, starts, self._batch.parts)
-        program = lower(plan, self._graph, cluster)
+        program = lower(plan, self._graph, cluster, clip=False)
         with Communicator(rank=0, world_size=1, device=self._device) as alone:
             worker = Worker(
                 self._module,

@@ -1,0 +1,116 @@
+"""The table of layer costs of a model on classes of measured devices: what `cost.model` believes of one member, for any number of them.
+
+The layers are the blocks of the graph. Stages whose devices hold parts of the same tensors cost what the members take together, meetings
+included, on the first devices of the class that stand in one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from heterodyne.cost.block_cost import block_cost, trained_bytes
+from heterodyne.cost.in_parts import InParts
+from heterodyne.cost.layers import LayerCost, Widths
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import MeasureError, PlanError
+from heterodyne.graph.ir import Block
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Pipeline, Stage
+
+__all__ = ["ClassLayers", "Way"]
+
+Way = Literal["split", "context"]
+"""Of weights, or of sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassLayers:
+    """Implements `cost.layers.LayerCosts`.
+
+    Args:
+        members: for each class its devices.
+        largest: for each class the largest micro-batch of one device.
+        stage: of the whole model on some devices, in one way.
+        ways: that are tried.
+    """
+
+    model: CostModel
+    members: Mapping[str, Sequence[str]]
+    largest: Mapping[str, int]
+    stage: Callable[[Sequence[str], Way], Stage]
+    ways: Sequence[Way] = ("split", "context")
+    _in_parts: dict[tuple[str, Way, int], InParts | None] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[tuple[str, str, Widths, int], LayerCost | None] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(block.kind for block in self.model.graph.blocks)
+
+    @cached_property
+    def _typical(self) -> Mapping[str, Block]:
+        """Of each kind of block the middle one: what comes before the first and after the last may lie otherwise."""
+        alike: dict[str, list[Block]] = {}
+        for block in self.model.graph.blocks:
+            alike.setdefault(block.kind, []).append(block)
+        return {kind: own[len(own) // 2] for kind, own in alike.items()}
+
+    def widths(self, device_kind: str) -> tuple[Widths, ...]:
+        """One device, and powers of two of those that the class has in one node."""
+        most = len(self._beside(device_kind))
+        names = {"split": "tensor", "context": "context"}
+        powers = [1 << power for power in range(1, most.bit_length())]
+        return (Widths(), *(Widths(**{names[way]: count}) for way in self.ways for count in powers))
+
+    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
+        """None above the largest micro-batch, and for parts in which the model does not get smaller."""
+        if widths not in self.widths(device_kind) or micro_batch > self.largest[device_kind]:
+            return None
+        key = (device_kind, layer_kind, widths, micro_batch)
+        if key not in self._made:
+            self._made[key] = self._cost(device_kind, self._typical[layer_kind], widths, micro_batch)
+        return self._made[key]
+
+    def _cost(self, device_kind: str, block: Block, widths: Widths, size: int) -> LayerCost | None:
+        device, span = self.members[device_kind][0], (block.start, block.stop)
+        compute, parts = self.model.compute[device], None
+        forward_s, backward_s = compute.seconds("F", span, size), compute.seconds("B", span, size)
+        if widths.devices > 1:
+            together = self._together(device_kind, "split" if widths.tensor > 1 else "context", widths.devices)
+            if together is None:
+                return None
+            parts = together.parts(size)
+            forward_s, backward_s = (together.together_s(kind, size, span)[0] for kind in ("F", "B"))
+        trained = trained_bytes(self.model.graph, block, parts)
+        return block_cost(
+            self.model.graph,
+            block,
+            size,
+            self.model.recipe,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            update_s=self.model.measured(device).optimizer_s_per_byte * trained * (1 + self.model.recipe.clip_to_step),
+            parts=parts,
+        )
+
+    def _beside(self, device_kind: str) -> Sequence[str]:
+        """The members in the first node that has most of them."""
+        nodes: dict[str, list[str]] = {}
+        for device in self.members[device_kind]:
+            nodes.setdefault(self.model.cluster.device(device).node, []).append(device)
+        return max(nodes.values(), key=len)
+
+    def _together(self, device_kind: str, way: Way, count: int) -> InParts | None:
+        key = (device_kind, way, count)
+        if key not in self._in_parts:
+            stage = self.stage(self._beside(device_kind)[:count], way)
+            pipeline = Pipeline(micro_batches=MicroBatches((self.largest[device_kind],)), stages=(stage,))
+            try:
+                found = self.model.in_parts(pipeline, 0)
+            except (PlanError, MeasureError):  # it cannot lie so, or nothing is known of what joins the devices
+                found = None
+            divides = found is not None and any(strategy.divides for strategy in found.sharding.strategies.values())
+            self._in_parts[key] = found if divides else None
+        return self._in_parts[key]

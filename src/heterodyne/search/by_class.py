@@ -1,0 +1,141 @@
+"""Plans from the search over classes of devices (`search.fleet`), on the devices that are here.
+
+It weighs stages, tensor and context parallelism and replicas together, however many devices a class has; what it proposes is bound to
+devices, simulated and weighed like every other candidate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from heterodyne.cluster.fleet_cluster import fleet_of
+from heterodyne.cost.class_layers import ClassLayers, Way
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import InfeasibleError, PlanError
+from heterodyne.plan.bind import bind
+from heterodyne.plan.capabilities import Capabilities
+from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.search.by_speed import shares_by
+from heterodyne.search.classes import class_cluster, class_names
+from heterodyne.search.fleet.planner import FleetPlanner
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.written import written_plan
+from heterodyne.search.planned import Candidate, Kind
+from heterodyne.search.split import Split
+
+__all__ = ["ByClass"]
+
+_MOST = 3
+"""Plans that are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByClass:
+    """``split``: makes and weighs stages in parts; ``able``: what runs for the model."""
+
+    split: Split
+    able: Capabilities
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The fastest by the search; none where each class has one device, since then there is nothing to count."""
+        if not self.counts:
+            return ()
+        names = self.classes
+        cluster = class_cluster(self._model, names)
+        fleet = fleet_of(cluster)
+        planner = FleetPlanner(fleet=fleet, costs=self._layers(names), global_batch=self.split.samples)
+        try:
+            found = planner.plan(space=self._space())
+        except InfeasibleError:
+            return ()  # what each device lacks is said of the other candidates
+        weighed = []
+        for own in (found.best, *found.runners_up)[:_MOST]:
+            try:
+                bound = bind(written_plan(own.plan, fleet), self._model.graph, cluster)
+            except PlanError:
+                continue  # whole nodes of unlike sizes: counts alone do not say whether they can be filled
+            weighed.append(self._weighed(bound))
+        possible = [candidate for candidate in weighed if candidate.step_s is not None]
+        possible += [turns for candidate in possible for turns in self.split.overlapped(candidate)]
+        return (min(possible, key=lambda c: c.weighed_s),) if possible else tuple(weighed[:1])
+
+    @cached_property
+    def classes(self) -> dict[str, str]:
+        """Of each device."""
+        return class_names(self._model)
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is something to count: several devices of a class, and replicas that need not be alike."""
+        several = max(Counter(self.classes.values()).values()) > 1
+        return several and self.able.allow("unlike_pipelines", "unequal_counts")
+
+    @property
+    def _model(self) -> CostModel:
+        return self.split.model
+
+    def _space(self) -> Space:
+        allowed = self.able.allow
+        return Space(
+            max_stages=Space().max_stages if allowed("several_stages") else 1,
+            recompute=allowed("recompute"),
+            schedules=Space().schedules if allowed("split_backward") else ("1F1B", "GPipe", "Interleaved1F1B"),
+            micro_batches=self.split.sizes,
+        ).that_runs()
+
+    def _layers(self, names: dict[str, str]) -> ClassLayers:
+        members: dict[str, list[str]] = {}
+        for device, name in names.items():
+            members.setdefault(name, []).append(device)
+        ways: list[Way] = ["split"] if self.able.allow("tensor_parallel") else []
+        ways += ["context"] if self.able.allow("context_parallel") else []
+        sizes = {name: self._largest(own[0]) for name, own in members.items()}
+        return ClassLayers(model=self._model, members=members, largest=sizes, stage=self._whole, ways=ways)
+
+    def _largest(self, device: str) -> int:
+        return max(map(int, self._model.compute[device].forward.total.sizes))
+
+    def _whole(self, devices: Sequence[str], way: Way) -> Stage:
+        return self.split.stage((0, len(self._model.graph.ops)), devices, way, shares_by([1.0] * len(devices)))
+
+    def _weighed(self, plan: Plan) -> Candidate:
+        pipelines = tuple(self._priced(pipeline) for pipeline in plan.pipelines)
+        return self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=plan.schedule)
+
+    def _priced(self, pipeline: Pipeline) -> Pipeline:
+        """With what sending is worth beside computing, which says how tensors lie."""
+        stages = tuple(
+            stage.model_copy(update={"exchange": self.split.exchange(stage.rows[0])}) if stage.sharded else stage
+            for stage in pipeline.stages
+        )
+        return pipeline.model_copy(update={"stages": stages})
+
+
+def _kind(plan: Plan) -> Kind:
+    kinds = {axis.kind for p in plan.pipelines for s in p.stages if s.sharded for axis in s.layout.axes}
+    if "split" in kinds:
+        return "split"
+    if "context" in kinds:
+        return "context"
+    stages = max(len(pipeline.stages) for pipeline in plan.pipelines)
+    return "balanced" if stages == 1 else "pipeline" if len(plan.pipelines) == 1 else "replicas"
+
+
+def _name(plan: Plan) -> str:
+    """``2 pipelines of 2 stages, weights split over 4 devices, with ZBH1``."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    widest = max(stages, key=lambda stage: len(stage.rows[0]))
+    deep = max(len(pipeline.stages) for pipeline in plan.pipelines)
+    told = [f"{len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else "one pipeline"]
+    told[0] += f" of up to {deep} stages" if deep > 1 else ""
+    if widest.sharded:
+        what = "sequences" if widest.layout.axes[-1].kind == "context" else "weights"
+        told.append(f"{what} split over {len(widest.rows[0])} devices")
+    if any(stage.recompute for stage in stages):
+        told.append("with recompute")
+    if deep > 1:
+        told.append(f"with {plan.schedule}")
+    return ", ".join(told)
