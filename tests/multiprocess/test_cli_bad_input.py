@@ -66,7 +66,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*TRAIN, "--cluster", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         ((*TRAIN, "--plan", "nowhere.json"), "nowhere.json: cannot be read"),
         ((*TRAIN, "--plan", "text.json"), "text.json:1: not JSON"),
-        ((*TRAIN, "--plan", "old.json"), "old.json: plan version 0 is not 1; plan again"),
+        ((*TRAIN, "--plan", "old.json"), "old.json: plan version 0 is not 2; plan again"),
         (("plan", "job.yaml", "--profile", "text.json"), "text.json: not a profile"),
         ((*TRAIN, "--run-dir", "holds"), "not empty (it holds something): continue the run in it with --resume"),
         ((*TRAIN, "--run-dir", "holds", "--resume"), "there is nothing to resume: holds is no run directory"),

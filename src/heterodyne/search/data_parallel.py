@@ -74,7 +74,9 @@ class DataParallel:
             return Candidate(name=proposal.name, kind=proposal.kind, why_not=proposal.why_not)
         whole = (0, len(self.model.graph.ops))
         pipelines = tuple(
-            Pipeline(micro_batches=micro_batches, stages=(stage_of(whole, (device,)),))
+            Pipeline(
+                micro_batches=micro_batches, stages=(stage_of(whole, (device,), recompute=self.runs[device].recompute),)
+            )
             for device, micro_batches in proposal.micro_batches.items()
         )
         made, simulation = predict(self.model, plan_of(self.model, self.samples, pipelines), self.runs)

@@ -1,14 +1,19 @@
-"""Which micro-batch sizes fit which device, and what a device that fits none of them lacks."""
+"""Which micro-batch sizes fit which device, with recompute where nothing fits otherwise, and what a device that fits none lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heterodyne.cluster.spec import Device
 from heterodyne.cost.memory import MemoryUse
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Pipeline
+from heterodyne.search.points import points_of
+from heterodyne.search.predict import plan_of, predict, stage_of
+from heterodyne.search.recompute import recomputed
 from heterodyne.units import format_bytes
 
 __all__ = ["Fit", "fit_devices", "nothing_fits"]
@@ -20,6 +25,7 @@ class Fit:
 
     Args:
         sizes: those that fit, rising; none: the device has to stay idle.
+        recompute: the blocks whose activations it computes again, so that these sizes fit.
         smallest: the smallest allowed size, and `use` what the device needs for it.
         use_at_one: what it would need for micro-batches of one sample.
     """
@@ -29,6 +35,7 @@ class Fit:
     smallest: int
     use: MemoryUse
     use_at_one: MemoryUse
+    recompute: tuple[int, ...] = ()
 
     @property
     def lacks_bytes(self) -> int:
@@ -56,22 +63,56 @@ class Fit:
         return text
 
 
-def fit_devices(model: CostModel, sizes: Sequence[int], global_batch_size: int) -> tuple[Fit, ...]:
-    """The fit of every device, in the order of ranks. A micro-batch is never larger than the global batch."""
+def fit_devices(
+    model: CostModel, sizes: Sequence[int], global_batch_size: int, *, recompute: bool = True
+) -> tuple[Fit, ...]:
+    """The fit of every device, in the order of ranks. A micro-batch is never larger than the global batch.
+
+    ``recompute``: whether blocks may be computed again; just as many are as the smallest size asks for.
+    """
     tried = sorted({min(size, global_batch_size) for size in sizes})
     fits = []
     for device in model.cluster.devices:
         uses = {size: model.memory_use(device.id, size) for size in {1, *tried}}
-        fits.append(
-            Fit(
-                device=device,
-                sizes=tuple(size for size in tried if uses[size].total <= device.memory_bytes),
-                smallest=tried[0],
-                use=uses[tried[0]],
-                use_at_one=uses[1],
-            )
+        fit = Fit(
+            device=device,
+            sizes=tuple(size for size in tried if uses[size].total <= device.memory_bytes),
+            smallest=tried[0],
+            use=uses[tried[0]],
+            use_at_one=uses[1],
         )
+        fits.append(fit if fit.sizes or not recompute else _recomputing(model, fit, tried))
     return tuple(fits)
+
+
+def _recomputing(model: CostModel, fit: Fit, tried: Sequence[int]) -> Fit:
+    """The same with recompute, where that makes room; else as it is."""
+    device, points = fit.device, points_of(model.graph)
+    alive = dict(zip(points.positions, points.crossing, strict=True))
+    stage = stage_of((0, len(model.graph.ops)), (device.id,))
+    plain = Pipeline(micro_batches=MicroBatches((fit.smallest,)), stages=(stage,))
+    lacking, again = fit.lacks_bytes, plain
+    while True:
+        further = recomputed(model, plain, {device.id: lacking}, [1], alive)
+        if further == again:
+            return fit  # whatever else is computed again frees nothing
+        again = further
+        more = _lacks_bytes(model, device, again)
+        if more <= 0:
+            break
+        lacking += more
+    sizes = [
+        s
+        for s in tried
+        if _lacks_bytes(model, device, again.model_copy(update={"micro_batches": MicroBatches((s,))})) <= 0
+    ]
+    return replace(fit, sizes=tuple(sizes), recompute=again.stages[0].recompute)
+
+
+def _lacks_bytes(model: CostModel, device: Device, pipeline: Pipeline) -> int:
+    """Of a device that runs one micro-batch."""
+    _, played = predict(model, plan_of(model, pipeline.micro_batches.samples, (pipeline,)), {})
+    return played.peak_bytes[model.cluster.rank(device.id)] - device.memory_bytes
 
 
 def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str, *, pipeline: str = "") -> InfeasibleError:

@@ -7,7 +7,7 @@ its program and played on the simulator; the fastest that fits is taken.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Literal
@@ -91,10 +91,14 @@ def plan(
     model = CostModel(
         graph=graph, cluster=cluster, profile=profile, recipe=recipe, memory=memory or MemoryAssumptions()
     )
-    fits = fit_devices(model, micro_batch_sizes, global_batch_size)
+    able = Capabilities(graph, whole_weights=whole_weights)
+    fits = fit_devices(model, micro_batch_sizes, global_batch_size, recompute=able.allow("recompute"))
     runs = {
         fit.device.id: Runs(
-            seconds=model.compute[fit.device.id].micro_batch_s, sizes=fit.sizes, fixed_s=model.fixed_s(fit.device.id)
+            seconds=_seconds(model, fit),
+            sizes=fit.sizes,
+            fixed_s=model.fixed_s(fit.device.id),
+            recompute=fit.recompute,
         )
         for fit in fits
         if fit.sizes
@@ -102,9 +106,7 @@ def plan(
     sizes = tuple(sorted({min(size, global_batch_size) for size in micro_batch_sizes}))
     candidates = tuple(
         c if c.plan is None else replace(c, rehearsed_s=(rehearsed or {}).get(identity(c.plan)))
-        for c in _candidates(
-            model, runs, global_batch_size, sizes, strategy, Capabilities(graph, whole_weights=whole_weights)
-        )
+        for c in _candidates(model, runs, global_batch_size, sizes, strategy, able)
     )
     if given is None:
         chosen = _choose(candidates, strategy, fits, recipe)
@@ -130,6 +132,15 @@ def plan(
         memory={device: _memory(model, final, simulation, device) for device in final.devices},
         unfit={fit.device.id: fit.say() for fit in fits if not fit.sizes and fit.device.id not in final.devices},
     )
+
+
+def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
+    """Of forward and backward of a micro-batch, with what is computed again."""
+    compute = model.compute[fit.device.id]
+    if not fit.recompute:
+        return compute.micro_batch_s
+    again = [(block.start, block.stop) for block in map(model.graph.blocks.__getitem__, fit.recompute)]
+    return lambda size: compute.micro_batch_s(size) + sum(compute.seconds("F", ops, int(size)) for ops in again)
 
 
 def _candidates(
@@ -236,7 +247,8 @@ def _memory(model: CostModel, made: Plan, simulation: Simulation, device: str) -
     """Part by part. A stage keeps the activations of several micro-batches: as many as add up to the peak of the simulation."""
     mine = [stage for p in made.pipelines for stage in p.stages if device in stage.devices]
     size = _largest(made)[device]
-    if [stage.ops for stage in mine] == [(0, len(model.graph.ops))] and not mine[0].sharded:
+    whole = [(stage.ops, stage.recompute) for stage in mine] == [((0, len(model.graph.ops)), ())]
+    if whole and not mine[0].sharded:
         return model.memory_use(device, size)
     use = model.memory_use(device, size, [stage.ops for stage in mine], boxes=model.boxes_of(made)[device])
     peak = simulation.peak_bytes[model.cluster.rank(device)]

@@ -18,9 +18,16 @@ __all__ = ["compute_seconds", "overflow", "own_rates", "plan_of", "predict", "st
 _PASSES: Final[tuple[Pass, ...]] = ("F", "B")
 
 
-def stage_of(ops: tuple[int, int], devices: tuple[str, ...], shares: tuple[int, ...] = (1,)) -> Stage:
+def stage_of(
+    ops: tuple[int, int],
+    devices: tuple[str, ...],
+    shares: tuple[int, ...] = (1,),
+    *,
+    recompute: tuple[int, ...] = (),
+) -> Stage:
     """A stage whose devices share each micro-batch."""
-    return Stage(ops=ops, devices=devices, regions=(Region(layout=Layout(kind="replicate", shares=shares)),))
+    regions = (Region(layout=Layout(kind="replicate", shares=shares)),)
+    return Stage(ops=ops, devices=devices, regions=regions, recompute=recompute)
 
 
 def plan_of(model: CostModel, samples: int, pipelines: tuple[Pipeline, ...], schedule: str = "1F1B") -> Plan:

@@ -124,11 +124,11 @@ def test_the_same_question_has_the_same_answer(problem: dict[str, Any]) -> None:
 def test_a_model_that_fits_on_no_device_is_cut() -> None:
     model = graph(8)
     need = whole_bytes(model)
-    planned = asked(model, (1.0, 1.0, 0.5), need * 2 // 3, strategy="auto")
+    planned = asked(model, (1.0, 1.0, 0.5), need // 2, strategy="auto")
     assert min(stages_of(planned.plan)) > 1
     assert planned.unfit == {}
     with pytest.raises(InfeasibleError, match="no device can hold"):
-        asked(model, (1.0, 1.0, 0.5), need * 2 // 3, strategy="data")
+        asked(model, (1.0, 1.0, 0.5), need // 2, strategy="data")
 
 
 def test_where_nothing_fits_both_reasons_are_told() -> None:
@@ -145,6 +145,20 @@ def test_a_device_that_can_hold_no_block_stays_idle_and_is_told() -> None:
     planned = asked(model, (1.0, 1.0, 1.0), [2**36, 2**36, 100])
     assert "n0/cpu:2" in planned.plan.idle
     assert "it lacks" in planned.unfit["n0/cpu:2"]
+
+
+def test_a_device_that_has_room_only_with_recompute_takes_its_share_of_the_samples() -> None:
+    """Of two as fast ones the first keeps everything; the second recomputes what it has no room for, and has a smaller share."""
+    model = graph(8, saved=200_000)
+    kept = whole_bytes(model)
+    planned = asked(model, (1.0, 1.0), [kept * 2, kept * 2 // 3], samples=16, strategy="data")
+    (roomy,), (tight,) = (pipeline.stages for pipeline in planned.plan.pipelines)
+    assert roomy.recompute == ()
+    assert 0 < len(tight.recompute) < len(model.blocks)
+    first, second = (pipeline.micro_batches.samples for pipeline in planned.plan.pipelines)
+    assert first > second > 0
+    peaks = planned.plan.predicted.memory_bytes if planned.plan.predicted else {}
+    assert peaks["n0/cpu:1"] <= kept * 2 // 3 < peaks["n0/cpu:0"]
 
 
 def test_activations_that_do_not_fit_are_recomputed_and_nothing_is_where_they_fit() -> None:
@@ -178,7 +192,7 @@ def test_statistics_over_the_batch_keep_the_number_of_micro_batches() -> None:
     counts = {len(p.micro_batches) for c in planned.candidates if c.plan is not None for p in c.plan.pipelines}
     assert len(counts) == 1
     assert asked(model, (1.0, 1.0), samples=8, micro_batch_sizes=(1, 2, 4, 8)).chosen.kind in ("pipeline", "even")
-    small = whole_bytes(model) * 2 // 3
+    small = whole_bytes(model) * 58 // 100
     alone = asked(model, (1.0, 1.0), small, strategy="auto", samples=8, micro_batch_sizes=(1, 2, 4, 8))
     assert len(alone.plan.pipelines) == 1
     assert len(alone.plan.pipelines[0].stages) > 1

@@ -193,12 +193,14 @@ def test_a_slow_link_can_cost_more_than_its_node_is_worth() -> None:
 
 
 def test_no_device_fits_says_what_each_lacks_and_what_helps() -> None:
+    whole = (ModuleOnly(what="a hook", source="net.py:3"),)  # so nothing can be computed again
+    model = replace(MODEL, module_only=whole)
     machines = cluster(2, memory=[10_000, 20_000])
-    measured = profile(MODEL, machines, [linear(1.0)] * 2)
+    measured = profile(model, machines, [linear(1.0)] * 2)
     with pytest.raises(InfeasibleError) as caught:
-        plan(MODEL, machines, measured, global_batch_size=8, micro_batch_sizes=(2, 4), memory=BARE, strategy="data")
-    model = CostModel(graph=MODEL, cluster=machines, profile=measured, recipe=Recipe(), memory=BARE)
-    need = model.memory_use("n0/cpu:0", 2).total
+        plan(model, machines, measured, global_batch_size=8, micro_batch_sizes=(2, 4), memory=BARE, strategy="data")
+    cost = CostModel(graph=model, cluster=machines, profile=measured, recipe=Recipe(), memory=BARE)
+    need = cost.memory_use("n0/cpu:0", 2).total
     assert caught.value.shortfalls == {"n0/cpu:0": need - 10_000, "n0/cpu:1": need - 20_000}
     message = str(caught.value)
     for words in (
@@ -214,7 +216,8 @@ def test_no_device_fits_says_what_each_lacks_and_what_helps() -> None:
 
 
 def test_micro_batches_of_one_are_proposed_where_they_would_fit() -> None:
-    model = graph(4, saved=100_000)
+    whole = (ModuleOnly(what="a hook", source="net.py:3"),)  # so nothing can be computed again
+    model = replace(graph(4, saved=100_000), module_only=whole)
     one = CostModel(
         graph=model, cluster=cluster(1), profile=profile(model, cluster(1), [linear(1.0)]), memory=BARE
     ).memory_use("n0/cpu:0", 1)
