@@ -13,6 +13,7 @@ Names are loaded when they are first used, so that planning on paper does not lo
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -78,4 +79,10 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    collects = gc.isenabled()
+    gc.disable()  # modules are no garbage, and torch alone makes enough objects to have them searched for it many times
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    finally:
+        if collects:
+            gc.enable()

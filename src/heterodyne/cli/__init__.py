@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 from heterodyne.cli.streams import prepare_streams
@@ -19,3 +20,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(arguments)
     except KeyboardInterrupt:
         return 130
+    finally:
+        if arguments is None:
+            gc.freeze()  # the process ends: a last search for garbage in all that torch has made takes a second
