@@ -13,9 +13,11 @@ worker that died or that is stuck makes the call fail in bounded time, and the n
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import gc
 import importlib.util
+import io
 import multiprocessing
 import os
 import pickle
@@ -25,8 +27,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, reduction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +79,7 @@ class Shared:
 
     names: Callable[[Sequence[Any]], set[Any]]  # what a call with these arguments reads; hashable, pickled
     make: Callable[[Any], object]  # at the top level of a module; it keeps what it returns
+    reducers: Mapping[type, Callable[[Any], Any]] = field(default_factory=dict)  # how arguments name what was made
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,10 @@ class _Template:
         self._process = context.Process(target=_template, args=(remote,), daemon=True)
         self._process.start()
         remote.close()
+
+    def load(self, function: _Function) -> None:
+        """Import its module, and with it what that imports."""
+        self._ask(("load", function))
 
     def make(self, function: _Function, name: object) -> None:
         self._ask(("make", function, pickle.dumps((name,))))
@@ -175,6 +182,7 @@ class Pool:
     def __init__(self, shared: Shared | None = None) -> None:
         self._shared = shared
         self._made: set[Any] = set()
+        self._loaded: set[str] = set()  # files of jobs
         self._template: _Template | None = None
         self._workers: dict[str, list[_Worker]] = {}  # a process keeps the accelerator that it has loaded
 
@@ -192,15 +200,16 @@ class Pool:
         workers are killed and the call fails. ``devices``: of each rank, ``cpu`` or a name for the accelerator of the tests.
         """
         template = self._template = self._template or _Template()
-        self._make(template, arguments)
+        job = _Function.of(function)
+        self._make(template, job, arguments)
         devices = tuple(devices or (CPU,) * world_size)
         workers = self._workers_with(template, devices)
-        packed = pickle.dumps(arguments)
+        packed = self._packed(arguments)
         with tempfile.TemporaryDirectory(prefix="pool-") as folder:
             for rank, worker in enumerate(workers):
                 worker.pipe.send(
                     _Call(
-                        function=_Function.of(function),
+                        function=job,
                         arguments=packed,
                         world=World(rank=rank, world_size=world_size, devices=devices),
                         store=str(Path(folder) / "store"),
@@ -221,15 +230,27 @@ class Pool:
             self._template.close()
         self._template = None
         self._made.clear()
+        self._loaded.clear()
 
-    def _make(self, template: _Template, arguments: Sequence[Any]) -> None:
+    def _make(self, template: _Template, job: _Function, arguments: Sequence[Any]) -> None:
         """Workers that were forked before it was made would make it again, each for itself: new ones are cheap."""
         missing = self._shared.names(arguments) - self._made if self._shared else set()
-        if self._shared and missing:
+        if missing or job.file not in self._loaded:
             self._stop_workers()
-            for name in missing:
-                template.make(_Function.of(self._shared.make), name)
-                self._made.add(name)
+        if job.file not in self._loaded:
+            template.load(job)
+            self._loaded.add(job.file)
+        for name in missing if self._shared else ():
+            template.make(_Function.of(self._shared.make), name)
+            self._made.add(name)
+
+    def _packed(self, arguments: Sequence[Any]) -> bytes:
+        stream = io.BytesIO()
+        packer = pickle.Pickler(stream)
+        if self._shared is not None:
+            packer.dispatch_table = copyreg.dispatch_table | self._shared.reducers
+        packer.dump(tuple(arguments))
+        return stream.getvalue()
 
     def _workers_with(self, template: _Template, devices: Sequence[str]) -> list[_Worker]:
         """A worker for each rank."""
@@ -289,9 +310,12 @@ def _template(pipe: connection.Connection) -> None:
             return
         try:
             match kind:
+                case "load":
+                    _loaded(what[0])
+                    answer: Any = None
                 case "make" | "call":
                     found = _loaded(what[0])(*pickle.loads(what[1]))
-                    answer: Any = found if kind == "call" else None
+                    answer = found if kind == "call" else None
                 case "fork":
                     answer = _fork(connection.Connection(reduction.recv_handle(pipe)), pipe)
                 case "wait":
