@@ -76,6 +76,16 @@ def pool() -> Iterator[Any]:
         yield made
 
 
+def pytest_unconfigure() -> None:
+    """The process ends: a last search for garbage in all that torch has made takes seconds."""
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that think come last: they are short and take no second process, so that all groups end at about the same time."""
+    items.sort(key=lambda item: item.nodeid.startswith("tests/pure/"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test draws by itself does not depend on those before it."""
     random.seed(0)

@@ -65,7 +65,7 @@ def shares(found: Plan) -> list[int]:
     return [p.micro_batches.samples for p in found.pipelines]
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     st.lists(st.floats(0.05, 0.5), min_size=2, max_size=4),
     st.lists(st.floats(0.8, 1.25), min_size=4, max_size=4),

@@ -547,7 +547,7 @@ def _t5(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=29, d_model=16, d_ff=24, d_kv=8, num_layers=2, num_heads=2, dropout_rate=0.1,
+        vocab_size=29, d_model=16, d_ff=24, d_kv=8, num_layers=1, num_decoder_layers=2, num_heads=2, dropout_rate=0.1,
         decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
     labels = torch.randint(0, 29, (samples, 6)).masked_fill(torch.rand(samples, 6) < 0.3, -100)

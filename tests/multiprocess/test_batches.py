@@ -1,4 +1,4 @@
-"""A hundred steps on data of uneven lengths, read ahead, gone on with by other ranks in the middle: the losses of one plain process."""
+"""Forty steps on data of uneven lengths, read ahead, gone on with by other ranks in the middle: the losses of one plain process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from heterodyne.runtime.worker import Worker
 from multiprocess.pool import Pool, World
 from multiprocess.work import Shares, cluster_of, plan_of
 
-STEPS, BATCH, WORDS = 100, 8, 20
+STEPS, BATCH, WORDS = 40, 8, 20
 DICE = random.Random(0)
-TEXTS = [[DICE.randrange(1, WORDS) for _ in range(DICE.randint(2, 15))] for _ in range(150)]
-# 4 ranks, then 3 with shares 5 : 2 : 1, then 5: from the middle of an epoch of the texts, then from the border of one (75 * 8 = 4 * 150).
+TEXTS = [[DICE.randrange(1, WORDS) for _ in range(DICE.randint(2, 15))] for _ in range(60)]
+# 4 ranks, then 3 with shares 5 : 2 : 1, then 5: from the middle of an epoch of the texts, then from the border of one (30 * 8 = 4 * 60).
 LIVES: tuple[tuple[int, Shares], ...] = (
-    (34, ((2, 2), (2,), (1,), (1,))),
-    (75, ((3, 2), (2,), (1,))),
+    (17, ((2, 2), (2,), (1,), (1,))),
+    (30, ((3, 2), (2,), (1,))),
     (STEPS, ((1,), (2, 1), None, (2,), (2,))),
 )
 
@@ -163,7 +163,7 @@ def live(world: World, kind: str, found: ModelGraph, plan: Plan, before: Life | 
 
 
 @pytest.mark.parametrize("kind", ["dataset", "packed", "stream"])
-def test_a_hundred_steps_over_three_lives_are_those_of_one_process(pool: Pool, kind: str) -> None:
+def test_forty_steps_over_three_lives_are_those_of_one_process(pool: Pool, kind: str) -> None:
     found = graph()
     life = None
     for last, shares in LIVES:

@@ -55,7 +55,7 @@ def test_a_run_leaves_all_that_it_promises(place: Place, undisturbed: dict[tuple
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
 
 
-def test_interrupted_then_with_a_worker_killed_it_goes_on_bit_for_bit_under_emulation(
+def test_interrupted_then_under_emulation_with_a_worker_killed_it_goes_on_bit_for_bit(
     place: Place, undisturbed: dict[tuple[int, str], float]
 ) -> None:
     """One run, and all that can end it early; each time it says why, and leaves nobody behind."""
@@ -68,7 +68,8 @@ def test_interrupted_then_with_a_worker_killed_it_goes_on_bit_for_bit_under_emul
     assert "Traceback" not in said
     assert main(["report", str(place.path / "disturbed")]) == 0, "what there is can be read"
 
-    process = place.start(*TRAIN, "--run-dir", "disturbed", "--resume")
+    heterodyne = (*HETERODYNE, *TRAIN, "--run-dir", "disturbed", "--resume")
+    process = place.start("emulate", "--speeds", "0.9,0.9", "--", *heterodyne)
     place.wait_for_step("disturbed", 30, process)
     worker(process, 1).send_signal(signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
@@ -78,8 +79,7 @@ def test_interrupted_then_with_a_worker_killed_it_goes_on_bit_for_bit_under_emul
     assert "Traceback" not in said
     assert_nobody_is_left(place)
 
-    heterodyne = (*HETERODYNE, *TRAIN, "--run-dir", "disturbed", "--resume")
-    status, said = place.run("emulate", "--speeds", "0.9,0.9", "--", *heterodyne)
+    status, said = place.run_on(2, *TRAIN, "--run-dir", "disturbed", "--resume")
     assert status == 0, said
     assert "resuming after step" in said
     assert place.losses("disturbed") == undisturbed

@@ -95,7 +95,7 @@ def spoil(path: Path, chance: random.Random, write: Callable[[Any, random.Random
 
 
 seeds = given(seed=st.integers(0, 2**32))
-few = settings(max_examples=120)
+few = settings(max_examples=60)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_variables(seed: int) -> None:
     require_words(lambda: WorkerEnvironment.read(given))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @seeds
 def test_the_report_of_a_run_with_a_spoiled_file(
     tmp_path_factory: pytest.TempPathFactory, run: Path, seed: int

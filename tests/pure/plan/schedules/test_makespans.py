@@ -47,7 +47,7 @@ def _alike(count: int, chunks: int = 1) -> tuple[list[StageTimes], list[float]]:
 @pytest.mark.parametrize("schedule", PLAIN)
 def test_rounds_are_what_the_clock_plays(schedule: str) -> None:
     chance = random.Random(1)
-    for _ in range(150):
+    for _ in range(60):
         made = Makespans(*_pipeline(chance, chance.randint(1, 7)), schedule)
         for count in (*range(1, 10), 17, 60):
             assert made.seconds(count) == pytest.approx(_clock_s(made, count), rel=1e-9)
@@ -56,7 +56,7 @@ def test_rounds_are_what_the_clock_plays(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", INTERLEAVED)
 def test_interleaved_orders_are_what_the_clock_plays(schedule: str) -> None:
     chance = random.Random(5)
-    for _ in range(40):
+    for _ in range(20):
         places, chunks = chance.randint(2, 5), chance.randint(1, 4)
         made = Makespans(*_pipeline(chance, places * chunks), schedule, chunks)
         for count in (1, places, places + 1, 2 * places - 1, 17, 64, chance.randint(65, 130), chance.randint(130, 200)):
@@ -68,7 +68,7 @@ def test_interleaved_orders_are_what_the_clock_plays(schedule: str) -> None:
 )
 def test_the_other_orders_are_what_the_clock_plays(schedule: str, chunks: int) -> None:
     chance = random.Random(7)
-    for _ in range(20):
+    for _ in range(12):
         places = chance.randint(2, 5)
         made = Makespans(*_pipeline(chance, places * chunks), schedule, chunks)
         for count in (1, places, 2 * places - 1, 17, 64, chance.randint(65, 130), chance.randint(130, 200)):
@@ -120,7 +120,7 @@ def test_uniform_stages_take_what_theory_says() -> None:
 
 def test_the_bound_never_exceeds_the_played_time() -> None:
     chance = random.Random(2)
-    for _ in range(200):
+    for _ in range(60):
         pipeline = _pipeline(chance, chance.randint(1, 6))
         for schedule in PLAIN:
             made = Makespans(*pipeline, schedule)
