@@ -7,7 +7,7 @@ from math import ceil
 
 from heterodyne.cost.exchange import buffer_bytes
 from heterodyne.cost.layers import LayerCost
-from heterodyne.cost.meetings import Meeting, conversions, within
+from heterodyne.cost.meetings import Meeting, conversion, within
 from heterodyne.cost.parts import Parts
 from heterodyne.cost.parts_kept import copied_bytes
 from heterodyne.cost.recipe import Recipe
@@ -58,7 +58,7 @@ def meetings_of(graph: ModelGraph, block: Block, parts: Parts) -> list[Meeting]:
     """Where the devices of a stage that lies in parts meet inside of a block; what leaves the model counts to the last one."""
     ops = graph.ops_of(block)
     before = {op.name for op in ops} | ({None} if block.stop == len(graph.ops) else set())
-    own = [meeting for exchange, meeting in conversions(parts) if exchange.before in before]
+    own = [conversion(exchange, parts) for exchange in parts.sharding.exchanges if exchange.before in before]
     inside = (within(op, parts) for op in ops if op.name in parts.sharding.strategies)
     return [*own, *(meeting for meeting in inside if meeting is not None)]
 

@@ -35,6 +35,7 @@ class ClassLayers:
         largest: for each class the largest micro-batch of one device.
         stage: of the whole model on some devices, in one way.
         ways: that are tried.
+        whole: the classes whose devices have room for the whole model.
     """
 
     model: CostModel
@@ -42,6 +43,7 @@ class ClassLayers:
     largest: Mapping[str, int]
     stage: Callable[[Sequence[str], Way], Stage]
     ways: Sequence[Way] = ("split", "context")
+    whole: frozenset[str] = frozenset()
     _in_parts: dict[tuple[str, Way, int], InParts | None] = field(default_factory=dict, repr=False, compare=False)
     _made: dict[tuple[str, str, Widths, int], LayerCost | None] = field(default_factory=dict, repr=False, compare=False)
 
@@ -58,11 +60,23 @@ class ClassLayers:
         return {kind: own[len(own) // 2] for kind, own in alike.items()}
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
-        """One device, and powers of two of those that the class has in one node."""
+        """One device, and powers of two of those that the class has in one node, in the ways that pay."""
         most = len(self._beside(device_kind))
         names = {"split": "tensor", "context": "context"}
         powers = [1 << power for power in range(1, most.bit_length())]
-        return (Widths(), *(Widths(**{names[way]: count}) for way in self.ways for count in powers))
+        ways = [way for way in self.ways if powers and self._pays(device_kind, way)]
+        return (Widths(), *(Widths(**{names[way]: count}) for way in ways for count in powers))
+
+    def _pays(self, device_kind: str, way: Way) -> bool:
+        """Whether devices that could have the whole model gain from sharing it: where two take longer than one, more do so too, since
+        each exchanges more.
+        """
+        together = self._together(device_kind, way, 2)
+        if together is None or device_kind not in self.whole:
+            return together is not None
+        size = self.largest[device_kind]
+        alone_s = self.model.compute[self.members[device_kind][0]].micro_batch_s(size)
+        return sum(together.together_s(direction, size)[0] for direction in ("F", "B")) < alone_s
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
         """None above the largest micro-batch, and for parts in which the model does not get smaller."""

@@ -15,12 +15,12 @@ from heterodyne.cost.compute import Compute, Pass
 from heterodyne.cost.exchange import Round, Wires
 from heterodyne.cost.halves import Halves
 from heterodyne.cost.joint import joint_s
-from heterodyne.cost.meetings import Meeting, conversions, within
+from heterodyne.cost.meetings import Meeting, conversion, within
 from heterodyne.cost.overlap import Crossing, OverlapStep, overlapped_s
 from heterodyne.cost.parts import Fractions, Parts
 from heterodyne.graph.cut import stage_ops
 from heterodyne.graph.ir import Block, ModelGraph, Op
-from heterodyne.graph.sharding import Sharding
+from heterodyne.graph.sharding import Exchange, Sharding
 from heterodyne.graph.sharding.dealing import halved
 
 __all__ = ["InParts"]
@@ -50,8 +50,8 @@ class InParts:
     halves: Halves
     overlap: bool = False
     _parts: dict[int, Parts] = field(default_factory=dict, repr=False)
-    _lines: dict[int, tuple[tuple[int, Meeting | None], ...]] = field(default_factory=dict, repr=False)
-    _seconds: dict[tuple[Pass, int], dict[int, Fractions]] = field(default_factory=dict, repr=False)
+    _lines: dict[tuple[int, Ops], tuple[tuple[int, Meeting | None], ...]] = field(default_factory=dict, repr=False)
+    _seconds: dict[tuple[Pass, int, Ops], dict[int, Fractions]] = field(default_factory=dict, repr=False)
     _joint: dict[tuple[Pass, int, Ops | None], tuple[float, float]] = field(default_factory=dict, repr=False)
     _of_alike: dict[tuple[object, Pass, int], tuple[Fractions, ...]] = field(default_factory=dict, repr=False)
     _sent: dict[tuple[Round, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
@@ -88,7 +88,7 @@ class InParts:
         return sum(
             own[member]
             for size in self._run_as(samples)
-            for place, own in self._of_ops(kind, size).items()
+            for place, own in self._of_ops(kind, size, (start, stop)).items()
             if start <= place < stop
         )
 
@@ -104,13 +104,12 @@ class InParts:
 
     def meetings(self, samples: int) -> Iterator[Meeting]:
         """All of a forward and a backward."""
-        return (meeting for _, meeting in self._line(samples) if meeting is not None)
+        return (meeting for _, meeting in self._line(samples, self.ops) if meeting is not None)
 
     def _steps(self, kind: Pass, samples: int, ops: Ops | None) -> Iterator[OverlapStep]:
-        line, seconds = self._line(samples), self._of_ops(kind, samples)
+        part = ops or self.ops
+        line, seconds = self._line(samples, part), self._of_ops(kind, samples, part)
         for place, meeting in line if kind == "F" else reversed(line):
-            if ops is not None and not ops[0] <= place < ops[1]:
-                continue
             if meeting is None:
                 if place in seconds:
                     yield seconds[place]
@@ -123,34 +122,47 @@ class InParts:
             self._sent[sent] = self.wires.divided(sent)
         return self._sent[sent]
 
-    def _line(self, samples: int) -> tuple[tuple[int, Meeting | None], ...]:
-        """What the members do in a forward, in order: ``(place of the op, None)``, and meetings with the place of the op they belong to."""
-        if samples not in self._lines:
-            self._lines[samples] = tuple(self._in_order(self.parts(samples)))
-        return self._lines[samples]
+    def _line(self, samples: int, ops: Ops) -> tuple[tuple[int, Meeting | None], ...]:
+        """What the members do in a forward of a part of the stage, in order: ``(place of the op, None)``, and meetings with the place of
+        the op they belong to.
+        """
+        key = (samples, ops)
+        if key not in self._lines:
+            self._lines[key] = tuple(self._in_order(self.parts(samples), ops))
+        return self._lines[key]
 
-    def _in_order(self, parts: Parts) -> Iterator[tuple[int, Meeting | None]]:
-        ahead: dict[str | None, list[tuple[str, Meeting]]] = {}
-        for exchange, meeting in conversions(parts):
-            ahead.setdefault(exchange.before, []).append((exchange.tensor.name, meeting))
+    def _in_order(self, parts: Parts, ops: Ops) -> Iterator[tuple[int, Meeting | None]]:
         for op in self._run:
             place = self._places[op.name]
-            yield from ((place, meeting) for _, meeting in ahead.get(op.name, ()))
+            if ops != self.ops and not ops[0] <= place < ops[1]:
+                continue
+            yield from ((place, conversion(exchange, parts)) for exchange in self._ahead.get(op.name, ()))
             yield place, None
             inside = within(op, parts)
             if inside is not None:
                 yield place, inside
         # What leaves the stage is laid out by the part of it that makes it.
-        yield from ((self._places.get(name, self.ops[0]), meeting) for name, meeting in ahead.get(None, ()))
+        for exchange in self._ahead.get(None, ()):
+            place = self._places.get(exchange.tensor.name, self.ops[0])
+            if ops == self.ops or ops[0] <= place < ops[1]:
+                yield place, conversion(exchange, parts)
 
-    def _of_ops(self, kind: Pass, samples: int) -> dict[int, Fractions]:
-        """Seconds of each op on each member, by place."""
-        key = (kind, samples)
+    @cached_property
+    def _ahead(self) -> dict[str | None, list[Exchange]]:
+        """The conversions of the stage by the op that they stand ahead of, each in the order of its forward."""
+        found: dict[str | None, list[Exchange]] = {}
+        for exchange in self.sharding.exchanges:
+            found.setdefault(exchange.before, []).append(exchange)
+        return found
+
+    def _of_ops(self, kind: Pass, samples: int, ops: Ops) -> dict[int, Fractions]:
+        """Seconds of each op on each member, by place: of all blocks of which a part of the stage has any."""
+        key = (kind, samples, ops)
         if key not in self._seconds:
             self._seconds[key] = {}
             for block in self.graph.blocks:
                 low, high = max(block.start, self.ops[0]), min(block.stop, self.ops[1])
-                if low < high:
+                if low < high and max(low, ops[0]) < min(high, ops[1]):
                     alike = (self._signature(block, low, high), kind, samples)
                     if alike not in self._of_alike:
                         members = range(len(self.compute))

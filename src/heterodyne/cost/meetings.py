@@ -7,7 +7,7 @@ backward goes through all of it the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +19,7 @@ from heterodyne.graph.sharding.layout import Collective
 from heterodyne.graph.sharding.rule import Rule
 from heterodyne.graph.sharding.rules import rule_of
 
-__all__ = ["Meeting", "conversions", "within"]
+__all__ = ["Meeting", "conversion", "within"]
 
 _WIDE_BYTES: Final = 4
 """Statistics are computed in single precision."""
@@ -42,17 +42,13 @@ class Meeting:
     inside: bool = True
 
 
-def conversions(parts: Parts) -> Iterator[tuple[Exchange, Meeting]]:
-    """The conversions of a stage, in the order of its forward."""
-    for exchange in parts.sharding.exchanges:
-        yield (
-            exchange,
-            Meeting(
-                forward=_converted(exchange, exchange.steps.forward, parts),
-                backward=_converted(exchange, exchange.steps.backward, parts, back=True),
-                inside=False,
-            ),
-        )
+def conversion(exchange: Exchange, parts: Parts) -> Meeting:
+    """What a tensor that is to lie otherwise takes."""
+    return Meeting(
+        forward=_converted(exchange, exchange.steps.forward, parts),
+        backward=_converted(exchange, exchange.steps.backward, parts, back=True),
+        inside=False,
+    )
 
 
 def _converted(exchange: Exchange, kind: Collective | None, parts: Parts, *, back: bool = False) -> tuple[Round, ...]:

@@ -42,10 +42,13 @@ class Size:
     @classmethod
     def total(cls, sizes: Iterable[Size]) -> Size:
         """The sum of sizes; zero for none."""
-        result = ZERO
+        sums: list[float] = []
         for size in sizes:
-            result = result + size
-        return result
+            own = size.coefficients
+            sums += [0] * (len(own) - len(sums))
+            for power, coefficient in enumerate(own):
+                sums[power] += coefficient
+        return cls(tuple(sums))
 
     @property
     def is_constant(self) -> bool:

@@ -93,7 +93,8 @@ class ByClass:
         ways: list[Way] = ["split"] if self.able.allow("tensor_parallel") else []
         ways += ["context"] if self.able.allow("context_parallel") else []
         sizes = {name: self._largest(own[0]) for name, own in members.items()}
-        return ClassLayers(model=self._model, members=members, largest=sizes, stage=self._whole, ways=ways)
+        whole = frozenset(name for name, own in members.items() if own[0] in self.split.runs)
+        return ClassLayers(model=self._model, members=members, largest=sizes, stage=self._whole, ways=ways, whole=whole)
 
     def _largest(self, device: str) -> int:
         return max(map(int, self._model.compute[device].forward.total.sizes))

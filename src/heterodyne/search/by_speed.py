@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd, inf
 from typing import Final
 
+from heterodyne.cluster.spec import Cluster
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.sharding.causal import causal_sizes
+from heterodyne.plan.plan import Pipeline, Stage
 
-__all__ = ["causal_shares", "lighter_shares", "shares_by", "shares_of"]
+__all__ = ["causal_shares", "lighter_pipelines", "lighter_shares", "shares_by", "shares_of"]
 
 _ROOM: Final = 0.97  # of its memory, what a device is given that had too little
 _FINE: Final = 60
@@ -54,6 +56,30 @@ def lighter_shares(
     if sum(room) < given:
         return None
     return shares_by([own + given * free / sum(room) for own, free in zip(kept, room, strict=True)])
+
+
+def lighter_pipelines(
+    pipelines: tuple[Pipeline, ...], used_bytes: Mapping[str, float], cluster: Cluster
+) -> tuple[Pipeline, ...] | None:
+    """With less on devices that have run out of memory; None where that does not help."""
+
+    def lighter(stage: Stage) -> Stage:
+        if not stage.sharded:
+            return stage
+        columns = list(zip(*stage.rows, strict=True))  # devices that have the same parts
+        used = [max(used_bytes[device] for device in column) for column in columns]
+        memory = [min(cluster.device(device).memory_bytes for device in column) for column in columns]
+        regions = []
+        for region in stage.regions:
+            own = region.layout
+            shares = lighter_shares(own.shares, used, memory) if len(own.shares) == len(columns) else None
+            regions.append(
+                region.model_copy(update={"layout": own.model_copy(update={"shares": shares or own.shares})})
+            )
+        return stage.model_copy(update={"regions": tuple(regions)})
+
+    changed = tuple(p.model_copy(update={"stages": tuple(map(lighter, p.stages))}) for p in pipelines)
+    return None if changed == pipelines else changed
 
 
 def causal_shares(graph: ModelGraph, rates: Sequence[float]) -> tuple[int, ...] | None:

@@ -6,7 +6,7 @@ Four unlike CPUs are four classes of one; eight equal cards are one class of eig
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations_with_replacement
 
@@ -14,7 +14,7 @@ from heterodyne.cluster.spec import Cluster, Device, Link
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import MeasureError
 
-__all__ = ["ALIKE", "class_cluster", "class_names"]
+__all__ = ["ALIKE", "class_cluster", "class_names", "first_of", "interchangeable"]
 
 ALIKE = 0.05
 """Devices of a kind whose seconds differ by no more than this part are one class: measurements are not known better."""
@@ -37,6 +37,22 @@ def class_names(model: CostModel) -> dict[str, str]:
         number = f"#{numbers[leader.kind]}" if several[leader.kind] > 1 else ""
         named[leader.id] = f"{leader.kind}{number}"
     return {device: named[leader.id] for device, leader in of.items()}
+
+
+def interchangeable(model: CostModel) -> dict[str, int]:
+    """For each device a number, the same for those of one class in one node."""
+    classes = class_names(model)
+    numbers: dict[tuple[str, str], int] = {}
+    return {
+        device.id: numbers.setdefault((classes[device.id], device.node), len(numbers))
+        for device in model.cluster.devices
+    }
+
+
+def first_of(kinds: Mapping[str, int]) -> dict[str, str]:
+    """For each device the first that is interchangeable with it."""
+    first: dict[int, str] = {}
+    return {device: first.setdefault(kind, device) for device, kind in kinds.items()}
 
 
 def class_cluster(model: CostModel, names: dict[str, str]) -> Cluster:

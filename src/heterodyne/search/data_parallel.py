@@ -7,8 +7,9 @@ devices and for subsets of them; each proposal is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
@@ -18,6 +19,7 @@ from heterodyne.search.planned import Candidate, Strategy, serves
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.proposals import Proposal, Proposer
 from heterodyne.search.runs import Runs
+from heterodyne.units import format_seconds
 
 __all__ = ["DataParallel"]
 
@@ -53,14 +55,15 @@ class DataParallel:
         return Proposer(cluster=self.model.cluster, runs=self.runs, samples=self.samples, count=count)
 
     def _weigh(self, proposer: Proposer) -> tuple[Candidate, ...]:
-        candidates = []
+        proposals: list[Proposal] = []
         seen: set[tuple[tuple[str, object], ...]] = set()
         for proposal in proposer.all():
             key = tuple(sorted((d, m.sizes) for d, m in proposal.micro_batches.items()))
             if key and key in seen and proposal.kind == "fewer":
                 continue  # the balance of more devices already left the same ones without a share
             seen.add(key)
-            candidates.append(self._play(proposal))
+            proposals.append(proposal)
+        candidates = self._played(proposals)
         # All devices, and the best subset: refining those that are far behind would not bring them to the front.
         for kind in ("balanced", "fewer"):
             possible = [c for c in candidates if c.kind == kind and c.step_s is not None]
@@ -68,6 +71,29 @@ class DataParallel:
                 best = min(possible, key=lambda c: c.step_s or 0.0)
                 candidates[candidates.index(best)] = self._refine(best, proposer)
         return tuple(candidates)
+
+    def _played(self, proposals: Sequence[Proposal]) -> list[Candidate]:
+        """All of them, but subsets that cannot be faster than one that was played: to play one takes a while, and there are many."""
+        least_s = {proposal.name: self._least_s(proposal) for proposal in proposals}
+        played: dict[str, Candidate] = {}
+        best_s, best_subset_s = inf, inf
+        for proposal in sorted(proposals, key=lambda p: (p.kind == "fewer", least_s[p.name])):
+            if proposal.kind == "fewer" and best_subset_s < inf and least_s[proposal.name] >= best_s:
+                why = f"takes at least {format_seconds(least_s[proposal.name])} a step"
+                played[proposal.name] = Candidate(name=proposal.name, kind="fewer", why_not=why)
+                continue
+            own = played[proposal.name] = self._play(proposal)
+            best_s = min(best_s, own.step_s or inf)
+            if proposal.kind == "fewer":
+                best_subset_s = min(best_subset_s, own.step_s or inf)
+        return [played[proposal.name] for proposal in proposals]
+
+    def _least_s(self, proposal: Proposal) -> float:
+        """Seconds that no step is shorter than: the slowest device computes, or all gradients are reduced. 0 for what cannot be."""
+        shares = proposal.micro_batches
+        compute_s = max((self.runs[d].compute_s(own) + self.runs[d].fixed_s for d, own in shares.items()), default=0.0)
+        reduce_s = self.model.collectives.all_reduce(tuple(shares))(self.model.graph.trainable_bytes)
+        return max(compute_s, reduce_s)
 
     def _play(self, proposal: Proposal) -> Candidate:
         if not proposal.micro_batches:

@@ -1,7 +1,8 @@
 """Which devices form a pipeline, and in which order: the lines that are worth drawing.
 
-Devices with the same measurements, memory and node are interchangeable, so lines that differ only by which of them stands where
-are one line. Up to five devices every order is listed; beyond that the orders that usually win, from which swaps go on.
+Devices of one class in one node are interchangeable (``kinds``: for each device a number, the same for those), so lines that differ
+only by which of them stands where are one line. Up to five devices every order is listed; beyond that the orders that usually win,
+from which swaps go on.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby, pairwise, permutations
 
-from heterodyne.cluster.profile import Profile
-from heterodyne.cluster.spec import Cluster
 from heterodyne.search.by_speed import shares_of
 
-__all__ = ["Line", "Place", "groupings", "kinds_of", "orders", "partitions", "swaps", "wide_lines"]
+__all__ = ["Line", "Place", "groupings", "orders", "partitions", "swaps", "wide_lines"]
 
 _ALL_ORDERS = 5
 _ALL_PARTITIONS = 5
@@ -29,18 +28,6 @@ class Place:
 
 
 Line = tuple[Place, ...]
-
-
-def kinds_of(cluster: Cluster, profile: Profile) -> dict[str, int]:
-    """A number for each device, the same for those that are interchangeable."""
-    found: list[object] = []
-    kinds = {}
-    for device in cluster.devices:
-        key = (profile.devices.get(device.id), device.memory_bytes, device.backend, device.node)
-        if key not in found:
-            found.append(key)
-        kinds[device.id] = found.index(key)
-    return kinds
 
 
 def orders(

@@ -18,8 +18,9 @@ from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
+from heterodyne.search.classes import first_of, interchangeable
 from heterodyne.search.drafts import Draft, Drafting, even_draft
-from heterodyne.search.lines import Line, Place, groupings, kinds_of, orders, swaps, wide_lines
+from heterodyne.search.lines import Line, Place, groupings, orders, swaps, wide_lines
 from heterodyne.search.planned import CLEARLY, Candidate, Kind
 from heterodyne.search.points import points_of, sliceable
 from heterodyne.search.predict import overflow, plan_of, predict
@@ -60,7 +61,10 @@ class Pipelines:
 
     @cached_property
     def drafting(self) -> Drafting:
-        return Drafting(model=self.model, tables=Tables(model=self.model, points=points_of(self.model.graph)))
+        return Drafting(
+            model=self.model,
+            tables=Tables(model=self.model, points=points_of(self.model.graph), like=first_of(self.kinds)),
+        )
 
     @cached_property
     def _finer(self) -> Drafting:
@@ -68,7 +72,7 @@ class Pipelines:
         blocks = len(self.model.graph.blocks)
         inside = max(0, min(_MOST_INSIDE, (_MOST_POINTS - blocks) // max(1, blocks)))
         points = points_of(self.model.graph, inside=inside)
-        return Drafting(model=self.model, tables=Tables(model=self.model, points=points))
+        return Drafting(model=self.model, tables=Tables(model=self.model, points=points, like=first_of(self.kinds)))
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
@@ -83,7 +87,7 @@ class Pipelines:
 
     @cached_property
     def kinds(self) -> dict[str, int]:
-        return kinds_of(self.model.cluster, self.model.profile)
+        return interchangeable(self.model)
 
     @cached_property
     def rate(self) -> dict[str, float]:

@@ -42,12 +42,13 @@ class Replicas:
             return ()
         nodes = {device.id: device.node for device in model.cluster.devices}
         drawn: list[tuple[float, Parts, list[int]]] = []
-        known: dict[tuple[str, ...], list[float] | None] = {}
+        kinds = self.pipelines.kinds
+        known: dict[tuple[int, ...], list[float] | None] = {}
         for parts in partitions(self.pipelines.usable, self.pipelines.kinds, self.pipelines.rate, nodes):
             for part in parts:
-                if part not in known:
-                    known[part] = self._table(part)
-            tables = [known[part] for part in parts]
+                if (alike := tuple(kinds[device] for device in part)) not in known:
+                    known[alike] = self._table(part)
+            tables = [known[tuple(kinds[device] for device in part)] for part in parts]
             usable = [table for table in tables if table is not None]
             if len(usable) < len(parts):
                 continue

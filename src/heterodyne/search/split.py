@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from types import MappingProxyType
 from typing import Final, Literal
@@ -21,12 +22,13 @@ from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
-from heterodyne.search.by_speed import causal_shares, lighter_shares, shares_by
+from heterodyne.search.by_speed import causal_shares, lighter_pipelines, shares_by
+from heterodyne.search.exchange_price import exchange_price
 from heterodyne.search.planned import Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict
 from heterodyne.search.runs import Runs
-from heterodyne.sim.run import Simulation
-from heterodyne.units import format_bytes
+from heterodyne.search.split_bound import SplitBound
+from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["Split"]
 
@@ -90,13 +92,18 @@ class Split:
             below_s: what the best other plan takes.
             classes: of devices whose groups of alike ones are searched elsewhere (`search.by_class`).
         """
-        found = []
+        found: list[Candidate] = []
         for kind in _KINDS:
             for name, groups in self._groupings() if kind in kinds else ():
                 if classes and all(len({classes[device] for device in group}) == 1 for group in groups):
                     continue
                 # Sequences are cut where one alone is long; samples of more than one would be shared.
                 sizes = self.tried if kind == "split" else self.tried[:1]
+                least_s = min(self._bound.step_s(kind, groups, size) for size in sizes)
+                if least_s >= 2 * below_s:
+                    why = f"takes at least {format_seconds(least_s)} a step: as if each group were the two that are joined best"
+                    found.append(Candidate(name=f"{_NAMES[kind]} {name}", kind=kind, why_not=why))
+                    continue
                 tried = [
                     self._of_groups(f"{_NAMES[kind]} {name}{how}", kind, groups, shares, size)
                     for how, shares in self._ways_to_share(kind, groups)
@@ -228,14 +235,15 @@ class Split:
         shifts: int = _MOST_SHIFTS,
     ) -> Candidate:
         """Simulated; where devices run out of memory, parts of what lies in parts go to others (``shifts``: so many times at most)."""
-        used = {device for pipeline in pipelines for place in pipeline.places for device in place}
-        left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in used)
+        taken = {device for pipeline in pipelines for place in pipeline.places for device in place}
+        left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in taken)
         try:
             made, played = predict(self.model, plan_of(self.model, self.samples, pipelines, schedule), self.runs)
         except (PlanError, InfeasibleError) as error:
             return Candidate(name=name, kind=kind, why_not=str(error), left_out=left_out)
         lacking = overflow(self.model, made, played)
-        lighter = self._lighter(pipelines, played) if lacking and shifts else None
+        used = {device: played.peak_bytes[self.model.cluster.rank(device)] for device in made.devices}
+        lighter = lighter_pipelines(pipelines, used, self.model.cluster) if lacking and shifts else None
         if lighter is not None:
             return self.weighed(name, kind, lighter, schedule=schedule, shifts=shifts - 1)
         if lacking:
@@ -243,28 +251,6 @@ class Split:
             why = f"{device} lacks {format_bytes(lack)}"
             return Candidate(name=name, kind=kind, why_not=why, left_out=left_out)
         return Candidate(name=name, kind=kind, plan=made, simulation=played, left_out=left_out)
-
-    def _lighter(self, pipelines: tuple[Pipeline, ...], played: Simulation) -> tuple[Pipeline, ...] | None:
-        """With less on devices that have run out of memory; None where that does not help."""
-        changed = tuple(
-            pipeline.model_copy(
-                update={"stages": tuple(self._lighter_stage(stage, played) for stage in pipeline.stages)}
-            )
-            for pipeline in pipelines
-        )
-        return None if changed == pipelines else changed
-
-    def _lighter_stage(self, stage: Stage, played: Simulation) -> Stage:
-        """The same if its devices have room enough, or too little all together."""
-        if not stage.sharded:
-            return stage
-        used = [played.peak_bytes[self.model.cluster.rank(device)] for device in stage.devices]
-        memory = [self.model.cluster.device(device).memory_bytes for device in stage.devices]
-        regions = []
-        for region in stage.regions:
-            shares = lighter_shares(region.layout.shares, used, memory) or region.layout.shares
-            regions.append(region.model_copy(update={"layout": Layout(kind=region.layout.kind, shares=shares)}))
-        return stage.model_copy(update={"regions": tuple(regions)})
 
     @property
     def tried(self) -> tuple[int, ...]:
@@ -286,34 +272,15 @@ class Split:
 
     def exchange(self, devices: Sequence[str]) -> Exchange:
         """What sending is worth beside computing, by the slowest link between any two of them."""
-        if len(devices) < 2:
-            return Exchange()
-        met = self.model.collectives.exchange(devices)
-        links = (
-            [self.model.collectives.send(a, b) for a in devices for b in devices if a != b] if met is None else [met]
-        )
-        s_per_byte = max(link.s_per_byte for link in links)
-        latency_s = max(link.latency_s for link in links)
-        graph = self.model.graph
-        flops = graph.flops_forward()(1) + graph.flops_backward()(1)
-        together = flops * sum(self._speed(device) for device in devices)
-        if s_per_byte <= 0:
-            return Exchange(latency_bytes=0, flops_per_byte=1)
-        return Exchange(
-            latency_bytes=_rounded(latency_s / s_per_byte), flops_per_byte=max(1, _rounded(together * s_per_byte))
-        )
+        return exchange_price(self.model, devices, sum(map(self._speed, devices)))
+
+    @cached_property
+    def _bound(self) -> SplitBound:
+        return SplitBound(model=self.model, samples=self.samples, speed=self._speed, stage=self.stage)
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda c: c.weighed_s)
-
-
-def _rounded(value: float) -> int:
-    """Two digits: what is measured is not known better, and a plan should read the same after every measurement."""
-    if value < 10:
-        return round(value)
-    digits = len(str(int(value))) - 2
-    return int(round(value / 10**digits) * 10**digits)
 
 
 def _counts(devices: int) -> list[int]:

@@ -51,10 +51,14 @@ class _Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """Tables for one set of points; each is made once."""
+    """Tables for one set of points; each is made once. ``like``: for devices that are as good as another one, which."""
 
     model: CostModel
     points: Points
+    like: Mapping[str, str] = field(default_factory=dict)
+    _tables: dict[tuple[str, tuple[tuple[int, int], ...], int], PlaceTable] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _seconds: dict[tuple[str, Pass, int], Floats] = field(default_factory=dict, repr=False, compare=False)
     _kept: dict[tuple[str, int], Floats] = field(default_factory=dict, repr=False, compare=False)
     _space: dict[tuple[str, int], Floats] = field(default_factory=dict, repr=False, compare=False)
@@ -77,6 +81,13 @@ class Tables:
 
     def table(self, device: str, sizes: Mapping[int, int], in_flight: int) -> PlaceTable:
         """Of one device for micro-batches of these sizes (``{size: how many}``), so many of them in flight at a time."""
+        device = self.like.get(device, device)
+        key = (device, tuple(sorted(sizes.items())), in_flight)
+        if key not in self._tables:
+            self._tables[key] = self._table(device, sizes, in_flight)
+        return self._tables[key]
+
+    def _table(self, device: str, sizes: Mapping[int, int], in_flight: int) -> PlaceTable:
         largest = max(sizes)
         passes = sum(
             (

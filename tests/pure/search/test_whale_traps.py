@@ -123,4 +123,5 @@ def test_trap_4_batch_statistics_get_one_number_of_micro_batches(speeds: list[in
             assert {len(p.micro_batches) for p in candidate.plan.pipelines} == counts
             assert all(max(p.micro_batches.sizes) <= 4 for p in candidate.plan.pipelines)
         else:
-            assert "micro-batches" in candidate.why_not or "the devices take" in candidate.why_not
+            told = ("micro-batches", "the devices take", "takes at least")
+            assert any(words in candidate.why_not for words in told)
