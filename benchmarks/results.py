@@ -74,7 +74,7 @@ class Results:
     def bar(self, name: str, value: float, bar: str) -> None:
         """``bar`` reads ``>= 1.85`` or ``<= 0.10``."""
         relation, bound = bar.split()
-        ok = value >= float(bound) if relation == ">=" else value <= float(bound)
+        ok = bool(value >= float(bound) if relation == ">=" else value <= float(bound))
         self.bars[name] = {"value": value, "bar": bar, "ok": ok}
         print(f"{'ok  ' if ok else 'MISS'} {name}: {value:.4g} ({bar})", flush=True)
 
