@@ -3,8 +3,8 @@
 ``zero-shot``: nothing is known of the source. ``calibrated``: one factor for each source and kind of device, from its three smallest rows;
 the others are compared. Rows of a table of which some do more operations than their devices can, by datasheet, are not as they are
 described, and in no bar. ``naive``: 55% of the peak and a pipeline bubble, calibrated in the same way. The sources are split into those
-that the predictor's constants are fitted to and those that judge it (`published_rows`); those that came later are reported apart. Memory is compared with what the source has read:
-what its allocator has given out, or all that the device is short of.
+that the predictor's constants are fitted to and those that judge it (`published_rows`); those that came later are reported apart. Memory is
+compared with what the source has read: what its allocator has given out, or all that the device is short of.
 """
 
 from __future__ import annotations

@@ -47,11 +47,13 @@ class Passes:
 
     @cached_property
     def send_s(self) -> float:
-        """Of what crosses between stages."""
-        s = self.setup
-        crossing = self.tokens * self.model.hidden * s.element_bytes / (s.tp if s.sequence_parallel else 1)
+        """Of what crosses between stages: whole, as parts that are gathered again, or as slices of the sequence that stay slices."""
+        s, net = self.setup, self.network
+        whole = self.tokens * self.model.hidden * s.element_bytes
+        in_parts = s.sequence_parallel or s.software.scatters_sends
         stride = s.dp * s.tp * s.cp
-        return self.network.send_s(crossing, stride=stride, beside=min(stride, self.network.devices))
+        sent = net.send_s(whole / (s.tp if in_parts else 1), stride=stride, beside=min(stride, net.devices))
+        return sent if s.sequence_parallel or not in_parts else sent + net.gather_s(net.group(s.tp), whole)
 
     @cached_property
     def added_s(self) -> float:

@@ -31,6 +31,8 @@ class Software:
         gathers: how many messages the parameters of a layer are gathered in (ZeRO-3).
         overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products.
         overlap_sends: whether a device computes while it sends to the next stage.
+        scatters_sends: whether tensor-parallel neighbours, who all have what crosses between stages, send a part of it each and gather it
+            where it arrives.
         gradient_bytes: of an element of a gradient, as it is kept and reduced.
         optimizer_bytes: read and written in a step of the optimizer, a parameter: Adam with fp32 masters reads gradient, master and two
             moments and writes master, moments and weight.
@@ -53,6 +55,7 @@ class Software:
     gathers: int = 1
     overlap_tensor: float = 0.0
     overlap_sends: bool = False
+    scatters_sends: bool = False
     gradient_bytes: int = 4
     optimizer_bytes: int = 30
     state_bytes: int = 12
