@@ -37,7 +37,7 @@ _NOT_IN_THE_CATALOG = {
 }  # fmt: skip
 _PRECISIONS: Mapping[str, Precision] = {"fp8": "fp8", "tf32": "tf32", "fp16": "fp16"}
 _SCHEDULES = {"ZB-2p": "ZBH2", "ZB-1p": "ZBH1", "1F1B-I": "Interleaved1F1B"}
-_GATED = ("llama", "qwen", "internlm")
+_GATED = ("llama", "qwen", "internlm", "grok")
 """Models whose feed-forward layers have three matrices."""
 _CUBE_MESH = tuple(links / 6 for links in (1, 1, 2, 4, 4, 4, 5, 6))
 """Of NVIDIA's DGX-1 and the V100 servers of AWS: a device has six links, one or two to each of its four neighbours; four of them end in
@@ -68,6 +68,10 @@ def model_of(row: Mapping[str, Any]) -> Transformer | None:
         ffn, vocab = 11008, 103168
     if "gpt3_7b" in name:  # its model_config.yaml: nothing is said of the feed-forward layer, so Megatron's default
         ffn, vocab, tied = 4 * hidden, 131072, False
+    if "grok" in name:  # xai-org/grok-1, run.py
+        vocab = 128 * 1024
+    if "nemotron-340b" in name:  # Nemotron-4 340B Technical Report, section 2.1: squared ReLU, input and output untied
+        vocab, tied = 256000, False
     alpa = row["source"].startswith("Alpa")
     if alpa and experts:  # its benchmark_2d_one_case_moe.py: "specific to gspmd"; parameters come out as it states them
         ffn, moe_every = 8 * hidden, 2
