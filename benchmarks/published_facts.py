@@ -130,6 +130,7 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
         vpp=vpp,
         cp=plan.get("cp") or 1,
         ep=plan.get("ep") or 1,
+        etp=_expert_width(row),
         zero=(1 if software.tuned else 0) if zero is None else zero,
         precision=_precision(plan.get("precision") or "bf16"),
         recompute=recompute,
@@ -139,6 +140,14 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
         schedule=schedule,
         software=software,
     )
+
+
+def _expert_width(row: Mapping[str, Any]) -> int:
+    """Of an expert, in neighbours: in Megatron Core as many as tensor parallelism has, unless it is told. Megatron-MoE-ModelZoo tells 1."""
+    plan = row["parallel"]
+    if not plan.get("ep") or row["source"].startswith("Megatron-MoE-ModelZoo"):
+        return plan.get("etp") or 1
+    return plan.get("etp") or plan["tp"] or 1
 
 
 def _partition(bounds: Sequence[int] | None, layers: int) -> tuple[int, ...]:

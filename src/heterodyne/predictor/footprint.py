@@ -65,7 +65,7 @@ def layer_activation_bytes(model: Transformer, setup: Setup, *, experts: bool = 
     width = (model.ffn * model.topk * model.capacity) if experts else model.ffn
     ffn = element * width * (3 if model.gated else 2) / s.tp
     if experts:
-        ffn += element * 2 * model.topk * model.capacity * model.hidden / s.tp
+        ffn += element * 2 * model.topk * model.capacity * model.hidden * s.etp / s.tp
     entering = tokens * model.hidden * element * (around if s.sequence_parallel else 1.0)
     return tokens * (outside + inside + ffn), entering
 
@@ -82,22 +82,23 @@ def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
     mine = sum(layers[stage :: s.pp])
     moe = mine * model.expert_layers / model.layers
     first, last = stage == 0, stage == s.pp - 1
-    replicas = s.dp * s.cp
+    replicas = s.replicas
     dense = mine * model.attention_parameters / s.tp + (mine - moe) * model.ffn_parameters / s.tp
     dense += moe * model.shared_parameters / s.tp
     ends = int(first) + int(last and (s.pp > 1 or not model.tied))
     dense += ends * model.embedding_parameters / s.tp
-    expert = moe * model.experts * model.ffn_parameters / s.ep
-    copies = max(1.0, replicas * s.tp / s.ep) if expert else 1.0
+    expert = moe * model.experts * model.ffn_parameters / (s.ep * s.etp)
+    copies = s.expert_replicas if expert else 1
 
     def held(bytes_each: float, level: int) -> float:
         parts = (replicas, copies) if s.zero >= level else (1, 1)
-        return bytes_each * (dense / parts[0] + expert / max(1.0, min(parts[1], copies)))
+        return bytes_each * (dense / parts[0] + expert / parts[1])
 
     element = s.element_bytes
     gradient_bytes = 4 if element == 4 else software.gradient_bytes
-    weights = held(element, 3)
-    gradients = held(gradient_bytes, _NEVER if software.combined and s.zero == 2 else 2)
+    kept = s.zero == 3 and not s.gathers_each_pass
+    weights = held(element, _NEVER if kept else 3)
+    gradients = held(gradient_bytes, _NEVER if kept or (software.combined and s.zero == 2) else 2)
     states = held(8 if element == 4 else software.state_bytes, 1)
     plain, entering = layer_activation_bytes(model, s)
     largest = max(plain, layer_activation_bytes(model, s, experts=True)[0]) if moe else plain
@@ -114,11 +115,11 @@ def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
     # Parameters that are sharded come together to be used: two layers and the embedding, or all at once. Gradients that are come whole
     # out of the backward of a layer.
     a_layer = (dense / max(mine, 1) if replicas > 1 else 0.0) + (expert / moe if copies > 1 else 0.0)
-    if s.zero >= 2:
+    if s.zero >= 2 and not kept:
         workspace += gradient_bytes * a_layer
-    if s.zero == 3 and software.combined:
+    if s.gathers_each_pass and software.combined:
         workspace += element * (dense + expert) - weights
-    elif s.zero == 3:
+    elif s.gathers_each_pass:
         workspace += element * (2 * a_layer + (model.embedding_parameters / s.tp if replicas > 1 else 0.0))
     activations = each * _under_way(s, stage)
     allocated = weights + gradients + states + activations + workspace

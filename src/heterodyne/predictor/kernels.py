@@ -108,19 +108,17 @@ def attention_kernels(model: Transformer, setup: Setup, tokens: float, known: Co
 def ffn_kernels(model: Transformer, setup: Setup, tokens: float, known: Constants, *, experts: bool) -> Kernels:
     """The feed-forward half of a layer."""
     element, software = setup.element_bytes, setup.software
-    width, activated = model.ffn / setup.tp, model.ffn * (3 if model.gated else 2) / setup.tp
+    width = model.ffn / (setup.etp if experts else setup.tp)
     moved = element * (_outside(setup) * tokens * known.fitted.around * model.hidden)
     launches = known.stated.launches[not software.fused] * 0.4
     if not experts:
         products = _feed_forward(model, tokens, width, 1.0)
-        moved += element * tokens * activated
+        moved += element * tokens * width * (3 if model.gated else 2)
         return _kernels(products, moved, launches, setup, known)
-    # Tokens of all that share the experts come to the experts of this device.
-    routed = tokens * model.topk * model.capacity
+    # Tokens of all that share the experts come to the experts of this device; neighbours in tensor parallelism have a slice each, and
+    # those who share an expert have the same tokens.
+    routed = tokens * model.topk * model.capacity * setup.etp / setup.tp
     here = model.experts / setup.ep
-    # Experts that are spread over tensor-parallel neighbours too keep their width.
-    spread = setup.ep > setup.dp * setup.cp
-    width, routed = (model.ffn, routed / setup.tp) if spread else (width, routed)
     products = _feed_forward(model, routed / here, width, here)
     products += (Product(m=tokens, n=model.experts, k=model.hidden),)
     if model.dense_dispatch:  # tokens come to places of experts, and back, by products with one-hot matrices (GShard)

@@ -116,8 +116,8 @@ class PredictedLayers:
         own = output / widths.devices
         experts = 0.0
         if layer_kind in (BLOCK, EXPERTS):
-            parameters = passes.layer_parameters(experts=routed)
-            experts = model.experts * model.ffn_parameters / setup.ep if routed else 0.0
+            dense, experts = passes.layer_held(experts=routed)
+            parameters = dense + experts
             forward, backward = passes.layer_of(experts=routed)
             kept, entering = layer_activation_bytes(model, setup, experts=routed)
             workspace = 0.0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from heterodyne.predictor.constants import Constants
 from heterodyne.predictor.kernels import head_kernels, layer_kernels
-from heterodyne.predictor.network import Network
+from heterodyne.predictor.network import Group, Network
 from heterodyne.predictor.roofline import Chip, kernels_s, product_s
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
@@ -15,6 +16,7 @@ from heterodyne.predictor.transformer import Transformer
 __all__ = ["Passes"]
 
 Pair = tuple[float, float]
+Collective = Callable[[Network, Group, float], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Passes:
     def added_s(self) -> float:
         """Of adding the gradients of a micro-batch to those before it, all of a device."""
         s = self.setup
-        if s.micro_batches == 1 or s.zero >= 3:
+        if s.micro_batches == 1 or s.gathers_each_pass:
             return 0.0
         # A gradient is written and read in 16 bits, the sum read and written in 32.
         return self.parameters * 10 / self.chip.memory_bytes_per_s
@@ -67,23 +69,31 @@ class Passes:
     @cached_property
     def parameters(self) -> float:
         """Of a device, as many as the average stage has, and the embedding."""
+        return sum(self.held)
+
+    @cached_property
+    def held(self) -> Pair:
+        """The same, experts told apart."""
         model, s = self.model, self.setup
         routed = model.expert_layers / s.pp
-        layers = (model.layers / s.pp - routed) * self.layer_parameters(experts=False)
         twice = s.pp == 1 and not model.tied
-        return (
-            layers
-            + routed * self.layer_parameters(experts=True)
-            + model.embedding_parameters / s.tp * (2 if twice else 1)
-        )
+        plain, moe = self.layer_held(experts=False), self.layer_held(experts=True)
+        layers = (model.layers / s.pp - routed) * plain[0] + routed * moe[0]
+        return layers + model.embedding_parameters / s.tp * (2 if twice else 1), routed * moe[1]
 
-    def layer_parameters(self, *, experts: bool) -> float:
-        """Of a layer, on one device."""
+    def layer_held(self, *, experts: bool) -> Pair:
+        """Parameters of a layer on one device: those that every token passes, and those of experts."""
         model, s = self.model, self.setup
         if not experts:
-            return (model.attention_parameters + model.ffn_parameters) / s.tp
-        routed = model.experts * model.ffn_parameters / s.ep
-        return (model.attention_parameters + model.shared_parameters) / s.tp + routed
+            return (model.attention_parameters + model.ffn_parameters) / s.tp, 0.0
+        routed = model.experts * model.ffn_parameters / (s.ep * s.etp)
+        return (model.attention_parameters + model.shared_parameters) / s.tp, routed
+
+    def over_replicas_s(self, held: Pair, element: float, collective: Collective) -> float:
+        """Of a collective over so many parameters, each among the devices that hold the same."""
+        s, net = self.setup, self.network
+        groups = net.group(s.replicas, s.tp), net.group(s.expert_replicas, s.ep * s.etp)
+        return sum(collective(net, group, count * element) for group, count in zip(groups, held, strict=True))
 
     def layer_of(self, *, experts: bool) -> Pair:
         """Of one layer, with experts or without."""
@@ -105,14 +115,18 @@ class Passes:
         return self._with_parameters(forward, backward, experts=experts)
 
     def _exchanged_s(self, *, experts: bool) -> float:
-        """Two all-reduces of tensor parallelism (or as many gathers and scatters), tokens to their experts and back."""
+        """Of tensor parallelism, an all-reduce (or a gather and a scatter) behind attention and one behind the feed-forward layer. To
+        experts go slices of the tokens and back; where neighbours share an expert, each gathers for it what came to all of them.
+        """
         model, s, net = self.model, self.setup, self.network
-        element = s.element_bytes
-        tensor = 2 * net.all_reduce_s(net.group(s.tp), self.tokens * model.hidden * element)
+        a_token = model.hidden * s.element_bytes
+        halves = 2 if not experts or model.shared_ffn else 1
+        tensor = halves * net.all_reduce_s(net.group(s.tp), self.tokens * a_token)
         found = tensor * (1 - s.software.overlap_tensor)
         if experts:
-            travelling = self.tokens / s.tp * model.topk * model.capacity * model.hidden * element
-            found += 2 * net.all_to_all_s(net.group(s.ep), travelling)
+            travelling = self.tokens * model.topk * model.capacity * a_token
+            found += 2 * net.all_to_all_s(net.group(s.ep, s.etp), travelling / s.tp)
+            found += 2 * net.gather_s(net.group(s.etp), travelling * s.etp / s.tp)
         return found
 
     def _round_s(self) -> float:
@@ -125,16 +139,16 @@ class Passes:
         """ZeRO-2: gradients are scattered behind every backward, which keeps no whole ones; ZeRO-3: parameters are gathered before each
         pass too; both layer by layer.
         """
-        s, net, software = self.setup, self.network, self.setup.software
-        if s.zero < 2 or s.dp * s.cp == 1:
-            return forward, backward
-        group, count = net.group(s.dp * s.cp, s.tp), self.layer_parameters(experts=experts)
+        s, software = self.setup, self.setup.software
+        held = self.layer_held(experts=experts)
         if s.zero == 2:
-            scatter = net.gather_s(group, count * software.gradient_bytes)
+            scatter = self.over_replicas_s(held, software.gradient_bytes, Network.gather_s)
             return forward, max(backward, scatter) if software.overlap_gradients else backward + scatter
+        if not s.gathers_each_pass:
+            return forward, backward
         messages = software.gathers
-        gather = messages * net.gather_s(group, count * s.element_bytes / messages)
-        scatter = messages * net.gather_s(group, count * software.gradient_bytes / messages)
+        gather = messages * self.over_replicas_s(held, s.element_bytes / messages, Network.gather_s)
+        scatter = messages * self.over_replicas_s(held, software.gradient_bytes / messages, Network.gather_s)
         if software.overlap_parameters:
             return max(forward, gather), max(backward, gather + scatter)
         return forward + gather, backward + gather + scatter

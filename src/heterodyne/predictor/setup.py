@@ -18,7 +18,8 @@ class Setup:
     """One homogeneous plan. Devices: ``dp * tp * pp * cp``; tensor-parallel groups are neighbours, then context, data, pipeline.
 
     Args:
-        vpp: stages a device (interleaved schedules). ``ep``: devices that share the experts, taken from dp and cp (and tp).
+        vpp: stages a device (interleaved schedules).
+        ep: devices that share the experts, ``etp`` neighbours those that share the matrices of each expert; both taken from dp, cp and tp.
         zero: what is sharded over dp: 1 states, 2 gradients too, 3 parameters too.
         micro_batch: sequences. ``global_batch``: sequences.
         recompute: ``selective``: the inside of attention; ``full``: all of a layer but its input. ``recompute_layers``: the part of the
@@ -36,6 +37,7 @@ class Setup:
     vpp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 1
     zero: int = 0
     precision: Precision = "bf16"
     recompute: Recompute = "none"
@@ -67,6 +69,21 @@ class Setup:
         for stage in range(first, first + max(0, left)):
             found[stage] += 1
         return tuple(found)
+
+    @property
+    def replicas(self) -> int:
+        """Devices with the same weights, those of experts aside."""
+        return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Devices with the same experts, or the same part of them."""
+        return max(1, self.dp * self.cp * self.tp // (self.ep * self.etp))
+
+    @property
+    def gathers_each_pass(self) -> bool:
+        """Whether parameters are gathered for every forward and every backward, not once a step."""
+        return self.zero == 3 and not (self.pp > 1 and self.software.keeps_gathered)
 
     @property
     def element_bytes(self) -> int:

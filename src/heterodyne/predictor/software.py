@@ -28,6 +28,8 @@ class Software:
         stops_early: whether computing a layer again ends where the last tensor that its backward needs is there; what the layer's last
             product would give is not.
         overlap_gradients, overlap_parameters: whether gradients are reduced, and sharded parameters gathered, beside the computing.
+        keeps_gathered: whether in a pipeline ZeRO-3 gathers parameters once a step, and keeps them and whole gradients until the last
+            micro-batch; else both come and go with each.
         gathers: how many messages the parameters of a layer are gathered in (ZeRO-3).
         overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products.
         overlap_sends: whether a device computes while it sends to the next stage.
@@ -52,6 +54,7 @@ class Software:
     stops_early: bool = False
     overlap_gradients: bool = True
     overlap_parameters: bool = True
+    keeps_gathered: bool = False
     gathers: int = 1
     overlap_tensor: float = 0.0
     overlap_sends: bool = False

@@ -84,15 +84,14 @@ def _makespans(times: tuple[StageTimes, ...], lag_s: float, schedule: str, chunk
 
 def _exposed_s(passes: Passes) -> float:
     """Gradients over the replicas; updated parameters back, where states are sharded."""
-    s, net, software = passes.setup, passes.network, passes.setup.software
-    if s.dp * s.cp == 1 or s.zero == 3:
+    s, software = passes.setup, passes.setup.software
+    if s.gathers_each_pass:
         return 0.0
-    group, count = net.group(s.dp * s.cp, s.tp), passes.parameters
-    gradients = count * (4 if s.element_bytes == 4 else software.gradient_bytes)
-    there = net.all_reduce_s(group, gradients) if s.zero == 0 else net.gather_s(group, gradients)
+    gradient = 4 if s.element_bytes == 4 else software.gradient_bytes
+    there = passes.over_replicas_s(passes.held, gradient, Network.gather_s if s.zero else Network.all_reduce_s)
     if s.zero == 2 and not software.overlap_gradients:
         there = 0.0  # of every micro-batch, in its backward
-    back = 0.0 if s.zero == 0 else net.gather_s(group, count * s.element_bytes)
+    back = passes.over_replicas_s(passes.held, s.element_bytes, Network.gather_s) if s.zero else 0.0
     if not software.overlap_gradients:
         return there + back
     last_backward = passes.model.layers / s.pp * passes.layer[1]
