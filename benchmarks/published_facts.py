@@ -42,6 +42,9 @@ _GATED = ("llama", "qwen", "internlm", "grok")
 _CUBE_MESH = tuple(links / 6 for links in (1, 1, 2, 4, 4, 4, 5, 6))
 """Of NVIDIA's DGX-1 and the V100 servers of AWS: a device has six links, one or two to each of its four neighbours; four of them end in
 its half of the node (NVIDIA DGX-1 white paper, figure 4)."""
+_OF_A_RACK = 64
+"""Of the 72 devices of a GB200 NVL72 that NVLink joins, whatever trays of 4 they are on: jobs of 128 and more take blocks of 16 trays, so that
+powers of two fit (NVIDIA, "Slurm block scheduling on GB200 NVL72")."""
 _OMNI_PATH = 4 * 100e9 / 8
 """Of a node of Jean Zay, where BigScience trained: four Omni-Path links of 100 Gb/s."""
 
@@ -178,6 +181,8 @@ def _precision(said: str) -> Precision:
 def network_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
     cluster = row["cluster"]
     found: dict[str, Any] = {"devices_per_node": cluster.get("gpus_per_node") or 8}
+    if "NVL72" in (cluster.get("intra") or ""):
+        found["devices_per_node"] = _OF_A_RACK
     if "p3.16xlarge" in (cluster.get("intra") or "") or "p3.24xlarge" in (cluster.get("intra") or ""):
         found["reached"] = _CUBE_MESH
     said = re.search(r"(?:(\d+)x)?\s*([\d.]+)\s*(GB/s|Gb/s|Gbps)", cluster.get("inter") or "")
