@@ -43,8 +43,8 @@ _CUBE_MESH = tuple(links / 6 for links in (1, 1, 2, 4, 4, 4, 5, 6))
 """Of NVIDIA's DGX-1 and the V100 servers of AWS: a device has six links, one or two to each of its four neighbours; four of them end in
 its half of the node (NVIDIA DGX-1 white paper, figure 4)."""
 _OF_A_RACK = 64
-"""Of the 72 devices of a GB200 NVL72 that NVLink joins, whatever trays of 4 they are on: jobs of 128 and more take blocks of 16 trays, so that
-powers of two fit (NVIDIA, "Slurm block scheduling on GB200 NVL72")."""
+"""Of the 72 devices of a GB200 NVL72 that NVLink joins, whatever trays of 4 they are on: jobs of 128 and more take blocks of 16 trays, so
+that powers of two fit (NVIDIA, "Slurm block scheduling on GB200 NVL72")."""
 _OMNI_PATH = 4 * 100e9 / 8
 """Of a node of Jean Zay, where BigScience trained: four Omni-Path links of 100 Gb/s."""
 
