@@ -131,7 +131,7 @@ def network_of(
     cards = between_bytes_per_s or generation_of(device.kind).nic_gb_per_s * 1e9 * devices_per_node
     return Network(
         devices=devices_per_node,
-        inside_bytes_per_s=link * (fitted.inside if link >= stated.nvlink_gb_per_s * 1e9 else stated.pcie),
+        inside_bytes_per_s=link * (stated.inside if link >= stated.nvlink_gb_per_s * 1e9 else stated.pcie),
         between_bytes_per_s=cards * (fitted.between if rdma else stated.sockets),
         inside_latency_s=fitted.inside_latency_us * 1e-6,
         between_latency_s=fitted.between_latency_us * 1e-6,

@@ -62,12 +62,14 @@ class Network:
             return 0.0
         return self._carried_s(group, count) + self._ring_s(group)
 
-    def all_to_all_s(self, group: Group, count: float) -> float:
-        """Of ``count`` bytes that each device has for all of the group."""
+    def all_to_all_s(self, group: Group, count: float, copies: int = 1) -> float:
+        """Of ``count`` bytes that each device has for all of the group, each byte for ``copies`` members by chance, who may be on one node:
+        it enters a node once, and is handed on there.
+        """
         if group.size < 2 or count <= 0:
             return 0.0
-        outside = count * (group.size - group.inside) / group.size
-        inside = count * (group.inside - 1) / group.size
+        outside = count * _met(group.nodes, copies) * (1 - 1 / group.nodes)
+        inside = count * _met(group.size, copies) * (group.inside - 1) / (group.inside if copies > 1 else group.size)
         between = outside * group.inside * (group.others + 1) / self.between_bytes_per_s
         return (
             max(between, inside / self._inside_bytes_per_s(group))
@@ -100,3 +102,8 @@ class Network:
 
     def _tree_s(self, group: Group) -> float:
         return math.log2(group.inside) * self.inside_latency_s + math.log2(group.nodes) * self.between_latency_s
+
+
+def _met(places: int, draws: int) -> float:
+    """Of so many alike places, how many are met by so many draws, in the mean."""
+    return places * (1 - (1 - 1 / places) ** draws)

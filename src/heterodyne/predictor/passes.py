@@ -125,7 +125,8 @@ class Passes:
         found = tensor * (1 - s.software.overlap_tensor)
         if experts:
             travelling = self.tokens * model.topk * model.capacity * a_token
-            found += 2 * net.all_to_all_s(net.group(s.ep, s.etp), travelling / s.tp)
+            copies = model.topk if s.software.sends_once else 1
+            found += 2 * net.all_to_all_s(net.group(s.ep, s.etp), travelling / s.tp / copies, copies)
             found += 2 * net.gather_s(net.group(s.etp), travelling * s.etp / s.tp)
         return found
 

@@ -35,6 +35,7 @@ class Software:
         overlap_sends: whether a device computes while it sends to the next stage.
         scatters_sends: whether tensor-parallel neighbours, who all have what crosses between stages, send a part of it each and gather it
             where it arrives.
+        sends_once: whether a token goes to a node, and to a device, once for all of its experts there; else once for each of its experts.
         gradient_bytes: of an element of a gradient, as it is kept and reduced.
         optimizer_bytes: read and written in a step of the optimizer, a parameter: Adam with fp32 masters reads gradient, master and two
             moments and writes master, moments and weight.
@@ -59,6 +60,7 @@ class Software:
     overlap_tensor: float = 0.0
     overlap_sends: bool = False
     scatters_sends: bool = False
+    sends_once: bool = False
     gradient_bytes: int = 4
     optimizer_bytes: int = 30
     state_bytes: int = 12
