@@ -134,6 +134,7 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
         cp=plan.get("cp") or 1,
         ep=plan.get("ep") or 1,
         etp=_expert_width(row),
+        shards=max(0, plan.get("zero1_group") or 0),
         zero=(1 if software.tuned else 0) if zero is None else zero,
         precision=_precision(plan.get("precision") or "bf16"),
         recompute=recompute,

@@ -92,6 +92,8 @@ def _of_stage(model: Transformer, setup: Setup, stage: int) -> Footprint:
 
     def held(bytes_each: float, level: int) -> float:
         parts = (replicas, copies) if s.zero >= level else (1, 1)
+        if level == 1 and s.zero and s.shards:
+            parts = min(s.shards, replicas), min(s.shards, copies)
         return bytes_each * (dense / parts[0] + expert / parts[1])
 
     element = s.element_bytes

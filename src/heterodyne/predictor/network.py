@@ -62,6 +62,13 @@ class Network:
             return 0.0
         return self._carried_s(group, count) + self._ring_s(group)
 
+    def broadcasts_s(self, group: Group, count: float) -> float:
+        """To ``count`` bytes on each device, of which each has a part that it sends to all others, one after the other."""
+        if group.size < 2 or count <= 0:
+            return 0.0
+        steps = (group.inside - 1) * self.inside_latency_s + (group.nodes - 1) * self.between_latency_s
+        return self._carried_s(group, count) + group.size * steps
+
     def all_to_all_s(self, group: Group, count: float, copies: int = 1) -> float:
         """Of ``count`` bytes that each device has for all of the group, each byte for ``copies`` members by chance, who may be on one node:
         it enters a node once, and is handed on there.

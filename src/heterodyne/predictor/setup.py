@@ -20,7 +20,8 @@ class Setup:
     Args:
         vpp: stages a device (interleaved schedules).
         ep: devices that share the experts, ``etp`` neighbours those that share the matrices of each expert; both taken from dp, cp and tp.
-        zero: what is sharded over dp: 1 states, 2 gradients too, 3 parameters too.
+        zero: what is sharded over dp and cp: 1 states, 2 gradients too, 3 parameters too. ``shards``: neighbours among which states are, at
+            level 1; 0: all replicas.
         micro_batch: sequences. ``global_batch``: sequences.
         recompute: ``selective``: the inside of attention; ``full``: all of a layer but its input. ``recompute_layers``: the part of the
             layers for which that is so.
@@ -39,6 +40,7 @@ class Setup:
     ep: int = 1
     etp: int = 1
     zero: int = 0
+    shards: int = 0
     precision: Precision = "bf16"
     recompute: Recompute = "none"
     recompute_layers: float = 1.0

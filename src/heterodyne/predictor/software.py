@@ -43,6 +43,7 @@ class Software:
         buffer_bytes: that communication keeps for itself.
         keeps_outputs: whether a stage keeps what it has sent on until its backward; else only the graph behind it stays.
         fp16: whether a device without units for bf16 trains in fp16 instead; else its matrix products run at the rate of fp32.
+        broadcasts: whether updated parameters come back in a message from each owner in turn, not in one gather.
         combined: whether the collectives of all layers are one: gradients wait for it whole, however they are sharded, and with ZeRO-3
             all parameters are gathered at a time.
     """
@@ -67,6 +68,7 @@ class Software:
     buffer_bytes: int = 0
     keeps_outputs: bool = False
     fp16: bool = True
+    broadcasts: bool = False
     combined: bool = False
 
 

@@ -46,7 +46,7 @@ def step_time(
     passes = Passes(model=model, setup=setup, chip=chip, network=network, known=known or constants())
     computing, pipeline = _pipeline(passes)
     software = setup.software
-    parts = setup.dp * setup.cp if setup.zero else 1
+    parts = (setup.shards or setup.replicas) if setup.zero else 1
     return StepTime(
         computing_s=computing,
         bubble_s=pipeline - computing,
@@ -88,12 +88,22 @@ def _exposed_s(passes: Passes) -> float:
     if s.gathers_each_pass:
         return 0.0
     gradient = 4 if s.element_bytes == 4 else software.gradient_bytes
-    there = passes.over_replicas_s(passes.held, gradient, Network.gather_s if s.zero else Network.all_reduce_s)
+    whole = not s.zero or bool(s.shards)
+    there = passes.over_replicas_s(passes.held, gradient, Network.all_reduce_s if whole else Network.gather_s)
     if s.zero == 2 and not software.overlap_gradients:
         there = 0.0  # of every micro-batch, in its backward
-    back = passes.over_replicas_s(passes.held, s.element_bytes, Network.gather_s) if s.zero else 0.0
+    back = _returned_s(passes) if s.zero else 0.0
     if not software.overlap_gradients:
         return there + back
     last_backward = passes.model.layers / s.pp * passes.layer[1]
     stated = passes.known.stated
     return exposed_s(there, last_backward, stated) + returned_s(back, stated)
+
+
+def _returned_s(passes: Passes) -> float:
+    """Of updated parameters, from those that hold their states to all replicas."""
+    s, net = passes.setup, passes.network
+    collective = Network.broadcasts_s if s.software.broadcasts else Network.gather_s
+    if s.shards:
+        return collective(net, net.group(s.shards, s.tp), passes.parameters * s.element_bytes)
+    return passes.over_replicas_s(passes.held, s.element_bytes, collective)
