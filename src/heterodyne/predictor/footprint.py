@@ -73,6 +73,8 @@ def layer_activation_bytes(model: Transformer, setup: Setup, *, experts: bool = 
 def loss_workspace_bytes(model: Transformer, setup: Setup) -> float:
     """Of logits, once as they are, once in 32 bits, and their gradients (and softmax, where it is an op of its own)."""
     logits = setup.micro_batch * model.seq * model.predicted / setup.cp * model.vocab / setup.tp
+    if setup.software.loss_in_place:
+        return logits * setup.element_bytes
     return logits * (setup.element_bytes + 4 + (4 if setup.software.fused_loss else 8))
 
 

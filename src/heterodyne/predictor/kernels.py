@@ -142,10 +142,12 @@ def layer_kernels(model: Transformer, setup: Setup, known: Constants, *, experts
 def head_kernels(model: Transformer, setup: Setup, known: Constants) -> Kernels:
     """The head and its loss."""
     tokens = setup.micro_batch * model.seq * model.predicted / setup.cp
-    logits = tokens * model.vocab / setup.tp
+    logits, software = tokens * model.vocab / setup.tp, setup.software
+    # In place: read twice and written once, in 16 bits, for forward and backward together; a backward counts as two forwards.
+    each = setup.element_bytes if software.loss_in_place else known.stated.logit_bytes[not software.fused_loss]
     return Kernels(
         products=(Product(m=tokens, n=model.vocab / setup.tp, k=model.hidden),),
-        moved_bytes=logits * known.stated.logit_bytes[not setup.software.fused_loss],
+        moved_bytes=logits * each,
         launches=12,
     )
 

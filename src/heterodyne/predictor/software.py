@@ -22,7 +22,7 @@ class Software:
         tuned: made for its devices by those who make them, or by hand.
         flash: attention in one kernel that never writes the scores.
         fused: norms, activations and dropouts in few kernels; else each op reads and writes memory for itself. ``fused_loss``: the same
-            of softmax and cross entropy.
+            of softmax and cross entropy. ``loss_in_place``: they and the gradient of the logits are one kernel that writes over the logits.
         launch: how much of the host's time for starting kernels counts: 1 for eager PyTorch, near 0 for captured graphs and compiled
             programs.
         stops_early: whether computing a layer again ends where the last tensor that its backward needs is there; what the layer's last
@@ -52,6 +52,7 @@ class Software:
     flash: bool = True
     fused: bool = True
     fused_loss: bool = True
+    loss_in_place: bool = False
     launch: float = 1.0
     stops_early: bool = False
     overlap_gradients: bool = True
