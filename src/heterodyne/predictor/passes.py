@@ -100,8 +100,8 @@ class Passes:
         s, software = self.setup, self.setup.software
         kernels = layer_kernels(self.model, s, self.known, experts=experts)
         forward, backward = kernels_s(kernels, self.chip, launch=software.launch)
-        forward += self._exchanged_s(experts=experts)
-        backward += self._exchanged_s(experts=experts)
+        forward += self.exchanged_s(experts=experts)
+        backward += self.exchanged_s(experts=experts)
         if s.cp > 1:
             forward += self._round_s()
             backward += 2 * self._round_s()
@@ -114,7 +114,7 @@ class Passes:
             backward += self.known.stated.selective * forward
         return self._with_parameters(forward, backward, experts=experts)
 
-    def _exchanged_s(self, *, experts: bool) -> float:
+    def exchanged_s(self, *, experts: bool) -> float:
         """Of tensor parallelism, an all-reduce (or a gather and a scatter) behind attention and one behind the feed-forward layer. To
         experts go slices of the tokens and back; where neighbours share an expert, each gathers for it what came to all of them.
         """
