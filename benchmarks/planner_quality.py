@@ -15,10 +15,10 @@ from itertools import permutations, product
 from time import perf_counter
 
 from fleets import fleet_of, with_profiles
+from layer_profiles import LayerProfiles, read_layer_profiles
 from results import Results
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.cost.layer_profiles import LayerProfiles, read_layer_profiles
 from heterodyne.cost.layers import Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.search.fleet.plan import Group, Stage, Template

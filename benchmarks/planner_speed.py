@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from fleets import LLAMA_3_70B, MOE_1800B, fleet_of, with_profiles
+from layer_profiles import read_layer_profiles
 from results import Results, spread
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.cost.layer_profiles import read_layer_profiles
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.search.fleet.planner import FleetPlanner

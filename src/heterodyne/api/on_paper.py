@@ -27,6 +27,7 @@ from heterodyne.plan.check import require_valid
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precision, Precisions, of_kind
 from heterodyne.predictor.footprint import usable_bytes
+from heterodyne.predictor.software import software_of
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.search.fleet.families import Outcome, best_of_all, outcomes
 from heterodyne.search.fleet.merged import merged
@@ -147,7 +148,12 @@ def _planned(
     fleet = _known(fleet)
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
-    planner = FleetPlanner(fleet=fleet, costs=costs, global_batch=job.training.global_batch_size)
+    planner = FleetPlanner(
+        fleet=fleet,
+        costs=costs,
+        global_batch=job.training.global_batch_size,
+        blocking=not software_of(wishes.framework).overlap_sends,
+    )
     plan = planner.plan if wishes.export is None else _exports(job, planner, wishes.export, out).plan
     with watched(wishes.seconds, say) as watch:
         return planner, plan(wishes.objective, space=space, watch=watch, frontier=wishes.frontier)

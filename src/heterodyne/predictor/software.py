@@ -32,7 +32,7 @@ class Software:
             micro-batch; else both come and go with each.
         gathers: how many messages the parameters of a layer are gathered in (ZeRO-3).
         overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products.
-        overlap_sends: whether a device computes while it sends to the next stage.
+        overlap_sends: whether a device computes while it sends to the next stage; else it waits until that has what it sends.
         scatters_sends: whether tensor-parallel neighbours, who all have what crosses between stages, send a part of it each and gather it
             where it arrives.
         sends_once: whether a token goes to a node, and to a device, once for all of its experts there; else once for each of its experts.
@@ -60,7 +60,7 @@ class Software:
     keeps_gathered: bool = False
     gathers: int = 1
     overlap_tensor: float = 0.0
-    overlap_sends: bool = False
+    overlap_sends: bool = True
     scatters_sends: bool = False
     sends_once: bool = False
     gradient_bytes: int = 4

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.makespans import Makespans
-from heterodyne.plan.schedules.times import StageTimes
+from heterodyne.plan.schedules.times import StageTimes, blocked
 from heterodyne.predictor.constants import Constants, constants
 from heterodyne.predictor.network import Network
 from heterodyne.predictor.overlap import exposed_s, returned_s
@@ -62,17 +62,18 @@ def _pipeline(passes: Passes) -> tuple[float, float]:
     if s.pp == 1:
         one = s.micro_batches * (model.layers * (forward + backward) + sum(head) + passes.added_s)
         return one, one
-    send = 0.0 if s.software.overlap_sends else passes.send_s
     layers = s.layers_of_stages(model.layers)
     last, times = len(layers) - 1, []
     for stage, count in enumerate(layers):
-        f = count * forward + (head[0] if stage == last else send)
-        b = count * backward + (head[1] if stage == last else 0.0) + (send if stage else 0.0) + passes.added_s / s.vpp
+        f = count * forward + (head[0] if stage == last else 0.0)
+        b = count * backward + (head[1] if stage == last else 0.0) + passes.added_s / s.vpp
         times.append(StageTimes.halved(forward_s=f, backward_s=b))
     schedule = s.schedule if s.vpp == 1 else "Interleaved1F1B"
     if schedule not in SCHEDULES:
         raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
-    lag = passes.send_s if s.software.overlap_sends else 0.0
+    lag = passes.send_s
+    if not s.software.overlap_sends:
+        times, lag = list(blocked(times, [lag] * last)), 0.0
     busiest = max(sum(t.total_s for t in times[place :: s.pp]) for place in range(s.pp))
     return s.micro_batches * busiest, _makespans(tuple(times), lag, schedule, s.vpp).seconds(s.micro_batches)
 

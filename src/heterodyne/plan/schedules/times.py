@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Read", "StageBytes", "StageTimes", "chain"]
+__all__ = ["Read", "StageBytes", "StageTimes", "blocked", "chain"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,4 +78,14 @@ def chain(stages: int, send_s: float = 0.0) -> Sequence[Read]:
     """Each stage reads from the one before it, and every transfer takes ``send_s``."""
     return tuple(
         Read(source=stage, reader=stage + 1, forward_s=send_s, backward_s=send_s) for stage in range(stages - 1)
+    )
+
+
+def blocked(stages: Sequence[StageTimes], sends: Sequence[float]) -> tuple[StageTimes, ...]:
+    """Stages that compute nothing while they send: each forward takes as long as its message to the next stage more, each backward that to
+    the stage before. ``sends``: seconds of a message between each two neighbours, the same both ways."""
+    after, before = [*sends, 0.0], [0.0, *sends]
+    return tuple(
+        replace(stage, forward_s=stage.forward_s + onward, input_s=stage.input_s + back)
+        for stage, onward, back in zip(stages, after, before, strict=True)
     )

@@ -59,12 +59,18 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlanner:
-    """Plans one model on one fleet. ``network``: what goes between devices; by default rings over the wires of the fleet."""
+    """Plans one model on one fleet.
+
+    Args:
+        network: what goes between devices; by default rings over the wires of the fleet.
+        blocking: whether the software that will run the plan waits for its messages between stages.
+    """
 
     fleet: Fleet
     costs: LayerCosts
     global_batch: int
     network: Network | None = None
+    blocking: bool = False
     _tables: list[Tables] = field(default_factory=list, repr=False)
 
     @property
@@ -84,6 +90,7 @@ class FleetPlanner:
             tables=self.tables,
             network=self.network or Rings(self.fleet),
             global_batch=self.global_batch,
+            blocking=self.blocking,
         )
         return Search(predictor=predictor, space=space, watch=watch or Watch())
 

@@ -17,7 +17,7 @@ from math import inf
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.bounds import place_lines
 from heterodyne.plan.schedules.makespans import Makespans
-from heterodyne.plan.schedules.times import StageTimes
+from heterodyne.plan.schedules.times import StageTimes, blocked
 from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.network import Exchanges, Network
 from heterodyne.search.fleet.plan import ZERO_LEVELS, FleetPlan, Group, Layout, ScheduleName, Template
@@ -36,12 +36,17 @@ _SLACK = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """Predicts plans of one model on one fleet for one global batch. What was computed once is kept."""
+    """Predicts plans of one model on one fleet for one global batch. What was computed once is kept.
+
+    Args:
+        blocking: whether a device waits until the next stage has what it sends, and computes nothing meanwhile.
+    """
 
     fleet: Fleet
     tables: Tables
     network: Network
     global_batch: int
+    blocking: bool = False
     _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
@@ -81,6 +86,8 @@ class Predictor:
         key = (template, schedule, layout)
         if key not in self._makespans:
             stages, sends = self._times(template), self._sends(template, layout)
+            if self.blocking:
+                stages, sends = blocked(stages, sends), [0.0] * len(sends)
             self._makespans[key] = Makespans(stages, sends, schedule, template.chunks, self._played)
         return self._makespans[key]
 

@@ -7,7 +7,7 @@ import pytest
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.clock import Played, play
 from heterodyne.plan.schedules.shifted_critical_path import recomputed_ahead
-from heterodyne.plan.schedules.times import StageBytes, StageTimes
+from heterodyne.plan.schedules.times import StageBytes, StageTimes, blocked
 
 SIZES = [(2, 2), (3, 7), (4, 8), (8, 32), (5, 3)]
 
@@ -21,6 +21,16 @@ def played(
     orders = SCHEDULES[name].orders(places, chunks, micro_batches)
     count = places * chunks
     return play(orders, [stage] * count, held=[StageBytes(activation=1)] * count)
+
+
+@pytest.mark.parametrize(("places", "micro_batches"), [(3, 7), (4, 8), (8, 32)])
+def test_messages_that_block_cost_a_middle_stage_two_for_each_micro_batch(places: int, micro_batches: int) -> None:
+    """A forward passes p - 1 messages on its way down and its backward as many on its way back; between them a stage in the middle works,
+    and sends two messages, for every micro-batch."""
+    stages = [StageTimes(forward_s=2, input_s=3, weight_s=1)] * places
+    orders = SCHEDULES["GPipe"].orders(places, 1, micro_batches)
+    waits = play(orders, blocked(stages, [1.0] * (places - 1))).makespan_s - play(orders, stages).makespan_s
+    assert waits == 2 * (places - 1) + 2 * (micro_batches - 1)
 
 
 @pytest.mark.parametrize(("places", "micro_batches"), SIZES)
