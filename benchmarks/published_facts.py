@@ -122,8 +122,10 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
     if schedule == "Interleaved1F1B" and vpp == 1:  # a layer a stage
         vpp = max(1, (shape["layers"] + 2) // pp)
     zero, beside = plan.get("zero"), plan.get("sequence_parallel")
-    if zero == "fsdp2":
-        zero = 3
+    if (
+        zero == "fsdp2"
+    ):  # torchtitan/models/llama3/parallelize.py: beside tensor parallelism, norms are on slices of the sequence
+        zero, beside = 3, (plan["tp"] or 1) > 1
     return Setup(
         global_batch=plan["global_batch"],
         micro_batch=plan["micro_batch"],

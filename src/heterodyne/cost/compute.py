@@ -81,14 +81,6 @@ class Compute:
         """Seconds of the ops ``[start, stop)`` for a micro-batch of ``size`` samples; I and W are the halves of B."""
         return max(0.0, self._until(kind, ops[1], size) - self._until(kind, ops[0], size))
 
-    def ready_fractions(self, size: float) -> tuple[float, ...]:
-        """For each block, the fraction of the model's backward after which the gradients of that block are complete.
-
-        The backward runs the blocks from last to first, so this falls from the first block (1) to the last.
-        """
-        whole = (0, len(self.graph.ops))
-        return tuple(self.ready_fraction(block.start, whole, size) for block in self.graph.blocks)
-
     def ready_fraction(self, position: int, ops: tuple[int, int], size: float) -> float:
         """The fraction of the backward of the ops ``[start, stop)`` after which that of ``[position, stop)`` is over."""
         whole = self.seconds("B", ops, size)

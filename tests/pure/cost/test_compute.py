@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster import BlockSample, DeviceProfile
 from heterodyne.cost import compute_of
+from heterodyne.cost.compute import Compute
 from heterodyne.errors import MeasureError
 from pure.build import device_profile, graph, linear
 
@@ -44,15 +45,21 @@ def test_the_whole_wins_where_it_was_measured_and_scales_the_rest() -> None:
     assert compute.composition(1) == pytest.approx((0.22 * 0.9 + 0.44 * 1.2) / 0.66)
 
 
+def ready_fractions(compute: Compute) -> list[float]:
+    """Of the backward, after which the gradients of each block are complete."""
+    whole = (0, len(MODEL.ops))
+    return [compute.ready_fraction(block.start, whole, 4) for block in MODEL.blocks]
+
+
 def test_gradients_of_the_first_block_are_complete_last() -> None:
-    fractions = compute_of(MODEL, "d", PROFILE).ready_fractions(4)
+    fractions = ready_fractions(compute_of(MODEL, "d", PROFILE))
     assert fractions == pytest.approx((1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6))
 
 
 def test_blocks_count_by_their_own_backward() -> None:
     head = tuple(replace(s, backward_s=s.backward_s * 5) for s in PROFILE.blocks["head"])
     compute = compute_of(MODEL, "d", replace(PROFILE, blocks={**PROFILE.blocks, "head": head}))
-    assert compute.ready_fractions(4)[-1] == pytest.approx(0.5)
+    assert ready_fractions(compute)[-1] == pytest.approx(0.5)
 
 
 def test_a_kind_that_was_not_measured_is_named() -> None:
