@@ -97,7 +97,7 @@ def copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 class StageOf:
     """Ops up to ``stop`` on ``ranks``, who take ``shares``, as ``kind`` says; ``recompute``: blocks; ``marked``: layouts of TaskGraphs.
 
-    ``rows``: shares of an outer axis whose members take samples of their own; (): there is none.
+    ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of further axes.
     """
 
     stop: int
@@ -108,6 +108,7 @@ class StageOf:
     marked: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     overlap: bool = False
     rows: tuple[int, ...] = ()
+    inner: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -117,9 +118,10 @@ class StageOf:
         )
 
     def _layout(self, kind: Any, shares: tuple[int, ...]) -> Layout:
-        if not self.rows:
-            return Layout(kind=kind, shares=shares)
-        return Layout(shares=self.rows, inner=(Axis(kind=kind, shares=shares),))
+        axes = ([("replicate", self.rows)] if self.rows else []) + [(kind, shares), *self.inner]
+        (kind, shares), *others = axes
+        inner = tuple(Axis(kind=way, shares=of) for way, of in others)  # type: ignore[arg-type]  # one of the kinds
+        return Layout(kind=kind, shares=shares, inner=inner)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class StageCutter:
         planned = shard_stage(self._captured.graph, *sharded)
         assert sharding is not None
         assert planned is not None
-        if any(sharding.stored(p.name) != planned.stored(p.name) for p in captured.graph.parameters):
+        if any(sharding.boxes(p.name) != planned.boxes(p.name) for p in captured.graph.parameters):
             raise DataError(
                 "for inputs of these shapes the weights would be cut in another way than for those that the model was planned with: pad "
                 "the batches to one length, or plan for these"

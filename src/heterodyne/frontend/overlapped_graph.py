@@ -75,7 +75,8 @@ def _divided(graph: fx.Graph, exchanged: Callable[[int], bool]) -> list[_Divisio
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if begun and not _phases(node, exchanged) and node.target is not operator.getitem:
+        follows = any(read in begun for read in node.all_input_nodes)
+        if begun and node.target is not operator.getitem and (follows or not _phases(node, exchanged)):
             divisions += _going_on(begun, exchanged)
             begun = []
         divisions[-1].nodes.append(node)

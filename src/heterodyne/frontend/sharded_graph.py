@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +23,7 @@ from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import Writer
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Ref, Size
-from heterodyne.graph.sharding import Layout, Sharding, Strategy
+from heterodyne.graph.sharding import Layout, Sharding, Strategy, turns
 from heterodyne.graph.sharding.numbered import Numbered, Slot, Step
 from heterodyne.graph.sharding.rules import rule_of
 
@@ -59,6 +59,9 @@ class Members(Protocol):
     def drawn(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
         """Call a function that draws random numbers for a slice of a tensor."""
 
+    def drawn_within(self, slot: int, method: str, *arguments: Any, **options: Any) -> Tensor:
+        """Call a method of these that draws random numbers, along another axis."""
+
     def part_of_mean(self, slot: int, tensor: Tensor, *arguments: Any, **options: Any) -> Tensor: ...
     def embedding(self, slot: int, ids: Tensor, weight: Tensor, **options: Any) -> Tensor: ...
     def softmax(self, slot: int, tensor: Tensor, dim: int, *options: Any) -> Tensor: ...
@@ -76,6 +79,8 @@ _SHAPES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 _GROUPED: Final = {"group_norm": 1, "conv1d": 6, "conv2d": 6, "conv3d": 6}  # and where they name the number of groups
 _MEAN: Final = 1  # as torch counts reductions
+_Layouts: TypeAlias = tuple[Layout, ...]
+"""How a tensor lies along each axis."""
 _MATRICES: Final = 3  # the first operand of a mixture of experts that holds something for each of them
 
 
@@ -103,40 +108,42 @@ class _ShardedWriter(Writer):
     def __init__(self, pieces: Pieces, device: torch.device, sharding: Sharding) -> None:
         super().__init__(pieces, device)
         self._members = self._graph.placeholder("members")
-        self._sharding = sharding
+        self._axes = sharding.axes
         self.slots: dict[Slot, int] = {}
         self.steps: dict[Step, int] = {}
         self.functions: dict[Callable[..., Any], int] = {}
-        self._converted: dict[tuple[fx.Node, Layout], fx.Node] = {}
-        self._received: dict[Ref, Layout] = {}
+        self._converted: dict[tuple[fx.Node, _Layouts], fx.Node] = {}
+        self._received: dict[Ref, _Layouts] = {}
 
     def take(self, given: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> None:
         """As it is taken; what another piece of this stage has made for others too has been laid out for them."""
         super().take(given, nodes)
         refs = {self._ref(node) for node in given if node not in self._pieces.traced.roles}
-        self._received = {ref: layout for ref, layout in self._sharding.wanted.items() if ref in refs}
+        self._received = {ref: self._wanted(ref) for ref in self._axes[0].wanted if ref in refs}
 
     def _op(self, node: fx.Node) -> Any:
         if not is_op(node):
             return super()._op(node)
-        strategy = self._sharding.strategies[node.name]
-        operands = self._operands(node, strategy)
+        strategies = [axis.strategies[node.name] for axis in self._axes]
+        operands = self._operands(node, strategies)
         self._switches.to(region_of(node))
         copy = self._graph.node_copy(node, lambda n: self._copies[n])
         copy.args, copy.kwargs = operands
-        self._local_sizes(node, copy, strategy)
+        for axis, strategy in enumerate(strategies):
+            self._local_sizes(node, copy, axis, strategy)
         _name_ones(node, copy)
         written = self._pieces.memory.writers_of(node) or mutates(node)
         finished = self._finish(node, copy)
-        if strategy.divides:
-            self._together(node, finished, strategy)
+        for axis, strategy in enumerate(strategies):
+            if strategy.divides:
+                self._together(node, finished, axis, strategy)
         if written:
             self._forget(node)
         return finished
 
-    def _operands(self, node: fx.Node, strategy: Strategy) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of an op as its strategy wants them, in the order of its schema, as `Op.operands` has them."""
-        layouts = iter(strategy.operands)
+    def _operands(self, node: fx.Node, strategies: Sequence[Strategy]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of an op as its strategies want them, in the order of its schema, as `Op.operands` has them."""
+        layouts = zip(*(strategy.operands for strategy in strategies), strict=True)
 
         def laid_out(value: Any) -> Any:
             if isinstance(value, list | tuple):
@@ -162,20 +169,25 @@ class _ShardedWriter(Writer):
             {name: placed[name] for name in node.kwargs},
         )
 
-    def _in_layout(self, node: fx.Node, want: Layout, place: int | None = None) -> Any:
+    def _in_layout(self, node: fx.Node, want: _Layouts, place: int | None = None) -> Any:
         copy = self._copies[node]
         ref = self._ref(node)
         if place is not None:
             ref, copy = Ref(ref.name, place), self._graph.call_function(operator.getitem, (copy, place))
-        have = self._received.get(ref, self._sharding.layouts[ref])
+        have = self._received.get(ref) or tuple(axis.layouts[ref] for axis in self._axes)
         if have == want:
             return copy
         key = (copy, want)
         if key not in self._converted:
             self._switches.to(Region())  # what is converted under no_grad would have no gradient elsewhere
-            number = self.steps.setdefault((ref, have, want), len(self.steps))
-            self._converted[key] = self._graph.call_method("convert", (self._members, copy, number))
+            for turn in turns(have, want):
+                number = self.steps.setdefault((ref, turn), len(self.steps))
+                copy = self._graph.call_method("convert", (self._members, copy, number))
+            self._converted[key] = copy
         return self._converted[key]
+
+    def _wanted(self, ref: Ref) -> _Layouts:
+        return tuple(axis.wanted.get(ref, axis.layouts[ref]) for axis in self._axes)
 
     def _ref(self, node: fx.Node) -> Ref:
         role = self._pieces.traced.roles.get(node)
@@ -190,10 +202,10 @@ class _ShardedWriter(Writer):
             if original is not None and self._pieces.memory.group_of.get(original) in changed:
                 del self._converted[copy, want]
 
-    def _slot(self, ref: Ref, layout: Layout) -> int:
-        return self.slots.setdefault((ref, layout), len(self.slots))
+    def _slot(self, axis: int, ref: Ref, layout: Layout) -> int:
+        return self.slots.setdefault((axis, ref, layout), len(self.slots))
 
-    def _local_sizes(self, node: fx.Node, copy: fx.Node, strategy: Strategy) -> None:
+    def _local_sizes(self, node: fx.Node, copy: fx.Node, axis: int, strategy: Strategy) -> None:
         """The shape of what is returned names this device's slice."""
         name = operator_name(node)
         layout = strategy.outputs[0]
@@ -212,7 +224,8 @@ class _ShardedWriter(Writer):
         with self._graph.inserting_before(copy):
             for place, size in enumerate(shape):
                 if place == dim:
-                    shape[place] = self._graph.call_method("length", (self._members, self._slot(ref_of(node), layout)))
+                    slot = self._slot(axis, ref_of(node), layout)
+                    shape[place] = self._graph.call_method("length", (self._members, slot))
                 elif size == -1:  # which cannot be told where the slice is empty
                     shape[place] = self._full_size(node, place - dim + layout.dim)
         if at < len(copy.args):
@@ -223,20 +236,24 @@ class _ShardedWriter(Writer):
     def _full_size(self, node: fx.Node, dim: int) -> Any:
         return evaluated(self._graph, spec_of(node.meta["val"]).shape[dim], self._samples)
 
-    def _together(self, node: fx.Node, copy: fx.Node, strategy: Strategy) -> None:
-        """Ops that need to know where their slice lies, or something of the other devices, become calls of `Members`."""
+    def _together(self, node: fx.Node, copy: fx.Node, axis: int, strategy: Strategy) -> None:
+        """Ops that need to know where their slice lies, or something of the other devices along an axis, become calls of `Members`."""
         name = operator_name(node).rstrip("_")
         cuts = _cuts(node, strategy, self._operand_refs(node))
         slot = next(cuts, None)
         if slot is None:
             return
-        number = self._slot(*slot)
+        number = self._slot(axis, *slot)
         if name == "scaled_dot_product_attention" and strategy.name == "l":
-            self._call(copy, "attention", self._slot(ref_of(node), strategy.outputs[0]))
+            self._attention(copy, self._slot(axis, ref_of(node), strategy.outputs[0]))
         elif node.name in self._pieces.graph.random:
             layout = strategy.outputs[0]
             assert layout.kind == "cut"
-            self._call(copy, "drawn", self._slot(ref_of(node), layout), self._function(copy.target))
+            number = self._slot(axis, ref_of(node), layout)
+            if copy.op == "call_method":  # of a slice along another axis already
+                self._call_within(copy, number)
+            else:
+                self._call(copy, "drawn", number, self._function(copy.target))
         elif name == "mean" and strategy.outputs[0].kind == "sum":
             self._call(copy, "part_of_mean", number)
         elif name == "embedding" and strategy.operands[0].kind == "cut" and strategy.operands[0].dim == 0:
@@ -248,20 +265,20 @@ class _ShardedWriter(Writer):
         elif strategy.outputs[0].kind == "sum" and argument(node, "reduction") == _MEAN:
             self._call(copy, "part_of_mean_loss", number, self._function(copy.target))
         elif name == "experts" and "e" in strategy.name:
-            number = self._slot(self._operand_refs(node)[_MATRICES], strategy.operands[_MATRICES])
+            number = self._slot(axis, self._operand_refs(node)[_MATRICES], strategy.operands[_MATRICES])
             self._call(copy, "experts_here" if strategy.name == "e" else "experts_between", number)
         elif name in _GROUPED and strategy.name in self._rule_units(node):
-            self._local_groups(node, copy)
+            self._local_groups(node, copy, axis, strategy)
 
     def _rule_units(self, node: fx.Node) -> Mapping[str, object]:
         graph = self._pieces.graph
         return rule_of(graph.op_by_name[node.name], graph).units
 
-    def _local_groups(self, node: fx.Node, copy: fx.Node) -> None:
+    def _local_groups(self, node: fx.Node, copy: fx.Node, axis: int, strategy: Strategy) -> None:
         """The number of groups is that of this device's channels."""
         at = _GROUPED[operator_name(node)]
         with self._graph.inserting_before(copy):
-            slot = self._slot(ref_of(node), self._sharding.strategies[node.name].outputs[0])
+            slot = self._slot(axis, ref_of(node), strategy.outputs[0])
             groups = self._graph.call_method("portion", (self._members, slot, copy.args[at]))
         copy.update_arg(at, groups)
 
@@ -277,12 +294,25 @@ class _ShardedWriter(Writer):
         copy.target, arguments = method, copy.args
         copy.args = (self._members, *before, *arguments)
 
+    def _attention(self, copy: fx.Node, slot: int) -> None:
+        if copy.op != "call_method":
+            self._call(copy, "attention", slot)
+            return
+        members, drawn, _, *arguments = copy.args  # of a slice along another axis already
+        copy.target, copy.args = "attention", (members, slot, *arguments)
+        self._call_within(copy, int(str(drawn)))
+
+    def _call_within(self, copy: fx.Node, slot: int) -> None:
+        """What is called draws for a slice of what it would draw for."""
+        members, *arguments = copy.args
+        copy.target, copy.args = "drawn_within", (members, slot, copy.target, *arguments)
+
     def _result(self, node: fx.Node) -> Any:
         ref = self._ref(node)
-        return self._in_layout(node, self._sharding.wanted.get(ref, self._sharding.layouts[ref]))
+        return self._in_layout(node, self._wanted(ref))
 
 
-def _cuts(node: fx.Node, strategy: Strategy, operands: Sequence[Ref]) -> Iterator[Slot]:
+def _cuts(node: fx.Node, strategy: Strategy, operands: Sequence[Ref]) -> Iterator[tuple[Ref, Layout]]:
     """The tensors that an op reads or returns cut, those that it reads first."""
     for ref, layout in zip(operands, strategy.operands, strict=True):
         if layout.kind == "cut":

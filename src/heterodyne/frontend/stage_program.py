@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,8 @@ class Team(Protocol):
     """The devices on which a stage lies in parts, seen by one of them."""
 
     @property
-    def position(self) -> int: ...
+    def positions(self) -> tuple[int, ...]:
+        """Of this one along each axis."""
 
     def members(self, sharding: Sharding, numbered: Numbered) -> Callable[[int, range | None], Members]:
         """What a graph calls, for each number of samples of a micro-batch; for those of its samples, if it runs in halves."""
@@ -101,24 +103,29 @@ class StageProgram:
             if overlap:
                 assert not received, "only a stage that is all of the model runs in halves"
                 halves = self._halves(run, numbered, [node.name for node in inputs], dict(module.named_buffers()))
-        stored = (lambda _: None) if self._sharding is None else self._sharding.stored
-        position = 0 if team is None else team.position
+        positions = () if team is None else team.positions
         return BoundStage(
             run=run,
             members=members,
             halves=halves,
             inputs={roles[n].name: spec_of(n.meta["val"]).shape for n in inputs},
             received=tuple(n.name for n in received),
-            kept=tuple(placed(traced, n, module, device, stored(roles[n].name), position) for n in kept),
+            kept=tuple(placed(traced, n, module, device, self._sizes(roles[n].name, positions)) for n in kept),
             results=(*(value.name for value in self.sends), *([LOSS] if self.is_last else [])),
             training=module.training,
         )
+
+    def _sizes(self, name: str, positions: Sequence[int]) -> dict[int, int]:
+        """Of the slice of a parameter or buffer that the device with these positions has: of each dim that is cut."""
+        axes = () if self._sharding is None else self._sharding.axes
+        cuts = [(axis.stored(name), position) for axis, position in zip(axes, positions, strict=True)]
+        return {cut[0]: cut[1][position] for cut, position in cuts if cut is not None}
 
     def _halves(
         self, run: fx.GraphModule, numbered: Numbered, inputs: Sequence[str], buffers: Mapping[str, Tensor]
     ) -> InTurns:
         flows, count, graph = self._pieces.graph.flows, self._count, self._pieces.graph
-        meets = [conversion(have, want, differentiable=flows(ref)).meets for ref, have, want in numbered.steps]
+        meets = [conversion(t.have, t.want, differentiable=flows(ref)).meets for ref, t in numbered.steps]
 
         def weigh(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) -> list[float]:
             assert count is not None
@@ -244,12 +251,11 @@ def placed(
     node: fx.Node,
     module: nn.Module,
     device: torch.device,
-    sliced: tuple[int, tuple[int, ...]] | None = None,
-    position: int = 0,
+    sliced: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], str]:
     """Where the module keeps a parameter or buffer; a constant is kept here, on the device.
 
-    ``sliced``: the dim in which it is cut, and the sizes of the slices, of which the module has the ``position``-th.
+    ``sliced``: of each dim in which the module has a slice of it, the size of that.
     """
     role = traced.roles[node]
     if role.kind == "constant":
@@ -263,8 +269,8 @@ def placed(
     if found is None:
         raise CaptureError(f"the model has no {role.kind} {role.name!r}; it is not the one that was captured")
     shape = list(known.shape)
-    if sliced is not None:
-        shape[sliced[0]] = sliced[1][position]
+    for dim, size in sliced.items():
+        shape[dim] = size
     if found.dtype is not known.dtype or list(found.shape) != shape:
         raise CaptureError(
             f"the {role.kind} {role.name!r} is {found.dtype} {list(found.shape)}, and was {known.dtype} {shape} when the "

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TypeAlias
 
 from heterodyne.errors import PlanError
@@ -91,14 +90,9 @@ def holdings_of(plan: Plan, graph: ModelGraph) -> Holdings:
 
 def _boxes(sharding: Sharding | None, name: str, stage: Stage) -> Sequence[Box]:
     """Of each device: each row has all of it."""
-    cut = None if sharding is None else sharding.stored(name)
-    if cut is None:
+    if sharding is None:
         return [()] * len(stage.devices)
-    dim, sizes = cut
-    of_row = [
-        (Slice(dim, first, first + size),) for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
-    ]
-    return of_row * len(stage.rows)
+    return [tuple(Slice(*cut) for cut in box) for box in sharding.boxes(name)] * len(stage.rows)
 
 
 def owners_of(plan: Plan, graph: ModelGraph) -> dict[str, tuple[str, ...]]:

@@ -149,12 +149,12 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="any model",
         why=lambda *_: "this version does not run it",
-        refuses=frozenset({"state_sharding", "overlap_in_pipeline", "overlap_with_recompute", "cuts_along_two_axes"}),
+        refuses=frozenset({"state_sharding", "overlap_in_pipeline", "overlap_with_recompute"}),
     ),
     Trait(
         name="statistics over the batch (BatchNorm)",
         why=_batch_statistics,
-        refuses=frozenset({"unequal_counts", "unlike_pipelines", "empty_share", "overlap"}),
+        refuses=frozenset({"unequal_counts", "unlike_pipelines", "empty_share", "overlap", "cuts_along_two_axes"}),
     ),
     Trait(
         name="a loss that compares samples",

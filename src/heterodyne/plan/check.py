@@ -146,10 +146,9 @@ def _of_parts(pipeline: Pipeline, index: int, graph: ModelGraph) -> list[str]:
     if sharding is None:
         return []
     asked = {region.task_graph for region in stage.regions if region.task_graph != "*"}
-    wide = len([share for share in stage.of_row.shares if share])
     told: dict[str, str] = {}
-    for narrow in sharding.narrow:
-        op = graph.op_by_name[narrow.op]
+    for axis, narrow in [(along, each) for along in sharding.axes for each in along.narrow]:
+        op, wide = graph.op_by_name[narrow.op], sum(share > 0 for share in axis.shares[0])
         if op.annotation in asked and op.annotation not in told:
             told[str(op.annotation)] = (
                 f"splits TaskGraph {op.annotation!r} over {wide} devices, and {op.target} ({op.source or op.name}) can be cut into "

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from heterodyne.documents import Whole
 from heterodyne.plan.slices import slices
 
-__all__ = ["Axis", "Kind", "Layout", "PlanPart", "count_of", "nested_slices"]
+__all__ = ["Axis", "Kind", "Layout", "PlanPart", "count_of", "lines", "nested_slices"]
 
+_T = TypeVar("_T")
 Kind: TypeAlias = Literal["replicate", "split", "context"]
 
 
@@ -87,6 +88,16 @@ def nested_slices(size: int, axes: Sequence[Axis]) -> tuple[tuple[int, int], ...
     for axis in axes:
         found = [(first + start, own) for first, count in found for start, own in slices(count, axis.shares)]
     return tuple(found)
+
+
+def lines(members: Sequence[_T], sizes: Sequence[int]) -> list[list[tuple[_T, ...]]]:
+    """For each axis of a mesh, which ``members`` fill, the groups of those that have the same places along all others."""
+    found = []
+    for axis in range(len(sizes)):
+        stride = prod(sizes[axis + 1 :])
+        starts = (at for at in range(len(members)) if at // stride % sizes[axis] == 0)
+        found.append([tuple(members[at : at + stride * sizes[axis] : stride]) for at in starts])
+    return found
 
 
 def count_of(axes: Sequence[Axis]) -> int:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from heterodyne.errors import PlanError
 from heterodyne.graph.cut import crossings, stage_ops
 from heterodyne.graph.ir import ModelGraph, Op, Ref
-from heterodyne.graph.sharding import COPY, SUM, Layout, Mode, Price, Problem, Sharding, cut, shard
+from heterodyne.graph.sharding import COPY, SUM, Layout, Mode, Price, Problem, Sharding, cut, shard, shard_along
 from heterodyne.graph.size import Size
 from heterodyne.plan.plan import Pipeline, Stage
 
@@ -41,13 +41,14 @@ def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding 
 
 @lru_cache(maxsize=256)
 def _solved(graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: int, samples: int) -> Sharding:
-    return shard(*_problem_of(graph, stage, starts, number, samples))
+    asked = [_problem_of(graph, _along(stage, axis), starts, number, samples) for axis in range(len(stage.layout.axes))]
+    return shard_along([problem for problem, _, _ in asked], lambda problem, axis: shard(problem, *asked[axis][1:]))
 
 
 def _problem_of(
     graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: int, samples: int
 ) -> tuple[Problem, tuple[tuple[int, ...], ...], Fixed]:
-    """What has to be solved for that stage, the lists of shares, and the units that its neighbours have fixed."""
+    """What has to be solved for that stage, which lies along one axis, the lists of shares, and the units that its neighbours have fixed."""
     regions = sorted(stage.regions, key=lambda region: region.task_graph != "*")
     by_name = {region.task_graph: place for place, region in enumerate(regions)}
     ops = stage_ops(graph, *stage.ops)
@@ -64,6 +65,15 @@ def _problem_of(
     borders = {**given, **wanted}
     fixed = {(ref, layout): Size.per_sample(1) for ref, layout in borders.items() if layout.kind == "cut"}
     return problem, tuple(region.layout.shares for region in regions), fixed
+
+
+def _along(stage: Stage, axis: int) -> Stage:
+    """The stage as if it had that axis alone."""
+    regions = tuple(
+        region.model_copy(update={"layout": region.layout.within(axis).model_copy(update={"inner": ()})})
+        for region in stage.regions
+    )
+    return stage.model_copy(update={"devices": stage.devices[: stage.layout.sizes[axis]], "regions": regions})
 
 
 def _most_samples(pipeline: Pipeline, number: int) -> int:

@@ -233,8 +233,9 @@ def _in_parts(planned: Planned, pipeline: Pipeline) -> str:
     widths = "; ".join(
         ", ".join(f"{d} {share / sum(within):.0%}" for d, share in zip(row, within, strict=True)) for row in stage.rows
     )
-    cut = sum(p.bytes for p in planned.graph.parameters if sharding.stored(p.name) is not None)
-    meetings = sum(bool(e.steps.forward) + bool(e.steps.backward) for e in sharding.exchanges)
+    cut = sum(p.bytes for p in planned.graph.parameters if any(sharding.boxes(p.name)))
+    exchanges = [exchange for axis in sharding.axes for exchange in axis.exchanges]
+    meetings = sum(bool(e.steps.forward) + bool(e.steps.backward) for e in exchanges)
     rows = f" on each of {len(stage.rows)} rows" if len(stage.rows) > 1 else ""
     return (
         f"{' + '.join(stage.devices)} hold the model in parts{rows} ({widths}) for {pipeline.micro_batches.samples} samples "

@@ -1,6 +1,7 @@
 """How tensors lie on the devices of a stage: what ops allow, what is chosen, and where the cuts are."""
 
 from heterodyne.graph.sharding.layout import COPY, SUM, WHOLE, Conversion, Layout, conversion, cut
+from heterodyne.graph.sharding.nested import nested, shard_along, turns
 from heterodyne.graph.sharding.price import Price
 from heterodyne.graph.sharding.problem import Mode, Problem
 from heterodyne.graph.sharding.rule import Strategy
@@ -21,5 +22,8 @@ __all__ = [
     "Strategy",
     "conversion",
     "cut",
+    "nested",
     "shard",
+    "shard_along",
+    "turns",
 ]

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 from heterodyne.graph.ir import Ref
 from heterodyne.graph.sharding.layout import Layout
+from heterodyne.graph.sharding.nested import Turn
 
 __all__ = ["Numbered", "Slot", "Step"]
 
-Slot: TypeAlias = tuple[Ref, Layout]
-"""A tensor as it is cut."""
+Slot: TypeAlias = tuple[int, Ref, Layout]
+"""An axis, and a tensor as it is cut along it."""
 
-Step: TypeAlias = tuple[Ref, Layout, Layout]
-"""A tensor, how it lies, and how it is wanted."""
+Step: TypeAlias = tuple[Ref, Turn]
+"""A tensor, and how it is laid out otherwise along one axis."""
 
 
 class Numbered(NamedTuple):

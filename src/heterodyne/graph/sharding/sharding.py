@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 from heterodyne.graph.ir import ModelGraph, Op, Ref
 from heterodyne.graph.sharding.dealing import dealt, dealt_to_all
@@ -53,6 +54,7 @@ class Sharding:
     wanted: how what leaves the stage lies.
     exchanges: in the order in which the forward meets them.
     narrow: ops that were not cut because they have too few units.
+    inner: the same along the axes inside of this one, by each of whose members it holds; None: there are none.
     """
 
     strategies: Mapping[str, Strategy]
@@ -62,7 +64,13 @@ class Sharding:
     wanted: Mapping[Ref, Layout]
     exchanges: tuple[Exchange, ...]
     narrow: tuple[Narrow, ...] = ()
+    inner: Sharding | None = None
     graph: ModelGraph = field(repr=False)
+
+    @property
+    def axes(self) -> tuple[Sharding, ...]:
+        """Along each axis, outermost first, which is this one."""
+        return (self, *(self.inner.axes if self.inner is not None else ()))
 
     @property
     def members(self) -> int:
@@ -83,6 +91,18 @@ class Sharding:
         if layout is None or layout.kind != "cut":
             return None
         return layout.dim, self.sizes(Ref(name), layout, 1)
+
+    def boxes(self, name: str) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """For each device the slices ``(dim, first, stop)`` of a parameter or buffer that it has, by dim; () if it has all of it."""
+        found: list[tuple[tuple[int, int, int], ...]] = [()]
+        for axis in self.axes:
+            cut = axis.stored(name)
+            slices: list[tuple[tuple[int, int, int], ...]] = [()] * axis.members
+            if cut is not None:
+                borders = pairwise(accumulate(cut[1], initial=0))
+                slices = [((cut[0], first, stop),) for first, stop in borders]
+            found = [tuple(sorted((*box, *own))) for box in found for own in slices]
+        return tuple(found)
 
 
 def shard(problem: Problem, shares: Sequence[Sequence[int]], fixed: Mapping[tuple[Ref, Layout], Size]) -> Sharding:

@@ -49,20 +49,20 @@ class _Part:
     full: int
 
 
-_PART: ContextVar[_Part | None] = ContextVar("part", default=None)
+_PARTS: ContextVar[tuple[_Part, ...]] = ContextVar("parts", default=())
 _SOME: ContextVar[range | None] = ContextVar("some", default=None)
 
 
 @contextmanager
 def in_part(dim: int, first: int, full: int) -> Iterator[None]:
     """What is drawn for a tensor inside is a slice of what the whole tensor would be given: in ``dim`` (counted from 0), from place
-    ``first`` on of ``full`` places.
+    ``first`` on of ``full`` places. One in another: a slice in several dims.
     """
-    token = _PART.set(_Part(dim, first, full))
+    token = _PARTS.set((*_PARTS.get(), _Part(dim, first, full)))
     try:
         yield
     finally:
-        _PART.reset(token)
+        _PARTS.reset(token)
 
 
 def turn_to(some: range | None) -> None:
@@ -230,9 +230,9 @@ class SampleDropout(Interception):
 
     def _bits(self, shape: torch.Size) -> Tensor:
         """A hash for each element of a tensor that begins with the samples: int32 of that shape."""
-        part = _PART.get()
-        if part is not None:
-            return self._bits_of_part(shape, part)
+        parts = _PARTS.get()
+        if parts:
+            return self._bits_of_part(shape, parts)
         samples = len(self._draws.samples)
         if samples == 0 or not shape or shape[0] % samples:
             raise HeterodyneError(
@@ -241,14 +241,19 @@ class SampleDropout(Interception):
             )
         return self._hashes(self._call_number(), math.prod(shape) // samples).view(shape)
 
-    def _bits_of_part(self, shape: torch.Size, part: _Part) -> Tensor:
+    def _bits_of_part(self, shape: torch.Size, parts: Sequence[_Part]) -> Tensor:
         """The same, of a slice of the tensor."""
-        full = torch.Size((*shape[: part.dim], part.full, *shape[part.dim + 1 :]))
-        token = _PART.set(None)
+        full = list(shape)
+        for part in parts:
+            full[part.dim] = part.full
+        token = _PARTS.set(())
         try:
-            return self._bits(full).narrow(part.dim, part.first, shape[part.dim])
+            bits = self._bits(torch.Size(full))
         finally:
-            _PART.reset(token)
+            _PARTS.reset(token)
+        for part in parts:
+            bits = bits.narrow(part.dim, part.first, shape[part.dim])
+        return bits
 
     def _call_number(self) -> int:
         drawn = draw_call_number()

@@ -5,10 +5,11 @@ The graph names tensors by number (slots and steps); here the numbers become siz
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 from heterodyne.experts import ACTIVATIONS, Run, swiglu_experts
 from heterodyne.graph.ir import Ref
 from heterodyne.graph.sharding import Layout, Sharding
+from heterodyne.graph.sharding.dealing import dealt
+from heterodyne.graph.sharding.nested import Turn
 from heterodyne.graph.sharding.numbered import Numbered
 from heterodyne.runtime.exact.dropout import in_part, turn_to
 from heterodyne.runtime.split import experts, vocabulary
@@ -28,21 +31,44 @@ from heterodyne.runtime.split.vocabulary import weights_of_rows
 __all__ = ["Members", "SplitTeam"]
 
 
+_Step: TypeAlias = tuple[Group, Layout, Layout, tuple[int, ...], tuple[int, ...]]
 _NO_SIZES: tuple[int, ...] = ()
 _REDUCTIONS = ("none", "mean", "sum")
 
 
-class SplitTeam:
-    """Args:
-    group: of the devices.
-    """
+class Cut(NamedTuple):
+    """A dim of a tensor that the members of a group hold in slices of these sizes."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    group: Group
+    dim: int
+    sizes: tuple[int, ...]
 
     @property
-    def position(self) -> int:
-        return self._group.position
+    def own(self) -> int:
+        """The size of this member's slice."""
+        return self.sizes[self.group.position]
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Where it begins and ends."""
+        return self.group.bounds(self.sizes)
+
+    def drawn(self) -> AbstractContextManager[None]:
+        """What is drawn inside is for this member's slice."""
+        return in_part(self.dim, self.bounds[0], sum(self.sizes))
+
+
+class SplitTeam:
+    """Args:
+    groups: along each axis, outermost first, the devices that have this one's places along the others.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = tuple(groups)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(group.position for group in self._groups)
 
     def members(self, sharding: Sharding, numbered: Numbered) -> Callable[[int, range | None], Members]:
         """What a graph with these numbers calls, for a number of samples; ``some``: which of the micro-batch they are."""
@@ -56,13 +82,31 @@ class SplitTeam:
         return at
 
     def _at(self, sharding: Sharding, numbered: Numbered, samples: int, some: range | None) -> Members:
-        def sizes(ref: Ref, layout: Layout) -> tuple[int, ...]:
-            return sharding.sizes(ref, layout, samples) if layout.kind == "cut" else _NO_SIZES
+        axes = sharding.axes
+        left = [samples]  # at the border of a stage, by the axes outside of each
+        for axis, group in zip(axes, self._groups, strict=True):
+            left.append(dealt(left[-1], axis.shares[0])[group.position])
+
+        def sizes(axis: int, ref: Ref, layout: Layout, *, nested: bool = False) -> tuple[int, ...]:
+            if layout.kind != "cut":
+                return _NO_SIZES
+            return axes[axis].sizes(ref, layout, left[axis] if nested else samples)
+
+        def step(ref: Ref, turn: Turn) -> _Step:
+            have = sizes(turn.axis, ref, turn.have, nested=turn.had_nested)
+            return (
+                self._groups[turn.axis],
+                turn.have,
+                turn.want,
+                have,
+                sizes(turn.axis, ref, turn.want, nested=turn.nested),
+            )
 
         return Members(
-            group=self._group,
-            slots=tuple((layout.dim, sizes(ref, layout)) for ref, layout in numbered.slots),
-            steps=tuple((have, want, sizes(ref, have), sizes(ref, want)) for ref, have, want in numbered.steps),
+            slots=tuple(
+                Cut(self._groups[axis], layout.dim, sizes(axis, ref, layout)) for axis, ref, layout in numbered.slots
+            ),
+            steps=tuple(step(ref, turn) for ref, turn in numbered.steps),
             functions=tuple(numbered.functions),
             some=some,
         )
@@ -73,26 +117,24 @@ class Members:
     """What the graph of a member calls while it runs on a micro-batch. All calls that exchange something are collective.
 
     Args:
-        slots: for each the dim that is cut, and the sizes of the members' slices.
-        steps: for each how a tensor lies and how it is wanted, with the sizes of the slices.
+        slots: what is cut.
+        steps: for each who lays a tensor out otherwise, how it lies and how it is wanted, with the sizes of the slices.
         functions: what the graph calls by number.
         some: the samples, where they are not all of the micro-batch.
     """
 
-    group: Group
-    slots: tuple[tuple[int, tuple[int, ...]], ...]
-    steps: tuple[tuple[Layout, Layout, tuple[int, ...], tuple[int, ...]], ...] = field(repr=False)
+    slots: tuple[Cut, ...]
+    steps: tuple[_Step, ...] = field(repr=False)
     functions: tuple[Callable[..., Any], ...] = ()
     some: range | None = None
 
     def convert(self, tensor: Tensor, step: int) -> Tensor:
         """Lay a tensor out otherwise."""
-        have, want, have_sizes, want_sizes = self.steps[step]
-        return converted(self.group, tensor, have, want, have_sizes, want_sizes)
+        return converted(self.steps[step][0], tensor, *self.steps[step][1:])
 
     def begin(self, tensor: Tensor, step: int) -> tuple[Redistribution, Tensor]:
         """The same in two calls: what is exchanged is on its way meanwhile. The tensor must stay as it is until `end`."""
-        travel = Redistribution(*ways_between(self.group, *self.steps[step]))
+        travel = Redistribution(*ways_between(*self.steps[step]))
         return travel, travel.begin(tensor)
 
     def end(self, begun: tuple[Redistribution, Tensor]) -> Tensor:
@@ -105,24 +147,29 @@ class Members:
 
     def length(self, slot: int) -> int:
         """Of this member's slice."""
-        return self.slots[slot][1][self.group.position]
+        return self.slots[slot].own
 
     def portion(self, slot: int, count: int) -> int:
         """Of ``count`` equal parts of the dim that is cut, those of this member."""
-        return count * self.length(slot) // sum(self.slots[slot][1])
+        return count * self.length(slot) // sum(self.slots[slot].sizes)
 
     def drawn(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
         """Call a function that draws random numbers for a slice of a tensor: those that the whole tensor would have there."""
-        dim, sizes = self.slots[slot]
-        with in_part(dim, self.group.bounds(sizes)[0], sum(sizes)):
+        with self.slots[slot].drawn():
             result: Tensor = self.functions[function](*arguments, **options)
+            return result
+
+    def drawn_within(self, slot: int, method: str, *arguments: Any, **options: Any) -> Tensor:
+        """The same of another method of these, for a slice along another axis."""
+        with self.slots[slot].drawn():
+            result: Tensor = getattr(self, method)(*arguments, **options)
             return result
 
     def part_of_mean(
         self, slot: int, tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """This member's part of a mean: its sum, over the number of all elements."""
-        cut_dim, sizes = self.slots[slot]
+        _, cut_dim, sizes = self.slots[slot]
         dims = range(tensor.dim()) if not dim and dim != 0 else [dim] if isinstance(dim, int) else dim
         count = 1
         for place in {place % tensor.dim() for place in dims}:
@@ -133,7 +180,7 @@ class Members:
 
     def part_of_mean_loss(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
         """The same of a loss that takes the mean over everything: of the members' means, each by its part of the elements."""
-        cut_dim, sizes = self.slots[slot]
+        _, cut_dim, sizes = self.slots[slot]
         if not arguments[0].numel():
             empty: Tensor = arguments[0].sum() + arguments[1].sum()
             return empty
@@ -142,20 +189,20 @@ class Members:
 
     def embedding(self, slot: int, ids: Tensor, weight: Tensor, **options: Any) -> Tensor:
         """Rows of a table that is cut along its rows: this member's, among zeros."""
-        padding = options.pop("padding_idx", None)
+        cut, padding = self.slots[slot], options.pop("padding_idx", None)
         return vocabulary.embedding(
-            self.group, ids, weight, self.slots[slot][1], padding_idx=-1 if padding is None else padding, **options
+            cut.group, ids, weight, cut.sizes, padding_idx=-1 if padding is None else padding, **options
         )
 
     def softmax(self, slot: int, tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """Along the dim that is cut. It is contiguous, as PyTorch's is: there are kernels that rely on that."""
         tensor = tensor if dtype is None else tensor.to(dtype)
-        return vocabulary.softmax(self.group, tensor.contiguous(), dim, self.slots[slot][1])
+        return vocabulary.softmax(self.slots[slot].group, tensor.contiguous(), dim, self.slots[slot].sizes)
 
     def log_softmax(self, slot: int, tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """Along the dim that is cut; contiguous too."""
         tensor = tensor if dtype is None else tensor.to(dtype)
-        return vocabulary.log_softmax(self.group, tensor.contiguous(), dim, self.slots[slot][1])
+        return vocabulary.log_softmax(self.slots[slot].group, tensor.contiguous(), dim, self.slots[slot].sizes)
 
     def cross_entropy(
         self,
@@ -170,12 +217,10 @@ class Members:
         """Of logits [N, C, ...] that are cut. Along the classes: the same on each member. Else this member's part of a sum, or of a mean
         over what all members count.
         """
-        dim, sizes = self.slots[slot]
+        group, dim, sizes = self.slots[slot]
         if dim == 1:
             how: Any = _REDUCTIONS[reduction]
-            return vocabulary.cross_entropy(
-                self.group, logits, labels, sizes, weight, how, ignore_index, label_smoothing
-            )
+            return vocabulary.cross_entropy(group, logits, labels, sizes, weight, how, ignore_index, label_smoothing)
         total = F.cross_entropy(
             logits, labels, weight, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
         )
@@ -183,7 +228,7 @@ class Members:
             return total
         # Half precision cannot count.
         own = weights_of_rows(labels, weight, ignore_index, torch.promote_types(total.dtype, torch.float32)).sum()
-        return (total / self.group.all_reduce(own)).to(total.dtype)
+        return (total / group.all_reduce(own)).to(total.dtype)
 
     def attention(
         self,
@@ -199,34 +244,33 @@ class Members:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Of a slice of the queries with all keys; where it is causal the slice sees the keys up to its own places."""
-        dim, sizes = self.slots[slot]
-        first, stop = self.group.bounds(sizes)
+        first, stop = self.slots[slot].bounds
         if is_causal:
             if not dropout_p:  # dropped out are weights of all keys
                 key, value = key[..., :stop, :], value[..., :stop, :]
             if first or dropout_p:
                 attn_mask, is_causal = _seen(query, first, stop, key.shape[-2], enable_gqa), False
-        with in_part(dim, first, sum(sizes)):
+        with self.slots[slot].drawn():
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
 
     def experts_here(self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any) -> Tensor:
         """What this member's experts add to a mixture of all tokens, which each member has. ``own``: matrices and activation."""
-        run = _run(*own)
-        return experts.experts_here(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
+        cut, run = self.slots[slot], _run(*own)
+        return experts.experts_here(cut.group, tokens, indices, weights, sizes=cut.sizes, run=run)
 
     def experts_between(self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any) -> Tensor:
         """The mixture of this member's tokens, of which a row of each choice goes to the member that has the expert."""
-        run = _run(*own)
-        return experts.experts_between(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
+        cut, run = self.slots[slot], _run(*own)
+        return experts.experts_between(cut.group, tokens, indices, weights, sizes=cut.sizes, run=run)
 
     def begin_experts(
         self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any
     ) -> experts.ExpertDispatch:
         """`experts_between` in three calls: what travels is on its way meanwhile."""
-        run = _run(*own)
-        return experts.ExpertDispatch(self.group, tokens, indices, weights, sizes=self.slots[slot][1], run=run)
+        cut, run = self.slots[slot], _run(*own)
+        return experts.ExpertDispatch(cut.group, tokens, indices, weights, sizes=cut.sizes, run=run)
 
     def run_experts(self, dispatched: experts.ExpertDispatch) -> experts.ExpertDispatch:
         dispatched.compute()

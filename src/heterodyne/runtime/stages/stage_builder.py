@@ -15,6 +15,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.cut import Value
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import Bucket, planned_buckets
+from heterodyne.plan.mesh import lines
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.recent import Recent
@@ -328,26 +329,28 @@ def _exchange(placement: Placement, communicator: Communicator) -> SampleExchang
 
 def _teams(plan: Plan, cluster: Cluster, communicator: Communicator) -> dict[int, SplitTeam]:
     """For each stage that lies in parts the devices with which this rank holds them: those of its row. Collective."""
-    made: dict[tuple[int, ...], SplitTeam | None] = {}
+    made: dict[tuple[int, ...], Group | None] = {}
     found = {}
     for pipeline in plan.pipelines:
         for number, stage in enumerate(pipeline.stages):
             for row in stage.rows if stage.sharded else ():
-                ranks = tuple(map(cluster.rank, row))
-                if ranks not in made:
-                    made[ranks] = _team(ranks, communicator)
-                team = made[ranks]
-                if team is not None:
-                    found[number] = team
+                groups = []
+                for along in lines(tuple(map(cluster.rank, row)), stage.of_row.layout.sizes):
+                    for ranks in along:
+                        if ranks not in made:
+                            made[ranks] = _group(ranks, communicator)
+                    groups += [group for ranks in along if (group := made[ranks]) is not None]
+                if groups:
+                    found[number] = SplitTeam(groups)
     return found
 
 
-def _team(ranks: tuple[int, ...], communicator: Communicator) -> SplitTeam | None:
+def _group(ranks: tuple[int, ...], communicator: Communicator) -> Group | None:
     channel = communicator.channel(sorted(ranks))
     if communicator.rank not in ranks:
         return None
     places = [sorted(ranks).index(rank) for rank in ranks]
-    return SplitTeam(Group(channel, ranks.index(communicator.rank), len(ranks), places))
+    return Group(channel, ranks.index(communicator.rank), len(ranks), places)
 
 
 def _pieces(pipeline: Pipeline, graph: ModelGraph) -> list[_Piece]:
