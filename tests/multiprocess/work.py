@@ -97,7 +97,7 @@ def copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 class StageOf:
     """Ops up to ``stop`` on ``ranks``, who take ``shares``, as ``kind`` says; ``recompute``: blocks; ``marked``: layouts of TaskGraphs.
 
-    ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of further axes.
+    ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of others.
     """
 
     stop: int

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, prod
 
 from heterodyne.cost.exchange import buffer_bytes
 from heterodyne.cost.layers import LayerCost
-from heterodyne.cost.meetings import Meeting, conversion, within
+from heterodyne.cost.meetings import Meeting, conversion, exchanges_of, within
 from heterodyne.cost.parts import Parts
 from heterodyne.cost.parts_kept import copied_bytes
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph, Op, Parameter, Ref
+from heterodyne.plan.boxes import Slice, numel
 
 __all__ = ["block_cost", "meetings_of", "trained_bytes"]
 
@@ -58,17 +59,16 @@ def meetings_of(graph: ModelGraph, block: Block, parts: Parts) -> list[Meeting]:
     """Where the devices of a stage that lies in parts meet inside of a block; what leaves the model counts to the last one."""
     ops = graph.ops_of(block)
     before = {op.name for op in ops} | ({None} if block.stop == len(graph.ops) else set())
-    own = [conversion(exchange, parts) for exchange in parts.sharding.exchanges if exchange.before in before]
+    own = [conversion(axis, exchange, parts) for axis, exchange in exchanges_of(parts) if exchange.before in before]
     inside = (within(op, parts) for op in ops if op.name in parts.sharding.strategies)
     return [*own, *(meeting for meeting in inside if meeting is not None)]
 
 
 def _stored_bytes(parameter: Parameter, parts: Parts | None) -> int:
-    cut = None if parts is None else parts.sharding.stored(parameter.name)
-    if cut is None:
+    if parts is None:
         return parameter.bytes
-    _, sizes = cut
-    return ceil(parameter.bytes * max(sizes) / sum(sizes))
+    boxes = (tuple(Slice(*cut) for cut in box) for box in parts.sharding.boxes(parameter.name))
+    return ceil(parameter.bytes * max(numel(box, parameter.shape) for box in boxes) / max(1, prod(parameter.shape)))
 
 
 def _kept_bytes(ops: Sequence[Op], size: int, parts: Parts | None) -> float:
@@ -82,8 +82,9 @@ def _kept_bytes(ops: Sequence[Op], size: int, parts: Parts | None) -> float:
 
 def _tensor_bytes(graph: ModelGraph, ref: Ref, size: int, parts: Parts | None) -> float:
     whole = int(graph.spec(ref).bytes(size))
-    layout = None if parts is None else parts.sharding.layouts.get(ref)
-    return whole if parts is None or layout is None else whole * max(parts.of_tensor(ref, layout))
+    if parts is None or ref not in parts.sharding.layouts:
+        return whole
+    return whole * max(parts.of_tensor(ref, *parts.lies(ref)))
 
 
 def _workspace_bytes(graph: ModelGraph, block: Block, size: int, parts: Parts | None) -> float:

@@ -153,13 +153,14 @@ class Wires:
     def _on_the_way_s(self, exchanged: Round) -> tuple[float, float]:
         """Until the first byte arrives, and from then on."""
         if self.met is not None:
-            each = max(self._sent_and_received(exchanged)) / (2 * (len(exchanged) - 1))
+            others = max(sum(map(bool, row)) - bool(row[own]) for own, row in enumerate(exchanged))
+            each = max(self._sent_and_received(exchanged)) / (2 * max(1, others))
             return self.met.latency_s, self.met.s_per_byte * each
         latency_s = 0.0
         busy: dict[str, float] = {}  # seconds of each port and of each link
         for source, row in enumerate(exchanged):
             for target, size in enumerate(row):
-                if source == target:
+                if source == target or not size:
                     continue
                 cost = self.transfers[source][target]
                 latency_s = max(latency_s, cost.latency_s)

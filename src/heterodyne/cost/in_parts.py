@@ -15,7 +15,7 @@ from heterodyne.cost.compute import Compute, Pass
 from heterodyne.cost.exchange import Round, Wires
 from heterodyne.cost.halves import Halves
 from heterodyne.cost.joint import joint_s
-from heterodyne.cost.meetings import Meeting, conversion, within
+from heterodyne.cost.meetings import Meeting, conversion, exchanges_of, within
 from heterodyne.cost.overlap import Crossing, OverlapStep, overlapped_s
 from heterodyne.cost.parts import Fractions, Parts
 from heterodyne.graph.cut import stage_ops
@@ -136,23 +136,23 @@ class InParts:
             place = self._places[op.name]
             if ops != self.ops and not ops[0] <= place < ops[1]:
                 continue
-            yield from ((place, conversion(exchange, parts)) for exchange in self._ahead.get(op.name, ()))
+            yield from ((place, conversion(*ahead, parts)) for ahead in self._ahead.get(op.name, ()))
             yield place, None
             inside = within(op, parts)
             if inside is not None:
                 yield place, inside
         # What leaves the stage is laid out by the part of it that makes it.
-        for exchange in self._ahead.get(None, ()):
+        for axis, exchange in self._ahead.get(None, ()):
             place = self._places.get(exchange.tensor.name, self.ops[0])
             if ops == self.ops or ops[0] <= place < ops[1]:
-                yield place, conversion(exchange, parts)
+                yield place, conversion(axis, exchange, parts)
 
     @cached_property
-    def _ahead(self) -> dict[str | None, list[Exchange]]:
-        """The conversions of the stage by the op that they stand ahead of, each in the order of its forward."""
-        found: dict[str | None, list[Exchange]] = {}
-        for exchange in self.sharding.exchanges:
-            found.setdefault(exchange.before, []).append(exchange)
+    def _ahead(self) -> dict[str | None, list[tuple[int, Exchange]]]:
+        """The conversions of the stage, each with its axis, by the op that they stand ahead of, in the order of its forward."""
+        found: dict[str | None, list[tuple[int, Exchange]]] = {}
+        for axis, exchange in exchanges_of(self.parts(1)):
+            found.setdefault(exchange.before, []).append((axis, exchange))
         return found
 
     def _of_ops(self, kind: Pass, samples: int, ops: Ops) -> dict[int, Fractions]:

@@ -7,19 +7,20 @@ backward goes through all of it the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 from heterodyne.cost.exchange import Round, rounds, to_everyone
 from heterodyne.cost.parts import Parts
-from heterodyne.graph.ir import Op
-from heterodyne.graph.sharding import Exchange
+from heterodyne.graph.ir import Op, Ref
+from heterodyne.graph.sharding import WHOLE, Exchange
 from heterodyne.graph.sharding.layout import Collective
 from heterodyne.graph.sharding.rule import Rule
 from heterodyne.graph.sharding.rules import rule_of
+from heterodyne.plan.mesh import lines
 
-__all__ = ["Meeting", "conversion", "within"]
+__all__ = ["Meeting", "conversion", "exchanges_of", "within"]
 
 _WIDE_BYTES: Final = 4
 """Statistics are computed in single precision."""
@@ -42,13 +43,20 @@ class Meeting:
     inside: bool = True
 
 
-def conversion(exchange: Exchange, parts: Parts) -> Meeting:
-    """What a tensor that is to lie otherwise takes."""
-    return Meeting(
-        forward=_converted(exchange, exchange.steps.forward, parts),
-        backward=_converted(exchange, exchange.steps.backward, parts, back=True),
+def exchanges_of(parts: Parts) -> Iterator[tuple[int, Exchange]]:
+    """The conversions of a stage, in the order of its forward, axis by axis, with the number of the axis."""
+    return ((axis, exchange) for axis, own in enumerate(parts.along) for exchange in own.sharding.exchanges)
+
+
+def conversion(axis: int, exchange: Exchange, parts: Parts) -> Meeting:
+    """What a tensor that is to lie otherwise along an axis takes."""
+    own = parts.along[axis]
+    meeting = Meeting(
+        forward=_converted(exchange, exchange.steps.forward, own),
+        backward=_converted(exchange, exchange.steps.backward, own, back=True),
         inside=False,
     )
+    return _on_mesh(meeting, parts, axis, exchange.tensor)
 
 
 def _converted(exchange: Exchange, kind: Collective | None, parts: Parts, *, back: bool = False) -> tuple[Round, ...]:
@@ -70,7 +78,34 @@ def _converted(exchange: Exchange, kind: Collective | None, parts: Parts, *, bac
 
 
 def within(op: Op, parts: Parts) -> Meeting | None:
-    """What the members send each other inside of an op; None for most."""
+    """What the members send each other inside of an op; None for most. They do along one axis at most."""
+    found = ((axis, _within(op, own)) for axis, own in enumerate(parts.along))
+    return next((_on_mesh(made, parts, axis, op.operands[0]) for axis, made in found if made is not None), None)
+
+
+def _on_mesh(meeting: Meeting, parts: Parts, axis: int, ref: Ref) -> Meeting:
+    """What the members of one axis send each other, done at once by each group of devices that have the same places along the others:
+    each with what it has of the tensor.
+    """
+    if len(parts.along) == 1:
+        return meeting
+    sizes = [own.members for own in parts.along]
+    layouts = [WHOLE if number == axis else layout for number, layout in enumerate(parts.lies(ref))]
+    held = parts.of_tensor(ref, *layouts)
+    groups = lines(range(parts.members), sizes)[axis]
+
+    def of_all(sent: Round) -> Round:
+        full = [[0.0] * parts.members for _ in range(parts.members)]
+        for group in groups:
+            for source, row in zip(group, sent, strict=True):
+                for target, size in zip(group, row, strict=True):
+                    full[source][target] = size * held[source]
+        return tuple(map(tuple, full))
+
+    return replace(meeting, forward=tuple(map(of_all, meeting.forward)), backward=tuple(map(of_all, meeting.backward)))
+
+
+def _within(op: Op, parts: Parts) -> Meeting | None:
     graph, strategy = parts.sharding.graph, parts.sharding.strategies[op.name]
     if not strategy.divides:
         return None

@@ -7,18 +7,24 @@ as the dim does that is cut. Memory traffic does not always: a linear layer whos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import prod
 from typing import Final, TypeAlias
 
 from heterodyne.graph.ir import Op, Ref
-from heterodyne.graph.sharding import Layout, Sharding, Strategy
+from heterodyne.graph.sharding import Layout, Sharding
 
-__all__ = ["Fractions", "OpParts", "Parts"]
+__all__ = ["Fractions", "Layouts", "OpParts", "Parts"]
 
 Fractions: TypeAlias = tuple[float, ...]
 """One value a member, in the order of the devices of the stage."""
 
-Tensors: TypeAlias = Sequence[tuple[Ref, Layout]]
+Layouts: TypeAlias = tuple[Layout, ...]
+"""How a tensor lies along each axis."""
+
+Tensors: TypeAlias = Sequence[tuple[Ref, Layouts]]
 _PAIR: Final = 2  # letters that are cut at once (`Rule.together`)
 
 
@@ -47,12 +53,36 @@ class Parts:
     _known: dict[str, OpParts] = field(default_factory=dict, repr=False)
     _cuts: dict[tuple[Ref, Layout], Fractions] = field(default_factory=dict, repr=False)
 
+    @cached_property
+    def along(self) -> tuple[Parts, ...]:
+        """The same along each axis by itself, outermost first."""
+        if self.sharding.inner is None:
+            return (self,)
+        return tuple(Parts(sharding=replace(axis, inner=None), samples=self.samples) for axis in self.sharding.axes)
+
     @property
     def members(self) -> int:
-        return self.sharding.members
+        return prod(axis.members for axis in self.sharding.axes)
 
-    def of_tensor(self, ref: Ref, layout: Layout) -> Fractions:
-        """The part of a tensor that each member has of it; all, unless it is cut."""
+    def lies(self, ref: Ref) -> Layouts:
+        """How a tensor lies when it is made, received or kept."""
+        return tuple(axis.layouts[ref] for axis in self.sharding.axes)
+
+    def read_by(self, op: Op) -> Tensors:
+        """What an op reads, as it wants it."""
+        layouts = zip(*(axis.strategies[op.name].operands for axis in self.sharding.axes), strict=True)
+        return list(zip(op.operands, layouts, strict=True))
+
+    def made_by(self, op: Op) -> Tensors:
+        """What an op returns, as it makes it."""
+        layouts = zip(*(axis.strategies[op.name].outputs for axis in self.sharding.axes), strict=True)
+        return [(Ref(op.name, place), layout) for place, layout in enumerate(layouts)]
+
+    def of_tensor(self, ref: Ref, *layouts: Layout) -> Fractions:
+        """The part of a tensor that each member has of it; all, unless it is cut. ``layouts``: along each axis."""
+        if len(layouts) > 1:
+            return _product([own.of_tensor(ref, layout) for own, layout in zip(self.along, layouts, strict=True)])
+        (layout,) = layouts
         if layout.kind != "cut":
             return (1.0,) * self.members
         if (ref, layout) not in self._cuts:
@@ -71,41 +101,49 @@ class Parts:
         return self._known[op.name]
 
     def _of_op(self, op: Op) -> OpParts:
-        strategy = self.sharding.strategies.get(op.name)
-        if strategy is None:  # it is cheap, and the stage does not read what it makes
+        if op.name not in self.sharding.strategies:  # it is cheap, and the stage does not read what it makes
             whole = (1.0,) * self.members
             return OpParts(operations=whole, read=whole, written=whole, kept=whole)
-        read = list(zip(op.operands, strategy.operands, strict=True))
-        made = [(Ref(op.name, place), layout) for place, layout in enumerate(strategy.outputs)]
-        operations = self._operations(op, strategy, read, made)
+        read, made = self.read_by(op), self.made_by(op)
+        operations = _product([own.divided(op) for own in self.along])
         # What is there anyway no op keeps.
-        flowing = [(ref, layout) for ref, layout in read if ref.name not in self.sharding.graph.given]
+        flowing = [(ref, layouts) for ref, layouts in read if ref.name not in self.sharding.graph.given]
+        sent = any(len(axis.strategies[op.name].name) == _PAIR for axis in self.sharding.axes)
         kept = self._mean(flowing) or self._mean(made) or operations
         return OpParts(
             operations=operations,
             read=self._mean(read) or operations,
             written=self._mean(made) or operations,
             # Where rows are sent to what they have chosen, they are kept there.
-            kept=tuple(map(max, kept, operations)) if len(strategy.name) == _PAIR else kept,
+            kept=tuple(map(max, kept, operations)) if sent else kept,
         )
 
-    def _operations(self, op: Op, strategy: Strategy, read: Tensors, made: Tensors) -> Fractions:
-        """As the dim is cut; of a pair of letters the second, to which what lies along the first is sent."""
-        cuts = [tensor for tensor in read if tensor[1].kind == "cut"] or [t for t in made if t[1].kind == "cut"]
-        if not strategy.divides or not cuts:
+    def divided(self, op: Op) -> Fractions:
+        """The operations of an op along the only axis: as the dim is cut; of a pair of letters the second, to which what lies along the
+        first is sent.
+        """
+        strategy = self.sharding.strategies[op.name]
+        tensors = [(ref, layout) for ref, (layout,) in (*self.read_by(op), *self.made_by(op)) if layout.kind == "cut"]
+        if not strategy.divides or not tensors:
             return (1.0,) * self.members
-        parts = self.of_tensor(*cuts[-1])
+        read = [tensor for tensor in tensors if tensor[0].name != op.name]
+        parts = self.of_tensor(*(read or tensors)[-1])
         if op.kind == "scaled_dot_product_attention" and strategy.name == "l" and op.argument("is_causal") is True:
             return _of_causal(parts)
         return parts
 
     def _mean(self, tensors: Tensors) -> Fractions:
         """The part of all these tensors together; () for none, or for some without a byte."""
-        weighed = [(self.bytes_of(ref), self.of_tensor(ref, layout)) for ref, layout in tensors]
+        weighed = [(self.bytes_of(ref), self.of_tensor(ref, *layouts)) for ref, layouts in tensors]
         total = sum(size for size, _ in weighed)
         if total <= 0:
             return ()
         return tuple(sum(size * own[member] for size, own in weighed) / total for member in range(self.members))
+
+
+def _product(of_axes: Sequence[Fractions]) -> Fractions:
+    """Of the members of a mesh, in row-major order."""
+    return tuple(prod(each) for each in product(*of_axes))
 
 
 def _of_causal(parts: Fractions) -> Fractions:

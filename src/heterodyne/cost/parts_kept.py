@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heterodyne.cost.exchange import buffer_bytes
 from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.memory import DeviceMemory
-from heterodyne.cost.parts import Parts
+from heterodyne.cost.parts import Layouts, Parts
 from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import Op, Ref
 from heterodyne.graph.sharding import Layout
@@ -42,20 +42,20 @@ class KeptInParts:
         graph = self.stage.graph
         made = graph.op_by_name.keys() - computed_again(graph) - {op.name for op in self._in(ops)}
         read = {ref for op in self._in(ops) for ref in op.operands if ref.name in made}
-        return sum(self._own(ref, self.stage.sharding.layouts[ref], samples) for ref in read)
+        parts = self.stage.parts(samples)
+        return sum(self._own(ref, parts.lies(ref), samples) for ref in read)
 
     def between_halves(self, samples: int) -> float:
         """What W needs: what enters an op with weights, and the gradient of what leaves it."""
         graph, (start, stop) = self.stage.graph, self.stage.ops
-        entering: set[tuple[Ref, Layout]] = set()
-        leaving: set[tuple[Ref, Layout]] = set()
+        parts = self.stage.parts(samples)
+        entering: set[tuple[Ref, Layouts]] = set()
+        leaving: set[tuple[Ref, Layouts]] = set()
         for op, learns in zip(graph.ops[start:stop], self.stage.halves.learns[start:stop], strict=True):
             if learns:
-                strategy = self.stage.sharding.strategies[op.name]
-                read = zip(op.operands, strategy.operands, strict=True)
-                entering.update((ref, layout) for ref, layout in read if ref.name not in graph.given)
-                leaving.update((Ref(op.name, place), layout) for place, layout in enumerate(strategy.outputs))
-        return sum(self._own(ref, layout, samples) for ref, layout in (*entering, *leaving))
+                entering.update(tensor for tensor in parts.read_by(op) if tensor[0].name not in graph.given)
+                leaving.update(parts.made_by(op))
+        return sum(self._own(ref, layouts, samples) for ref, layouts in (*entering, *leaving))
 
     def workspace(self, samples: int) -> int:
         """What comes and goes inside of a pass: of its largest op, and of its largest exchange."""
@@ -76,10 +76,10 @@ class KeptInParts:
         )
         return self.memory.workspace(samples, self.stage.ops, moved) + round(exchanged)
 
-    def _own(self, ref: Ref, layout: Layout, samples: int) -> float:
+    def _own(self, ref: Ref, layouts: Layouts, samples: int) -> float:
         """Bytes of what this member has of a tensor."""
         parts = self.stage.parts(samples)
-        return parts.bytes_of(ref) * parts.of_tensor(ref, layout)[self.member]
+        return parts.bytes_of(ref) * parts.of_tensor(ref, *layouts)[self.member]
 
     def _in(self, ops: Ops) -> tuple[Op, ...]:
         return self.stage.graph.ops[ops[0] : ops[1]]
@@ -89,12 +89,14 @@ def copied_bytes(parts: Parts, ops: Iterable[Op], member: int) -> float:
     """Of tensors that were laid out otherwise for one of some ops that keeps them, and that are not counted as kept by it."""
     readers = {op.name: op for op in ops}
     total = 0.0
-    for exchange in parts.sharding.exchanges:
+    for axis, exchange in [(axis, each) for axis, own in enumerate(parts.along) for each in own.sharding.exchanges]:
         reader = readers.get(exchange.before or "")
         if reader is None or not _makes_a_copy(exchange.have, exchange.want):
             continue
         if reader.bytes_saved(parts.samples) < exchange.bytes(parts.samples):
-            total += parts.bytes_of(exchange.tensor) * parts.of_tensor(exchange.tensor, exchange.want)[member]
+            layouts = list(parts.lies(exchange.tensor))
+            layouts[axis] = exchange.want
+            total += parts.bytes_of(exchange.tensor) * parts.of_tensor(exchange.tensor, *layouts)[member]
     return total
 
 

@@ -255,13 +255,12 @@ def _of_stage(where: str, stage: Stage) -> Iterator[Use]:
         yield Use(feature="tensor_parallel", where=where, how=f"splits weights over {len(stage.devices)} devices")
     if "context" in kinds:
         yield Use(feature="context_parallel", where=where, how=f"splits sequences over {len(stage.devices)} devices")
-    if inner and len(stage.rows) > 1:
+    rows = count_of(stage.regions[0].layout.axes[: stage.batch_axes]) if inner else 1
+    if rows > 1:
         yield Use(
-            feature="rows_of_parts",
-            where=where,
-            how=f"has {len(stage.rows)} rows, each of which holds all weights in parts",
+            feature="rows_of_parts", where=where, how=f"has {rows} rows, each of which holds all weights in parts"
         )
-    if any(len(axes) > 1 for axes in inner):
+    if inner and len(stage.of_row.regions[0].layout.axes) > 1:
         shown = ", ".join(f"{region.task_graph!r} {region.layout}" for region in stage.regions)
         yield Use(feature="cuts_along_two_axes", where=where, how=f"cuts tensors along several axes ({shown})")
     if stage.recompute:

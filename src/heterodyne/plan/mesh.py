@@ -73,8 +73,8 @@ class Layout(Axis):
         return tuple(found)
 
     def within(self, outer: int) -> Layout:
-        """That inside one member of the ``outer`` outermost axes; of one device, if there are no others."""
-        kept = self.axes[outer:] or (Axis(shares=(1,)),)
+        """That inside one member of the ``outer`` outermost axes, without axes of one member."""
+        kept = tuple(axis for axis in self.axes[outer:] if len(axis.shares) > 1) or (Axis(shares=(1,)),)
         return Layout(kind=kept[0].kind, shares=kept[0].shares, inner=kept[1:])
 
     def __str__(self) -> str:

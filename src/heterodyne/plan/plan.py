@@ -127,7 +127,7 @@ class Stage(PlanPart):
         """The stage on the devices of its first row alone, which all rows are alike."""
         outer = self.batch_axes
         regions = tuple(region.model_copy(update={"layout": region.layout.within(outer)}) for region in self.regions)
-        return self.model_copy(update={"devices": self.rows[0], "regions": regions})
+        return self.model_copy(update={"devices": self.devices[: self._row_width], "regions": regions})
 
     @property
     def _row_width(self) -> int:

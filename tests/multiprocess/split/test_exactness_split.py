@@ -78,7 +78,7 @@ def test_halves_of_micro_batches_in_turns(pool: Pool, name: str, schedule: str) 
 
 @st.composite
 def spreads(draw: st.DrawFn, name: str) -> Spread:
-    """Pipelines of up to two stages, each on one to three devices, in parts or by samples, or on two rows of such; one may be beside."""
+    """Pipelines of up to two stages, each on one to three devices, in parts or by samples, or along two axes; one may be beside."""
     graph = captured(name)
     ops, rank, made = len(graph.ops), 0, []
     for _ in range(draw(st.integers(1, 2))):
@@ -89,7 +89,8 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
             width = draw(st.integers(1, min(3, 6 - rank))) if rank < 6 else 0
             if not width:
                 break
-            rows = (1 + draw(st.integers(0, 1)), 1) if 4 <= 2 * width <= 6 - rank and draw(st.booleans()) else ()
+            second = draw(st.sampled_from(("rows", "split", "context", ""))) if 4 <= 2 * width <= 6 - rank else ""
+            pair = (draw(st.integers(1, 2)), 1) if second else ()
             start = stages[-1].stop if stages else 0
             kind = draw(st.sampled_from(("split", "split", "context", "replicate")))
             overlap = count == 1 and width > 1 and kind != "replicate" and draw(st.booleans())
@@ -97,15 +98,16 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
             stages.append(
                 StageOf(
                     stop,
-                    tuple(range(rank, rank + width * max(1, len(rows)))),
+                    tuple(range(rank, rank + width * max(1, len(pair)))),
                     tuple(draw(st.integers(1, 3)) for _ in range(width)),
                     () if overlap else tuple(n for n in whole if draw(st.integers(0, 3)) == 0),
                     kind=kind,
                     overlap=overlap,
-                    rows=rows,
+                    rows=pair if second == "rows" else (),
+                    inner=((second, pair),) if second in ("split", "context") else (),
                 )
             )
-            rank += width * max(1, len(rows))
+            rank += width * max(1, len(pair))
         if stages and stages[-1].stop == ops:
             made.append(PipelineOf(tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))), tuple(stages)))
     if not made:

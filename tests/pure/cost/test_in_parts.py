@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -199,6 +200,50 @@ def test_parts_make_up_the_whole(shares: tuple[int, ...], kind: str) -> None:
         for values in (found.operations, found.read, found.written, found.kept):
             assert all(0 <= value <= 1 + 1e-9 for value in values)
             assert sum(values) >= 1 - 1e-9
+
+
+def meshed(model: ModelGraph, ids: tuple[str, ...], *axes: tuple[str, tuple[int, ...]]) -> Stage:
+    outer, *inner = (Axis(kind=kind, shares=shares) for kind, shares in axes)  # type: ignore[arg-type]
+    layout = Layout(kind=outer.kind, shares=outer.shares, inner=tuple(inner))
+    return stage(model, "split", ids, (1,) * len(ids), regions=(Region(layout=layout),))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outer", [True, False])
+def test_an_axis_of_one_member_costs_nothing(kind: str, outer: bool) -> None:
+    costs, ids = costs_of(transformer(moves=True), (0.6, 0.3, 0.4), fixed_s=0.01, saved=100, optimizer_s=1e-9)
+    own, other = (kind, (3, 2, 1)), (KINDS[kind == KINDS[0]], (1,))
+    mesh = meshed(costs.graph, ids, *((other, own) if outer else (own, other)))
+    made, alone = (costs.of(planned(costs, each)) for each in (mesh, stage(costs.graph, *own[:1], ids, own[1])))
+    assert made == alone
+
+
+@pytest.mark.parametrize("kinds", [KINDS, KINDS[::-1]])
+def test_what_two_axes_divide_both_do_and_only_those_of_one_line_exchange(kinds: tuple[str, str]) -> None:
+    link = Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e6, latency_s=1e-3)
+    costs, ids = costs_of(transformer(moves=True), (0.6, 0.3, 0.4, 0.2, 0.5, 0.7), link=link)
+    axes = (kinds[0], (2, 1)), (kinds[1], (1, 3, 2))
+    plan = planned(costs, meshed(costs.graph, ids, *axes), sizes=(SAMPLES, 3))
+    made = costs.in_parts(plan.pipelines[0], 0)
+    assert made is not None
+    parts = made.parts(SAMPLES)
+    both = 0
+    for op in costs.graph.ops:
+        divides = [axis.strategies[op.name].divides for axis in made.sharding.axes]
+        both += all(divides)
+        whole = sum(parts.of_op(op).operations)
+        expected = prod(1 if cut else members for cut, members in zip(divides, (2, 3), strict=True))
+        causal = op.kind == "scaled_dot_product_attention"
+        assert whole == pytest.approx(expected) or (causal and expected <= whole <= 6)
+    assert both > 0
+    for parameter in costs.graph.parameters:
+        boxes = made.sharding.boxes(parameter.name)
+        assert boxes[:3] == boxes[3:] if kinds[0] == "context" else boxes[::3] == (boxes[0], boxes[3])
+    exchanged = [each for meeting in made.meetings(SAMPLES) for each in (*meeting.forward, *meeting.backward)]
+    sent = {(a, b) for each in exchanged for a, row in enumerate(each) for b, size in enumerate(row) if size}
+    assert sent
+    assert all(a % 3 == b % 3 or a // 3 == b // 3 for a, b in sent)
+    assert simulate(lower(plan, costs.graph, costs.cluster), costs.of(plan)).exchange_s[0] > 0
 
 
 def test_what_a_stage_would_make_for_nobody_is_no_part_of_it() -> None:

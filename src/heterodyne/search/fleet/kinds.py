@@ -74,8 +74,8 @@ def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space, *, ev
 
 
 def _runs(widths: Widths, table: Table) -> bool:
-    """Whether this library's runtime has such stages."""
-    return (widths.tensor == 1 or widths.context == 1) and (not table.expert_width or widths.copies == 1)
+    """Whether this library's runtime has such stages: it has experts where the other weights are in parts, and not replicated beside."""
+    return not table.expert_width or widths.copies == 1
 
 
 def _connected(fleet: Fleet, pool: Pool, devices: int) -> bool:
