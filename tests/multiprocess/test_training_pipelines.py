@@ -75,6 +75,12 @@ def meshed(graph: ModelGraph) -> Spread:
     return "1F1B", (PipelineOf((3, 2, 3, 1), (stage,)),)
 
 
+def crossed(graph: ModelGraph) -> Spread:
+    """Sequences in parts along one axis, weights along the other."""
+    stage = StageOf(len(graph.ops), (1, 0, 3, 2), (2, 1), kind="context", inner=(("split", (1, 2)),))
+    return "1F1B", (PipelineOf((3, 2, 3, 1), (stage,)),)
+
+
 SPREADS = (chain, v_shape, unlike)
 
 
@@ -128,7 +134,15 @@ def train_on_one_device(graph: ModelGraph, spread: Spread) -> tuple[list[float],
 
 @pytest.mark.parametrize(
     ("name", "spread"),
-    [("gpt2", chain), ("gpt2", in_parts), ("gpt2", meshed), ("t5", v_shape), ("t5", unlike), ("resnet", v_shape)],
+    [
+        ("gpt2", chain),
+        ("gpt2", in_parts),
+        ("gpt2", meshed),
+        ("gpt2", crossed),
+        ("t5", v_shape),
+        ("t5", unlike),
+        ("resnet", v_shape),
+    ],
 )
 def test_ten_steps_are_those_of_one_device(pool: Pool, name: str, spread: Any) -> None:
     graph = captured(name)
@@ -209,7 +223,8 @@ def whole(graph: ModelGraph) -> Spread:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(chain, v_shape), (v_shape, unlike), (unlike, meshed), (meshed, whole), (whole, chain)]
+    ("before", "after"),
+    [(chain, v_shape), (v_shape, unlike), (unlike, meshed), (meshed, crossed), (crossed, whole), (whole, chain)],
 )
 def test_another_plan_goes_on_from_a_checkpoint(pool: Pool, before: Any, after: Any, tmp_path: Path) -> None:
     graph = captured("t5")

@@ -106,9 +106,14 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
     }
 )
 
-_PIECES: frozenset[Feature] = frozenset(
-    ("several_stages", "tensor_parallel", "context_parallel", "recompute", "split_backward", "overlap")
+_IN_PARTS: tuple[Feature, ...] = (
+    "tensor_parallel",
+    "context_parallel",
+    "rows_of_parts",
+    "cuts_along_two_axes",
+    "overlap",
 )
+_PIECES: frozenset[Feature] = frozenset((*_IN_PARTS, "several_stages", "recompute", "split_backward"))
 """What runs pieces of the model's graph in place of the module."""
 
 

@@ -47,6 +47,31 @@ def test_rows_of_a_mesh_share_the_samples_of_parts_of_unequal_widths(pool: Pool,
     require_exact(pool, name, spread(5, PipelineOf((4, 1), (front, StageOf(ops, (3,), (1,))))))
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("kinds", [("context", "split"), ("split", "context")])
+def test_sequences_and_weights_in_parts_at_once(pool: Pool, name: str, kinds: tuple[str, str]) -> None:
+    """Alone with halves in turns, and in a pipeline; of a micro-batch a device may receive nothing."""
+    ops = len(captured(name).ops)
+    alone = StageOf(ops, (0, 1, 2, 3), (2, 1), kind=kinds[0], inner=((kinds[1], (1, 2)),), overlap=True)
+    require_exact(pool, name, spread(4, PipelineOf((2, 3, 1), (alone,))))
+    front = StageOf(ops // 2, (4, 2, 1, 0), (1, 3), kind=kinds[0], inner=((kinds[1], (1, 2)),))
+    require_exact(pool, name, spread(5, PipelineOf((4, 1), (front, StageOf(ops, (3,), (1,))))))
+
+
+def test_replicas_sequences_and_weights(pool: Pool) -> None:
+    stage = StageOf(
+        len(captured("llama").ops), tuple(range(8)), (2, 1), rows=(1, 2), kind="context", inner=(("split", (1, 2)),)
+    )
+    require_exact(pool, "llama", spread(8, PipelineOf((2, 3, 1), (stage,))))
+
+
+def test_experts_where_sequences_are_in_parts(pool: Pool) -> None:
+    graph = captured("marked_mixtral")
+    marked = tuple((task_graph.name, "context", (2, 1)) for task_graph in graph.task_graphs)
+    stage = StageOf(len(graph.ops), (0, 1, 2, 3), (2, 1), kind="context", marked=marked, inner=(("split", (1, 2)),))
+    require_exact(pool, "marked_mixtral", spread(4, PipelineOf((2, 3, 1), (stage,))))
+
+
 @pytest.mark.parametrize("name", ["transformer", "attention"])
 @pytest.mark.parametrize("shares", [(2, 1), (1, 3, 2)])
 def test_layers_of_torch_itself(pool: Pool, name: str, shares: tuple[int, ...]) -> None:

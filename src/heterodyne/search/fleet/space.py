@@ -20,7 +20,7 @@ class Space:
         max_chunks: stages on each place, under the schedules that interleave them.
         max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_pipelines``: beside each other.
         max_width, max_context, max_data: of a stage (`Widths`).
-        runnable: only stages that this library runs: a stage has tensor or context parallelism, not both, experts only with their layers.
+        runnable: only stages that this library runs: experts lie in parts only where their layers do.
         micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
         zero: levels of state sharding, of `ZERO_LEVELS`, ascending.
         few_devices: up to so many in a fleet whole numbers matter, and more is tried that only differs in these.
