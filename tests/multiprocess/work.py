@@ -16,7 +16,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Axis, Layout, Pipeline, Plan, Region, Stage
+from heterodyne.plan.plan import Axis, Exchange, Layout, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.executor import Watch
 from heterodyne.runtime.records.recorder import Recorder
@@ -98,6 +98,7 @@ class StageOf:
     """Ops up to ``stop`` on ``ranks``, who take ``shares``, as ``kind`` says; ``recompute``: blocks; ``marked``: layouts of TaskGraphs.
 
     ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of others.
+    ``free``: exchanges count for nothing beside work, so that all is cut that can be; else little of a small model is.
     """
 
     stop: int
@@ -109,6 +110,7 @@ class StageOf:
     overlap: bool = False
     rows: tuple[int, ...] = ()
     inner: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    free: bool = False
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -147,6 +149,7 @@ def staged_plan(
                     regions=stage.regions,
                     recompute=stage.recompute,
                     overlap=stage.overlap,
+                    exchange=Exchange(latency_bytes=0, flops_per_byte=1) if stage.free else Exchange(),
                 )
             )
             start = stage.stop

@@ -61,6 +61,7 @@ def _op(
     forward, backward = flops(node, differentiable)
     outputs = tuple(spec_of(tensor) for tensor in tensors_of(node))
     read, written = _traffic(node, outputs, seen)
+    of_outputs = _memory_of_outputs(node, memory)
     roles = [(source, traced.roles.get(source)) for source in dict.fromkeys(map(producer_of, node.all_input_nodes))]
     return Op(
         name=node.name,
@@ -84,10 +85,17 @@ def _op(
         bytes_saved=seen.saved,
         annotation=traced.annotations.names.get(node),
         arguments=_arguments(traced, node),
-        memory=memory.get(node),
+        memory=memory.get(node) or next(iter(of_outputs.values()), None),
+        in_memory=tuple(of_outputs),
         writes=tuple(dict.fromkeys(memory[changed] for changed in mutates(node))),
         samples=_sample_dims(node, len(outputs), sample_dims),
     )
+
+
+def _memory_of_outputs(node: fx.Node, memory: Mapping[fx.Node, str]) -> dict[int, str]:
+    """Of an op of several outputs those that are written into, with what their memory is called."""
+    picked = [user for user in node.users if user.target is operator.getitem and user in memory]
+    return {place: memory[user] for user in picked if isinstance(place := user.args[1], int)}
 
 
 def _sample_dims(node: fx.Node, outputs: int, dims: Mapping[fx.Node, int | None]) -> tuple[int | None, ...]:

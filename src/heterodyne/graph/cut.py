@@ -157,7 +157,8 @@ def stage_ops(graph: ModelGraph, start: int, stop: int) -> tuple[Op, ...]:
         for source in graph.op_by_name[name].inputs:
             if source in again:
                 waiting.append(source)
-            waiting += writers.get(graph.memory_of(source) or "", [])
+            made = graph.op_by_name.get(source)
+            waiting += writers.get(source if made is None else made.memory or "", [])
     return tuple(op for op in graph.ops if op.name in found)
 
 

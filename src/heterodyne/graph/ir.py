@@ -126,6 +126,7 @@ class Op:
         annotation: name of the TaskGraph that it belongs to, if any.
         arguments: by the names of the operator's schema, defaults included.
         memory: for what lies in memory that an op writes into after it was made, which memory that is.
+        in_memory: which outputs lie there; (): all of them.
         writes: the memories that it writes into; that of a parameter or buffer has its name.
         samples: for each output the dim in which its samples lie, in order; None where there is none, or not in order.
     """
@@ -146,6 +147,7 @@ class Op:
     annotation: str | None = None
     arguments: tuple[tuple[str, Argument], ...] = ()
     memory: str | None = None
+    in_memory: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
     samples: tuple[int | None, ...] = ()
 
@@ -259,6 +261,8 @@ class ModelGraph:
         del content["opaque"]
         for op in content["ops"]:
             del op["source"]
+            if not op["in_memory"]:
+                del op["in_memory"]
         for marked in (*content["task_graphs"], *content["module_only"]):
             del marked["source"]
         text = json.dumps(content, sort_keys=True, default=str)
@@ -321,10 +325,12 @@ class ModelGraph:
             return made.differentiable[ref.output]
         return ref.name in self.stored and self.stored[ref.name].trainable
 
-    def memory_of(self, name: str) -> str | None:
+    def memory_of(self, ref: Ref) -> str | None:
         """The memory in which something lies that something else may write into: what an op has made, an input, or what is stored."""
-        made = self.op_by_name.get(name)
-        return name if made is None else made.memory
+        made = self.op_by_name.get(ref.name)
+        if made is None:
+            return ref.name
+        return made.memory if not made.in_memory or ref.output in made.in_memory else None
 
     @cached_property
     def op_by_name(self) -> dict[str, Op]:

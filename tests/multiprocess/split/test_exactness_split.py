@@ -52,23 +52,36 @@ def test_rows_of_a_mesh_share_the_samples_of_parts_of_unequal_widths(pool: Pool,
 def test_sequences_and_weights_in_parts_at_once(pool: Pool, name: str, kinds: tuple[str, str]) -> None:
     """Alone with halves in turns, and in a pipeline; of a micro-batch a device may receive nothing."""
     ops = len(captured(name).ops)
-    alone = StageOf(ops, (0, 1, 2, 3), (2, 1), kind=kinds[0], inner=((kinds[1], (1, 2)),), overlap=True)
+    alone = StageOf(ops, (0, 1, 2, 3), (2, 1), kind=kinds[0], inner=((kinds[1], (1, 2)),), overlap=True, free=True)
     require_exact(pool, name, spread(4, PipelineOf((2, 3, 1), (alone,))))
-    front = StageOf(ops // 2, (4, 2, 1, 0), (1, 3), kind=kinds[0], inner=((kinds[1], (1, 2)),))
+    front = StageOf(ops // 2, (4, 2, 1, 0), (1, 3), kind=kinds[0], inner=((kinds[1], (1, 2)),), free=True)
     require_exact(pool, name, spread(5, PipelineOf((4, 1), (front, StageOf(ops, (3,), (1,))))))
 
 
 def test_replicas_sequences_and_weights(pool: Pool) -> None:
+    """Three axes, with halves in turns."""
+    inner = (("split", (1, 2)),)
     stage = StageOf(
-        len(captured("llama").ops), tuple(range(8)), (2, 1), rows=(1, 2), kind="context", inner=(("split", (1, 2)),)
+        len(captured("llama").ops),
+        tuple(range(8)),
+        (2, 1),
+        rows=(1, 2),
+        kind="context",
+        inner=inner,
+        overlap=True,
+        free=True,
     )
-    require_exact(pool, "llama", spread(8, PipelineOf((2, 3, 1), (stage,))))
+    require_exact(pool, "llama", spread(8, PipelineOf((2, 4, 1), (stage,))))
 
 
-def test_experts_where_sequences_are_in_parts(pool: Pool) -> None:
+@pytest.mark.parametrize("kind", ["replicate", "context"])
+def test_experts_along_two_axes(pool: Pool, kind: str) -> None:
+    """Of samples or sequences along the one axis, and of weights along the other."""
     graph = captured("marked_mixtral")
-    marked = tuple((task_graph.name, "context", (2, 1)) for task_graph in graph.task_graphs)
-    stage = StageOf(len(graph.ops), (0, 1, 2, 3), (2, 1), kind="context", marked=marked, inner=(("split", (1, 2)),))
+    marked = tuple((task_graph.name, "split", (1, 2)) for task_graph in graph.task_graphs)
+    stage = StageOf(
+        len(graph.ops), (0, 1, 2, 3), (2, 1), kind=kind, marked=marked, inner=(("split", (1, 2)),), free=True
+    )
     require_exact(pool, "marked_mixtral", spread(4, PipelineOf((2, 3, 1), (stage,))))
 
 
@@ -130,6 +143,7 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
                     overlap=overlap,
                     rows=pair if second == "rows" else (),
                     inner=((second, pair),) if second in ("split", "context") else (),
+                    free=draw(st.booleans()),
                 )
             )
             rank += width * max(1, len(pair))

@@ -175,7 +175,7 @@ def _exchanges(problem: Problem, choice: Choice) -> list[Exchange]:
         for ref, want in zip(op.operands, choice.strategies[op.name].operands, strict=True):
             add(op.name, ref, want)
         if op.writes:
-            done = {(ref, want) for ref, want in done if graph.memory_of(ref.name) not in op.writes}
+            done = {(ref, want) for ref, want in done if graph.memory_of(ref) not in op.writes}
     for ref, want in problem.wanted.items():
         add(None, ref, want)
     return found

@@ -180,7 +180,7 @@ class _Search:
             entering = [ref for ref in refs if ref in given and ref not in alive]
             place = {ref: number for number, ref in enumerate([*alive, *entering])}
             row = [*place, *(ref for ref in refs if ref not in place)]
-            changed = [at for at, ref in enumerate(row) if problem.graph.memory_of(ref.name) in op.writes]
+            changed = [at for at, ref in enumerate(row) if problem.graph.memory_of(ref) in op.writes]
             row += [Ref(op.name, number) for number in range(len(op.outputs))]
             kept = [at for at, ref in enumerate(row) if reads[ref]]
             alive = [row[at] for at in kept]
@@ -287,7 +287,7 @@ class _Search:
             before = state.tensors + step.enters
             held = self._told(tuple(-1 if at < 0 else before[at] for at in step.reads))
             for place in step.ways.in_the_way(held):
-                memory = self._problem.graph.memory_of(refs[place].name)
+                memory = self._problem.graph.memory_of(refs[place])
                 assert memory is not None
                 yield memory
 
@@ -354,7 +354,7 @@ class _Search:
 
     def _kind(self, ref: Ref) -> int:
         """Tensors of one kind are converted alike."""
-        tensor = tensor_of(ref, self._problem, tied=self._problem.graph.memory_of(ref.name) in self._written)
+        tensor = tensor_of(ref, self._problem, tied=self._problem.graph.memory_of(ref) in self._written)
         kind = tensor.bytes, len(tensor.spec.shape), tensor.flows, tensor.tied
         if kind not in self._kinds:
             self._kinds[kind] = len(self._tensors)

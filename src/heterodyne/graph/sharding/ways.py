@@ -114,7 +114,7 @@ class Ways:
             # A parameter or buffer lies as its first reader wants it.
             have, converted = after[place] or (want if want.kind == "cut" else COPY, frozenset())
             after[place] = have, converted
-            if have == want or want in converted:
+            if have == want or (want in converted and not tensor.tied):
                 continue
             if not tensor.may_be(have, want):
                 return None
@@ -254,7 +254,7 @@ def ways_of(problem: Problem, whole: frozenset[str]) -> list[Ways]:
 
 
 def _is_tied(ref: Ref, op: Op, problem: Problem) -> bool:
-    memory = problem.graph.memory_of(ref.name)
+    memory = problem.graph.memory_of(ref)
     return memory is not None and (memory in op.writes or memory == op.memory)
 
 
