@@ -173,7 +173,9 @@ class InParts:
 
     def _signature(self, block: Block, low: int, high: int) -> object:
         """The same for parts of blocks that are alike and lie alike: they take as long."""
-        strategies = tuple(self.sharding.strategies.get(op.name) for op in self.graph.ops[low:high])
+        strategies = tuple(
+            axis.strategies.get(op.name) for axis in self.sharding.axes for op in self.graph.ops[low:high]
+        )
         return block.kind, low - block.start, high - block.start, strategies
 
     def _of_member(self, member: int, kind: Pass, ops: Ops, samples: int) -> Sequence[float]:

@@ -48,7 +48,7 @@ def _solved(graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: in
 def _problem_of(
     graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: int, samples: int
 ) -> tuple[Problem, tuple[tuple[int, ...], ...], Fixed]:
-    """What has to be solved for that stage, which lies along one axis, the lists of shares, and the units that its neighbours have fixed."""
+    """What has to be solved for a stage along its one axis, the lists of shares, and the units that its neighbours have fixed."""
     regions = sorted(stage.regions, key=lambda region: region.task_graph != "*")
     by_name = {region.task_graph: place for place, region in enumerate(regions)}
     ops = stage_ops(graph, *stage.ops)
