@@ -238,6 +238,7 @@ def test_who_interrupts_a_search_gets_the_best_so_far(tmp_path: Path) -> None:
     examples = Path(__file__).parents[2] / "examples"
     command = [sys.executable, "-m", "heterodyne", "plan", str(examples / "mixture_1800b.yaml")]
     command += ["--cluster", str(examples / "fleets" / "six_kinds.yaml"), "--out", str(tmp_path / "plan.json")]
+    command += ["--framework", "megatron core"]  # which runs so many kinds of plans that the search takes a while
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = ""
