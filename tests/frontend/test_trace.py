@@ -278,6 +278,25 @@ def test_an_annotation_encloses_its_ops() -> None:
     assert [op.annotation for op in graph.ops] == [None, "wide", None]
 
 
+def test_a_set_of_words_is_gone_through_in_one_order_in_every_process() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterDict({word: torch.ones(4) for word in "sliding full chunked local global linear".split()})
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = {word: x * self.weights[word] for word in set(self.weights)}
+            assert isinstance(set(found), set)
+            assert isinstance({1}, set)
+            return sum(found.values(), torch.zeros(())).mean()
+
+    graph = capture(ByName(), (torch.zeros(2, 4),))
+    read = [name for op in graph.ops for name in op.parameters]
+    assert read == sorted(read)
+    assert len(read) == 6
+    assert "set" not in globals()
+
+
 def test_views_cost_no_traffic_and_copies_do() -> None:
     class Moves(nn.Module):
         def __init__(self) -> None:

@@ -110,7 +110,8 @@ def capture_everywhere(
         if fingerprint != fingerprints[0]:
             raise CaptureError(
                 f"rank {rank} captured another model ({fingerprint}) than rank 0 ({fingerprints[0]}): build the same model on "
-                "every rank, from the same code and the same versions of torch and transformers"
+                "every rank, from the same code and the same versions of torch and transformers. If the code goes through a set of words, "
+                "whose order is another in each process, write sorted(...), or start all ranks with PYTHONHASHSEED=0"
             )
     return captured
 

@@ -39,6 +39,7 @@ from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_choices_by_size
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
+from heterodyne.frontend.word_sets import ordered_word_sets
 from heterodyne.graph import ModuleOnly
 from heterodyne.model_output import loss_of
 
@@ -178,6 +179,7 @@ def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: in
         quiet(),
         _no_transform_left(),
         as_in_a_run(),
+        ordered_word_sets(wrapped) if not strict else contextlib.nullcontext(),
     ):
         return torch.export.export(wrapped, (example.fake(mode, size),), dynamic_shapes=(dims,), strict=strict)
 

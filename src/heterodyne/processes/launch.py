@@ -142,6 +142,7 @@ def _environment(rank: int, world_size: int, port: int, mark: str, secret: str, 
     }
     # The level hides warnings of torch's network code about peers that end, which are told once and in words.
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | _loopback()
+    defaults["PYTHONHASHSEED"] = "0"  # a model may be built in the order of a set of words
     defaults["HETERODYNE_RUN_SECRET"] = secret  # with which the workers know each other
     return marked_environment(mark, defaults | inherited | torchrun | dict(spec.environment))
 
