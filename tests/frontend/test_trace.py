@@ -234,9 +234,14 @@ def test_batch_statistics_are_those_of_batch_norm_in_training(norm: nn.Module, m
     assert bool(graph.batch_statistics) == mixes
 
 
-def test_a_sparse_gradient_is_refused_with_the_line_and_the_parameter() -> None:
-    model = Loss(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)))
-    with pytest.raises(CaptureError, match=r"test_trace.py:\d+: .*\n.*'.*0\.weight' is sparse.*sparse=False"):
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+def test_a_gradient_of_an_embedding_that_no_plan_has_is_refused_with_the_line(
+    layer: type[nn.Module], option: str
+) -> None:
+    options: dict[str, Any] = {option: True}
+    model = Loss(nn.Sequential(layer(5, 4, **options), nn.Linear(4, 4)))
+    with pytest.raises(CaptureError, match=rf"test_trace.py:\d+: .*\n.*'.*0\.weight' is .*{option}=False"):
         capture(model, (torch.zeros(2, 3, dtype=torch.long),))
 
 
@@ -282,7 +287,9 @@ def test_a_set_of_words_is_gone_through_in_one_order_in_every_process() -> None:
     class ByName(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weights = nn.ParameterDict({word: torch.ones(4) for word in "sliding full chunked local global linear".split()})
+            self.weights = nn.ParameterDict(
+                {word: torch.ones(4) for word in ["sliding", "full", "chunked", "local", "global", "linear"]}
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             found = {word: x * self.weights[word] for word in set(self.weights)}

@@ -3,6 +3,7 @@
 from heterodyne.frontend.block_program import BlockProgram
 from heterodyne.frontend.bound_stage import BoundStage
 from heterodyne.frontend.opaque import CapturedModel, Opaque, opaque, read_count
+from heterodyne.frontend.skeleton import require_initialised
 from heterodyne.frontend.stage_program import StageProgram
 from heterodyne.frontend.trace import Captured, capture, trace
 from heterodyne.model_output import loss_of
@@ -18,5 +19,6 @@ __all__ = [
     "loss_of",
     "opaque",
     "read_count",
+    "require_initialised",
     "trace",
 ]

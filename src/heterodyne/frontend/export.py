@@ -34,7 +34,7 @@ from heterodyne.frontend.changes import (
     refuse_new_buffers,
 )
 from heterodyne.frontend.example import Example, trace_sizes
-from heterodyne.frontend.faults import explain, line_of, refuse_unknown_sizes
+from heterodyne.frontend.faults import explain, line_of, refuse_transforms, refuse_unknown_sizes
 from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_choices_by_size
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.python_draws import PythonDraws
@@ -224,6 +224,7 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
         pass
     _drop_bookkeeping(graph)
     _refuse_functions(graph)
+    refuse_transforms(graph)
     refuse_unknown_sizes(graph)
     refuse_choices_by_size(graph, example.batch)
     refuse_changes(graph, {node: role.name for node, role in roles.items() if role.kind != "input"}, model)

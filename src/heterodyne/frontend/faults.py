@@ -15,7 +15,16 @@ import heterodyne
 from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.sizes import size_of
 
-__all__ = ["explain", "files_of", "is_foreign", "line_now", "line_of", "refuse_unknown_sizes", "user_line"]
+__all__ = [
+    "explain",
+    "files_of",
+    "is_foreign",
+    "line_now",
+    "line_of",
+    "refuse_transforms",
+    "refuse_unknown_sizes",
+    "user_line",
+]
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(heterodyne.__file__).parent))
 
@@ -30,6 +39,7 @@ _CAUSAL = (
     "nn.TransformerEncoder (mask_is_causal to nn.TransformerDecoder's memory), src_is_causal and tgt_is_causal to nn.Transformer."
 )
 _NUMPY = "it leaves PyTorch for numpy. Use the torch function of the same purpose."
+_TRANSFORM = "it calls a transform of torch.func (vmap), and no graph of ops holds that. Write the mapped function for all rows at once."
 _BATCH = (
     "it holds for one batch size alone. Take sizes from x.shape inside forward, never from a number that was fixed before, "
     "and do not compare the batch size with anything."
@@ -60,6 +70,13 @@ def refuse_unknown_sizes(graph: fx.Graph) -> None:
                 size_of(size)
             except CaptureError as error:
                 raise _without_graph(node, str(error)) from error
+
+
+def refuse_transforms(graph: fx.Graph) -> None:
+    """Raise CaptureError if part of the graph runs inside of a transform of torch.func, such as a vmap over the samples."""
+    for node in graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            raise _without_graph(node, _TRANSFORM)
 
 
 def _without_graph(node: fx.Node, reason: str) -> NoGraphError:

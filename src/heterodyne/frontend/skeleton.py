@@ -13,10 +13,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import UninitializedTensorMixin
 
 from heterodyne.errors import CaptureError
 
-__all__ = ["skeleton"]
+__all__ = ["require_initialised", "skeleton"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -24,8 +25,9 @@ Module = TypeVar("Module", bound=nn.Module)
 def skeleton(model: Module, mode: FakeTensorMode) -> Module:
     """A deep copy whose parameters and buffers are fake CPU tensors of ``mode``; tied ones stay tied.
 
-    Raises CaptureError for a model that holds something that cannot be copied.
+    Raises CaptureError for a model that holds something that cannot be copied, or weights that no forward has made yet.
     """
+    require_initialised(model)
     stand_ins: dict[int, object] = {}
     for tensor in _tensors(model):
         if id(tensor) not in stand_ins:
@@ -37,6 +39,16 @@ def skeleton(model: Module, mode: FakeTensorMode) -> Module:
             f"{type(model).__name__} holds something that cannot be copied ({error}), and it is traced on a copy, so that it stays "
             "as it is. Keep open files, locks, process groups and tensors with a history out of the model's attributes."
         ) from error
+
+
+def require_initialised(model: nn.Module) -> None:
+    """Raise CaptureError for a model with lazy parameters or buffers that no forward has made yet."""
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise CaptureError(
+                f"{path!r} of {type(model).__name__} has no shape yet: a lazy module makes its weights in its first forward. Call the model "
+                "once with a batch before it is given here, on every rank with the same seed; a factory does so before it returns the model"
+            )
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

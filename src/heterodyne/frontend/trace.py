@@ -26,6 +26,7 @@ from heterodyne.frontend.coupled_loss import (
 )
 from heterodyne.frontend.coupling import CoupledError
 from heterodyne.frontend.describe import describe, random_ops, ref_of
+from heterodyne.frontend.embedding_gradients import refuse_embedding_gradients
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.experts import put_together
 from heterodyne.frontend.export import Traced, export
@@ -33,7 +34,6 @@ from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.replay import Observed, observe
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import spec_of
-from heterodyne.frontend.sparse_gradients import refuse_sparse_gradients
 from heterodyne.frontend.split_loss import split_loss
 from heterodyne.frontend.stage_program import StageProgram, stage_program
 from heterodyne.frontend.stage_values import Pieces
@@ -108,7 +108,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     example = read_example(model, example_batch)
     exported = export(model, example)
     refuse_closures(exported, model)
-    refuse_sparse_gradients(exported)
+    refuse_embedding_gradients(exported)
     traced = put_together(exported)
     statistics = batch_statistics(traced)
     traced, loss, counter, coupled = _read_loss(

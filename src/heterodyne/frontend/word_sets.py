@@ -53,5 +53,6 @@ def _files_of(model: nn.Module) -> builtins.set[str]:
     return {
         made.__module__
         for made in classes
-        if made.__module__ != "builtins" and not is_foreign(getattr(sys.modules.get(made.__module__), "__file__", None) or "")
+        if made.__module__ != "builtins"
+        and not is_foreign(getattr(sys.modules.get(made.__module__), "__file__", None) or "")
     }

@@ -54,7 +54,7 @@ from heterodyne.runtime.weights.optimizer import (
     optimizer_of,
 )
 from heterodyne.runtime.weights.ownership import Ownership
-from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters
+from heterodyne.runtime.weights.trainable import require_none_unfrozen, require_trained, trainable_parameters
 from heterodyne.runtime.weights.worker_state import WorkerState
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
@@ -236,8 +236,9 @@ class Worker:
 
         The batch is tensors by input name, or hands out samples (`BatchSource`), so that a rank reads only its own.
         Raises DataError for a batch of another size than the plan's, one in which nothing counts, or values that the model cannot look
-        up.
+        up, and CaptureError where it would train nothing.
         """
+        require_trained(self.graph)
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
         work = self._work(batch, number)

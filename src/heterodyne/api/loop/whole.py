@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.api.compiled import uncompiled
 from heterodyne.errors import CaptureError
-from heterodyne.frontend import CapturedModel, loss_of
+from heterodyne.frontend import CapturedModel, loss_of, require_initialised
 from heterodyne.measure.whole_model import WholeModel, without_weights
 
 __all__ = ["copies_of", "whole_model"]
@@ -19,8 +19,9 @@ __all__ = ["copies_of", "whole_model"]
 def copies_of(model: nn.Module) -> Callable[[torch.device], nn.Module]:
     """Copies of the model, so that measuring leaves the user's own as it is; ones without weights where it has none.
 
-    Raises CaptureError for a model that cannot be copied.
+    Raises CaptureError for a model that cannot be copied, or whose weights no forward has made yet.
     """
+    require_initialised(model)
     _require_copies(model)
 
     def build(device: torch.device) -> nn.Module:

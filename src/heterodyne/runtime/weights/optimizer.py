@@ -83,9 +83,16 @@ def optimizer_of(factory: OptimizerFactory, parameters: Mapping[str, nn.Paramete
     """What the factory makes of the parameters of this rank.
 
     A rank that holds none has it made of an empty tensor, which is then taken out: so it has the same groups, for schedulers.
+    Raises HeterodyneError if that is no optimizer.
     """
     held = dict(parameters) or {"none.weight": nn.Parameter(torch.empty(0, 0))}
     optimizer = factory(list(held.items())) if takes_names(factory) else factory(list(held.values()))
+    missing = [name for name in ("param_groups", "state", "step", "zero_grad") if not hasattr(optimizer, name)]
+    if missing:
+        raise HeterodyneError(
+            f"optimizer= gave {optimizer!r}, which has no {missing[0]}: pass a function that makes a torch.optim.Optimizer of the "
+            "parameters it is given, and returns it"
+        )
     if not parameters:
         for group in optimizer.param_groups:
             group["params"] = []

@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from torch import nn
 
-from heterodyne.errors import PlanError
+from heterodyne.errors import CaptureError, PlanError
 from heterodyne.graph.ir import ModelGraph
 
-__all__ = ["require_none_unfrozen", "trainable_parameters"]
+__all__ = ["require_none_unfrozen", "require_trained", "trainable_parameters"]
 
 
 def trainable_parameters(module: nn.Module, graph: ModelGraph) -> dict[str, nn.Parameter]:
@@ -41,4 +41,15 @@ def require_none_unfrozen(module: nn.Module, trained: Collection[str]) -> None:
             f"{', '.join(late[:5])}: not trained when the trainer was made, and requires_grad now. No gradient would reach "
             f"{'it' if len(late) == 1 else 'them'}: plan, gradient buckets and optimizer are made for what is trained at first. "
             "Close the trainer, set requires_grad, and distribute the model again"
+        )
+
+
+def require_trained(graph: ModelGraph) -> None:
+    """Raises CaptureError if a step would train nothing: no gradient flows from the loss, or every parameter is frozen."""
+    if not any(parameter.trainable for parameter in graph.parameters):
+        raise CaptureError(f"a step trains nothing: every parameter of {graph.name} is frozen (requires_grad is False)")
+    if graph.output is not None and not graph.flows(graph.output):
+        raise CaptureError(
+            f"a step trains nothing: no gradient flows from the loss of {graph.name} to a parameter that is trained. Look for .detach(), "
+            "torch.no_grad(), or a loss of integers or of argmax"
         )
