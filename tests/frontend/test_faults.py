@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heterodyne.api.loop.whole import copies_of
 from heterodyne.errors import CaptureError
 from heterodyne.frontend import capture, loss_of
 
@@ -78,9 +79,15 @@ class Pairs(Model):
         return (a - b).pow(2).mean()
 
 
+class Maps(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.linear)(x).mean()  # a map
+
+
 @pytest.mark.parametrize(
     ("model", "line", "remedy"),
     [
+        (Maps, "# a map", "for all rows at once"),
         (Chooses, "if y.sum() > 0:  # a choice by value", "torch.where"),
         (ReadsANumber, "# a number", "keep numbers as tensors"),
         (CountsByValue, "# a size", "keep numbers as tensors"),
@@ -103,6 +110,14 @@ def test_the_line_and_the_remedy_are_shown(
     assert remedy in message
     printed = capfd.readouterr()
     assert printed.out + printed.err == "", "torch.export's own reports are kept back"
+
+
+def test_a_lazy_module_is_to_be_called_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+    with pytest.raises(CaptureError, match=r"'0\.weight' of Sequential has no shape yet.*Call the model once"):
+        capture(model, (torch.zeros(4, 4),))
+    with pytest.raises(CaptureError, match=r"'0\.weight' of Sequential has no shape yet.*Call the model once"):
+        copies_of(model)
 
 
 class Returns(Model):

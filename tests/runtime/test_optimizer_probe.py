@@ -112,6 +112,13 @@ def test_one_that_wants_a_closure_is_refused_and_one_that_cannot_be_tried_needs_
     assert (reach, name) == ("model", "the optimizer (tried on small weights it fails: ValueError: no)")
 
 
+def test_a_factory_that_makes_no_optimizer_is_refused_and_a_rate_that_is_no_number_is_not_noise() -> None:
+    parameters = dict(MODEL.named_parameters())
+    with pytest.raises(HeterodyneError, match=r"optimizer= gave 3, which has no param_groups.*returns it"):
+        reach_of(lambda ps: 3, parameters)  # type: ignore[arg-type,return-value]
+    assert reach_of(lambda ps: torch.optim.SGD(ps, lr=float("nan")), parameters)[1] == "SGD"
+
+
 def test_nothing_of_the_model_or_its_draws_changes_and_few_weights_are_tried() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
     before = [p.detach().clone() for p in model.parameters()]

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from heterodyne.errors import CaptureError
 
@@ -44,10 +44,10 @@ def skeleton(model: Module, mode: FakeTensorMode) -> Module:
 def require_initialised(model: nn.Module) -> None:
     """Raise CaptureError for a model with lazy parameters or buffers that no forward has made yet."""
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise CaptureError(
-                f"{path!r} of {type(model).__name__} has no shape yet: a lazy module makes its weights in its first forward. Call the model "
-                "once with a batch before it is given here, on every rank with the same seed; a factory does so before it returns the model"
+                f"{path!r} of {type(model).__name__} has no shape yet: a lazy module makes its weights in its first forward. "
+                "Call the model once with a batch before it is given here, on every rank with the same seed; a factory does it"
             )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heterodyne.errors import CheckpointError
+from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.job import OptimizerSection
 
 __all__ = [
