@@ -25,9 +25,8 @@ Module = TypeVar("Module", bound=nn.Module)
 def skeleton(model: Module, mode: FakeTensorMode) -> Module:
     """A deep copy whose parameters and buffers are fake CPU tensors of ``mode``; tied ones stay tied.
 
-    Raises CaptureError for a model that holds something that cannot be copied, or weights that no forward has made yet.
+    Raises CaptureError for a model that holds something that cannot be copied.
     """
-    require_initialised(model)
     stand_ins: dict[int, object] = {}
     for tensor in _tensors(model):
         if id(tensor) not in stand_ins:

@@ -34,6 +34,7 @@ from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.replay import Observed, observe
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import spec_of
+from heterodyne.frontend.skeleton import require_initialised
 from heterodyne.frontend.split_loss import split_loss
 from heterodyne.frontend.stage_program import StageProgram, stage_program
 from heterodyne.frontend.stage_values import Pieces
@@ -105,6 +106,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
 
     Raises CaptureError, with the line of the model and what to change.
     """
+    require_initialised(model)
     example = read_example(model, example_batch)
     exported = export(model, example)
     refuse_closures(exported, model)
