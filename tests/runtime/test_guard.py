@@ -20,7 +20,8 @@ from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import Loss, ModelGraph
 from heterodyne.loss_count import CountedBy, LossCount
 from heterodyne.runtime.exact.disagreement import words_of
-from heterodyne.runtime.exact.guard import Finding, compare_forms
+from heterodyne.runtime.exact.finding import Finding
+from heterodyne.runtime.exact.guard import compare_forms
 from heterodyne.runtime.exact.small_batch import small_batch, without_counts
 from heterodyne.runtime.slices import as_source
 from multiprocess.models import build, capture_of
@@ -89,6 +90,11 @@ class Renormed(Plain):
 class DrawsOutside(Plain):
     def middle(self, h: Tensor) -> Tensor:
         return h * 2 if random.random() < 1e-9 else h
+
+
+class WritesItsBatch(Plain):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x.mul_(2), y)
 
 
 class _Reversed(torch.autograd.Function):
@@ -315,6 +321,7 @@ def test_another_op_is_found_by_the_cut() -> None:
         (Counting, "when it is called a second time on the same samples"),
         (Streaming, r"keeps something from one call to the next. It sets 'state\[0\]' in forward"),
         (Renormed, r"puts other values into 'second.weight' in its forward"),
+        (WritesItsBatch, "writes into 'x' of its batch in forward"),
         (DrawsOutside, "draws random numbers from Python's random"),
     ],
 )

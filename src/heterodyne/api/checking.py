@@ -24,8 +24,9 @@ from heterodyne.measure.cache import default_folder
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
-from heterodyne.runtime.exact.disagreement import words_of
-from heterodyne.runtime.exact.guard import Finding, compare_forms, needs_graph
+from heterodyne.runtime.exact.disagreement import needs_graph, words_of
+from heterodyne.runtime.exact.finding import Finding
+from heterodyne.runtime.exact.guard import compare_forms
 from heterodyne.runtime.slices import as_source
 from heterodyne.search.planned import Strategy
 from heterodyne.text_files import write_text

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.exact.guard import Finding, needs_graph
+from heterodyne.runtime.exact.finding import Finding
 
-__all__ = ["words_of"]
+__all__ = ["needs_graph", "words_of"]
 
 _MOST_LINES = 4
 
@@ -23,6 +23,11 @@ _CUT_REMEDY = (
     "in the graph. Write x + (f(x) - x).detach() for another forward and x.detach() for no backward"
 )
 _AS_IT_IS = "let plans run the module as it is, with the strategy 'data'"
+
+
+def needs_graph(graph: ModelGraph) -> bool:
+    """Whether every plan runs the captured graph, for the loss of the module itself would be that of a part."""
+    return graph.loss.reduction in ("terms", "coupled")
 
 
 def words_of(finding: Finding, graph: ModelGraph) -> str:

@@ -7,11 +7,10 @@ and the captured graph cut in two, in the same parts. Losses and gradients of bo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from heterodyne.loss_count import LossCount
 from heterodyne.model_output import LOSS
 from heterodyne.plan.lower import lower
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.exact.finding import BAR, Finding, Form
 from heterodyne.runtime.exact.kept import changed_names, kept_tensors
 from heterodyne.runtime.exact.one_device import one_device_plan, places_to_cut
 from heterodyne.runtime.exact.parts import nothing_from_python
@@ -31,16 +31,11 @@ from heterodyne.runtime.exact.verify import compare
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.stage_builder import StagePrograms
-from heterodyne.runtime.weights.trainable import trainable_parameters
+from heterodyne.runtime.weights.trainable import forward_order, trainable_parameters
 from heterodyne.runtime.worker import Worker
 from heterodyne.units import format_seconds
 
-__all__ = ["BAR", "Finding", "Form", "compare_forms", "needs_graph"]
-
-BAR = 1e-5
-Form = Literal["parts", "cut"]
-"""``parts``: the module, fed in parts of the batch (where samples see each other in the loss: the graph in their place, in one part).
-``cut``: the captured graph in two stages, fed in the same parts."""
+__all__ = ["compare_forms"]
 
 _ROUNDINGS = 16.0
 _MOST_NAMES = 3
@@ -48,36 +43,6 @@ _RUNS = 4  # in one piece, twice, in parts, cut
 _BAR_ELSEWHERE = 2e-3  # accelerators add in another order each time
 
 Gradients = dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """How far one form of the model is from one plain call.
-
-    Args:
-        parts: samples of each part of the batch.
-        empty_first: the first part counts nothing in the loss.
-        losses: of the form, and of the plain call.
-        loss_error: relative.
-        errors: of each gradient, relative, in the order in which the forward reads the parameters.
-        largest: of all errors.
-        beyond: the parameters whose errors are more than rounding, in the same order; ``loss`` is one of them if its error is.
-        failure: the words of what was raised, where it does not run at all.
-    """
-
-    form: Form
-    parts: tuple[int, ...]
-    empty_first: bool = False
-    losses: tuple[float, float] = (0.0, 0.0)
-    loss_error: float = 0.0
-    errors: Mapping[str, float] = field(default_factory=dict)
-    largest: float = 0.0
-    beyond: tuple[str, ...] = ()
-    failure: str = ""
-
-    @property
-    def agrees(self) -> bool:
-        return not self.beyond and not self.failure
 
 
 def compare_forms(
@@ -121,11 +86,6 @@ def compare_forms(
     return findings
 
 
-def needs_graph(graph: ModelGraph) -> bool:
-    """Whether every plan runs the captured graph, for the loss of the module itself would be that of a part."""
-    return graph.loss.reduction in ("terms", "coupled")
-
-
 class _Forms:
     """The forms of one module on one batch, and the plain call that they are compared with."""
 
@@ -139,12 +99,12 @@ class _Forms:
         device: torch.device,
     ) -> None:
         self._module = module
-        self._batch = batch
+        self._batch = replace(batch, tensors={name: tensor.clone() for name, tensor in batch.tensors.items()})
         self._graph = graph
         self._loss_count = loss_count
         self._programs = stage_programs
         self._device = device
-        self._order = _forward_order(graph, module)
+        self._order = forward_order(module, graph)
         self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
     def compared(self, budget_s: float) -> tuple[Finding, ...]:
@@ -187,12 +147,23 @@ class _Forms:
         bar = BAR if self._device.type == "cpu" else _BAR_ELSEWHERE
         if self._finite and not compare(*again, *self._reference).largest <= bar:
             names = changed_names(before, kept_tensors(self._module))
+            self._require_batch_untouched()
             where = f" It sets {', '.join(map(repr, names[:_MOST_NAMES]))} in forward." if names else ""
             raise VerifyError(
                 f"{self._graph.name} gives a loss of {again[0]:.6g} when it is called a second time on the same samples, and gave "
                 f"{self._reference[0]:.6g} the first time: it keeps something from one call to the next.{where} Each device calls it "
                 "for its own parts of a batch, so the copies would drift apart. Pass what the next call needs as an input of the batch, "
                 "or change it outside of forward, once a step"
+            )
+
+    def _require_batch_untouched(self) -> None:
+        """Raise VerifyError, with the names, if forward writes into the batch."""
+        written = [name for name, tensor in self._batch.tensors.items() if tensor._version]
+        if written:
+            raise VerifyError(
+                f"{self._graph.name} writes into {', '.join(map(repr, written[:_MOST_NAMES]))} of its batch in forward, and gives "
+                "something else when it is called with that batch again, as where blocks are recomputed. Make a new tensor: x = x * 2 in "
+                "place of x.mul_(2) or x *= 2"
             )
 
     @property
@@ -232,7 +203,7 @@ class _Forms:
             for name, parameter in self._module.named_parameters():
                 parameter.copy_(kept[name])
         noise = {LOSS: rounded.loss, **dict(rounded.gradients)}
-        errors = dict(_all(finding))
+        errors = dict(finding.all_errors)
         beyond = [name for name in finding.beyond if not errors[name] <= _ROUNDINGS * noise.get(name, 0.0)]
         return replace(finding, beyond=tuple(beyond))
 
@@ -263,7 +234,7 @@ class _Forms:
             errors=ordered,
             largest=compared.largest,
         )
-        return replace(finding, beyond=tuple(name for name, error in _all(finding) if not error <= BAR))
+        return replace(finding, beyond=tuple(name for name, error in finding.all_errors if not error <= BAR))
 
     def _plain(self) -> tuple[float, Gradients]:
         """One call of the module on all samples, and one backward."""
@@ -316,10 +287,6 @@ class _Forms:
                 buffer.copy_(self._buffers[name])
 
 
-def _all(finding: Finding) -> list[tuple[str, float]]:
-    return [(LOSS, finding.loss_error), *finding.errors.items()]
-
-
 def _wake_zeros(module: nn.Module) -> None:
     """Give weights that begin as zero (of adapters, of heads) small random values: a zero hides the gradients of all before it."""
     generator = torch.Generator().manual_seed(0)
@@ -327,9 +294,3 @@ def _wake_zeros(module: nn.Module) -> None:
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.numel() and not parameter.any():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-
-
-def _forward_order(graph: ModelGraph, module: nn.Module) -> dict[str, int]:
-    """The trained parameters, numbered as the forward first reads them; those that no op names come last, as the module has them."""
-    read = [name for op in graph.ops for name in op.parameters]
-    return {name: number for number, name in enumerate(dict.fromkeys([*read, *trainable_parameters(module, graph)]))}

@@ -9,7 +9,7 @@ from torch import nn
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.graph.ir import ModelGraph
 
-__all__ = ["require_none_unfrozen", "require_trained", "trainable_parameters"]
+__all__ = ["forward_order", "require_none_unfrozen", "require_trained", "trainable_parameters"]
 
 
 def trainable_parameters(module: nn.Module, graph: ModelGraph) -> dict[str, nn.Parameter]:
@@ -31,6 +31,12 @@ def trainable_parameters(module: nn.Module, graph: ModelGraph) -> dict[str, nn.P
         )
     name_of = {id(by_name[name]): name for name in trained}
     return {name_of[id(p)]: p for p in module.parameters() if id(p) in name_of}
+
+
+def forward_order(module: nn.Module, graph: ModelGraph) -> dict[str, int]:
+    """The trained parameters, numbered as the forward first reads them; those that no op names come last, as the module has them."""
+    read = [name for op in graph.ops for name in op.parameters]
+    return {name: number for number, name in enumerate(dict.fromkeys([*read, *trainable_parameters(module, graph)]))}
 
 
 def require_none_unfrozen(module: nn.Module, trained: Collection[str]) -> None:
