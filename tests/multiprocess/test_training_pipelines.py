@@ -101,16 +101,18 @@ def train(
     return [r.loss for r in results], [r.grad_norm for r in results], state
 
 
-def train_on_one_device(graph: ModelGraph, spread: Spread) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def train_on_one_device(
+    graph: ModelGraph, spread: Spread, steps: int = STEPS, section: OptimizerSection = ADAMW
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The same by hand: PyTorch's optimizer on the gradients of one device."""
     case = build(graph, SAMPLES)
     cluster = cluster_of(4)
     # Of the plan only the micro-steps matter here: what is one batch to BatchNorm is part of the mathematics.
     placement = Placement.of(staged_plan(graph, cluster, spread[1], spread[0]), cluster)
     trained = {n: p for n, p in case.module.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(ADAMW, trained, undecayed=norms_and_biases(case.module))
+    optimizer = make_optimizer(section, trained, undecayed=norms_and_biases(case.module))
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         loss, gradients = one_device_gradients(
             case.module,
             case.batch,
@@ -126,7 +128,7 @@ def train_on_one_device(graph: ModelGraph, spread: Spread) -> tuple[list[float],
             p.grad = gradients.get(n)
         norms.append(torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP).item())
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(ADAMW, step, STEPS)
+            group["lr"] = learning_rate(section, step, STEPS)
         optimizer.step()
         losses.append(loss)
     return losses, norms, case.module.state_dict()

@@ -99,6 +99,7 @@ class StageOf:
 
     ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of others.
     ``free``: exchanges count for nothing beside work, so that all is cut that can be; else little of a small model is.
+    ``state``: shares of its devices of the optimizer's state.
     """
 
     stop: int
@@ -111,6 +112,7 @@ class StageOf:
     rows: tuple[int, ...] = ()
     inner: tuple[tuple[str, tuple[int, ...]], ...] = ()
     free: bool = False
+    state: tuple[int, ...] | None = None
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -149,6 +151,7 @@ def staged_plan(
                     regions=stage.regions,
                     recompute=stage.recompute,
                     overlap=stage.overlap,
+                    state_shares=stage.state,
                     exchange=Exchange(latency_bytes=0, flops_per_byte=1) if stage.free else Exchange(),
                 )
             )
@@ -182,10 +185,13 @@ def staged_worker(
     compile_stages: bool = False,
     watch: Watch | None = None,
     capture: Captured | None = None,
+    zero: int = 0,
     **more: Any,
 ) -> Worker:
     cluster = cluster_of(world.world_size, world.devices)
-    plan = staged_plan(case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision)
+    plan = staged_plan(
+        case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision, zero=zero
+    )
     return Worker(
         case.module,
         graph=case.graph,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.plan.buckets import Bucket, Part
-from heterodyne.runtime.comm.channel import Channel, Work
+from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.gradients import GradientBuckets
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from heterodyne.plan.program import Action
-from heterodyne.runtime.comm.channel import Work
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder, joined
 from heterodyne.timeline import Event
 

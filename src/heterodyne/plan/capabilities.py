@@ -47,6 +47,8 @@ Feature = Literal[
     "overlap_in_pipeline",
     "overlap_with_recompute",
     "state_sharding",
+    "gradient_sharding",
+    "parameter_sharding",
 ]
 
 
@@ -102,7 +104,9 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         "overlap_with_recompute": _Words(
             name="overlap in halves with recompute", remedy="leave 'overlap' or 'recompute' out"
         ),
-        "state_sharding": _Words(name="shared optimizer state (ZeRO)", remedy="leave 'zero' and 'state_shares' out"),
+        "state_sharding": _Words(name="sharded optimizer state (ZeRO-1)", remedy="leave 'zero' and 'state_shares' out"),
+        "gradient_sharding": _Words(name="sharded gradients too (ZeRO-2)", remedy="write 'zero': 1"),
+        "parameter_sharding": _Words(name="sharded parameters too (ZeRO-3)", remedy="write 'zero': 1"),
     }
 )
 
@@ -113,6 +117,10 @@ _IN_PARTS: tuple[Feature, ...] = (
     "cuts_along_two_axes",
     "overlap",
 )
+_SHARDED: Mapping[Feature, str] = MappingProxyType(
+    {"state_sharding": "optimizer state", "gradient_sharding": "gradients", "parameter_sharding": "parameters"}
+)
+"""By level."""
 _PIECES: frozenset[Feature] = frozenset((*_IN_PARTS, "several_stages", "recompute", "split_backward"))
 """What runs pieces of the model's graph in place of the module."""
 
@@ -154,7 +162,7 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="any model",
         why=lambda *_: "this version does not run it",
-        refuses=frozenset({"state_sharding", "overlap_in_pipeline", "overlap_with_recompute"}),
+        refuses=frozenset({"gradient_sharding", "parameter_sharding", "overlap_in_pipeline", "overlap_with_recompute"}),
     ),
     Trait(
         name="statistics over the batch (BatchNorm)",
@@ -214,8 +222,8 @@ def uses(plan: Plan) -> Iterator[Use]:
     for number, pipeline in enumerate(plan.pipelines):
         yield from _of_pipeline(f"pipeline {number}", pipeline, plan.schedule)
     if plan.zero:
-        how = f"shares state out over replicas (ZeRO-{plan.zero})"
-        yield Use(feature="state_sharding", where="the plan", how=how)
+        for feature, what in list(_SHARDED.items())[: plan.zero]:
+            yield Use(feature=feature, where="the plan", how=f"shards {what} over replicas (ZeRO-{plan.zero})")
     counts = {len(pipeline.micro_batches) for pipeline in plan.pipelines if pipeline.micro_batches.samples}
     if len(counts) > 1:
         how = f"runs pipelines of {', '.join(map(str, sorted(counts)))} micro-batches beside each other"
@@ -274,8 +282,6 @@ def _of_stage(where: str, stage: Stage) -> Iterator[Use]:
         yield Use(feature="overlap", where=where, how="has 'overlap', which cuts each micro-batch into two halves")
     if stage.overlap and stage.recompute:
         yield Use(feature="overlap_with_recompute", where=where, how="has 'overlap' and recomputes")
-    if stage.state_shares is not None:
-        yield Use(feature="state_sharding", where=where, how="asks for state_shares")
 
 
 def _without_samples(pipeline: Pipeline, stage: Stage) -> list[str]:

@@ -9,6 +9,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import FEATURES, Capabilities, has_shares, uses
 from heterodyne.plan.check_mesh import faults_of_mesh
+from heterodyne.plan.check_state import faults_of_state, faults_of_state_shards
 from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
@@ -20,13 +21,15 @@ __all__ = ["require_valid", "violations"]
 def violations(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[str, ...]:
     """Every rule that the plan breaks for this model and this cluster, as sentences that say what to do; none if it is valid."""
     refused = _of_capabilities(plan, graph)
-    return (
+    broken = (
         *_of_identity(plan, graph, cluster),
         *_of_devices(plan, cluster),
         *_of_shares(plan),
+        *faults_of_state(plan),
         *(_of_stages(plan, graph) if graph.opaque is None or not refused else ()),
         *refused,
     )
+    return broken or tuple(faults_of_state_shards(plan, graph))
 
 
 def require_valid(plan: Plan, graph: ModelGraph, cluster: Cluster) -> None:

@@ -2,7 +2,8 @@
 
 A schedule says what the devices of each place compute, and in which order. Lowering adds what follows from it: before a stage
 runs it receives what other places send, behind it it sends what others read; forward activations, backward gradients. Then the
-gradient buckets, in the order in which the backward completes them, each between the devices that own its parameters.
+gradient buckets, in the order in which the backward completes them, each between the devices that own its parameters; where these shard
+its state, each sums and updates its own range, and the new weights are gathered in the order in which the forward reads them.
 A pipeline without a share runs no micro-batch, but takes part in every reduction and makes the same update as the others.
 """
 
@@ -32,12 +33,23 @@ def lower(plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True)
             for device in devices:
                 duty = wanted[cluster.rank(device)]
                 assert duty is not None  # it is in a pipeline
-                reductions = [Action(0, "REDUCE_GRAD", index) for index in duty.buckets]
-                end = [*([Action(0, "CLIP")] if clip else []), Action(0, "STEP")]
-                ranks[cluster.rank(device)] = (*_with_traffic(order, duty.traffic), *reductions, *end)
+                passes = _with_traffic(order, duty.traffic)
+                ranks[cluster.rank(device)] = (*passes, *_update(duty.buckets, clip=clip, sharded=plan.zero > 0))
     program = Program(ranks=tuple(ranks))
     require_runnable(program, wanted)
     return program
+
+
+def _update(buckets: Iterable[int], *, clip: bool, sharded: bool) -> Iterator[Action]:
+    """The end of a step: gradients are summed, weights updated."""
+    for index in buckets:
+        yield Action(0, "SCATTER" if sharded else "REDUCE_GRAD", index)
+    if clip:
+        yield Action(0, "CLIP")
+    yield Action(0, "STEP")
+    if sharded:
+        # What the next forward reads first comes first.
+        yield from (Action(0, "GATHER", index) for index in reversed(tuple(buckets)))
 
 
 def _with_traffic(order: Iterable[Action], traffic: Traffic) -> Iterator[Action]:

@@ -9,8 +9,10 @@ An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is th
     SEND_F j   what later stages read of micro-batch j leaves for other ranks;  RECV_F j: it has come
     SEND_B j   the gradients of what was received leave for the ranks it came from;  RECV_B j: they have come
     REDUCE_GRAD k, CLIP, STEP: of the rank as a whole, so their stage is always 0
+    SCATTER k  in place of REDUCE_GRAD where state is sharded: each owner of bucket k gets the sums of its own range alone
+    GATHER k   behind STEP: each owner gets the weights of bucket k that the others have updated
 
-Sends and reductions are asynchronous: they stand in the list where they may be *started* at the latest, and nothing that follows
+Sends, reductions and gathers are asynchronous: they stand in the list where they may be *started* at the latest, and nothing that follows
 waits for them, except that CLIP and STEP wait for reductions. A reduction starts as soon as the gradients of its bucket are
 complete, which is inside the backward before it. A receive waits until its message is there; room for it is made long before.
 The other kinds occupy their rank from start to end.
@@ -20,11 +22,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
-__all__ = ["Action", "ActionKind", "Program"]
+__all__ = ["COLLECTIVES", "REDUCTIONS", "Action", "ActionKind", "Program"]
 
-ActionKind = Literal["F", "B", "I", "W", "R", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "CLIP", "STEP"]
+ActionKind = Literal[
+    "F", "B", "I", "W", "R", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "SCATTER", "CLIP", "STEP", "GATHER"
+]
+REDUCTIONS: Final[tuple[ActionKind, ...]] = ("REDUCE_GRAD", "SCATTER")
+COLLECTIVES: Final[tuple[ActionKind, ...]] = (*REDUCTIONS, "GATHER")
 _KINDS: tuple[str, ...] = get_args(ActionKind)
 _WITHOUT_INDEX = frozenset({"CLIP", "STEP"})
 _ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)([0-9]*)$")
@@ -32,7 +38,7 @@ _ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)([0-9]*)$")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """``index`` is the micro-batch, the bucket (REDUCE_GRAD), or None (CLIP, STEP).
+    """``index`` is the micro-batch, the bucket (REDUCE_GRAD, SCATTER, GATHER), or None (CLIP, STEP).
 
     >>> str(Action.parse("0F3"))
     '0F3'

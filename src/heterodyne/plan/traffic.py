@@ -76,6 +76,7 @@ class Duty:
         micro_batches: how many each of them runs.
         traffic: of its pipeline.
         buckets: the gradient buckets that it reduces with others, in order.
+        sharded: it updates a range of each of them, and gathers the others.
     """
 
     pipeline: int = 0
@@ -83,6 +84,7 @@ class Duty:
     micro_batches: int
     traffic: Traffic = field(default_factory=Traffic)
     buckets: tuple[int, ...] = ()
+    sharded: bool = False
 
 
 def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None, ...]:
@@ -100,5 +102,6 @@ def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None
                     micro_batches=len(pipeline.micro_batches),
                     traffic=traffic,
                     buckets=tuple(bucket.index for bucket in reduced if device in bucket.owners),
+                    sharded=plan.zero > 0,
                 )
     return tuple(found)

@@ -13,12 +13,13 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from heterodyne.errors import PlanError
-from heterodyne.plan.program import Action, ActionKind, Program
+from heterodyne.plan.program import COLLECTIVES, REDUCTIONS, Action, ActionKind, Program
 from heterodyne.plan.traffic import Duty
 
 __all__ = ["collective_order", "program_violations", "require_runnable"]
 
 _MOST_TOLD = 20
+_OF_THE_RANK = (*COLLECTIVES, "CLIP", "STEP")
 
 
 def program_violations(program: Program, duties: Sequence[Duty | None]) -> tuple[str, ...]:
@@ -54,7 +55,7 @@ def collective_order(program: Program) -> tuple[tuple[Action, tuple[int, ...]], 
     ranks: dict[Action, list[int]] = {}
     before: TopologicalSorter[Action] = TopologicalSorter()
     for rank, actions in enumerate(program.ranks):
-        collectives = [action for action in dict.fromkeys(actions) if action.kind == "REDUCE_GRAD"]
+        collectives = [action for action in dict.fromkeys(actions) if action.kind in COLLECTIVES]
         for action in collectives:
             ranks.setdefault(action, []).append(rank)
             before.add(action)
@@ -66,13 +67,13 @@ def collective_order(program: Program) -> tuple[tuple[Action, tuple[int, ...]], 
         cycle = " -> ".join(str(action) for action in error.args[1])
         raise PlanError(
             f"ranks would wait for each other for ever, as they meet in different orders: {cycle}; "
-            "put REDUCE_GRAD in the same order on every rank"
+            "put REDUCE_GRAD, SCATTER and GATHER in the same order on every rank"
         ) from error
 
 
 def _passes(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
     """Each micro-batch through each stage: what it needs, forward, backward (whole, or I and W), and what others need."""
-    seen = Counter(action for action in actions if action.kind not in ("REDUCE_GRAD", "CLIP", "STEP"))
+    seen = Counter(action for action in actions if action.kind not in _OF_THE_RANK)
     place = {action: number for number, action in reversed(list(enumerate(actions)))}  # of the first of each
     for stage in duty.stages:
         for index in range(duty.micro_batches):
@@ -126,8 +127,15 @@ def _listed(stages: Sequence[int]) -> str:
 
 
 def _reductions(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
-    """Each bucket once, after the last backward."""
-    seen = Counter(action.index for action in actions if action.kind == "REDUCE_GRAD")
+    """Each bucket once, after the last backward; where state is sharded, gathered once too."""
+    wanted, other = reversed(REDUCTIONS) if duty.sharded else REDUCTIONS
+    if any(action.kind == other for action in actions):
+        yield f"runs {other}, and its state is {'' if duty.sharded else 'not '}sharded: put {wanted} in its place"
+    gathered = Counter(action.index for action in actions if action.kind == "GATHER")
+    for index in duty.buckets if duty.sharded else ():
+        if gathered[index] != 1:
+            yield f"gathers bucket {index} {gathered[index]} times: every owner gathers each bucket once"
+    seen = Counter(action.index for action in actions if action.kind == wanted)
     for index in duty.buckets:
         if seen[index] != 1:
             yield f"reduces bucket {index} {seen[index]} times: every owner reduces each bucket once, also without a share"
@@ -136,7 +144,7 @@ def _reductions(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
             yield f"reduces bucket {bucket}, but shares {', '.join(map(str, duty.buckets)) or 'none'}: remove it"
     last = max((place for place, action in enumerate(actions) if action.kind in ("B", "W")), default=0)
     for action in actions[:last]:
-        if action.kind == "REDUCE_GRAD":
+        if action.kind == wanted:
             yield f"reduces bucket {action.index} before its last backward, {actions[last]}: gradients are not complete there"
 
 
@@ -186,16 +194,18 @@ def _awaited(
 
 
 def _end(actions: Sequence[Action]) -> list[str]:
-    """At most one CLIP, behind every reduction; one STEP, last."""
+    """At most one CLIP, behind every reduction; one STEP, behind all but what gathers the new weights."""
     broken = []
     kinds = [action.kind for action in actions]
     if kinds.count("STEP") != 1:
         broken.append(f"updates {kinds.count('STEP')} times: a step has one STEP")
-    if "STEP" in kinds and kinds[-1] != "STEP":
-        broken.append(f"runs {actions[-1]} after STEP: STEP is the last action")
+    end = actions[kinds.index("STEP") + 1 :] if "STEP" in kinds else ()
+    broken += [f"runs {action} after STEP: only GATHER follows it" for action in end if action.kind != "GATHER"][:1]
+    early = [action for action in actions[: len(actions) - len(end)] if action.kind == "GATHER"]
+    broken += [f"runs {action} before STEP: there is nothing new to gather" for action in early]
     if kinds.count("CLIP") > 1:
         broken.append(f"clips {kinds.count('CLIP')} times: at most once a step")
     if "CLIP" in kinds:
-        late = [action for action in actions[kinds.index("CLIP") :] if action.kind not in ("CLIP", "STEP")]
+        late = [action for action in actions[kinds.index("CLIP") :] if action.kind not in ("CLIP", "STEP", "GATHER")]
         broken += [f"clips before {action}: the norm is known only after every reduction" for action in late]
     return broken

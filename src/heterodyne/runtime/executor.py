@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from heterodyne.plan.program import Action, Program
-from heterodyne.runtime.comm.channel import Channel, Work
+from heterodyne.plan.program import REDUCTIONS, Action, Program
+from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.exact.weighting import Weights, known_loss, weighted_sum
 from heterodyne.runtime.liveness.failure_detector import BETWEEN_STEPS
 from heterodyne.runtime.records.recorder import Recorder
@@ -26,11 +27,11 @@ from heterodyne.runtime.stages.stage_builder import StageRuntime
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.loss_scale import LossScale
+from heterodyne.runtime.weights.masters import MasterWeights
 
 __all__ = ["Executor", "Step", "Watch"]
 
-_UPDATE = ("CLIP", "STEP")
-_WAITS = ("RECV_F", "RECV_B", "CLIP", "STEP")
+_UPDATE = ("CLIP", "STEP", "GATHER")
 
 
 class Watch(Protocol):
@@ -85,7 +86,7 @@ class Executor:
         program: of all ranks; an idle rank has an empty list.
         loss_stage: the stage of this rank that makes the loss; None: another rank has it.
         gradients: of its parameters.
-        update: the update of the weights; ``optimizer`` has its learning rate.
+        weights: what it updates; ``optimizer`` has the learning rate.
         clipping: what CLIP does.
         scale: of the loss; None: it is not scaled.
         control: joins all ranks; carries the loss.
@@ -100,7 +101,7 @@ class Executor:
         program: Program,
         loss_stage: int | None,
         gradients: GradientBuckets,
-        update: Callable[[], None],
+        weights: MasterWeights,
         optimizer: torch.optim.Optimizer,
         clipping: Clipping,
         control: Channel,
@@ -114,7 +115,7 @@ class Executor:
         self.doing = ""  # the action that is under way, or was last
         self._loss_stage = loss_stage
         self._gradients = gradients
-        self._update_weights = update
+        self._weights = weights
         self._optimizer = optimizer
         self._clipping = clipping
         self._control = control
@@ -157,6 +158,9 @@ class Executor:
                 self._do(action, step)
         told = self._tell(step) if update and self._tells else None
         self._wait_for_gradients()
+        if not update:
+            self._gradients.gather_gradients()
+        self._gradients.wait_gathered()
         if step.parts.transfers is not None:
             step.parts.transfers.settle()
         sent.wait()
@@ -181,8 +185,10 @@ class Executor:
         """One action. What it waits for is not part of it."""
         self.doing = self._names[action]
         kind, stage, index = action.kind, action.stage, action.index
-        if kind == "REDUCE_GRAD":
+        if kind in REDUCTIONS:
             self._gradients.launch(_number(index))
+        elif kind == "GATHER":
+            self._gradients.gather(_number(index))
         elif kind in _UPDATE:
             self._wait_for_gradients()
             self._turn(self._names[action])
@@ -239,7 +245,7 @@ class Executor:
         self._gradients.wait()
         if self._scaled and self._scale is not None:
             self._scaled = False
-            self._scale.unscale(self._gradients.all())
+            self._scale.unscale(self._weights.gradients().values())
 
     def _turn(self, state: str) -> None:
         if self._watch is not None:
@@ -257,7 +263,7 @@ class Executor:
         if learning_rate is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
-        self._update_weights()
+        self._weights.step(self._optimizer)
 
 
 def _finite(loss: float, norm: Tensor | None) -> bool:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from heterodyne.errors import DataError, PlanError, WorkerError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.loss_count import LossCount
-from heterodyne.plan.boxes import inside
+from heterodyne.plan.boxes import Box, inside
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precision
 from heterodyne.plan.program import Program
@@ -38,6 +37,7 @@ from heterodyne.runtime.stages.stage_builder import (
     StageRuntime,
     bucket_channels,
     completed_gradients,
+    ranges_by_rank,
 )
 from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.clipping import Clipping
@@ -115,6 +115,7 @@ class Worker:
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
         compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
         compile_stages: pieces of the captured model are compiled too.
+        whole_weights: the optimizer must see each weight whole, so the state of none is cut.
         stored: where parameters are that no rank has yet; each reads what it holds.
         weights: on rank 0 those of a model without any, by name; None: its module has them, or they are ``stored``.
         say: takes lines for people.
@@ -141,6 +142,7 @@ class Worker:
         stage_programs: StagePrograms | None = None,
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
+        whole_weights: bool = False,
         stored: Stored | None = None,
         weights: Iterable[tuple[str, Tensor]] | None = None,
         say: Callable[[str], None] = lambda _: None,
@@ -153,7 +155,7 @@ class Worker:
         self.rank = communicator.rank
         self.steps_done = 0
         self.placement = Placement.of(plan, cluster)
-        self.ownership = Ownership.of(plan, graph, cluster)
+        self.ownership = Ownership.of(plan, graph, cluster, whole_weights=whole_weights)
         self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
         self._communicator = communicator = communicator.branch()
         self._loss_count = loss_count
@@ -173,7 +175,8 @@ class Worker:
         self._statistics = {n: b for n, b in self._buffers.items() if graph.batch_statistics and not b.is_meta}
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
-        self._masters = MasterWeights(self._parameters)
+        of_each = {name: self.ownership.updated(self.rank, name) for name in self._parameters}
+        self._masters = MasterWeights(self._parameters, {n: own for n, own in of_each.items() if own is not None})
         self._scale = _loss_scale(self.placement, graph, program)
         self.optimizer = self._make_optimizer(optimizer)
         buckets = bucket_channels(plan, graph, cluster, communicator)
@@ -183,6 +186,7 @@ class Worker:
             self.recorder,
             completed_gradients(program.ranks[self.rank], plan, graph, self._place),
             {name: self.ownership.box(self.rank, name) for name in self._parameters},
+            ranges_by_rank(plan, graph, cluster, whole_weights=whole_weights),
             same_way=graph.opaque is None,
         )
         self._state = WorkerState(
@@ -222,7 +226,7 @@ class Worker:
             program=program,
             loss_stage=self._place.stages[-1] if self._place.last else None,
             gradients=self._gradients,
-            update=partial(self._masters.step, self.optimizer),
+            weights=self._masters,
             scale=self._scale,
             optimizer=self.optimizer,
             clipping=self._clipping(clip_grad_norm),
@@ -446,16 +450,19 @@ class Worker:
     def _clipping(self, largest: float) -> Clipping:
         """Collective."""
         if self.ownership.whole:
-            return Clipping(self._parameters, {}, largest, None)
-        counted = {
-            name: [
+            return Clipping(self._masters, self._parameters, {}, largest, None)
+        counted: dict[str, list[Box]] = {
+            name: [()]
+            if name in self.ownership.shards
+            else [
                 inside(self.ownership.box(self.rank, name), box)
                 for box, rank in self.ownership.parts(name)
                 if rank == self.rank
             ]
             for name in self._parameters
         }
-        return Clipping(self._parameters, counted, largest, self._communicator.channel(self.placement.active))
+        channel = self._communicator.channel(self.placement.active)
+        return Clipping(self._masters, self._parameters, counted, largest, channel)
 
 
 def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> LossScale | None:

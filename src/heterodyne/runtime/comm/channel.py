@@ -8,66 +8,26 @@ of a channel in shared memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from heterodyne.errors import WorkerError
+from heterodyne.runtime.comm.ring import all_gather_ring, reduce_scatter_ring
 from heterodyne.runtime.comm.shared_exchange import SharedExchange
 from heterodyne.runtime.comm.shared_memory import SharedBuffers
+from heterodyne.runtime.comm.work import TorchWork, Work, event_after, timed_by
 
-__all__ = ["Channel", "Work"]
+__all__ = ["Channel"]
+
+Range = tuple[int, int]
+"""Elements ``[start, stop)`` of a flat tensor."""
 
 # torch 2.13 has renamed them.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-class _TorchWork(Protocol):
-    """What torch.distributed gives back for an asynchronous collective."""
-
-    def wait(self) -> bool: ...
-    def get_future(self) -> Any: ...
-
-
-class Work:
-    """A collective that was started. `wait` before its tensor is read; waiting twice does nothing.
-
-    If it is ``timed``, `ended` tells when it was over: seconds of `time.perf_counter` (collectives on the host), or an event of the
-    device (those of a device's own backend).
-    """
-
-    def __init__(self, finish: Callable[[], object] | None = None, *, timed: bool = False) -> None:
-        self._finish = finish
-        self._timed = timed
-        self._noted: float | torch.Event | None = None
-        self._waited = time.perf_counter() if timed and finish is None else None
-
-    @property
-    def ended(self) -> float | torch.Event | None:
-        """When it was over: as the thread that did it has noted, but not later than when waiting for it ended."""
-        if isinstance(self._noted, float) and self._waited is not None:
-            return min(self._noted, self._waited)
-        return self._waited if self._noted is None else self._noted
-
-    def note_end(self, moment: float | torch.Event) -> None:
-        """Called when it is over, by whichever thread knows; or with an event that comes then."""
-        self._noted = moment
-
-    def wait(self) -> None:
-        """Blocks the host, or orders the device's current stream, until the result is there. Raises WorkerError."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            try:
-                finish()
-            except RuntimeError as error:
-                raise WorkerError(f"a collective broke off, so another worker has probably died: {error}") from error
-            if self._timed:
-                self._waited = time.perf_counter()
 
 
 class Channel:
@@ -98,6 +58,11 @@ class Channel:
         self._host: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     @property
+    def place(self) -> int:
+        """Of this rank among the `ranks`."""
+        return self.ranks.index(dist.get_rank()) if self._group is not None else 0
+
+    @property
     def works_on(self) -> torch.device:
         """Where sums are made: a tensor that lies there goes no other way."""
         return torch.device("cpu") if self._via_host else self._device
@@ -116,8 +81,7 @@ class Channel:
         Collective, with the same sizes on every rank. They live as long as the channel.
         """
         if self._neighbours and self._group is not None:
-            place = dist.get_group_rank(self._group, dist.get_rank())
-            shared = SharedBuffers.allocate(sizes, place, self._gather)
+            shared = SharedBuffers.allocate(sizes, self.place, self._gather)
             if shared is not None:
                 self._shared.append(shared)
                 return shared.own
@@ -133,15 +97,15 @@ class Channel:
         if self._group is None:
             return Work(timed=timed)
         if self._via_host and tensor.device.type != "cpu":
-            return self._all_reduce_through_host(tensor, timed=timed)
+            return self._through_host(tensor, lambda host: dist.all_reduce(host, group=self._group), timed=timed)
         if self._shared:
             return self._all_reduce_between_neighbours(tensor, timed=timed)
-        work: _TorchWork = dist.all_reduce(tensor, group=self._group, async_op=True)
+        work: TorchWork = dist.all_reduce(tensor, group=self._group, async_op=True)
         pending = Work(work.wait, timed=timed)
         if timed and tensor.device.type == "cpu":
             work.get_future().add_done_callback(lambda _: pending.note_end(time.perf_counter()))
         elif timed:
-            pending.note_end(_event_after(work, tensor.device))
+            pending.note_end(event_after(work, tensor.device))
         return pending
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -166,8 +130,7 @@ class Channel:
         device = parts[0].device
         if self._neighbours and not self._exchange_tried:
             self._exchange_tried = True
-            place = dist.get_group_rank(self._group, dist.get_rank())
-            self._exchange = SharedExchange.allocate(len(self.ranks), place, self._gather)
+            self._exchange = SharedExchange.allocate(len(self.ranks), self.place, self._gather)
         if self._exchange is not None:
             return self._exchange.all_to_all(parts, sizes)
         sent = torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
@@ -175,7 +138,7 @@ class Channel:
             sent = sent.cpu()
         received = sent.new_empty(sum(sizes))
         in_bytes = _in_bytes(received, sizes, parts)
-        work: _TorchWork = dist.all_to_all_single(
+        work: TorchWork = dist.all_to_all_single(
             _bytes(received), _bytes(sent), *in_bytes, group=self._group, async_op=True
         )
         pending = Work(work.wait)
@@ -215,7 +178,7 @@ class Channel:
         """Begin to add up the i-th of the flat ``parts`` of all ranks on the i-th; what is returned waits for this rank's. Where the
         channel is `native`.
         """
-        total = torch.empty_like(parts[self.ranks.index(dist.get_rank())])
+        total = torch.empty_like(parts[self.place])
         if len({part.numel() for part in parts}) == 1:
             work = _reduce_scatter_single(total, torch.cat(list(parts)), group=self._group, async_op=True)
         else:
@@ -227,6 +190,63 @@ class Channel:
             return total
 
         return wait
+
+    def reduce_scatter_ranges(self, flat: Tensor, ranges: Sequence[Range], *, timed: bool = False) -> Work:
+        """Start the sums of a flat tensor over the ranks, in place: the i-th range of it on the i-th rank. What else is in it is spoilt.
+
+        The ranges are all of it, and may be empty. From each rank go N - s bytes, where N are all and s its own.
+        """
+        if self._group is None:
+            return Work(timed=timed)
+        if self.native:
+            start, stop = ranges[self.place]
+            summed = self.reduce_scatter([flat[low:high] for low, high in ranges])
+            return Work(lambda: flat[start:stop].copy_(summed()), timed=timed)
+        group = self._group
+        add_up = self._found(shared.sum_of(flat, ranges[self.place]) for shared in self._shared)
+
+        def on_host(host: Tensor) -> None:
+            if add_up is None:
+                reduce_scatter_ring(group, host, ranges)
+            else:
+                self._all_at_once(add_up)
+
+        return self._ranges_on_host(flat, on_host, timed=timed)
+
+    def all_gather_ranges(self, flat: Tensor, ranges: Sequence[Range], *, timed: bool = False) -> Work:
+        """Start to give every rank the i-th range of the i-th rank's flat tensor, in place. See `reduce_scatter_ranges`."""
+        if self._group is None:
+            return Work(timed=timed)
+        if self.native:
+            start, stop = ranges[self.place]
+            gathered = self.all_gather(flat[start:stop], [high - low for low, high in ranges])
+            parts = [flat[low:high] for low, high in ranges]
+            return Work(lambda: torch._foreach_copy_(parts, gathered()), timed=timed)
+        group = self._group
+        copy = self._found(shared.copies_of(flat, ranges) for shared in self._shared)
+
+        def on_host(host: Tensor) -> None:
+            if copy is None:
+                all_gather_ring(group, host, ranges)
+            else:
+                self._all_at_once(copy)
+
+        return self._ranges_on_host(flat, on_host, timed=timed)
+
+    def _ranges_on_host(self, flat: Tensor, collective: Callable[[Tensor], None], *, timed: bool) -> Work:
+        if flat.device.type != "cpu":
+            return self._through_host(flat, collective, timed=timed)
+        future: Future[None] = self._in_order().submit(collective, flat)
+        return timed_by(Work(future.result, timed=timed), future, timed=timed)
+
+    @staticmethod
+    def _found(ways: Iterable[Callable[[], None] | None]) -> Callable[[], None] | None:
+        return next((way for way in ways if way is not None), None)
+
+    def _all_at_once(self, do: Callable[[], None]) -> None:
+        dist.barrier(group=self._group)  # all have filled theirs
+        do()
+        dist.barrier(group=self._group)  # all have read what they need
 
     def close(self) -> None:
         """End the thread of this channel, if it has one, and leave the group."""
@@ -252,20 +272,18 @@ class Channel:
         return self._thread
 
     def _all_reduce_between_neighbours(self, tensor: Tensor, *, timed: bool) -> Work:
-        add_up = next((add for shared in self._shared if (add := shared.sum_of(tensor)) is not None), None)
+        add_up = self._found(shared.sum_of(tensor) for shared in self._shared)
 
         def reduce() -> None:
             if add_up is None:
                 dist.all_reduce(tensor, group=self._group)
-                return
-            dist.barrier(group=self._group)  # all have filled theirs
-            add_up()
-            dist.barrier(group=self._group)  # all have added up their slice
+            else:
+                self._all_at_once(add_up)
 
         future: Future[None] = self._in_order().submit(reduce)
-        return _timed(Work(future.result, timed=timed), future, timed=timed)
+        return timed_by(Work(future.result, timed=timed), future, timed=timed)
 
-    def _all_reduce_through_host(self, tensor: Tensor, *, timed: bool) -> Work:
+    def _through_host(self, tensor: Tensor, collective: Callable[[Tensor], object], *, timed: bool) -> Work:
         key = (tensor.numel(), tensor.dtype)
         free = self._host.setdefault(key, [])
         host = free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
@@ -275,7 +293,7 @@ class Channel:
 
         def reduce() -> None:
             copied.synchronize()
-            dist.all_reduce(host, group=self._group)
+            collective(host)
 
         future: Future[None] = self._in_order().submit(reduce)
 
@@ -285,7 +303,7 @@ class Channel:
             # The copy back is in the stream before any later use of this buffer, which is again a copy in that stream.
             free.append(host)
 
-        return _timed(Work(finish, timed=timed), future, timed=timed)
+        return timed_by(Work(finish, timed=timed), future, timed=timed)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -296,18 +314,3 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _in_bytes(received: Tensor, sizes: Sequence[int], parts: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     each = received.element_size()
     return [size * each for size in sizes], [part.numel() * each for part in parts]
-
-
-def _timed(pending: Work, future: Future[None], *, timed: bool) -> Work:
-    if timed:
-        future.add_done_callback(lambda _: pending.note_end(time.perf_counter()))
-    return pending
-
-
-def _event_after(work: _TorchWork, device: torch.device) -> torch.Event:
-    """An event of the device that comes when ``work`` is over, without making the current stream wait for it."""
-    end = torch.Event(device, enable_timing=True)
-    with torch.Stream(device) as beside:
-        work.wait()
-        end.record(beside)
-    return end

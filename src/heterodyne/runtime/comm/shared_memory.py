@@ -26,6 +26,7 @@ _CHUNK_BYTES = 2**18  # a chunk of all ranks stays in the cache between being ad
 _LOW = (torch.bfloat16, torch.float16)
 
 Gather = Callable[[object], list[object]]
+Range = tuple[int, int]
 
 
 def neighbourhood() -> tuple[str, ...] | None:
@@ -52,7 +53,7 @@ class SharedBuffers:
         self.own = list(seen[place])
         self._place = place
         self._by_buffer = list(zip(*seen, strict=True))
-        self._summed: set[int] = set()
+        self._touched: dict[tuple[int, bool], int] = {}  # of a buffer, in sums or in copies: bytes of the others
 
     @classmethod
     def allocate(cls, sizes: Sequence[tuple[int, torch.dtype]], place: int, gather: Gather) -> SharedBuffers | None:
@@ -75,22 +76,41 @@ class SharedBuffers:
             return None
         return cls(place, [[_view(m, o, *size) for o, size in zip(offsets, sizes, strict=True)] for m in maps if m])
 
-    def sum_of(self, tensor: Tensor) -> Callable[[], None] | None:
-        """What puts the sum over the ranks into this rank's slice of one of the own buffers, everywhere; None for another tensor.
+    def sum_of(self, tensor: Tensor, own: Range | None = None) -> Callable[[], None] | None:
+        """What puts the sum over the ranks into this rank's slice of one of the own buffers; None for another tensor.
 
-        Every rank has filled its buffer before, and the sum is whole when every rank has called it. Halves are added up in
-        float32 and rounded once.
+        ``own``: that slice, and only this rank gets it; None: every rank has one that is as long, and all get all sums. Every rank has
+        filled its buffer before, and the sums are there when every rank has called it. Halves are added up in float32 and rounded once.
         """
-        for index, own in enumerate(self.own):
-            if own.data_ptr() == tensor.data_ptr() and own.shape == tensor.shape and own.dtype == tensor.dtype:
-                return partial(self._add_up, index)
+        for index, buffer in enumerate(self.own):
+            if (buffer.data_ptr(), buffer.shape, buffer.dtype) == (tensor.data_ptr(), tensor.shape, tensor.dtype):
+                return partial(self._add_up, index, own)
         return None
 
-    def _add_up(self, index: int) -> None:
+    def copies_of(self, tensor: Tensor, ranges: Sequence[Range]) -> Callable[[], None] | None:
+        """What copies the range of each rank from its buffer into this rank's; None if ``tensor`` is no own buffer.
+
+        ``tensor`` may be the begin of one, with another dtype.
+        """
+        for index, own in enumerate(self.own):
+            if own.data_ptr() == tensor.data_ptr() and tensor.nbytes and own.nbytes >= tensor.nbytes:
+                size = tensor.element_size()
+                return partial(self._copy, index, [(size * first, size * last) for first, last in ranges])
+        return None
+
+    def _copy(self, index: int, in_bytes: Sequence[Range]) -> None:
+        buffers = [buffer.view(torch.uint8) for buffer in self._by_buffer[index]]
+        others = [(place, *of) for place, of in enumerate(in_bytes) if place != self._place]
+        for place, first, last in others:
+            buffers[self._place][first:last].copy_(buffers[place][first:last])
+        self._touched[index, False] = sum(last - first for _, first, last in others)
+
+    def _add_up(self, index: int, own: Range | None) -> None:
         buffers = self._by_buffer[index]
-        first, last = _slice(buffers[0].numel(), self._place, len(buffers))
+        first, last = _slice(buffers[0].numel(), self._place, len(buffers)) if own is None else own
         dtype = torch.float32 if buffers[0].dtype in _LOW else buffers[0].dtype
-        step = max(1, _CHUNK_BYTES // buffers[0].element_size())
+        dtype_bytes = buffers[0].element_size()
+        step = max(1, _CHUNK_BYTES // dtype_bytes)
         room = torch.empty(min(step, max(0, last - first)), dtype=dtype)
         for start in range(first, last, step):
             parts = [buffer[start : min(start + step, last)] for buffer in buffers]
@@ -98,19 +118,14 @@ class SharedBuffers:
             total.copy_(parts[0])
             for part in parts[1:]:
                 total.add_(part)
-            for part in parts:
+            for part in parts if own is None else [parts[self._place]]:
                 part.copy_(total)
-        self._summed.add(index)
+        self._touched[index, True] = (len(buffers) - 1) * (last - first) * dtype_bytes
 
     @property
     def borrowed_bytes(self) -> int:
         """Bytes of other ranks' buffers that are in this process's resident size, though they are not its own."""
-        borrowed = 0
-        for index in self._summed:
-            own = self.own[index]
-            first, last = _slice(own.numel(), self._place, len(self._by_buffer[index]))
-            borrowed += (len(self._by_buffer[index]) - 1) * (last - first) * own.element_size()
-        return borrowed
+        return sum(self._touched.values())
 
 
 def _slice(elements: int, place: int, places: int) -> tuple[int, int]:

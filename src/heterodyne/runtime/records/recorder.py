@@ -17,16 +17,15 @@ from typing import TypeAlias
 
 import torch
 
-from heterodyne.plan.program import Action, ActionKind
-from heterodyne.runtime.comm.channel import Work
+from heterodyne.plan.program import COLLECTIVES, Action, ActionKind
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.comm.work import Work
 from heterodyne.timeline import Event, Lane, Timeline
 
 __all__ = ["Recorder", "clock_offsets_s", "joined"]
 
 Moment: TypeAlias = float | torch.Event
 EXCHANGES = 8
-_COLLECTIVE = "REDUCE_GRAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +142,11 @@ def joined(events: Iterable[Event]) -> tuple[Event, ...]:
     events = tuple(events)
     last: dict[tuple[int, str], float] = {}
     for event in events:
-        if event.kind == _COLLECTIVE:
+        if event.kind in COLLECTIVES:
             key = (event.step, event.name)
             last[key] = max(last.get(key, event.start_s), event.start_s)
     return tuple(
-        replace(event, start_s=min(event.end_s, last[event.step, event.name])) if event.kind == _COLLECTIVE else event
+        replace(event, start_s=min(event.end_s, last[event.step, event.name])) if event.kind in COLLECTIVES else event
         for event in events
     )
 

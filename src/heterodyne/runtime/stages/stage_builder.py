@@ -18,6 +18,7 @@ from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.mesh import lines
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
+from heterodyne.plan.state_shards import Range, sharded_buckets
 from heterodyne.recent import Recent
 from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.comm.communicator import Communicator
@@ -32,7 +33,7 @@ from heterodyne.runtime.stages.segments import Compilable, Runnable, Segment, Wh
 from heterodyne.runtime.stages.stages import Stages
 from heterodyne.runtime.stages.transfers import Edge, Team, Transfers
 
-__all__ = ["StageBuilder", "StagePrograms", "StageRuntime", "bucket_channels", "completed_gradients"]
+__all__ = ["StageBuilder", "StagePrograms", "StageRuntime", "bucket_channels", "completed_gradients", "ranges_by_rank"]
 
 MOST_SHAPES = 32
 """Of so many shapes of the inputs the stages are kept: lengths up to 2048 in multiples of 64."""
@@ -281,6 +282,16 @@ def bucket_channels(
         if bucket.owners not in channels:
             channels[bucket.owners] = communicator.channel(sorted(map(cluster.rank, bucket.owners)))
     return [(bucket, channels[bucket.owners]) for bucket in buckets]
+
+
+def ranges_by_rank(
+    plan: Plan, graph: ModelGraph, cluster: Cluster, *, whole_weights: bool
+) -> dict[int, tuple[Range, ...]]:
+    """Of each bucket whose state is sharded, by its number, the ranges of its owners in the order of their ranks."""
+    return {
+        number: tuple(bucket.ranges[device] for device in sorted(bucket.ranges, key=cluster.rank))
+        for number, bucket in sharded_buckets(plan, graph, whole_weights=whole_weights).items()
+    }
 
 
 def completed_gradients(

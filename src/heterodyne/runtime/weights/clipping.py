@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from heterodyne.plan.boxes import Box
 from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.weights.boxed import boxed
+from heterodyne.runtime.weights.masters import MasterWeights
 
 __all__ = ["Clipping"]
 
@@ -18,19 +19,23 @@ class Clipping:
     """Clips by the norm of all gradients of the model together (Pascanu et al., 2013), as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
+        weights: what this rank updates.
         parameters: those of this rank that are trained.
-        counted: of which parameters this rank adds the norm of which boxes to that of the others; each element is counted once.
+        counted: of which parameters this rank adds the norm of which boxes to that of the others; each element is counted once. Of
+            what it updates a range of, () is all of that.
         largest: the norm to scale down to; smaller gradients stay as they are. 0: none is scaled, the norm is taken all the same.
         channel: joins the ranks that count; None: this rank has all parameters, and needs no others.
     """
 
     def __init__(
         self,
+        weights: MasterWeights,
         parameters: Mapping[str, nn.Parameter],
         counted: Mapping[str, Sequence[Box]],
         largest: float,
         channel: Channel | None,
     ) -> None:
+        self._weights = weights
         self._parameters = parameters
         self._counted = counted
         self._largest = largest
@@ -39,16 +44,14 @@ class Clipping:
     def clip(self) -> Tensor:
         """Scale the gradients; the norm before. Collective over the channel."""
         if self._channel is None:
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            norm: Tensor = nn.utils.get_total_norm(gradients)
+            norm: Tensor = nn.utils.get_total_norm(list(self._weights.gradients().values()))
             if self._largest:
                 nn.utils.clip_grads_with_norm_(self._parameters.values(), self._largest, norm)
             return norm
         counted = [
-            boxed(p.grad, box)
-            for name, p in self._parameters.items()
+            boxed(gradient, box)
+            for name, gradient in self._weights.gradients().items()
             for box in self._counted.get(name, ())
-            if p.grad is not None
         ]
         own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._channel.works_on)
         # Where the channel works: an accelerator that adds it up by itself is not waited for.
@@ -58,7 +61,6 @@ class Clipping:
         if self._largest:
             # Not a number: no gradient is touched, so that those at fault can be told from the others.
             scale = (self._largest / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+            for gradient in self._weights.gradients().values():
+                gradient.mul_(scale)
         return norm

@@ -5,6 +5,9 @@ is one flat buffer; each ``p.grad`` is a view into it. The first gradient of a s
 micro-batches are added in place, so there is never more than one copy of a bucket. What a rank has to itself needs no buffer, and
 its gradients stay where autograd puts them. In the last backward of a stage a bucket is *launched* (its
 all-reduce is started) as soon as its gradients and all buckets before it are complete; the order is the same on every rank.
+
+Where the owners of a bucket shard its state, each gets the sums of its own range alone, and the buffer carries the new weights back
+(`gather`). What else is in it is then no gradient, so it is taken away.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from heterodyne.errors import CaptureError
 from heterodyne.plan.boxes import Box, inside, numel
 from heterodyne.plan.buckets import Bucket
-from heterodyne.runtime.comm.channel import Channel, Work
+from heterodyne.plan.program import ActionKind
+from heterodyne.plan.state_shards import Range
+from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.masters import gradient_dtype
@@ -57,11 +63,13 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Flat:
-    """``number``: in the plan. ``missing``: parameters whose gradient the last backward still owes."""
+    """``number``: in the plan. ``ranges``: which each rank of the channel updates, where state is sharded. ``missing``: parameters whose
+    gradient the last backward still owes."""
 
     number: int
     buffer: Tensor | None
     channel: Channel | None
+    ranges: Sequence[Range] | None = None
     entries: list[_Entry] = field(default_factory=list)
     missing: int = 0
     pending: Work | None = None
@@ -78,6 +86,7 @@ class GradientBuckets:
         recorder: is told when each reduction starts and ends.
         completed: for each stage, the parameters whose gradients its last backward completes.
         boxes: of the parameters of which this rank has a box.
+        ranges: by number of a bucket whose state is sharded, the range of each rank of its channel.
         same_way: every forward goes the same way, so that which parameters get no gradient at all is asked once; else in each step.
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
@@ -93,10 +102,13 @@ class GradientBuckets:
         recorder: Recorder,
         completed: Mapping[int, frozenset[str]],
         boxes: Mapping[str, Box] | None = None,
+        ranges: Mapping[int, Sequence[Range]] | None = None,
         *,
         same_way: bool = True,
     ) -> None:
         self._boxes = boxes or {}
+        self._ranges = ranges or {}
+        self._gathering: list[tuple[_Flat, Work]] = []
         self._same_way = same_way
         self._recorder = recorder
         self._completed = completed
@@ -157,10 +169,44 @@ class GradientBuckets:
             if self._unused and entry.name in self._unused:
                 entry.parameter.grad = None
 
-    def all(self) -> list[Tensor]:
-        """The gradients that there are, each once; after `wait`."""
-        parameters = {id(entry.parameter): entry.parameter for entry in self._entries}
-        return [p.grad for p in parameters.values() if p.grad is not None]
+    @torch.no_grad()
+    def gather(self, number: int) -> None:
+        """Start to exchange the weights of a bucket, each rank those that it has updated; they are there after `wait_gathered`."""
+        bucket = next(bucket for bucket in self._buckets if bucket.number == number)
+        channel, ranges = bucket.channel, bucket.ranges
+        assert channel is not None  # or it is not gathered
+        assert ranges is not None
+        low, high = ranges[channel.place]
+        carried, begin = _as_weights(bucket), 0
+        for entry in bucket.entries:
+            size = entry.parameter.numel()
+            first, last = max(low, begin), min(high, begin + size)
+            if first < last:
+                carried[first:last].copy_(entry.parameter.detach().reshape(-1)[first - begin : last - begin])
+            begin += size
+        started, timed = self._recorder.now(), self._recorder.on
+        pending = channel.all_gather_ranges(carried, ranges, timed=timed)
+        self._recorder.collective("GATHER", bucket.number, started, pending)
+        self._gathering.append((bucket, pending))
+
+    @torch.no_grad()
+    def wait_gathered(self) -> None:
+        """Wait for every `gather` that was started, and give the model the weights."""
+        gathering, self._gathering = self._gathering, []
+        for bucket, pending in gathering:
+            pending.wait()
+            begin, carried = 0, _as_weights(bucket)
+            for entry in bucket.entries:
+                size = entry.parameter.numel()
+                entry.parameter.copy_(carried[begin : begin + size].view(entry.parameter.shape))
+                entry.parameter.grad = None  # what is in the buffer is none any more
+                begin += size
+
+    def gather_gradients(self) -> None:
+        """Make every gradient whole where each rank has the sums of its own range; after `wait`. Collective."""
+        for bucket in self._buckets:
+            if bucket.ranges is not None and bucket.channel is not None and bucket.buffer is not None:
+                bucket.channel.all_gather_ranges(bucket.buffer, bucket.ranges).wait()
 
     def _give_back(self, bucket: _Flat) -> None:
         """Bring the sums of boxes back to where the gradient lies."""
@@ -205,12 +251,12 @@ class GradientBuckets:
             buffers |= {bucket.index: buffer for bucket, buffer in zip(of, channel.buffers(sizes), strict=True)}
         flats = []
         for place, (bucket, channel) in enumerate(buckets):
-            buffer = buffers.get(bucket.index)
-            flat = _Flat(bucket.index, buffer, None if buffer is None else channel)
+            buffer, ranges = buffers.get(bucket.index), self._ranges.get(bucket.index)
+            flat = _Flat(bucket.index, buffer, None if buffer is None else channel, ranges)
             offset = 0
             for part in bucket.parts:
                 parameter, box = parameters[part.name], inside(self._boxes.get(part.name, ()), part.box)
-                view = None if buffer is None else _view(buffer, offset, parameter, box)
+                view = None if buffer is None else _view(buffer, offset, parameter, box, by_rows=ranges is not None)
                 flat.entries.append(_Entry(part.name, parameter, view, place, box))
                 offset += numel(box, parameter.shape)
             flats.append(flat)
@@ -270,8 +316,12 @@ class GradientBuckets:
         if bucket.channel is None or bucket.buffer is None:
             return Work()
         started, timed = self._recorder.now(), self._recorder.on
-        pending = bucket.channel.all_reduce(bucket.buffer, timed=timed)
-        self._recorder.collective("REDUCE_GRAD", bucket.number, started, pending)
+        if bucket.ranges is None:
+            pending = bucket.channel.all_reduce(bucket.buffer, timed=timed)
+        else:
+            pending = bucket.channel.reduce_scatter_ranges(bucket.buffer, bucket.ranges, timed=timed)
+        kind: ActionKind = "REDUCE_GRAD" if bucket.ranges is None else "SCATTER"
+        self._recorder.collective(kind, bucket.number, started, pending)
         return pending
 
 
@@ -303,10 +353,16 @@ def _require_no_hooks(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _view(buffer: Tensor, offset: int, parameter: nn.Parameter, box: Box) -> Tensor:
-    """A view shaped as the parameter, or a box of it, with its strides where it is dense in channels-last order."""
+def _as_weights(bucket: _Flat) -> Tensor:
+    """The begin of the buffer, as elements of the weights, which may be narrower than their gradients."""
+    assert bucket.buffer is not None
+    return bucket.buffer.view(bucket.entries[0].parameter.dtype)[: bucket.buffer.numel()]
+
+
+def _view(buffer: Tensor, offset: int, parameter: nn.Parameter, box: Box, *, by_rows: bool) -> Tensor:
+    """A view shaped as the parameter, or a box of it, with its strides where it is dense in channels-last order, unless ``by_rows``."""
     channels_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-    if not box and channels_last and not parameter.is_contiguous():
+    if not by_rows and not box and channels_last and not parameter.is_contiguous():
         return buffer.as_strided(parameter.shape, parameter.stride(), offset)
     shape = boxed(parameter.detach(), box).shape
     return buffer[offset : offset + shape.numel()].view(shape)

@@ -7,15 +7,18 @@ fp32 copies, and the model gets these rounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from heterodyne.plan.state_shards import Range
+
 __all__ = ["MasterWeights", "gradient_dtype"]
 
 _MASTER = "master"
+_NONE_SHARDED: Mapping[str, Range] = {}
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -28,71 +31,124 @@ class MasterWeights:
 
     Args:
         parameters: every trained parameter of this rank by name. Those in 16 bits get fp32 gradients until `close`.
+        ranges: of those whose state is sharded, the elements ``[start, stop)``, row after row, that this rank updates; there may be none.
 
-    ``updated``: by name, what the optimizer is made of: the master of a parameter in 16 bits, any other parameter itself.
+    ``updated``: by name, what the optimizer is made of: a parameter, or the range of it, itself; of one in 16 bits an fp32 copy (its
+    master). A range has as many dims as its parameter, all but the last of size 1, so that groups may be made by the number of dims.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ranges: Mapping[str, Range] = _NONE_SHARDED) -> None:
         self._parameters = parameters
-        self._masters = {n: _master(p) for n, p in parameters.items() if p.is_floating_point() and p.itemsize < 4}
-        self.updated: dict[str, nn.Parameter] = {n: self._masters.get(n, p) for n, p in parameters.items()}
-        for name in self._masters:
+        self._ranges = {n: own for n, own in ranges.items() if own != (0, parameters[n].numel())}
+        self._narrow = [n for n, p in parameters.items() if p.is_floating_point() and p.itemsize < 4]
+        self._masters: dict[str, nn.Parameter] = {}  # with memory of their own
+        self.updated: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            low, high = self._ranges.get(name, (0, 1))
+            if low < high:
+                self.updated[name] = self._made(name, parameter)
+        for name in self._narrow:
             parameters[name].grad = None
             parameters[name].grad_dtype = torch.float32
+
+    def _made(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        narrow = name in self._narrow
+        if not narrow and name not in self._ranges:
+            return parameter
+        own = self.own_range(name, parameter.detach())
+        if narrow or (name in self._ranges and not parameter.is_contiguous()):
+            own = own.float() if narrow else own.clone()
+        made = nn.Parameter(own)
+        made.__dict__.update(parameter.__dict__)  # marks that an optimizer's groups may be made by
+        if own.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            self._masters[name] = made
+        return made
+
+    def own_range(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Of a tensor that lies as the parameter does, what this rank updates; a view where ``whole`` is contiguous."""
+        if name not in self._ranges:
+            return whole
+        low, high = self._ranges[name]
+        return whole.reshape(-1)[low:high].view(*(1,) * (whole.dim() - 1), high - low)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of the parameters of this rank."""
+        return self._parameters.keys()
 
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:
         return self._masters
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """By name those that there are of what this rank updates."""
+        found = {name: self._parameters[name].grad for name in self.updated}
+        return {name: self.own_range(name, gradient) for name, gradient in found.items() if gradient is not None}
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the masters by the gradients of their parameters, and round them into these."""
-        for name, master in self._masters.items():
-            master.grad = self._parameters[name].grad
+        """Update by the gradients of the parameters, and round the masters into these."""
+        apart = {name: made for name, made in self.updated.items() if made is not self._parameters[name]}
+        for name, made in apart.items():
+            gradient = self._parameters[name].grad
+            made.grad = None if gradient is None else self.own_range(name, gradient)
         optimizer.step()
-        for master in self._masters.values():
-            master.grad = None
+        for made in apart.values():
+            made.grad = None
         self.round()
 
     @torch.no_grad()
     def round(self) -> None:
         """Give the model the masters, rounded."""
         for name, master in self._masters.items():
-            self._parameters[name].copy_(master)
+            self._give(name, master)
+
+    def _give(self, name: str, value: torch.Tensor) -> None:
+        parameter = self._parameters[name].detach()
+        if name not in self._ranges or parameter.is_contiguous():
+            self.own_range(name, parameter).copy_(value)
+            return
+        whole = parameter.contiguous()
+        self.own_range(name, whole).copy_(value)
+        parameter.copy_(whole)
 
     def with_masters(self, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """The optimizer's state by name, with the master of each parameter that has one."""
         found = {name: dict(values) for name, values in state.items()}
         for name, master in self._masters.items():
-            found.setdefault(name, {})[_MASTER] = master.detach()
+            if name in self._narrow:
+                found.setdefault(name, {})[_MASTER] = master.detach()
         return found
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The inverse of `with_masters`, after the model's own weights are loaded.
+        """The optimizer's state of what is updated here, from that of the parameters of this rank, whole; see `with_masters`.
 
-        Without a master in ``state`` the weight itself is taken. A master of a parameter that has none here, because the model is now in
-        fp32, is its weight.
+        The model's own weights have been loaded before. Without a master in ``state`` the weight itself is taken. A master of a parameter
+        that has none here, because the model is now in fp32, is its weight.
         """
         rest: dict[str, dict[str, Any]] = {}
         for name, values in state.items():
-            others = {key: value for key, value in values.items() if key != _MASTER}
-            if _MASTER in values and name in self._parameters and name not in self._masters:
+            if _MASTER in values and name not in self._narrow:
                 self._parameters[name].copy_(values[_MASTER])
-            if others:
+            others = {key: self._own_of(name, value) for key, value in values.items() if key != _MASTER}
+            if others and name in self.updated:
                 rest[name] = others
         for name, master in self._masters.items():
-            master.copy_(state.get(name, {}).get(_MASTER, self._parameters[name]))
+            whole = state.get(name, {}).get(_MASTER, self._parameters[name])
+            master.copy_(self.own_range(name, whole))
         return rest
+
+    def _own_of(self, name: str, value: Any) -> Any:
+        alike = isinstance(value, torch.Tensor) and value.shape == self._parameters[name].shape
+        return self.own_range(name, value) if alike else value
+
+    def reads(self, name: str, key: str) -> bool:
+        """Whether `load` looks at this entry of the state of a parameter."""
+        return name in self.updated or (name in self._parameters and key == _MASTER)
 
     def close(self) -> None:
         """Let the gradients of the user's parameters have their own dtype again."""
-        for name in self._masters:
+        for name in self._narrow:
             parameter = self._parameters[name]
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
-
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    master = nn.Parameter(parameter.detach().float())
-    master.__dict__.update(parameter.__dict__)  # marks that an optimizer's groups may be made by
-    return master

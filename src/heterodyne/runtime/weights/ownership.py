@@ -11,6 +11,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.boxes import Box, refined
 from heterodyne.plan.buckets import holdings_of
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.state_shards import Range, sharded_buckets
 
 __all__ = ["Ownership"]
 
@@ -21,19 +22,28 @@ class Ownership:
 
     What no op reads is held by every rank of the plan. Where each of these holds the whole model, an idle rank holds a copy too,
     which is brought up to date when the state is asked for. ``boxes``: of what is cut, the box of each rank; ``shapes``: of all that.
+    ``shards``: of each part of a parameter whose optimizer state is sharded, the elements whose state each rank keeps.
     """
 
     owners: Mapping[str, tuple[int, ...]]
     active: tuple[int, ...]
     boxes: Mapping[str, Mapping[int, Box]] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shards: Mapping[str, Mapping[Box, Mapping[int, Range]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan, graph: ModelGraph, cluster: Cluster) -> Ownership:
+    def of(cls, plan: Plan, graph: ModelGraph, cluster: Cluster, *, whole_weights: bool = False) -> Ownership:
+        """``whole_weights``: the state of a parameter is kept by one device, or all of it by each."""
         working = {d for p in plan.pipelines if p.micro_batches.samples for stage in p.stages for d in stage.devices}
         holdings = holdings_of(plan, graph)
         cut = {name: of for name, of in holdings.items() if any(of.values())}
+        shards: dict[str, dict[Box, dict[int, Range]]] = {}
+        for bucket in sharded_buckets(plan, graph, whole_weights=whole_weights).values():
+            for own in bucket.slices:
+                of = shards.setdefault(own.part.name, {}).setdefault(own.part.box, {})
+                of[cluster.rank(own.owner)] = (own.start, own.stop)
         return cls(
+            shards=shards,
             owners={
                 name: tuple(sorted(map(cluster.rank, devices), key=lambda r: (cluster.devices[r].id not in working, r)))
                 for name, devices in holdings.items()
@@ -45,8 +55,10 @@ class Ownership:
 
     @cached_property
     def whole(self) -> bool:
-        """Every rank of the plan holds everything."""
-        return not self.boxes and all(len(ranks) == len(self.active) for ranks in self.owners.values())
+        """Every rank of the plan holds everything, and updates it."""
+        return (
+            not self.boxes and not self.shards and all(len(ranks) == len(self.active) for ranks in self.owners.values())
+        )
 
     def holds(self, rank: int, name: str) -> bool:
         return self.whole or rank in self.owners[name]
@@ -59,14 +71,21 @@ class Ownership:
         """What of it a rank holds; () is all of it."""
         return self.boxes.get(name, {}).get(rank, ())
 
+    def updated(self, rank: int, name: str) -> Range | None:
+        """Of what a rank holds of it, the elements that it updates; None: all of them."""
+        if name not in self.shards:
+            return None
+        return next((ranges[rank] for ranges in self.shards[name].values() if rank in ranges), (0, 0))
+
     def keeper(self, name: str) -> int:
-        """The rank whose value counts; of what is cut, the one that brings it together for a checkpoint, which is now this, now that."""
+        """The rank whose value counts; of what is in parts, the one that brings it together for a checkpoint, which is now this, now
+        that."""
         owners = self.owners[name]
-        return owners[self._place[name] % len(owners)] if name in self.boxes else owners[0]
+        return owners[self._place[name] % len(owners)] if name in self._place else owners[0]
 
     @cached_property
     def _place(self) -> Mapping[str, int]:
-        return {name: place for place, name in enumerate(self.boxes)}
+        return {name: place for place, name in enumerate(dict.fromkeys((*self.boxes, *self.shards)))}
 
     def parts(self, name: str) -> list[tuple[Box, int]]:
         """The boxes that together are all of it, each once, with the rank whose values count."""

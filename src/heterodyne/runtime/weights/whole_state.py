@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
-from heterodyne.plan.boxes import inside
+from heterodyne.plan.boxes import Box, inside
+from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.materialise import stored_tensors
@@ -114,20 +115,29 @@ def gathered_optimizer(
     ownership: Ownership,
     communicator: Communicator,
     names: Iterable[str],
+    *,
+    on_keeper: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of each parameter, from its keeper. Collective. ``own``: what is held here; ``names``: which parameters."""
+    """The optimizer's state of each parameter on every rank, or only ``on_keeper``. Collective.
+
+    ``own``: what is held here; ``names``: which parameters.
+    """
     gathered: dict[str, dict[str, Any]] = {}
     for name in names:
-        keeper = ownership.parts(name)[0][1]
         mine = own.get(name, {})
+        shards = ownership.shards.get(name)
+        teller = ownership.parts(name)[0][1] if shards is None else next(iter(next(iter(shards.values()))))
         described = {k: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for k, v in sorted(mine.items())}
-        wanted = communicator.broadcast_object(described, keeper)
+        wanted = communicator.broadcast_object(described, teller)
         values: dict[str, Any] = {}
         for key, shape in wanted.items():
             held = mine.get(key)
+            as_parameter = shape is not None and len(shape[0]) == len(ownership.shapes[name])
             if shape is None:
-                values[key] = communicator.broadcast_object(held, keeper)
-            elif name in ownership.boxes and len(shape[0]) == len(ownership.shapes[name]):
+                values[key] = communicator.broadcast_object(held, teller)
+            elif shards is not None and as_parameter:
+                values[key] = _joined(held, ownership.shapes[name], shape[1], shards, communicator)
+            elif name in ownership.boxes and as_parameter:
                 # It lies as its parameter does: what has as many dims is cut alike.
                 stand_in = torch.empty(ownership.shapes[name], dtype=shape[1], device="meta")
                 values[key] = _brought_together(
@@ -135,10 +145,30 @@ def gathered_optimizer(
                 )
             else:
                 stand_in = torch.empty(shape[0], dtype=shape[1], device="meta")
-                values[key] = _from_keeper(held if isinstance(held, Tensor) else stand_in, keeper, communicator)
-        if values:
+                values[key] = _from_keeper(held if isinstance(held, Tensor) else stand_in, teller, communicator)
+        if values and (not on_keeper or ownership.keeper(name) == communicator.rank):
             gathered[name] = values
     return gathered
+
+
+def _joined(
+    held: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    shards: Mapping[Box, Mapping[int, Range]],
+    communicator: Communicator,
+) -> Tensor:
+    """A tensor of that shape on the host, of the elements that each rank has; ``held``: those of this rank. Collective."""
+    whole = torch.empty(tuple(shape), dtype=dtype)
+    for box, ranges in shards.items():
+        of_whole = boxed(whole, box)
+        flat = torch.empty(of_whole.numel(), dtype=dtype)
+        for rank, (start, stop) in ranges.items():
+            if rank == communicator.rank:
+                flat[start:stop].copy_(held.detach().reshape(-1))
+            communicator.control.broadcast(flat[start:stop], rank)
+        of_whole.copy_(flat.view(of_whole.shape))
+    return whole
 
 
 def restored_model(module: nn.Module, state: Mapping[str, Any], ownership: Ownership, rank: int) -> None:

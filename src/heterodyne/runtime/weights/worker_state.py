@@ -89,11 +89,12 @@ class WorkerState:
             return self.whole()
         self._lead()
         rank, own = self._communicator.rank, self._of_optimizer()
-        cut = [name for name in self._trained if name in self._ownership.boxes]
-        together = gathered_optimizer(own, self._ownership, self._communicator, cut)
+        apart = [n for n in self._trained if n in self._ownership.boxes or n in self._ownership.shards]
+        together = gathered_optimizer(own, self._ownership, self._communicator, apart, on_keeper=True)
+        own = {name: values for name, values in own.items() if name not in apart}
         return {
             "model": kept_model(self._module, self._ownership, self._communicator),
-            "optimizer": {n: v for n, v in (own | together).items() if self._ownership.keeper(n) == rank},
+            "optimizer": together | {n: v for n, v in own.items() if self._ownership.keeper(n) == rank},
         }
 
     def weights(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class WorkerState:
             return True
         part, *path = keys
         # A name may contain what keys are joined by.
-        return "/".join(path) in self._held if part == "model" else "/".join(path[:-1]) in self._updated
+        return "/".join(path) in self._held if part == "model" else self._masters.reads("/".join(path[:-1]), path[-1])
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of `whole`; what is not needed here may be left out. Raises CheckpointError."""
@@ -133,7 +134,7 @@ class WorkerState:
             raise CheckpointError(
                 f"the optimizer's state names parameters that the model does not train: {', '.join(unknown[:5])}"
             )
-        own = {name: values for name, values in optimizer.items() if name in self._updated}
+        own = {name: values for name, values in optimizer.items() if name in self._masters.names}
         own = own_boxes(own, self._ownership, self._communicator.rank)
         load_state_by_name(self._optimizer, self._updated, self._masters.load(own))
 

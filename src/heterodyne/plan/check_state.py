@@ -1,0 +1,51 @@
+"""The rules of plans that shard state over the devices that hold the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from heterodyne.errors import PlanError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.buckets import holdings_of, planned_buckets
+from heterodyne.plan.plan import Plan
+
+__all__ = ["faults_of_state", "faults_of_state_shards"]
+
+
+def faults_of_state(plan: Plan) -> Iterator[str]:
+    """What is wrong with ``state_shares``, stage by stage."""
+    for number, pipeline in enumerate(plan.pipelines):
+        for index, stage in enumerate(pipeline.stages):
+            where = f"pipeline {number}, stage {index}"
+            if stage.state_shares is None:
+                continue
+            if not plan.zero:
+                yield f"{where} has 'state_shares', and every device keeps all of its state: write 'zero': 1, or leave them out"
+            if len(stage.state_shares) != len(stage.devices):
+                yield (
+                    f"{where} has {len(stage.state_shares)} state_shares for {len(stage.devices)} devices: give each device one"
+                )
+
+
+def faults_of_state_shards(plan: Plan, graph: ModelGraph) -> Iterator[str]:
+    """What cannot be sharded, of a plan that keeps all other rules."""
+    if not plan.zero:
+        return
+    try:
+        holdings = holdings_of(plan, graph)
+    except PlanError as error:
+        yield str(error)
+        return
+    buckets = planned_buckets(plan, graph)
+    if all(len(bucket.owners) < 2 for bucket in buckets):
+        yield (
+            f"it shards state over the devices that hold the same weights (ZeRO-{plan.zero}), and no two devices do: leave 'zero' out"
+        )
+    cut = sorted(
+        {p.name for b in buckets for p in b.parts if any(holdings[p.name][owner] != p.box for owner in b.owners)}
+    )
+    if cut:
+        yield (
+            f"its pipelines cut {cut[0]!r} in different ways, so that its state cannot be sharded over them: cut them alike, or leave "
+            "'zero' out"
+        )

@@ -1,0 +1,104 @@
+"""Unequal ranges go round a ring: the sums are right, every rank sends all but its own range, and gets what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from heterodyne.runtime.comm import ring
+from heterodyne.runtime.comm.channel import Channel
+from multiprocess.pool import Pool, World
+
+CPU = torch.device("cpu")
+CASES = [
+    (5, 2),
+    (0, 7, 1),
+    (4, 0, 0, 9),
+    (1, 1, 1, 1, 1),
+    (0, 0, 3),
+    (300_000, 10, 77_777),
+    (1, 200_000, 400_000, 50_000),
+]
+
+
+def counted(sent: list[int]) -> Callable[..., Any]:
+    send = dist.isend
+
+    def counting(tensor: torch.Tensor, **where: Any) -> Any:
+        sent.append(tensor.numel())
+        return send(tensor, **where)
+
+    return counting
+
+
+def ranges_of(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    borders = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    return list(zip(borders, borders[1:], strict=False))
+
+
+def around(world: World, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """The own sums, everything gathered, and how many elements were sent for each."""
+    group = dist.new_group(list(range(world.world_size)), backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    channel = Channel(range(world.world_size), group, device=CPU, via_host=False)
+    flat = torch.arange(sum(sizes), dtype=torch.float32) + 1000 * world.rank
+    scattered: list[int] = []
+    gathered: list[int] = []
+    send = ring.dist.isend
+    try:
+        ring.dist.isend = counted(scattered)
+        channel.reduce_scatter_ranges(flat, ranges_of(sizes)).wait()
+        ring.dist.isend = send
+        low, high = ranges_of(sizes)[world.rank]
+        own = flat[low:high].clone()
+        ring.dist.isend = counted(gathered)
+        channel.all_gather_ranges(flat, ranges_of(sizes)).wait()
+    finally:
+        ring.dist.isend = send
+        channel.close()
+    return own, flat, sum(scattered), sum(gathered)
+
+
+@pytest.mark.parametrize("sizes", CASES)
+def test_ranges_are_summed_and_gathered_with_no_byte_too_many(pool: Pool, sizes: tuple[int, ...]) -> None:
+    ranks, total = len(sizes), sum(sizes)
+    expected = ranks * torch.arange(total, dtype=torch.float32) + 1000 * sum(range(ranks))
+    for rank, (own, flat, scattered, gathered) in enumerate(pool.run(ranks, around, sizes)):
+        low, high = ranges_of(sizes)[rank]
+        torch.testing.assert_close(own, expected[low:high])
+        assert torch.allclose(flat, expected)
+        assert scattered == total - sizes[rank]
+        assert gathered == total - sizes[(rank + 1) % ranks]
+
+
+def shared(world: World, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in shared memory, sums of fp32 and a gather of bf16 in the same buffer."""
+    from heterodyne.runtime.comm.communicator import Communicator
+
+    with Communicator(rank=world.rank, world_size=world.world_size, device=CPU) as communicator:
+        channel = communicator.channel(range(world.world_size))
+        assert channel is not None
+        (flat,) = channel.buffers([(sum(sizes), torch.float32)])
+        flat.copy_(torch.arange(sum(sizes), dtype=torch.float32) + 1000 * world.rank)
+        channel.reduce_scatter_ranges(flat, ranges_of(sizes)).wait()
+        low, high = ranges_of(sizes)[world.rank]
+        own = flat[low:high].clone()
+        narrow = flat.view(torch.bfloat16)[: flat.numel()]
+        narrow[low:high] = world.rank + 1
+        channel.all_gather_ranges(narrow, ranges_of(sizes)).wait()
+        return own, narrow.clone()
+
+
+@pytest.mark.parametrize("sizes", CASES)
+def test_neighbours_do_the_same_in_shared_memory(pool: Pool, sizes: tuple[int, ...]) -> None:
+    ranks, total = len(sizes), sum(sizes)
+    expected = ranks * torch.arange(total, dtype=torch.float32) + 1000 * sum(range(ranks))
+    of_rank = torch.cat([torch.full((size,), rank + 1.0) for rank, size in enumerate(sizes)])
+    for rank, (own, narrow) in enumerate(pool.run(ranks, shared, sizes)):
+        low, high = ranges_of(sizes)[rank]
+        torch.testing.assert_close(own, expected[low:high])
+        assert torch.equal(narrow.float(), of_rank)

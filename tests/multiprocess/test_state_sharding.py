@@ -1,0 +1,197 @@
+"""Optimizer state that the devices with the same weights share out: training goes where one device goes, whatever the shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
+from heterodyne.plan.check import violations
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.exact.verify import compare
+from heterodyne.runtime.worker import Worker
+from multiprocess.models import build, captured
+from multiprocess.pool import Pool, World
+from multiprocess.test_training_pipelines import (
+    ADAMW,
+    CLIP,
+    SAMPLES,
+    SEED,
+    Spread,
+    cut,
+    in_parts,
+    meshed,
+    train_on_one_device,
+    unlike,
+)
+from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan, staged_worker
+
+BAR, STEPS = 1e-5, 3
+SGD = OptimizerSection(name="sgd", lr=0.1, momentum=0.9)
+
+
+def sharded(spread: Spread, *shares: int) -> Spread:
+    """Each rank keeps so much of the state."""
+    schedule, pipelines = spread
+    return schedule, tuple(
+        replace(
+            pipeline,
+            stages=tuple(
+                replace(stage, state=tuple(shares[rank] for rank in stage.ranks)) for stage in pipeline.stages
+            ),
+        )
+        for pipeline in pipelines
+    )
+
+
+def replicas(graph: ModelGraph) -> Spread:
+    """A pipeline for each device, one of them without a sample, and an idle device."""
+    ops = len(graph.ops)
+    return "1F1B", tuple(
+        PipelineOf(sizes, (StageOf(ops, (rank,), (1,)),)) for rank, sizes in enumerate([(3, 2), (4,), ()])
+    )
+
+
+def wide(graph: ModelGraph) -> Spread:
+    """Two stages of two devices each, which hold the same weights."""
+    return "1F1B", (PipelineOf((2, 2, 3, 2), cut(graph, (0.5,), ((0, 1), (2, 3)))),)
+
+
+def worker_under(
+    world: World, graph: ModelGraph, spread: Spread, optimizer: Any, bucket_bytes: int
+) -> tuple[Worker, Any]:
+    case = build(graph, SAMPLES)
+    schedule, pipelines = spread
+    worker = staged_worker(
+        world, case, pipelines, schedule, clip=CLIP, optimizer=optimizer, seed=SEED, bucket_bytes=bucket_bytes, zero=1
+    )
+    return worker, case.batch
+
+
+def train(
+    world: World, graph: ModelGraph, spread: Spread, optimizer: Any, bucket_bytes: int
+) -> tuple[list[float], list[Any], dict[str, Tensor], int]:
+    """Losses, norms, what the model has become, and how many elements the optimizer kept two moments of."""
+    worker, batch = worker_under(world, graph, spread, optimizer, bucket_bytes)
+    results = [worker.step(batch) for _ in range(STEPS)]
+    state = copied(worker.state_dict()["model"])
+    kept = sum(p.numel() for p in worker.optimizer.state)
+    worker.close()
+    return [r.loss for r in results], [r.grad_norm for r in results], state, kept
+
+
+@pytest.mark.parametrize(
+    ("name", "spread", "shares", "bucket_bytes", "section"),
+    [
+        ("gpt2", replicas, (1, 1, 1), 4096, ADAMW),
+        ("gpt2", replicas, (3, 0, 2), 2**20, SGD),
+        ("t5", replicas, (1, 5, 7), 1, ADAMW),
+        ("gpt2", wide, (0, 1, 5, 3), 3000, ADAMW),
+        ("gpt2", unlike, (2, 3, 1, 5), 4096, SGD),
+        ("gpt2", meshed, (1, 2, 4, 3), 4096, ADAMW),
+    ],
+)
+def test_training_goes_where_one_device_goes(
+    pool: Pool, name: str, spread: Any, shares: tuple[int, ...], bucket_bytes: int, section: OptimizerSection
+) -> None:
+    graph = captured(name)
+    made = sharded(spread(graph), *shares)
+    losses, norms, state = train_on_one_device(graph, made, STEPS, section)
+    found = pool.run(4, train, graph, made, section, bucket_bytes)
+    for got, of_norm, weights, _ in found:
+        assert got == pytest.approx(losses, rel=BAR)
+        assert [n for n in of_norm if n is not None] == pytest.approx(norms if of_norm[0] is not None else [], rel=BAR)
+        assert compare(0.0, weights, 0.0, state).largest <= BAR
+    if spread is replicas:
+        trained = sum(p.numel() for p in build(graph, 1).module.parameters())
+        assert [kept for *_, kept in found[:3]] == pytest.approx(
+            [trained * share / sum(shares) for share in shares], abs=len(graph.parameters)
+        )
+        assert found[3][3] == 0
+
+
+def gradients_of(world: World, graph: ModelGraph, spread: Spread) -> tuple[float, dict[str, Tensor]]:
+    worker, batch = worker_under(world, graph, spread, ADAMW, 4096)
+    loss, gradients = worker.gradients(batch, 1)
+    found = copied(gradients)
+    worker.close()
+    return loss, found
+
+
+def test_gradients_can_be_asked_for_whole(pool: Pool) -> None:
+    graph = captured("gpt2")
+    made = sharded(replicas(graph), 3, 1, 2)
+    by_rank = pool.run(4, gradients_of, graph, made)
+    for loss, gradients in by_rank[1:3]:
+        assert compare(loss, gradients, *by_rank[0]).largest == 0
+    assert by_rank[0][1].keys() == {p.name for p in graph.parameters if p.trainable}
+
+
+def take_over(
+    world: World, graph: ModelGraph, before: tuple[Spread, int], after: tuple[Spread, int], folder: Path
+) -> tuple[list[float], list[float]]:
+    """Losses undisturbed; and those of another model, with other weights, that takes over from a checkpoint in the middle."""
+    case, other = build(graph, SAMPLES), build(graph, SAMPLES, seed=1)
+
+    def worker_of(case: Any, spread: Spread, zero: int) -> Worker:
+        return staged_worker(world, case, spread[1], spread[0], clip=CLIP, optimizer=ADAMW, seed=SEED, zero=zero)
+
+    worker = worker_of(case, *before)
+    for _ in range(2):
+        worker.step(case.batch)
+    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
+    checkpoints.save(2, worker.own_state(), identity={}, plan=worker.plan.dump())
+    losses = [worker.step(case.batch).loss for _ in range(3)]
+    worker.close()
+    resumed = worker_of(other, *after)
+    found = checkpoints.latest()
+    assert found is not None
+    resumed.load_state_dict(checkpoints.load(found, identity={}, wanted=resumed.needs).state)
+    return losses, [resumed.step(case.batch).loss for _ in range(3)]
+
+
+@pytest.mark.parametrize("spread", [replicas, meshed])
+def test_a_resumed_run_changes_no_bit(pool: Pool, spread: Any, tmp_path: Path) -> None:
+    graph = captured("gpt2")
+    plan = (sharded(spread(graph), 1, 2, 4, 3), 1)
+    for undisturbed, resumed in pool.run(4, take_over, graph, plan, plan, tmp_path):
+        assert resumed == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((wide, 1), (replicas, 0)),
+        ((replicas, 0), (meshed, 1)),
+        ((meshed, 1), (unlike, 1)),
+        ((unlike, 1), (replicas, 1)),
+    ],
+)
+def test_another_plan_goes_on_from_a_checkpoint(pool: Pool, before: Any, after: Any, tmp_path: Path) -> None:
+    graph = captured("gpt2")
+    (first, of_first), (second, of_second) = before, after
+    for undisturbed, resumed in pool.run(
+        4, take_over, graph, (first(graph), of_first), (second(graph), of_second), tmp_path
+    ):
+        assert resumed == pytest.approx(undisturbed, rel=BAR)
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    graph, cluster = captured("gpt2"), cluster_of(4)
+
+    def faults(spread: Spread, zero: int) -> str:
+        return "; ".join(violations(staged_plan(graph, cluster, spread[1], spread[0], zero=zero), graph, cluster))
+
+    assert "in different ways, so that its state cannot be sharded" in faults(in_parts(graph), 1)
+    assert "no two devices do: leave 'zero' out" in faults(("1F1B", alone(graph)), 1)
+    assert "write 'zero': 1, or leave them out" in faults(sharded(replicas(graph), 1, 2, 3), 0)
+
+
+def alone(graph: ModelGraph) -> tuple[PipelineOf, ...]:
+    return (PipelineOf((9,), cut(graph, (0.5,), ((0,), (1,)))),)
