@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def counted(sent: list[int]) -> Callable[..., Any]:
 
 def ranges_of(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     borders = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
-    return list(zip(borders, borders[1:], strict=False))
+    return list(pairwise(borders))
 
 
 def around(world: World, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, int, int]:

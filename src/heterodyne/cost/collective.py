@@ -133,6 +133,18 @@ class Collectives:
         count, known = len(group), len(near)
         return fit(self._points("exchange", near)).scaled((count - 1) / (count + 1) * (known + 1) / (known - 1), 1.0)
 
+    def reduce_scatter(self, devices: Sequence[str], shares: Sequence[int]) -> AlphaBeta:
+        """A reduce-scatter or an all-gather of ranges as long as the shares; nothing for one device.
+
+        Equal ones are half an all-reduce. Each device sends all but its own range, in chunks that follow each other, so the one with the
+        smallest sends most: N - s bytes, where equal shares send N (n - 1) / n.
+        """
+        total, count = sum(shares), len(shares)
+        if count < 2 or not total:
+            return FREE
+        most = (total - min(shares)) / total
+        return self.all_reduce(devices).scaled(0.5, 0.5 * most * count / (count - 1))
+
     def all_reduce(self, devices: Sequence[str]) -> AlphaBeta:
         """An all-reduce among the devices; nothing for one. Raises MeasureError if nothing is known of a link.
 

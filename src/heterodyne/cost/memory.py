@@ -81,6 +81,10 @@ class MemoryUse:
     lost: int
     context: int
 
+    def with_state(self, part: float) -> MemoryUse:
+        """Of a device that keeps only so much of the optimizer's state of its weights."""
+        return replace(self, optimizer=round(part * self.optimizer))
+
     @property
     def fixed(self) -> int:
         """What does not depend on the micro-batch."""

@@ -31,6 +31,7 @@ from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.precision import between, precision_of
 from heterodyne.plan.sharded_stage import shard_stage
+from heterodyne.plan.state_shards import state_parts, state_shares
 from heterodyne.plan.traffic import MESSAGES_AHEAD
 
 __all__ = ["CostModel", "slices_of"]
@@ -276,7 +277,7 @@ class CostModel:
     def of(self, plan: Plan) -> StepCosts:
         """The costs of a plan: any number of pipelines and stages, on one or several devices each."""
         buckets = planned_buckets(plan, self.graph)
-        boxes = self.boxes_of(plan)
+        boxes, parts = self.boxes_of(plan), state_parts(plan, self.graph)
         ranks: list[RankCosts | None] = [None] * len(self.cluster.devices)
         sent: list[Route] = []
         for pipeline in plan.pipelines:
@@ -286,20 +287,34 @@ class CostModel:
             sent += travel
             for device in dict.fromkeys(device for stage in pipeline.stages for device in stage.devices):
                 at = Position(device, pipeline, taken, boxes[device])
-                ranks[self.cluster.rank(device)] = self._rank(at, crossing, travel, buckets)
-        alike = all(set(bucket.owners) == set(plan.devices) for bucket in buckets)
+                ranks[self.cluster.rank(device)] = self._rank(at, crossing, travel, buckets, parts.get(device, 1.0))
+        alike = not parts and all(set(bucket.owners) == set(plan.devices) for bucket in buckets)
         active = tuple(dict.fromkeys(plan.devices))
         return StepCosts(
             ranks=tuple(ranks),
-            reduce_s=tuple(self.collectives.all_reduce(bucket.owners)(bucket.bytes) for bucket in buckets),
+            **self._collective_s(plan, buckets),
             routes=tuple(sent),
             norm_s=None if alike else self.collectives.all_reduce(active)(_NORM_BYTES),
             ranks_meet=self.ranks_meet and len(active) > 1,
         )
 
+    def _collective_s(self, plan: Plan, buckets: Sequence[Bucket]) -> dict[str, tuple[float, ...]]:
+        """Seconds in which gradients are reduced, and where state is sharded weights gathered."""
+        if not plan.zero:
+            return {"reduce_s": tuple(self.collectives.all_reduce(b.owners)(b.bytes) for b in buckets)}
+        shares = state_shares(plan)
+        half = [self.collectives.reduce_scatter(b.owners, [shares[o] for o in b.owners])(b.bytes) for b in buckets]
+        return {"reduce_s": tuple(half), "gather_s": tuple(half)}
+
     def _rank(
-        self, at: Position, crossing: Sequence[Crossing], travel: Sequence[Route], buckets: Sequence[Bucket]
+        self,
+        at: Position,
+        crossing: Sequence[Crossing],
+        travel: Sequence[Route],
+        buckets: Sequence[Bucket],
+        state: float,
     ) -> RankCosts:
+        """``state``: the part of its weights that the rank updates."""
         device, mine = at.device, at.stages
         rank, measured = self.cluster.rank(device), self.measured(device)
         costs, workspace = {}, 0
@@ -314,12 +329,12 @@ class CostModel:
         under_way = MESSAGES_AHEAD * sum(
             max(route.bytes, default=0) for route in travel if rank in (route.destination[0], route.source[0])
         )
-        fixed = self.memory_use(device, 0, ranges, at.boxes)
+        fixed = self.memory_use(device, 0, ranges, at.boxes).with_state(state)
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(at, bucket) for bucket in buckets if device in bucket.owners},
-            clip_s=self.clip_s(device, ranges, at.boxes),
-            step_s=self.update_s(device, ranges, at.boxes),
+            clip_s=state * self.clip_s(device, ranges, at.boxes),
+            step_s=state * self.update_s(device, ranges, at.boxes),
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
             fixed_bytes=fixed.fixed,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from heterodyne.cost.routes import Route
 from heterodyne.cost.stage import StageCosts
-from heterodyne.plan.program import Action
+from heterodyne.plan.program import COLLECTIVES, Action, ActionKind
 
 __all__ = ["RankCosts", "StepCosts"]
 
@@ -53,7 +53,8 @@ class StepCosts:
 
     Args:
         ranks: None for an idle rank.
-        reduce_s: one value a gradient bucket, 0 for one that only one rank has.
+        reduce_s: one value a gradient bucket, 0 for one that only one rank has; of its all-reduce, or of its reduce-scatter where state
+            is sharded, and then ``gather_s`` of the all-gather of its weights.
         routes: what the ranks send to each other.
         norm_s: seconds in which the ranks agree on the norm of all gradients, before CLIP; None: each knows it by itself, since it has
             all of them.
@@ -62,6 +63,7 @@ class StepCosts:
 
     ranks: tuple[RankCosts | None, ...]
     reduce_s: tuple[float, ...] = ()
+    gather_s: tuple[float, ...] = ()
     routes: tuple[Route, ...] = ()
     norm_s: float | None = None
     ranks_meet: bool = False
@@ -77,7 +79,10 @@ class StepCosts:
             [
                 0.0,
                 *(costs.compute_s for costs in active),
-                *(sum(self.reduce_s[bucket] for bucket in costs.ready) for costs in active),
+                *(
+                    sum(of[bucket] for of in (self.reduce_s, self.gather_s) if of for bucket in costs.ready)
+                    for costs in active
+                ),
                 *links.values(),
             ]
         )
@@ -96,14 +101,18 @@ class StepCosts:
             return 0.0
         if action.kind.startswith("SEND"):
             return self._send_s(rank, action, action.index)
-        if action.kind == "REDUCE_GRAD":
-            values = self.reduce_s
+        if action.kind in COLLECTIVES:
+            values = self.collective_s(action.kind)
         else:
             stage = costs.stages.get(action.stage)
             values = () if stage is None else getattr(stage, _PASSES[action.kind])
         if action.index >= len(values):
             raise KeyError(f"rank {rank} has no cost of {action}")
         return values[action.index]
+
+    def collective_s(self, kind: ActionKind) -> tuple[float, ...]:
+        """Seconds of a collective of each bucket."""
+        return self.gather_s if kind == "GATHER" else self.reduce_s
 
     def _send_s(self, rank: int, action: Action, index: int) -> float:
         sent = [r for r in self.routes if r.source == (rank, action.stage) and action.kind.endswith(r.kind)]

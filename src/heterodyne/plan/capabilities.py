@@ -20,6 +20,7 @@ from heterodyne.plan.plan import Pipeline, Plan, Stage
 
 __all__ = [
     "FEATURES",
+    "SHARDING",
     "TRAITS",
     "Capabilities",
     "Feature",
@@ -110,6 +111,8 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
     }
 )
 
+SHARDING: tuple[Feature, ...] = ("state_sharding", "gradient_sharding", "parameter_sharding")
+"""What a level of state sharding shards: the first one, two or three."""
 _IN_PARTS: tuple[Feature, ...] = (
     "tensor_parallel",
     "context_parallel",
@@ -117,10 +120,6 @@ _IN_PARTS: tuple[Feature, ...] = (
     "cuts_along_two_axes",
     "overlap",
 )
-_SHARDED: Mapping[Feature, str] = MappingProxyType(
-    {"state_sharding": "optimizer state", "gradient_sharding": "gradients", "parameter_sharding": "parameters"}
-)
-"""By level."""
 _PIECES: frozenset[Feature] = frozenset((*_IN_PARTS, "several_stages", "recompute", "split_backward"))
 """What runs pieces of the model's graph in place of the module."""
 
@@ -222,7 +221,9 @@ def uses(plan: Plan) -> Iterator[Use]:
     for number, pipeline in enumerate(plan.pipelines):
         yield from _of_pipeline(f"pipeline {number}", pipeline, plan.schedule)
     if plan.zero:
-        for feature, what in list(_SHARDED.items())[: plan.zero]:
+        for feature, what in list(zip(SHARDING, ("optimizer state", "gradients", "parameters"), strict=True))[
+            : plan.zero
+        ]:
             yield Use(feature=feature, where="the plan", how=f"shards {what} over replicas (ZeRO-{plan.zero})")
     counts = {len(pipeline.micro_batches) for pipeline in plan.pipelines if pipeline.micro_batches.samples}
     if len(counts) > 1:

@@ -3,7 +3,7 @@
 The step lasts from the first start to the last end over all ranks. On one rank that time is split in two ways:
 
 - by action kind, as the difference of prediction and measurement is told: seconds of F, B, STEP, ... on the compute lane, of
-  REDUCE_GRAD on the comm lane, and ``wait``: the rest of the step, in which the compute lane does nothing;
+  the collectives on the comm lane, and ``wait``: the rest of the step, in which the compute lane does nothing;
 - without overlap, so that the parts add up to the step: the compute kinds, then the part of the communication that is
   not hidden behind compute, then idle. Messages between stages (SEND, RECV) are no part of it: a rank does not wait for what it
   sends, and while it waits to receive it is idle, most often because the sender has not got so far.
@@ -38,7 +38,7 @@ WAIT = "wait"
 EXPOSED = "exposed"
 IDLE = "idle"
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-_ORDER = ("F", "B", "I", "W", "R", *MESSAGES, "REDUCE_GRAD", "CLIP", "STEP", WAIT)
+_ORDER = ("F", "B", "I", "W", "R", *MESSAGES, "REDUCE_GRAD", "SCATTER", "CLIP", "STEP", "GATHER", WAIT)
 
 Interval = tuple[float, float]
 

@@ -41,6 +41,8 @@ _KINDS = {
     "W": "weight gradient",
     "R": "recompute",
     "REDUCE_GRAD": "reduce gradients",
+    "SCATTER": "reduce-scatter gradients",
+    "GATHER": "all-gather weights",
     "CLIP": "clip",
     "STEP": "optimizer step",
     "SEND_F": "send activations",

@@ -25,6 +25,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import Capabilities, Feature
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words
+from heterodyne.plan.state_shards import state_parts
 from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.explain import reason
@@ -245,11 +246,13 @@ def _largest(made: Plan) -> dict[str, int]:
 
 def _memory(model: CostModel, made: Plan, simulation: Simulation, device: str) -> MemoryUse:
     """Part by part. A stage keeps the activations of several micro-batches: as many as add up to the peak of the simulation."""
+    state = state_parts(made, model.graph).get(device, 1.0)
     mine = [stage for p in made.pipelines for stage in p.stages if device in stage.devices]
     size = _largest(made)[device]
     whole = [(stage.ops, stage.recompute) for stage in mine] == [((0, len(model.graph.ops)), ())]
     if whole and not mine[0].sharded:
-        return model.memory_use(device, size)
+        return model.memory_use(device, size).with_state(state)
     use = model.memory_use(device, size, [stage.ops for stage in mine], boxes=model.boxes_of(made)[device])
+    use = use.with_state(state)
     peak = simulation.peak_bytes[model.cluster.rank(device)]
     return replace(use, activations=max(0, peak - use.fixed - use.workspace))

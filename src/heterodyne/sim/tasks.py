@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from heterodyne.cost.step import StepCosts
 from heterodyne.errors import PlanError
-from heterodyne.plan.program import Action, Program
+from heterodyne.plan.program import COLLECTIVES, REDUCTIONS, Action, Program
 from heterodyne.sim.engine import Engine
 from heterodyne.sim.passes import completes, cuts_of, seconds_of
 
@@ -59,10 +59,10 @@ class Tasks:
         self._into: dict[tuple[int, str], dict[int, list[list[int]]]] = {}
         self._out: dict[tuple[int, str], dict[int, list[Sent]]] = {}
         self._lay_routes()
-        reductions = [[a for a in actions if a.kind == "REDUCE_GRAD"] for actions in program.ranks]
-        self._members = Counter(action.index for own in reductions for action in own)
-        self._joined: dict[int, dict[int, tuple[Action, tuple[int, ...]]]] = {}  # bucket: by rank
-        self._queues: list[deque[int]] = [deque() for _ in program.ranks]
+        reductions = [[a for a in actions if a.kind in REDUCTIONS] for actions in program.ranks]
+        self._members = Counter(a for actions in program.ranks for a in actions if a.kind in COLLECTIVES)
+        self._joined: dict[Action, dict[int, tuple[int, ...]]] = {}  # by rank
+        self._queues: list[deque[Action]] = [deque() for _ in program.ranks]
         self._reduced: list[list[int]] = [[] for _ in program.ranks]
         self._clips = sum(any(a.kind == "CLIP" for a in actions) for actions in program.ranks)
         self._at_clip: list[int] = []
@@ -148,8 +148,10 @@ class Tasks:
                     pending += tuple(came)
                 elif kind in out:
                     self.sends.append((rank, action, self._send(out[kind].get(stage, ()), index, (last, *pending))))
-                elif kind == "REDUCE_GRAD":
+                elif kind in REDUCTIONS:
                     self._join(rank, action, completes(costs, action, ends, begin))
+                elif kind == "GATHER":
+                    self._join(rank, action, (last,))
                 else:
                     self._passed.setdefault(rank, last)
                     while self._queues[rank] or (kind == "CLIP" and not self._agree(rank)):
@@ -224,27 +226,27 @@ class Tasks:
         return meeting
 
     def _join(self, rank: int, action: Action, ready: tuple[int, ...]) -> None:
-        """A rank is ready for a reduction, which starts when all its ranks are, and is the next one for all of them."""
-        bucket = action.index
-        if bucket is None or bucket >= len(self._costs.reduce_s):
+        """A rank is ready for a collective, which starts when all its ranks are, and is the next one for all of them."""
+        bucket, seconds = action.index, self._costs.collective_s(action.kind)
+        if bucket is None or bucket >= len(seconds):
             raise KeyError(bucket)
-        self._queues[rank].append(bucket)
-        self._joined.setdefault(bucket, {})[rank] = (action, ready)
-        ahead = {bucket}
+        self._queues[rank].append(action)
+        self._joined.setdefault(action, {})[rank] = ready
+        ahead = {action}
         while ahead:
-            bucket = ahead.pop()
-            joined = self._joined[bucket]
-            if len(joined) < self._members[bucket] or any(self._queues[r][0] != bucket for r in joined):
+            action = ahead.pop()
+            joined = self._joined[action]
+            if len(joined) < self._members[action] or any(self._queues[r][0] != action for r in joined):
                 continue
             task = self._add_collective(
-                self._costs.reduce_s[bucket],
+                self._costs.collective_s(action.kind)[action.index or 0],
                 tuple(joined),
-                {earlier for _, before in joined.values() for earlier in before},
+                {earlier for before in joined.values() for earlier in before},
             )
-            for member, (own, _) in joined.items():
+            for member in joined:
                 self._queues[member].popleft()
                 self._reduced[member].append(task)
-                self.reduces.append((member, own, task))
+                self.reduces.append((member, action, task))
                 if self._queues[member]:
                     ahead.add(self._queues[member][0])
 
@@ -300,9 +302,13 @@ class Tasks:
             elif action.kind in _TOGETHER:
                 why = "to which the other devices of its stage do not come"
             else:
-                why = f"for the reduction of bucket {self._queues[rank][0]}" if self._queues[rank] else "for the norm"
+                why = (
+                    f"for the reduction of bucket {self._queues[rank][0].index}"
+                    if self._queues[rank]
+                    else "for the norm"
+                )
             where.append(f"rank {rank} at {action}, {why}")
         return (
             f"ranks would wait for each other for ever: {'; '.join(where)}. Put each SEND ahead of what waits for it, "
-            "and REDUCE_GRAD in the same order on every rank"
+            "and REDUCE_GRAD, SCATTER and GATHER in the same order on every rank"
         )

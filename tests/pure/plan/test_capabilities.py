@@ -47,19 +47,20 @@ def any_plan(draw: st.DrawFn, model: ModelGraph, machines: Cluster) -> Plan:
                     devices=devices,
                     regions=(Region(layout=Layout(shares=tuple(draw(st.integers(1, 3)) for _ in devices))),),
                     recompute=tuple(whole[: draw(st.integers(0, 1))]),
-                    state_shares=(1,) * width if draw(st.integers(0, 9)) == 0 else None,
                 )
             )
         sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
         pipelines.append(Pipeline(micro_batches=MicroBatches(tuple(sizes)), stages=tuple(stages)))
         if draw(st.booleans()):
             break
+    shared = len(pipelines) > 1 or any(len(stage.devices) > 1 for stage in pipelines[0].stages)
     return Plan(
         model=model.fingerprint,
         cluster=machines.fingerprint,
         global_batch_size=sum(p.micro_batches.samples for p in pipelines),
         schedule=draw(st.sampled_from(["1F1B", "GPipe", "ZBH1"])),
         bucket_bytes=600,
+        zero=draw(st.sampled_from([0, 0, 1, 1, 2, 3])) if shared else 0,
         pipelines=tuple(pipelines),
         idle=tuple(ids),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from heterodyne.plan.program import COLLECTIVES
 from heterodyne.report.run import Run
 from heterodyne.report.step_times import EXPOSED, IDLE, MESSAGES, StepTimes, by_rank, in_order, typical
 from heterodyne.report.words import DASH, kind_name, percent, seconds
@@ -21,7 +22,7 @@ def time_section(run: Run) -> dict[str, Any] | None:
     scale_s = max((t.span_s for t in every), default=0.0)
     if scale_s <= 0:
         return None
-    kinds = in_order({kind for t in every for kind in t.kinds if kind not in ("REDUCE_GRAD", *MESSAGES)})
+    kinds = in_order({kind for t in every for kind in t.kinds if kind not in (*COLLECTIVES, *MESSAGES)})
     parts = (*kinds, *((EXPOSED,) if any(t.exposed_s for t in every) else ()), IDLE)
     rows = [
         {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from heterodyne.plan.capabilities import runs_at_all
+from heterodyne.plan.capabilities import SHARDING, runs_at_all
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, ZERO_LEVELS, Layout, ScheduleName
 
 __all__ = ["Space"]
@@ -54,7 +54,8 @@ class Space:
 
     def that_runs(self) -> Space:
         """Without the plans that this library does not run, whatever the model (`plan.capabilities`)."""
-        return replace(self, zero=self.zero if runs_at_all("state_sharding") else (0,), runnable=True)
+        levels = tuple(level for level in self.zero if all(map(runs_at_all, SHARDING[:level])))
+        return replace(self, zero=levels or (0,), runnable=True)
 
     @property
     def first_schedules(self) -> tuple[ScheduleName, ...]:
