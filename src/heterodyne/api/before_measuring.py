@@ -36,6 +36,10 @@ def require_room(
     room = max(rooms.values()) if whole else sum(rooms.values())
     if needed <= room:
         return
+    # Whole models beside each other can share out the optimizer's state.
+    beside = sum(max(0, memory - weights - gradients) for memory in rooms.values())
+    if parallelism.strategy != "fastest" and 0 < gradients * states <= beside:
+        return
     count = counted(len(rooms), "device")
     there = (
         f"the largest of {count} has {format_bytes(room)}" if whole else f"{count} here: {format_bytes(room)} together"

@@ -164,6 +164,7 @@ def distribute(
             clip_grad_norm=clip_grad_norm,
             recorder=recorder,
             compile=compile,
+            whole_weights=settings.reach.reach != "element",
         )
         if running is not module and not compile and not worker.runs_compiled:
             here.say(

@@ -21,7 +21,7 @@ __all__ = ["OptimizerReach", "reach_everywhere", "require_within_reach", "strate
 _WORDS: Mapping[Reach, str] = {
     "element": "",
     "weight": "needs whole weights, so plans that split layers are left out",
-    "model": "needs all weights in one place, so that only data parallelism is exact",
+    "model": "needs all weights in one place, so that only data parallelism without sharded state is exact",
 }
 _CUTS: Mapping[Reach, tuple[str, ...]] = {
     "element": (),
@@ -73,7 +73,7 @@ def require_within_reach(needed: OptimizerReach, plan: Plan) -> None:
         for axis in region.layout.axes
     )
     cut = len(stages) > len(plan.pipelines) or any(stage.sharded for stage in stages)
-    if (needed.reach == "weight" and split) or (needed.reach == "model" and cut):
+    if (needed.reach == "weight" and split) or (needed.reach == "model" and (cut or plan.zero)):
         raise needed.refusal("the plan")
 
 

@@ -401,6 +401,7 @@ def make_worker(
     clip_grad_norm: float,
     recorder: Recorder | None = None,
     compile: bool = False,
+    whole_weights: bool = False,
     stored: Stored | None = None,
     weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> Worker:
@@ -428,6 +429,7 @@ def make_worker(
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
         compiled=None if module is model else model,
         compile_stages=compile,
+        whole_weights=whole_weights,
         stored=stored,
         weights=weights,
         say=session.say,

@@ -64,16 +64,17 @@ class Fit:
 
 
 def fit_devices(
-    model: CostModel, sizes: Sequence[int], global_batch_size: int, *, recompute: bool = True
+    model: CostModel, sizes: Sequence[int], global_batch_size: int, *, recompute: bool = True, state: float = 1.0
 ) -> tuple[Fit, ...]:
     """The fit of every device, in the order of ranks. A micro-batch is never larger than the global batch.
 
-    ``recompute``: whether blocks may be computed again; just as many are as the smallest size asks for.
+    ``recompute``: whether blocks may be computed again; just as many are as the smallest size asks for. ``state``: the part of the
+    optimizer's state that is on each device.
     """
     tried = sorted({min(size, global_batch_size) for size in sizes})
     fits = []
     for device in model.cluster.devices:
-        uses = {size: model.memory_use(device.id, size) for size in {1, *tried}}
+        uses = {size: model.memory_use(device.id, size).with_state(state) for size in {1, *tried}}
         fit = Fit(
             device=device,
             sizes=tuple(size for size in tried if uses[size].total <= device.memory_bytes),

@@ -42,7 +42,9 @@ Kind = Literal[
     "given",
 ]
 CLEARLY = 0.95
-"""Places of several devices are chosen only if so much faster: what they exchange may turn out not to be cut by samples."""
+"""Places of several devices, and sharded state, are chosen only if so much faster: what the former exchange may turn out not to be cut
+by samples, and what the latter gather hides behind nothing.
+"""
 
 CUTTING_PAYS = 0.95
 """A model is cut only if that makes a step so much faster than whole models beside each other: what stages cost on top of their
@@ -94,6 +96,7 @@ class Candidate:
             CLEARLY if self.kind == "wide" else 1,
             FOLDING_PAYS if self._is_folded else 1,
             IN_TURNS_PAYS if self._in_turns else 1,
+            CLEARLY if self.plan is not None and self.plan.zero else 1,
         )
         return self.step_s / prod(doubts)
 

@@ -37,6 +37,7 @@ from heterodyne.search.replicas import Replicas
 from heterodyne.search.runs import Runs
 from heterodyne.search.split import Split
 from heterodyne.search.split_pipelines import SplitPipelines
+from heterodyne.search.state_sharding import StateSharding
 from heterodyne.sim.run import Simulation
 
 __all__ = ["plan"]
@@ -105,9 +106,14 @@ def plan(
         if fit.sizes
     }
     sizes = tuple(sorted({min(size, global_batch_size) for size in micro_batch_sizes}))
+    sharding = None
+    if able.allow("state_sharding") and not whole_weights:
+        bare = fit_devices(model, sizes, global_batch_size, recompute=False, state=0)
+        sharding = StateSharding(model=model, runs=runs, fits=bare, samples=global_batch_size)
+    found = _candidates(model, runs, global_batch_size, sizes, strategy, able, sharding)
     candidates = tuple(
         c if c.plan is None else replace(c, rehearsed_s=(rehearsed or {}).get(identity(c.plan)))
-        for c in _candidates(model, runs, global_batch_size, sizes, strategy, able)
+        for c in (*found, *(() if sharding is None else sharding.of_plans(found)))
     )
     if given is None:
         chosen = _choose(candidates, strategy, fits, recipe)
@@ -151,12 +157,16 @@ def _candidates(
     sizes: tuple[int, ...],
     strategy: Strategy,
     able: Capabilities,
+    sharding: StateSharding | None,
 ) -> tuple[Candidate, ...]:
     """Everything that is weighed: data parallelism first, and pipelines unless something else was asked for."""
     # Pipelines take larger parts of the batch, so where that is mathematics they cannot be compared with whole models.
     alone = strategy == "pipeline" and not able.allow("unequal_counts")
     data = DataParallel(model=model, runs={} if alone else runs, samples=samples)
-    found = list(data.candidates("data" if strategy in ("pipeline", "split", "context") else strategy))
+    of_data: Strategy = "data" if strategy in ("pipeline", "split", "context") else strategy
+    found = list(data.candidates(of_data))
+    if sharding is not None and not alone:
+        found += sharding.of_whole_models(of_data)
     if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
         return tuple(found)
     whole_only = able.why_not("several_stages")
@@ -211,7 +221,7 @@ def _choose(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[
 
     Raises InfeasibleError.
     """
-    only = sum(c.kind in ("balanced", "equal", "fewer", "fastest") for c in candidates) == 1
+    only = len({c.kind for c in candidates} & {"balanced", "equal", "fewer", "fastest"}) == 1
     serving = [c for c in candidates if serves(c.kind, strategy, only=only)]
     possible = [c for c in serving if c.step_s is not None]
     # What the author of the model has marked is what was asked for, also where something else were faster.

@@ -1,0 +1,153 @@
+"""Plans that shard optimizer state over the devices with the same weights: of each plan the same with its state sharded, and whole models
+on devices that can hold them only so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import InfeasibleError, PlanError
+from heterodyne.plan.buckets import planned_buckets
+from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.search.data_parallel import DataParallel
+from heterodyne.search.fit import Fit
+from heterodyne.search.planned import Candidate, Strategy
+from heterodyne.search.predict import overflow, predict
+from heterodyne.search.runs import Runs
+from heterodyne.search.state_shares import least_time_shards
+
+__all__ = ["StateSharding"]
+
+_PARTS = 1000
+"""Shares are told in so many parts: what rounding moves is less than a plan file needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSharding:
+    """Args:
+    runs: of the devices that can hold the model by themselves; the own rates of all are told by them.
+    fits: what of the sizes fits each device when none of the optimizer's state is on it.
+    """
+
+    model: CostModel
+    runs: Mapping[str, Runs]
+    fits: tuple[Fit, ...]
+    samples: int
+
+    def of_whole_models(self, strategy: Strategy) -> tuple[Candidate, ...]:
+        """Data parallelism of devices that together have room for the state of the model once, with the largest micro-batches for which
+        they have; none where each has room for it by itself."""
+        if len(self.runs) == len(self.fits):
+            return ()
+        for limit in sorted({size for fit in self.fits for size in fit.sizes}, reverse=True):
+            there = {
+                fit.device.id: sizes
+                for fit in self.fits
+                if (sizes := tuple(size for size in fit.sizes if size <= limit))
+            }
+            room = [self._room(device, max(sizes)) for device, sizes in there.items()]
+            state = max((self._state_bytes(device) for device in there), default=0)
+            if len(there) > 1 and sum(room) >= state:
+                return self._spread(there, strategy)
+        return ()
+
+    def _spread(self, sizes: Mapping[str, tuple[int, ...]], strategy: Strategy) -> tuple[Candidate, ...]:
+        runs = {
+            device: Runs(
+                seconds=self.model.compute[device].micro_batch_s,
+                sizes=of,
+                fixed_s=self.model.measured(device).step_overhead_s,
+            )
+            for device, of in sizes.items()
+        }
+        try:
+            found = DataParallel(model=self.model, runs=runs, samples=self.samples).candidates(strategy)
+        except InfeasibleError:
+            return ()
+        return tuple(self._sharded(candidate) for candidate in found if candidate.plan is not None)
+
+    def of_plans(self, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+        """The fastest of the given ones, with its state sharded; none where no two of its devices hold the same weights."""
+        best = min((c for c in candidates if c.plan is not None), key=lambda c: c.weighed_s, default=None)
+        if best is None or best.plan is None or best.plan.zero:
+            return ()
+        made = self._sharded(best)
+        return (made,) if made.plan is not None else ()
+
+    def _sharded(self, candidate: Candidate) -> Candidate:
+        name = f"{candidate.name}, with sharded state (ZeRO-1)"
+        assert candidate.plan is not None  # only such are asked for
+        plan = self._with_shares(candidate.plan)
+        if plan is None:
+            return replace(
+                candidate, name=name, plan=None, simulation=None, why_not="its devices have no room for the state"
+            )
+        try:
+            made, simulation = predict(self.model, plan, self.runs)
+        except PlanError as error:
+            return replace(candidate, name=name, plan=None, simulation=None, why_not=str(error))
+        if overflow(self.model, made, simulation):
+            return replace(
+                candidate, name=name, plan=None, simulation=None, why_not="its devices have no room for the state"
+            )
+        return replace(candidate, name=name, plan=made, simulation=simulation)
+
+    def _with_shares(self, plan: Plan) -> Plan | None:
+        """The plan with its state sharded; None if there is no room for it."""
+        sharded = plan.model_copy(update={"zero": 1, "predicted": None})
+        peak = predict(self.model, plan, self.runs)[1].peak_bytes
+        own = {device: self._state_bytes(device, plan) for device in plan.devices}
+        room = {d: self.model.cluster.device(d).memory_bytes - peak[self.model.cluster.rank(d)] + own[d] for d in own}
+        groups: dict[tuple[str, ...], int] = {}
+        for bucket in planned_buckets(plan, self.model.graph):
+            groups[bucket.owners] = groups.get(bucket.owners, 0) + bucket.bytes
+        weights = self._trained_bytes(groups, own)
+        shares: dict[str, int] = {}
+        for owners in sorted((o for o in groups if len(o) > 1), key=lambda o: -groups[o]):
+            if any(device in shares for device in owners):
+                continue  # what little else they share follows the shares of what they share most
+            state = max(own[d] * groups[owners] / weights[d] for d in owners)
+            rounding = state / _PARTS
+            left = [room[d] - own[d] * (1 - groups[owners] / weights[d]) - rounding for d in owners]
+            kept = least_time_shards(state, left, [self._bytes_per_s(d, owners) for d in owners])
+            if kept is None:
+                return None
+            even = max(kept) - min(kept) <= state / _PARTS
+            shares |= dict.fromkeys(owners, 1) if even else _in_parts(owners, kept)
+        return sharded.model_copy(update={"pipelines": tuple(_with_state(p, shares) for p in sharded.pipelines)})
+
+    @staticmethod
+    def _trained_bytes(groups: Mapping[tuple[str, ...], int], devices: Iterable[str]) -> dict[str, int]:
+        return {d: sum(size for owners, size in groups.items() if d in owners) or 1 for d in devices}
+
+    def _state_bytes(self, device: str, plan: Plan | None = None) -> int:
+        """Of the optimizer, of all weights that the device holds; None: of the whole model."""
+        if plan is None:
+            return self.model.memory_use(device, 0).optimizer
+        stages = [stage.ops for p in plan.pipelines for stage in p.stages if device in stage.devices]
+        return self.model.memory_use(device, 0, stages, boxes=self.model.boxes_of(plan)[device]).optimizer
+
+    def _room(self, device: str, size: int) -> int:
+        use = self.model.memory_use(device, size).with_state(0)
+        return self.model.cluster.device(device).memory_bytes - use.total
+
+    def _bytes_per_s(self, device: str, owners: Iterable[str]) -> float:
+        """Of the best link of a device to another owner: in a ring it has two neighbours."""
+        links = [self.model.collectives.send(device, other).s_per_byte for other in owners if other != device]
+        return 1 / max(min(links), 1e-15)
+
+
+def _in_parts(owners: tuple[str, ...], kept: tuple[float, ...]) -> dict[str, int]:
+    return {device: round(_PARTS * own / sum(kept)) for device, own in zip(owners, kept, strict=True)}
+
+
+def _with_state(pipeline: Pipeline, shares: Mapping[str, int]) -> Pipeline:
+    """The pipeline with what each of its devices keeps; nothing is said where it is the same of all."""
+    stages = tuple(
+        stage.model_copy(update={"state_shares": tuple(shares.get(device, 1) for device in stage.devices)})
+        if any(shares.get(device, 1) != 1 for device in stage.devices)
+        else stage
+        for stage in pipeline.stages
+    )
+    return pipeline.model_copy(update={"stages": stages})

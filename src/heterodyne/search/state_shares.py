@@ -1,0 +1,49 @@
+"""How large each shard of state is: as equal as memory allows, and larger behind slow links.
+
+To reduce and to gather N bytes of which a device keeps s, it sends N - s over its link, in (N - s) / B seconds. So the step is shortest
+where no device sends for longer than T, the least for which shards between N - T B and what the devices have room for add up to N. In
+proportion to memory they would be wrong: what a large device spares a small one in memory, the small one sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+__all__ = ["least_time_shards"]
+
+_HALVINGS = 100
+
+
+def least_time_shards(total: float, room: Sequence[float], bytes_per_s: Sequence[float]) -> tuple[float, ...] | None:
+    """Of each device the bytes that it keeps of ``total``; None if they have no room for it.
+
+    ``room``: the most that each can keep; ``bytes_per_s``: of its link. Of shards that take as long, the most equal ones.
+    """
+    if any(most < 0 for most in room) or sum(room) < total:
+        return None
+    if total <= 0:
+        return (0.0,) * len(room)
+
+    def least(seconds: float) -> list[float]:
+        return [max(0.0, total - seconds * rate) for rate in bytes_per_s]
+
+    def enough(seconds: float) -> bool:
+        lows = least(seconds)
+        return sum(lows) <= total and all(low <= most for low, most in zip(lows, room, strict=True))
+
+    lows = least(_first(enough, total / min(bytes_per_s)))
+    level = _first(lambda at: sum(_between(lows, at, room)) >= total, total)
+    return _between(lows, level, room)
+
+
+def _between(lows: Sequence[float], level: float, highs: Sequence[float]) -> tuple[float, ...]:
+    return tuple(max(low, min(level, high)) for low, high in zip(lows, highs, strict=True))
+
+
+def _first(holds: Callable[[float], bool], high: float) -> float:
+    """The least value at which what holds at ``high`` and above it does."""
+    low = 0.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
