@@ -15,6 +15,7 @@ import pytest
 from heterodyne.cli.app import run
 from heterodyne.plan import Plan
 from heterodyne.plan.capabilities import runs_at_all, uses
+from heterodyne.search.fleet import space
 
 JOB = """\
 model:
@@ -306,7 +307,7 @@ def test_what_is_planned_runs_here_unless_somebody_else_runs_it(files: Path) -> 
 
 
 def test_what_this_library_does_not_run_is_said_where_nothing_else_fits(
-    files: Path, capsys: pytest.CaptureFixture[str]
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of one table, with what training keeps of them, fill more than a device."""
     (files / "fleet.yaml").write_text(
@@ -318,5 +319,8 @@ def test_what_this_library_does_not_run_is_said_where_nothing_else_fits(
         .replace("sequence_length: 1024", "sequence_length: 64")
         .replace("size: 64", "size: 8")
     )
+    assert planned() == 0
+    assert "optimizer states sharded over replicas (ZeRO-1)" in capsys.readouterr().out
+    monkeypatch.setattr(space, "runs_at_all", lambda feature: feature != "state_sharding")
     assert planned() == 2
     assert "which this version does not run, a step would take" in capsys.readouterr().err

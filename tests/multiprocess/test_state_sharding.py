@@ -30,6 +30,7 @@ from multiprocess.test_training_pipelines import (
     train_on_one_device,
     unlike,
 )
+from multiprocess.test_whole_weight_optimizers import FACTORIES
 from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan, staged_worker
 
 BAR, STEPS = 1e-5, 3
@@ -194,4 +195,30 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 
 def alone(graph: ModelGraph) -> tuple[PipelineOf, ...]:
-    return (PipelineOf((9,), cut(graph, (0.5,), ((0,), (1,)))),)
+    return (PipelineOf((9,), cut(graph, (), ((0,),))),)
+
+
+def of_whole_weights(world: World, graph: ModelGraph, spread: Spread, name: str, zero: int) -> list[float]:
+    case = build(graph, SAMPLES)
+    optimizer = FACTORIES[name]
+    worker = staged_worker(
+        world, case, spread[1], spread[0], clip=CLIP, optimizer=optimizer, seed=SEED, zero=zero, whole_weights=True
+    )
+    losses = [worker.step(case.batch).loss for _ in range(STEPS)]
+    state = worker.state_dict()
+    assert state["optimizer"].keys() <= {p.name for p in graph.parameters}
+    worker.load_state_dict(state)
+    losses.append(worker.step(case.batch).loss)
+    worker.close()
+    return losses
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_optimizers_of_whole_weights_keep_them_whole(pool: Pool, name: str) -> None:
+    """Each weight is updated by one device, which has all of it."""
+    graph = captured("gpt2")
+    made = sharded(replicas(graph), 3, 1, 2)
+    whole = pool.run(4, of_whole_weights, graph, made, name, 1)
+    assert all(losses == whole[0] for losses in whole)
+    bare = ("1F1B", tuple(replace(p, stages=tuple(replace(s, state=None) for s in p.stages)) for p in made[1]))
+    assert whole[0] == pytest.approx(pool.run(4, of_whole_weights, graph, bare, name, 0)[0], rel=BAR)

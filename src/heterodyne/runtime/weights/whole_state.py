@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -126,7 +127,10 @@ def gathered_optimizer(
     for name in names:
         mine = own.get(name, {})
         shards = ownership.shards.get(name)
-        teller = ownership.parts(name)[0][1] if shards is None else next(iter(next(iter(shards.values()))))
+        teller, elements = ownership.parts(name)[0][1], -1
+        if shards is not None:
+            teller, (start, stop) = next(iter(next(iter(shards.values())).items()))
+            elements = stop - start
         described = {k: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for k, v in sorted(mine.items())}
         wanted = communicator.broadcast_object(described, teller)
         values: dict[str, Any] = {}
@@ -135,7 +139,7 @@ def gathered_optimizer(
             as_parameter = shape is not None and len(shape[0]) == len(ownership.shapes[name])
             if shape is None:
                 values[key] = communicator.broadcast_object(held, teller)
-            elif shards is not None and as_parameter:
+            elif shards is not None and as_parameter and prod(shape[0]) == elements:
                 values[key] = _joined(held, ownership.shapes[name], shape[1], shards, communicator)
             elif name in ownership.boxes and as_parameter:
                 # It lies as its parameter does: what has as many dims is cut alike.

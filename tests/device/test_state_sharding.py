@@ -1,0 +1,63 @@
+"""State sharded over accelerators of one vendor, of two, and beside CPUs, in fp32 and in 16 bits with fp32 masters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device.test_exactness import CPU, FLEETS, A, B
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.worker import Worker
+from multiprocess.models import build, captured
+from multiprocess.pool import Pool, World
+from multiprocess.test_state_sharding import replicas, sharded
+from multiprocess.test_training_pipelines import ADAMW, CLIP, SAMPLES, SEED, Spread
+from multiprocess.work import staged_worker
+
+MIXED: dict[str, Any] = {A: "bf16", B: "fp16", CPU: "fp32"}
+SHARES = ((1, 1, 1), (2, 0, 3))
+
+
+def worker_in(world: World, graph: ModelGraph, spread: Spread, precision: Any, zero: int) -> Worker:
+    schedule, pipelines = spread
+    case = build(graph, SAMPLES)
+    how = {"clip": CLIP, "optimizer": ADAMW, "seed": SEED, "precision": precision, "zero": zero}
+    return staged_worker(world, case, pipelines, schedule, **how)
+
+
+def trained(world: World, graph: ModelGraph, spread: Spread, precision: Any, folder: Path | None) -> list[float]:
+    """Losses of four steps, with sharded state where there is a folder: there the last two again, bit for bit, from a checkpoint."""
+    batch = build(graph, SAMPLES).batch
+    worker = worker_in(world, graph, spread, precision, int(folder is not None))
+    losses = [worker.step(batch).loss for _ in range(2)]
+    if folder is not None:
+        checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
+        checkpoints.save(2, worker.own_state(), identity={}, plan=worker.plan.dump())
+    losses += [worker.step(batch).loss for _ in range(2)]
+    worker.close()
+    if folder is not None:
+        resumed = worker_in(world, graph, spread, precision, 1)
+        found = checkpoints.latest()
+        assert found is not None
+        resumed.load_state_dict(checkpoints.load(found, identity={}, wanted=resumed.needs).state)
+        assert [resumed.step(batch).loss for _ in range(2)] == losses[2:]
+        resumed.close()
+    return losses
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("devices", [FLEETS[0], FLEETS[2]], ids="+".join)
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+def test_training_is_that_of_whole_state(
+    pool: Pool, precision: str, devices: tuple[str, ...], shares: tuple[int, ...], tmp_path: Path
+) -> None:
+    graph = captured("gpt2")
+    of_each = MIXED if precision == "mixed" else precision
+    whole = pool.run(3, trained, graph, replicas(graph), of_each, None, devices=devices)
+    parts = pool.run(3, trained, graph, sharded(replicas(graph), *shares), of_each, tmp_path, devices=devices)
+    assert all(losses == parts[0] for losses in parts)
+    assert parts[0] == pytest.approx(whole[0], rel=1e-5 if precision == "fp32" else 1e-4)
