@@ -23,6 +23,9 @@ from heterodyne.graph.sharding.price import LATENCY_BYTES
 
 __all__ = ["all_gather_ring", "chunk_elements", "reduce_scatter_ring"]
 
+_LEAD = (
+    2  # chunks that a rank sends of its own ahead of those that it passes on: one is on its way, one is being added up
+)
 _AHEAD = 4  # receives that are posted before they are waited for
 _FIRST_TAG = 2**20  # others of the group have smaller ones
 
@@ -31,7 +34,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Chunk:
-    """``turn``: where it stands in its range, in [0, 1); ``hop``: how many ranks have sent it before it comes to this one."""
+    """``turn``: when it comes to this rank, where a range takes from 0 to 1; ``hop``: how many ranks have sent it before."""
 
     turn: float
     hop: int
@@ -57,10 +60,11 @@ def _chunks(ranges: Sequence[Range], place: int, first_hop: Literal[0, 1], size:
     """
     ranks = len(ranges)
     found: list[_Chunk] = []
+    later = _LEAD * size / max(1, sum(stop - start for start, stop in ranges))
     for owner, (start, stop) in enumerate(ranges):
         hop = (place - owner - first_hop) % ranks
         for begin in range(start, stop, size):
-            turn = (begin - start) / (stop - start)
+            turn = (begin - start) / (stop - start) + hop * later
             found.append(_Chunk(turn, hop, _FIRST_TAG + len(found), begin, min(begin + size, stop)))
     return sorted(found)
 
