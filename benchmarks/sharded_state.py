@@ -1,9 +1,8 @@
 """Collectives of unequal shards, and training with sharded state: bytes, seconds under shaped links, and against what PyTorch does.
 
 Shares 1 : 2 : 4 of one flat tensor of fp32 are summed (reduce-scatter) and gathered by three workers in network namespaces of their own,
-all links alike. No way is faster than max over ranks of (N - s) / B: a rank sends all but what it keeps. B is what a plain send reaches over
-these links. Beside it the usual form, which
-pads every shard to the largest one, moved by the same ring. Then equal shares against gloo's own `reduce_scatter_tensor`. Last a
+all links alike. No way is faster than max over ranks of (N - s) / B: a rank sends all but what it keeps, and B is what a plain send
+reaches over these links. Beside it the usual form, which pads every shard to the largest one, moved by the same ring. Then equal shares against gloo's own `reduce_scatter_tensor`. Last a
 GPT on unequal workers, whole state against sharded state.
 """
 

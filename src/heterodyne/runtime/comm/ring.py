@@ -46,10 +46,10 @@ class _Chunk:
 def chunk_elements(elements: int, ranks: int, element_bytes: int) -> int:
     """Of how many elements a chunk is.
 
-    Chunks of c bytes take N/c messages, and the last of them W - 2 more hops: N/c latencies and (W - 2) c bytes, least for
-    c = sqrt(N L / (W - 2)) where L bytes could be sent in one latency.
+    Chunks of c bytes take N/c messages, and the last of them W - 1 hops that begin two chunks after each other: N/c latencies and
+    2 (W - 1) c bytes, least for c = sqrt(N L / (2 W - 2)) where L bytes could be sent in one latency.
     """
-    size = sqrt(elements * element_bytes * LATENCY_BYTES / max(1, ranks - 2))
+    size = sqrt(elements * element_bytes * LATENCY_BYTES / (_LEAD * (ranks - 1)))
     return max(1, round(size / element_bytes))
 
 
