@@ -2,8 +2,8 @@
 
 Shares 1 : 2 : 4 of one flat tensor of fp32 are summed (reduce-scatter) and gathered by three workers in network namespaces of their own,
 all links alike. No way is faster than max over ranks of (N - s) / B: a rank sends all but what it keeps, and B is what a plain send
-reaches over these links. Beside it the usual form, which pads every shard to the largest one, moved by the same ring. Then equal shares against gloo's own `reduce_scatter_tensor`. Last a
-GPT on unequal workers, whole state against sharded state.
+reaches over these links. Beside it the usual form, which pads every shard to the largest one, moved by the same ring. Then equal shares
+against gloo's own `reduce_scatter_tensor`. Last a GPT on unequal workers, whole state against sharded state.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from multiprocess.work import staged_worker
 
 MIXED: dict[str, Any] = {A: "bf16", B: "fp16", CPU: "fp32"}
 SHARES = ((1, 1, 1), (2, 0, 3))
+
+
+def on_host(spread: Spread, *ranks: int) -> Spread:
+    """The hosts of these ranks keep their state."""
+    schedule, pipelines = spread
+    return schedule, tuple(
+        replace(p, stages=tuple(replace(s, offload=not set(ranks).isdisjoint(s.ranks)) for s in p.stages))
+        for p in pipelines
+    )
 
 
 def worker_in(world: World, graph: ModelGraph, spread: Spread, precision: Any, zero: int) -> Worker:
@@ -61,3 +71,33 @@ def test_training_is_that_of_whole_state(
     parts = pool.run(3, trained, graph, sharded(replicas(graph), *shares), of_each, tmp_path, devices=devices)
     assert all(losses == parts[0] for losses in parts)
     assert parts[0] == pytest.approx(whole[0], rel=1e-5 if precision == "fp32" else 1e-4)
+
+
+def kept_where(
+    world: World, graph: ModelGraph, spread: Spread, precision: Any, zero: int
+) -> tuple[list[float], set[str]]:
+    """Losses, and the types of devices on which the optimizer's state is."""
+    batch = build(graph, SAMPLES).batch
+    worker = worker_in(world, graph, spread, precision, zero)
+    losses = [worker.step(batch).loss for _ in range(2)]
+    state = worker.state_dict()
+    where = {t.device.type for of in worker.optimizer.state.values() for t in of.values() if t.dim()}
+    worker.close()
+    again = worker_in(world, graph, spread, precision, zero)
+    again.load_state_dict(state)
+    losses.append(again.step(batch).loss)
+    again.close()
+    return losses, where
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+def test_hosts_keep_the_state_of_devices(pool: Pool, precision: str, zero: int) -> None:
+    graph, devices = captured("gpt2"), (A, A, B)
+    of_each = MIXED if precision == "mixed" else precision
+    spread = sharded(replicas(graph), 1, 2, 3) if zero else replicas(graph)
+    here = pool.run(3, kept_where, graph, spread, of_each, zero, devices=devices)
+    there = pool.run(3, kept_where, graph, on_host(spread, 0, 2), of_each, zero, devices=devices)
+    for (losses, _), (expected, _) in zip(there, here, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 1e-4)
+    assert [where for _, where in there] == [{"cpu"}, {A}, {"cpu"}]

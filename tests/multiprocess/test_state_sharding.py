@@ -198,6 +198,19 @@ def alone(graph: ModelGraph) -> tuple[PipelineOf, ...]:
     return (PipelineOf((9,), cut(graph, (), ((0,),))),)
 
 
+@pytest.mark.parametrize("spread", [replicas, unlike])
+def test_an_update_on_the_host_changes_no_bit(pool: Pool, spread: Any) -> None:
+    graph = captured("gpt2")
+    here = sharded(spread(graph), 1, 2, 4, 3)
+    there = (here[0], tuple(replace(p, stages=tuple(replace(s, offload=True) for s in p.stages)) for p in here[1]))
+    expected = pool.run(4, train, graph, here, ADAMW, 4096)
+    for (losses, norms, state, kept), wanted in zip(
+        pool.run(4, train, graph, there, ADAMW, 4096), expected, strict=True
+    ):
+        assert (losses, norms, kept) == (wanted[0], wanted[1], wanted[3])
+        assert compare(0.0, state, 0.0, wanted[2]).largest == 0
+
+
 def of_whole_weights(world: World, graph: ModelGraph, spread: Spread, name: str, zero: int) -> list[float]:
     case = build(graph, SAMPLES)
     optimizer = FACTORIES[name]

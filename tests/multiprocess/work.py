@@ -99,7 +99,7 @@ class StageOf:
 
     ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of others.
     ``free``: exchanges count for nothing beside work, so that all is cut that can be; else little of a small model is.
-    ``state``: shares of its devices of the optimizer's state.
+    ``state``: shares of its devices of the optimizer's state. ``offload``: hosts keep it.
     """
 
     stop: int
@@ -113,6 +113,7 @@ class StageOf:
     inner: tuple[tuple[str, tuple[int, ...]], ...] = ()
     free: bool = False
     state: tuple[int, ...] | None = None
+    offload: bool = False
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -152,6 +153,7 @@ def staged_plan(
                     recompute=stage.recompute,
                     overlap=stage.overlap,
                     state_shares=stage.state,
+                    offload=stage.offload,
                     exchange=Exchange(latency_bytes=0, flops_per_byte=1) if stage.free else Exchange(),
                 )
             )

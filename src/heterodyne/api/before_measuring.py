@@ -34,7 +34,8 @@ def require_room(
     rooms = {device.id: device.memory_bytes for device in cluster.devices}
     whole = parallelism.strategy in _WHOLE_MODELS or graph.only_whole != ""
     room = max(rooms.values()) if whole else sum(rooms.values())
-    if needed <= room:
+    # The host of an accelerator can keep the optimizer's state.
+    if needed <= room or (weights + gradients <= room and any(device.backend != "cpu" for device in cluster.devices)):
         return
     # Whole models beside each other can share out the optimizer's state.
     beside = sum(max(0, memory - weights - gradients) for memory in rooms.values())

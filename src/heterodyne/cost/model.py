@@ -111,6 +111,18 @@ class CostModel:
             self._trained[key] = sum(p.bytes for p in self.device_memory[device].held(stages, boxes) if p.trainable)
         return self.measured(device).optimizer_s_per_byte * self._trained[key]
 
+    def host_update_s(self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE) -> float:
+        """The same where the host keeps the optimizer's state. Raises MeasureError where that was not measured."""
+        measured = self.measured(device)
+        per_byte = measured.host_update_s_per_byte
+        if not per_byte and self.cluster.device(device).backend == "cpu":
+            # Its own memory is the host's: what goes there is a copy, of the gradients and of the weights.
+            per_byte = measured.optimizer_s_per_byte * (1 + 4 / self.recipe.update_passes)
+        if not per_byte:
+            raise MeasureError(f"the update of {device} on its host was not measured; measure again")
+        own = self.update_s(device, stages, boxes)
+        return own / measured.optimizer_s_per_byte * per_byte if measured.optimizer_s_per_byte else 0.0
+
     def clip_s(self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE) -> float:
         return self.recipe.clip_to_step * self.update_s(device, stages, boxes)
 
@@ -329,12 +341,14 @@ class CostModel:
         under_way = MESSAGES_AHEAD * sum(
             max(route.bytes, default=0) for route in travel if rank in (route.destination[0], route.source[0])
         )
-        fixed = self.memory_use(device, 0, ranges, at.boxes).with_state(state)
+        on_host = any(stage.offload for stage in mine.values())
+        update = self.host_update_s if on_host else self.update_s
+        fixed = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(at, bucket) for bucket in buckets if device in bucket.owners},
             clip_s=state * self.clip_s(device, ranges, at.boxes),
-            step_s=state * self.update_s(device, ranges, at.boxes),
+            step_s=state * update(device, ranges, at.boxes),
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
             fixed_bytes=fixed.fixed,

@@ -20,11 +20,12 @@ def measure_optimizer(
     *,
     budget_s: float = 10.0,
     most_bytes: int = 256 * 2**20,
+    on_host: bool = False,
 ) -> float:
     """Seconds of one step of AdamW (``adamw``) or SGD with momentum (``sgd``) per byte of fp32 parameters; 0 without any.
 
     Real tensors of the given shapes, up to ``most_bytes`` of them (four times that with gradients and states): beyond the
-    caches, bytes are what counts.
+    caches, bytes are what counts. ``on_host``: the host keeps state and master weights, so gradients go there and weights come back.
 
     Raises MeasureError, on every rank alike, if it fails on any.
     """
@@ -37,7 +38,7 @@ def measure_optimizer(
     try:
         parameters = _parameters(shapes, bench, most_bytes)
         if parameters:
-            step = _optimizer_step(parameters, name, bench)
+            step = _optimizer_step(parameters, name, bench, on_host=on_host)
             timing = sample(step, bench.stopwatch, bench.sampling, budget_s=budget_s)
             seconds = timing.seconds / sum(4 * p.numel() for p in parameters)
     except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
@@ -63,19 +64,28 @@ def _parameters(shapes: Sequence[Sequence[int]], bench: Workbench, most_bytes: i
 
 
 def _optimizer_step(
-    parameters: Sequence[torch.nn.Parameter], name: str, bench: Workbench
+    parameters: Sequence[torch.nn.Parameter], name: str, bench: Workbench, *, on_host: bool = False
 ) -> Callable[[], tuple[object, ...]]:
+    """``on_host``: of copies there, which get the gradients and give the weights back."""
+    updated = [torch.nn.Parameter(p.detach().to("cpu", copy=True)) for p in parameters] if on_host else list(parameters)
     # A learning rate of almost nothing: the weights stay in the range of ordinary numbers however often this is repeated.
     optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(parameters, lr=1e-8, fused=True)
+        torch.optim.AdamW(updated, lr=1e-8, fused=True)
         if name == "adamw"
-        else torch.optim.SGD(parameters, lr=1e-8, momentum=0.9, fused=True)
+        else torch.optim.SGD(updated, lr=1e-8, momentum=0.9, fused=True)
     )
     clock = bench.stopwatch
 
     def step() -> tuple[object, ...]:
         start = clock.mark()
+        if on_host:
+            for there, here in zip(updated, parameters, strict=True):
+                there.grad = None if here.grad is None else here.grad.to("cpu")
         optimizer.step()
+        if on_host:
+            with torch.no_grad():
+                for there, here in zip(updated, parameters, strict=True):
+                    here.copy_(there)
         return start, clock.mark()
 
     return step

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -214,18 +215,29 @@ class _Session:
         blocks = self._blocks()
         trainable = [p.shape for p in self._request.graph.parameters if p.trainable]
         own = self._request.cluster.devices[self._peers.rank]
-        optimizer = measure_optimizer(
+        measured = partial(
+            measure_optimizer,
             trainable,
             self._request.optimizer,
             self._bench,
             budget_s=self._budget("optimizer"),
             most_bytes=min(_OPTIMIZER_BYTES, own.memory_bytes // 32),
         )
+        optimizer = measured()
+        # Where all memory is the host's, nothing is gained by keeping state there.
+        apart = any(device.backend != "cpu" for device in self._request.cluster.devices)
+        on_host = measured(on_host=True) if apart else 0.0
         links, overlap = self._links()
         self.close()
         give_back_memory()
         context = host_context_bytes() if self._request.device.type == "cpu" else 0
-        mine = DeviceProfile(blocks=blocks, optimizer_s_per_byte=optimizer, overlap=overlap, context_bytes=context)
+        mine = DeviceProfile(
+            blocks=blocks,
+            optimizer_s_per_byte=optimizer,
+            host_update_s_per_byte=on_host,
+            overlap=overlap,
+            context_bytes=context,
+        )
         devices = dict(zip(self._ids, self._peers.all_gather_object(mine), strict=True))
         return Profile(key=key, devices=devices, links=links, kinds=self._request.graph.kind_names)
 

@@ -50,6 +50,7 @@ Feature = Literal[
     "state_sharding",
     "gradient_sharding",
     "parameter_sharding",
+    "offload",
 ]
 
 
@@ -108,6 +109,7 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         "state_sharding": _Words(name="sharded optimizer state (ZeRO-1)", remedy="leave 'zero' and 'state_shares' out"),
         "gradient_sharding": _Words(name="sharded gradients too (ZeRO-2)", remedy="write 'zero': 1"),
         "parameter_sharding": _Words(name="sharded parameters too (ZeRO-3)", remedy="write 'zero': 1"),
+        "offload": _Words(name="optimizer state in host memory", remedy="leave 'offload' out"),
     }
 )
 
@@ -281,6 +283,8 @@ def _of_stage(where: str, stage: Stage) -> Iterator[Use]:
         yield Use(feature="recompute", where=where, how=f"recomputes {len(stage.recompute)} blocks")
     if stage.overlap:
         yield Use(feature="overlap", where=where, how="has 'overlap', which cuts each micro-batch into two halves")
+    if stage.offload:
+        yield Use(feature="offload", where=where, how="keeps optimizer state in host memory")
     if stage.overlap and stage.recompute:
         yield Use(feature="overlap_with_recompute", where=where, how="has 'overlap' and recomputes")
 

@@ -82,6 +82,7 @@ class Stage(PlanPart):
 
     ``recompute`` holds indices of blocks; ``state_shares`` how much of the optimizer's state each device keeps,
     one whole number a device (ratios between all devices that hold the same weights), where the plan shards it; None: 1 each;
+    ``offload``: each device keeps the optimizer's state and master weights in the memory of its host, and updates there;
     ``exchange`` and ``overlap`` are only read where a region is not replicated. ``overlap``: each micro-batch runs as two halves in
     turns, so that what one half exchanges is on its way while the other one computes.
     """
@@ -95,6 +96,7 @@ class Stage(PlanPart):
     state_shares: tuple[Whole, ...] | None = None
     exchange: Exchange = Exchange()
     overlap: bool = False
+    offload: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -294,6 +296,7 @@ _USUAL: Mapping[str, object] = {
     "devices": [],
     "recompute": [],
     "overlap": False,
+    "offload": False,
     "exchange": Exchange().model_dump(mode="json"),
 }
 

@@ -43,6 +43,7 @@ from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets
+from heterodyne.runtime.weights.host_room import require_host_room
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import Stored, place_weights
@@ -176,7 +177,12 @@ class Worker:
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         of_each = {name: self.ownership.updated(self.rank, name) for name in self._parameters}
-        self._masters = MasterWeights(self._parameters, {n: own for n, own in of_each.items() if own is not None})
+        on_host = any(plan.pipelines[self._place.pipeline or 0].stages[number].offload for number in self._place.stages)
+        if any(stage.offload for pipeline in plan.pipelines for stage in pipeline.stages):
+            require_host_room(self._parameters, communicator, on_host=on_host)
+        self._masters = MasterWeights(
+            self._parameters, {n: own for n, own in of_each.items() if own is not None}, on_host=on_host
+        )
         self._scale = _loss_scale(self.placement, graph, program)
         self.optimizer = self._make_optimizer(optimizer)
         buckets = bucket_channels(plan, graph, cluster, communicator)

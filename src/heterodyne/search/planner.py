@@ -167,6 +167,7 @@ def _candidates(
     found = list(data.candidates(of_data))
     if sharding is not None and not alone:
         found += sharding.of_whole_models(of_data)
+        found += sharding.on_hosts(of_data)
     if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
         return tuple(found)
     whole_only = able.why_not("several_stages")
@@ -257,6 +258,8 @@ def _largest(made: Plan) -> dict[str, int]:
 def _memory(model: CostModel, made: Plan, simulation: Simulation, device: str) -> MemoryUse:
     """Part by part. A stage keeps the activations of several micro-batches: as many as add up to the peak of the simulation."""
     state = state_parts(made, model.graph).get(device, 1.0)
+    if any(stage.offload for p in made.pipelines for stage in p.stages if device in stage.devices):
+        state = 0.0
     mine = [stage for p in made.pipelines for stage in p.stages if device in stage.devices]
     size = _largest(made)[device]
     whole = [(stage.ops, stage.recompute) for stage in mine] == [((0, len(model.graph.ops)), ())]

@@ -3,7 +3,7 @@ on devices that can hold them only so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from heterodyne.cost.model import CostModel
@@ -19,6 +19,7 @@ from heterodyne.search.state_shares import least_time_shards
 
 __all__ = ["StateSharding"]
 
+_NO_ROOM = "its devices have no room for the state"
 _PARTS = 1000
 """Shares are told in so many parts: what rounding moves is less than a plan file needs."""
 
@@ -52,20 +53,42 @@ class StateSharding:
                 return self._spread(there, strategy)
         return ()
 
-    def _spread(self, sizes: Mapping[str, tuple[int, ...]], strategy: Strategy) -> tuple[Candidate, ...]:
-        runs = {
-            device: Runs(
-                seconds=self.model.compute[device].micro_batch_s,
-                sizes=of,
-                fixed_s=self.model.measured(device).step_overhead_s,
-            )
-            for device, of in sizes.items()
+    def on_hosts(self, strategy: Strategy) -> tuple[Candidate, ...]:
+        """Data parallelism in which the hosts keep the state of devices that have no room for it; none where every device has."""
+        short = {
+            fit.device.id: fit.sizes
+            for fit in self.fits
+            if fit.sizes and fit.device.id not in self.runs and fit.device.backend != "cpu"
         }
+        if not all(self.model.measured(device).host_update_s_per_byte for device in short) or not short:
+            return ()
+        runs = {**self.runs, **{device: self._bare_run(device, sizes) for device, sizes in short.items()}}
+        try:
+            found = DataParallel(model=self.model, runs=runs, samples=self.samples).candidates(strategy)
+        except InfeasibleError:
+            return ()
+        told = f"with the optimizer's state of {', '.join(short)} on the host"
+        return tuple(
+            self._played(replace(candidate, name=f"{candidate.name}, {told}"), _offloading(candidate.plan, set(short)))
+            for candidate in found
+            if candidate.plan is not None and not short.keys().isdisjoint(candidate.plan.devices)
+        )
+
+    def _spread(self, sizes: Mapping[str, tuple[int, ...]], strategy: Strategy) -> tuple[Candidate, ...]:
+        runs = {device: self._bare_run(device, of) for device, of in sizes.items()}
         try:
             found = DataParallel(model=self.model, runs=runs, samples=self.samples).candidates(strategy)
         except InfeasibleError:
             return ()
         return tuple(self._sharded(candidate) for candidate in found if candidate.plan is not None)
+
+    def _bare_run(self, device: str, sizes: tuple[int, ...]) -> Runs:
+        """Whose update, wherever it is made, is left to the simulation."""
+        return Runs(
+            seconds=self.model.compute[device].micro_batch_s,
+            sizes=sizes,
+            fixed_s=self.model.measured(device).step_overhead_s,
+        )
 
     def of_plans(self, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
         """The fastest of the given ones, with its state sharded; none where no two of its devices hold the same weights."""
@@ -79,19 +102,18 @@ class StateSharding:
         name = f"{candidate.name}, with sharded state (ZeRO-1)"
         assert candidate.plan is not None  # only such are asked for
         plan = self._with_shares(candidate.plan)
-        if plan is None:
-            return replace(
-                candidate, name=name, plan=None, simulation=None, why_not="its devices have no room for the state"
-            )
+        named = replace(candidate, name=name)
+        return _refused(named, _NO_ROOM) if plan is None else self._played(named, plan)
+
+    def _played(self, candidate: Candidate, plan: Plan) -> Candidate:
+        """The candidate with that plan in place of its own, or why that cannot be."""
         try:
             made, simulation = predict(self.model, plan, self.runs)
         except PlanError as error:
-            return replace(candidate, name=name, plan=None, simulation=None, why_not=str(error))
+            return _refused(candidate, str(error))
         if overflow(self.model, made, simulation):
-            return replace(
-                candidate, name=name, plan=None, simulation=None, why_not="its devices have no room for the state"
-            )
-        return replace(candidate, name=name, plan=made, simulation=simulation)
+            return _refused(candidate, _NO_ROOM)
+        return replace(candidate, plan=made, simulation=simulation)
 
     def _with_shares(self, plan: Plan) -> Plan | None:
         """The plan with its state sharded; None if there is no room for it."""
@@ -136,6 +158,20 @@ class StateSharding:
         """Of the best link of a device to another owner: in a ring it has two neighbours."""
         links = [self.model.collectives.send(device, other).s_per_byte for other in owners if other != device]
         return 1 / max(min(links), 1e-15)
+
+
+def _refused(candidate: Candidate, why: str) -> Candidate:
+    return replace(candidate, plan=None, simulation=None, why_not=why)
+
+
+def _offloading(plan: Plan, devices: Set[str]) -> Plan:
+    """The plan in which the hosts of those devices keep their optimizer's state."""
+
+    def of(pipeline: Pipeline) -> Pipeline:
+        stages = (s.model_copy(update={"offload": not devices.isdisjoint(s.devices)}) for s in pipeline.stages)
+        return pipeline.model_copy(update={"stages": tuple(stages)})
+
+    return plan.model_copy(update={"predicted": None, "pipelines": tuple(map(of, plan.pipelines))})
 
 
 def _in_parts(owners: tuple[str, ...], kept: tuple[float, ...]) -> dict[str, int]:

@@ -67,7 +67,7 @@ def test_several_stages_on_a_place() -> None:
 
 def test_what_is_computed_again_and_who_holds_states() -> None:
     even = even_plan(
-        plan((stage(0, 7, "ab", recompute=(0, 1, 2), state_shares=(1, 1)), stage(7, 14, "cd", recompute=(4, 5, 6), state_shares=(1, 1)))),
+        plan((stage(0, 7, "ab", recompute=(0, 1, 2)), stage(7, 14, "cd", recompute=(4, 5, 6))), zero=1),
         MODEL,
     )  # fmt: skip
     assert even.recomputed_layers == (2, 3)
@@ -105,8 +105,7 @@ UNEVEN = {
     "pipeline 1 stage 0 computes other blocks again": plan((stage(0, 14, "a"),), (stage(0, 14, "b", recompute=(1,)),)),
     "pipeline 1 stage 0 has unequal shares": plan((stage(0, 14, "ab"),), (stage(0, 14, "cd", shares=(3, 1)),)),
     "stage 0 begins or ends inside block 'layer1'": plan((stage(0, 4, "a"), stage(4, 14, "b"))),
-    "stage 0 has unequal state_shares .2:1": plan((stage(0, 14, "ab", state_shares=(2, 1)),)),
-    "stage 1 and stage 0 do not both": plan((stage(0, 7, "ab", state_shares=(1, 1)), stage(7, 14, "cd"))),
+    "unequal state_shares .2:1": plan((stage(0, 14, "ab", state_shares=(2, 1)),), zero=1),
     "some have more than others": plan((stage(0, 3, "a"), stage(3, 7, "b"), stage(7, 14, "a"))),
     "'Magic' is not known": plan((stage(0, 14, "a"),), schedule="Magic"),
     "stage 1 runs ops 8 to 14, the ones before end at 7": plan((stage(0, 7, "a"), stage(8, 14, "b"))),

@@ -297,3 +297,31 @@ def test_devices_that_hold_the_model_only_together_shard_its_state() -> None:
             micro_batch_sizes=(1,),
             strategy="data",
         )
+
+
+@pytest.mark.parametrize(("host_s", "chosen"), [(0.01, True), (100.0, False)])
+def test_hosts_keep_state_only_where_that_pays(host_s: float, chosen: bool) -> None:
+    """One device has room for weights and gradients, and another one for everything: alone, or helped by the first one's host."""
+    model = graph(4, width=64, saved=10)
+    machines = cluster(2)
+    machines = replace(machines, devices=tuple(replace(device, backend="cuda") for device in machines.devices))
+    bare = CostModel(graph=model, cluster=machines, profile=profile(model, machines, [linear(1.0)] * 2))
+    short = bare.memory_use("n0/cpu:0", 1).with_state(0.1).total
+    first, second = machines.devices
+    machines = replace(machines, devices=(replace(first, memory_bytes=short), second))
+    measured = profile(model, machines, [linear(1.0)] * 2, optimizer_s=0.01)
+    per_byte = host_s / model.trainable_bytes
+    known = {name: replace(own, host_update_s_per_byte=per_byte) for name, own in measured.devices.items()}
+    found = plan(
+        model,
+        machines,
+        replace(measured, devices=known),
+        global_batch_size=4,
+        micro_batch_sizes=(1,),
+        strategy="data",
+        bucket_bytes=10**6,
+    )
+    assert violations(found.plan, model, machines) == ()
+    told = [c for c in found.candidates if "on the host" in c.name]
+    assert told
+    assert (found.chosen in told) == chosen

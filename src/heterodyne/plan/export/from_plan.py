@@ -14,6 +14,7 @@ from heterodyne.plan.mesh import Kind
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Stage
 from heterodyne.plan.precision import Precision, in_words
 from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.state_shards import state_shares
 
 __all__ = ["even_plan"]
 
@@ -49,7 +50,7 @@ def even_plan(plan: Plan, graph: ModelGraph) -> EvenPlan:
         **degrees,
         pp=places,
         vpp=_stages_a_place(plan, first),
-        zero_stage=_zero_stage(first),
+        zero_stage=_zero_stage(plan),
         micro_batch_size=sizes[0] // copies,
         global_batch_size=plan.global_batch_size,
         layers_per_stage=layers,
@@ -186,18 +187,13 @@ def _layers(pipeline: Pipeline, graph: ModelGraph) -> tuple[tuple[int, ...], tup
     return tuple(counts), tuple(again) if any(again) else ()
 
 
-def _zero_stage(pipeline: Pipeline) -> Literal[0, 1]:
-    """States are shared out in all stages, or in none."""
-    shared = [stage.state_shares for stage in pipeline.stages]
-    for index, shares in enumerate(shared):
-        if shares is not None and (len(set(shares)) > 1 or not all(shares)):
-            said = ":".join(map(str, shares))
-            raise PlanError(
-                f"stage {index} has unequal state_shares ({said}); other frameworks give each device the same"
-            )
-        if (shares is None) != (shared[0] is None):
-            raise PlanError(f"stage {index} and stage 0 do not both share out their states")
-    return 0 if shared[0] is None else 1
+def _zero_stage(plan: Plan) -> Literal[0, 1, 2, 3]:
+    """The level of state sharding. Raises PlanError for unequal shards."""
+    shares = state_shares(plan)
+    if plan.zero and len(set(shares.values())) > 1:
+        said = ":".join(map(str, shares.values()))
+        raise PlanError(f"its devices have unequal state_shares ({said}); other frameworks give each device the same")
+    return plan.zero
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:
@@ -209,6 +205,8 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         notes.append(
             "the plan splits each micro-batch in two, one half communicates while the other computes; that is not exported"
         )
-    if len(plan.pipelines) > 1 and any(stage.state_shares for stage in stages):
-        notes.append("optimizer states are shared out over all replicas, not within each pipeline only")
+    if len(plan.pipelines) > 1 and plan.zero:
+        notes.append("optimizer states are sharded over all replicas, not within each pipeline only")
+    if any(stage.offload for stage in stages):
+        notes.append("the plan keeps optimizer state in host memory; that is not exported")
     return tuple(notes)

@@ -32,13 +32,23 @@ class MasterWeights:
     Args:
         parameters: every trained parameter of this rank by name. Those in 16 bits get fp32 gradients until `close`.
         ranges: of those whose state is sharded, the elements ``[start, stop)``, row after row, that this rank updates; there may be none.
+        on_host: what is updated, and the optimizer's state of it, is kept in the memory of the host: gradients go there for a step, and
+            new weights come back. Copies are waited for, so that no step sees half of one.
 
     ``updated``: by name, what the optimizer is made of: a parameter, or the range of it, itself; of one in 16 bits an fp32 copy (its
-    master). A range has as many dims as its parameter, all but the last of size 1, so that groups may be made by the number of dims.
+    master), and a copy on the host of what is kept there. A range has as many dims as its parameter, all but the last of size 1, so that
+    groups may be made by the number of dims.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], ranges: Mapping[str, Range] = _NONE_SHARDED) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        ranges: Mapping[str, Range] = _NONE_SHARDED,
+        *,
+        on_host: bool = False,
+    ) -> None:
         self._parameters = parameters
+        self._on_host = on_host
         self._ranges = {n: own for n, own in ranges.items() if own != (0, parameters[n].numel())}
         self._narrow = [n for n, p in parameters.items() if p.is_floating_point() and p.itemsize < 4]
         self._masters: dict[str, nn.Parameter] = {}  # with memory of their own
@@ -53,9 +63,11 @@ class MasterWeights:
 
     def _made(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         narrow = name in self._narrow
-        if not narrow and name not in self._ranges:
+        if not narrow and name not in self._ranges and not self._on_host:
             return parameter
         own = self.own_range(name, parameter.detach())
+        if self._on_host:
+            own = own.to("cpu", copy=True)
         if narrow or (name in self._ranges and not parameter.is_contiguous()):
             own = own.float() if narrow else own.clone()
         made = nn.Parameter(own)
@@ -78,7 +90,15 @@ class MasterWeights:
 
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:
-        return self._masters
+        """Of the parameters in 16 bits."""
+        return {name: master for name, master in self._masters.items() if name in self._narrow}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over weights that the model has got from elsewhere, where they are not rounded."""
+        for name, master in self._masters.items():
+            if name not in self._narrow:
+                master.copy_(self.own_range(name, self._parameters[name]))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """By name those that there are of what this rank updates."""
@@ -90,7 +110,7 @@ class MasterWeights:
         apart = {name: made for name, made in self.updated.items() if made is not self._parameters[name]}
         for name, made in apart.items():
             gradient = self._parameters[name].grad
-            made.grad = None if gradient is None else self.own_range(name, gradient)
+            made.grad = None if gradient is None else self.own_range(name, gradient).to(made.device)
         optimizer.step()
         for made in apart.values():
             made.grad = None

@@ -150,6 +150,7 @@ class WorkerState:
                 followers=self._followers,
                 masters=self._masters.masters,
             )
+            self._masters.refresh()
 
     @property
     def _alike(self) -> bool:
