@@ -21,6 +21,7 @@ from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.json_files import read_json
 from heterodyne.measure.cache import default_folder
+from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
@@ -134,7 +135,10 @@ def _affordable(session: Session, graph: ModelGraph, budget_s: float) -> tuple[i
     """How many samples to take; why none, where these bytes or seconds are not there."""
     device = session.cluster.devices[0]
     least = _SAMPLES[-1]
-    needed = 2 * (graph.parameter_bytes + graph.trainable_bytes) + int(graph.bytes_saved()(least))
+    # A copy of the model; gradients of one plain call, of what it is compared with, and those that are being made.
+    needed = graph.parameter_bytes + 3 * graph.trainable_bytes + int(graph.bytes_saved()(least))
+    # The model itself may be on the host alone, and there it is in what the process occupies already.
+    needed += host_context_bytes() if session.device.type == "cpu" else graph.parameter_bytes
     if needed > device.memory_bytes:
         return 0, f"it takes {format_bytes(needed)}, and {device.id} has {format_bytes(device.memory_bytes)}"
     rate = _flops_per_s(session.device)
