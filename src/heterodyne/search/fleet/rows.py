@@ -14,8 +14,9 @@ import numpy as np
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.shapes import Shapes, Sharing, shapes
+from heterodyne.search.fleet.shapes import Shapes, shapes
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.stage_costs import Sharing
 
 __all__ = ["MANY_DEVICES", "Levels", "Rows"]
 
@@ -34,7 +35,7 @@ class Rows:
 
     predictor: Predictor
     space: Space
-    _shapes: dict[tuple[int, Levels, int, int | None], Shapes | None] = field(default_factory=dict)
+    _shapes: dict[tuple[Levels, int, int | None], list[Shapes]] = field(default_factory=dict)
     _kinds: dict[int, tuple[Kind, ...]] = field(default_factory=dict)
 
     @property
@@ -74,19 +75,18 @@ class Rows:
     def of(self, zero: Levels, shards: int, least: int | None = None) -> list[Shapes]:
         """Of each size of micro-batch (see `Sharing`)."""
         sharing = Sharing(replicas=shards, zero=zero, least=least, network=self.predictor.network)
-        for size in self.sizes:
-            key = (size, zero, shards, least if max(zero) > 1 else None)
-            if key not in self._shapes:
-                self._shapes[key] = shapes(
+        key = zero, shards, least if max(zero) > 1 else None
+        if key not in self._shapes:
+            self._shapes[key] = list(
+                shapes(
                     self.predictor.fleet,
-                    self.predictor.tables,
-                    micro_batch=size,
+                    {size: self.kinds(size) for size in self.sizes},
                     global_batch=self.predictor.global_batch,
                     sharing=sharing,
                     space=self.space,
-                )
-        found = [self._shapes[size, zero, shards, least if max(zero) > 1 else None] for size in self.sizes]
-        return [rows for rows in found if rows is not None]
+                ).values()
+            )
+        return self._shapes[key]
 
     def levels(self) -> list[tuple[Levels, int]]:
         """At one of which levels in how many parts state may be: only what helps, what is exchanged least first."""
@@ -135,8 +135,12 @@ class Rows:
     def of_pool(self, pool: str, space: Space) -> Rows:
         """What is known of one pool, for a space that is part of this one."""
         number = [own.name for own in self.predictor.fleet.pools].index(pool)
-        known = {key: None if rows is None else rows.of_pool(number) for key, rows in self._shapes.items()}
-        return Rows(predictor=self.predictor, space=space, _shapes=known)
+        known = {
+            key: [own for size in rows if (own := size.of_pool(number)) is not None]
+            for key, rows in self._shapes.items()
+        }
+        kinds = {size: tuple(kind for kind in own if kind.pool == number) for size, own in self._kinds.items()}
+        return Rows(predictor=self.predictor, space=space, _shapes=known, _kinds=kinds)
 
 
 def _same(some: Sequence[Shapes], others: Sequence[Shapes]) -> bool:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from math import inf
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from heterodyne.cost.layers import LayerCost, Widths
-from heterodyne.search.fleet.arrays import Floats, between, sums
+from heterodyne.search.fleet.arrays import Floats, sums
 
 __all__ = ["EXCHANGED", "Exchanged", "LayerBytes", "Rates", "Sent", "expert_part", "reduced_bytes"]
 
@@ -59,26 +57,6 @@ class LayerBytes:
             ),
         )
         """Of the first layers. Shape [3, layers + 1]."""
-
-    def least_s(self, replicas: int, rates: Rates) -> Floats:
-        """Of one way round, for every start and stop: inside a node or between nodes, whichever is sooner.
-
-        Of experts a node sends at least what one of its devices has.
-        """
-        device, dense = self._squares.carried(replicas)
-        inside, outside = rates
-        ways = []
-        if inside < inf:
-            ways.append(inside * device)
-        if outside < inf:
-            ways.append(outside * np.maximum(dense, device))
-        return np.minimum.reduce(ways) if ways else np.full_like(device, np.inf)
-
-    @cached_property
-    def _squares(self) -> Sent:
-        """Of a device and of the copy, for every start and stop."""
-        whole, kept = (np.stack([between(row) for row in own[:2]]) for own in self.sums)
-        return Sent(whole, kept)
 
 
 def reduced_bytes(cost: LayerCost) -> float:

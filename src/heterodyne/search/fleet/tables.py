@@ -19,8 +19,7 @@ import numpy as np
 
 from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
 from heterodyne.search.fleet.arrays import Floats, Ints, between, largest, sums
-from heterodyne.search.fleet.kept import Kept
-from heterodyne.search.fleet.sent import EXCHANGED, Exchanged, LayerBytes, Rates, Sent, expert_part, reduced_bytes
+from heterodyne.search.fleet.sent import EXCHANGED, Exchanged, LayerBytes, Sent, expert_part, reduced_bytes
 
 __all__ = ["Memory", "Table", "Tables"]
 
@@ -45,9 +44,6 @@ class Table:
 
     costs: Sequence[LayerCost]
     widths: Widths
-    # Of a long model each takes as much as a search has room for.
-    _at_levels: Kept[object, tuple[Floats, Floats]] = field(default_factory=lambda: Kept(3), repr=False, compare=False)
-    _held: Kept[object, tuple[Floats, Floats]] = field(default_factory=lambda: Kept(3), repr=False, compare=False)
 
     def forward_s(self, start: int, stop: int) -> float:
         return self._forward[stop] - self._forward[start]
@@ -121,68 +117,32 @@ class Table:
             passing=passing,
         )
 
-    def seconds(
-        self,
-        *,
-        held: int,
-        memory_bytes: float,
-        recompute: bool,
-        replicas: int = 1,
-        zero: int = 0,
-        exchange: tuple[int, Rates] = (1, (0.0, 0.0)),
-        starts: slice = slice(None),
-        stops: slice = slice(None),
-    ) -> Floats:
-        """For every start and stop the forward and backward of a micro-batch; infinite where it does not fit.
+    @property
+    def passes(self) -> tuple[Floats, Floats]:
+        """Forward and backward of the first layers. Shape [layers + 1]."""
+        return np.array(self._forward), np.array(self._backward)
 
-        Recomputed where it does not fit otherwise and ``recompute`` allows it. A pass takes no less than the ``exchange`` beside it
-        among so many pipelines at some rates, whichever way is shorter. ``starts``, ``stops``: which of them; all are [layers + 1].
-        """
-        zero = zero if replicas * self.widths.copies > 1 else 0
-        kept, redone = (own[starts, stops] for own in self._most_held(zero, replicas, memory_bytes))
-        plain, again = (own[starts, stops] for own in self._at_level(zero, exchange))
-        found: Floats = np.where(held <= redone, again, np.inf) if recompute else np.full_like(plain, np.inf)
-        np.copyto(found, plain, where=held <= kept)
+    def exchanged(self, what: Exchanged) -> Sent:
+        """Of the first layers (see `LayerBytes`). Shape [3, layers + 1]."""
+        return self._whole[what].sums
+
+    def most_held(self, zero: int, replicas: int, memory_bytes: float, *, recompute: bool) -> Floats:
+        """For every start and stop the micro-batches for which there is room in whole numbers; negative where there is none for a stage."""
+        room = memory_bytes - self._fixed_bytes(zero, replicas)
+        each = between(self._kept_again if recompute else self._kept)
+        if recompute:
+            room -= self._redone
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: Floats = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, -1.0))
         return found
 
-    def _most_held(self, zero: int, replicas: int, memory_bytes: float) -> tuple[Floats, Floats]:
-        """Micro-batches for which each stage has room, kept and recomputed; a search asks for many numbers of them in turn."""
-
-        def made() -> tuple[Floats, Floats]:
-            kept, kept_again = self._kept_squares
-            room = memory_bytes - self._fixed_bytes(zero, replicas)
-            return _times(room, kept), _times(room - self._redone, kept_again)
-
-        return self._held.get((zero, replicas, memory_bytes), made)
-
-    def _at_level(self, zero: int, exchange: tuple[int, Rates]) -> tuple[Floats, Floats]:
-        """For every start and stop: seconds without and with recompute."""
-
-        def made() -> tuple[Floats, Floats]:
-            gather, scatter = self._exchanged_s(zero, *exchange)
-            forward, backward = self._passes
-            ahead = np.maximum(forward, gather)
-            return ahead + np.maximum(backward, scatter), ahead + np.maximum(backward + forward, scatter)
-
-        return self._at_levels.get((zero, exchange), made)
-
     def _fixed_bytes(self, zero: int, replicas: int) -> Floats:
-        fixed = self._working
-        if zero > 1:
-            fixed = fixed + self._passing[zero]
+        fixed = np.zeros(len(self.costs) + 1)
         for own, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1)):
-            fixed = fixed + (own.shared_square / replicas if zero >= level else own.square)
-        return fixed
-
-    def _exchanged_s(self, zero: int, replicas: int, rates: Rates) -> tuple[Floats | float, Floats | float]:
-        """Beside a forward and beside a backward, for every start and stop."""
-        if zero < 2 or rates == (0.0, 0.0):
-            return 0.0, 0.0
-        gradients = self._whole["gradients"].least_s(replicas, rates)
-        if zero == 2:
-            return 0.0, gradients
-        parameters = self._whole["parameters"].least_s(replicas, rates)
-        return parameters, gradients + parameters
+            fixed += np.array(own.shared) / replicas if zero >= level else np.array(own.whole)
+        beside = self._working + self._passing[zero] if zero > 1 else self._working
+        found: Floats = fixed[None, :] - fixed[:, None] + beside
+        return found
 
     @cached_property
     def _forward(self) -> list[float]:
@@ -261,16 +221,6 @@ class Table:
             found[zero] = np.maximum(both, largest(own))
         return found
 
-    @cached_property
-    def _passes(self) -> tuple[Floats, Floats]:
-        count = len(self.costs) + 1
-        stage = np.arange(count)[:, None] < np.arange(count)[None, :]
-        return np.where(stage, between(self._forward), np.inf), between(self._backward)
-
-    @cached_property
-    def _kept_squares(self) -> tuple[Floats, Floats]:
-        return between(self._kept), between(self._kept_again)
-
 
 @dataclass(frozen=True)
 class Tables:
@@ -296,21 +246,6 @@ class _State:
     def __init__(self, values: Sequence[float], parts: Sequence[float]) -> None:
         self.whole = sums(values)
         self.shared = sums([part * value for part, value in zip(parts, values, strict=True)])
-
-    @cached_property
-    def square(self) -> Floats:
-        return between(self.whole)
-
-    @cached_property
-    def shared_square(self) -> Floats:
-        return between(self.shared)
-
-
-def _times(room: Floats, each: Floats) -> Floats:
-    """How often something goes into a room; negative where there is none."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found: Floats = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, -1.0)).astype(np.float32)
-    return found
 
 
 def _gathered(cost: LayerCost, zero: int) -> float:

@@ -16,8 +16,9 @@ from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.rings import Rings
-from heterodyne.search.fleet.shapes import Sharing, shapes
+from heterodyne.search.fleet.shapes import shapes
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.stage_costs import Sharing
 from heterodyne.search.fleet.watch import Watch
 from heterodyne.search.fleet.wires import Wires
 from heterodyne.units import format_seconds
@@ -245,7 +246,7 @@ def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> Non
     assert other.predicted.step_s <= one.predicted.step_s * (1 + 1e-9)
     for size in few.sizes:
         a, b = (
-            shapes(s.fleet, s.tables, micro_batch=size, global_batch=64, sharing=Sharing(), space=s.space)
+            shapes(s.fleet, {size: s.rows.kinds(size)}, global_batch=64, sharing=Sharing(), space=s.space).get(size)
             for s in (few, many)
         )
         assert (a is None and b is None) or (a is not None and b is not None and len(a) == len(b))

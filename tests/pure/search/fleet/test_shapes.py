@@ -10,9 +10,10 @@ import pytest
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.counts import Limits, best_per_devices, relaxed, whole
-from heterodyne.search.fleet.kinds import usable_widths
-from heterodyne.search.fleet.shapes import Sharing, shapes
+from heterodyne.search.fleet.kinds import kinds_of, usable_widths
+from heterodyne.search.fleet.shapes import shapes
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.stage_costs import Sharing
 from pure.search.fleet.small import drawn, search_of
 
 
@@ -23,7 +24,8 @@ def test_the_cut_of_a_shape_has_the_fastest_slowest_stage_of_all_that_fit() -> N
         search = search_of(fleet, costs, samples)
         for shards in (1, 2):
             sharing = Sharing(replicas=shards, zero=(1,))
-            rows = shapes(fleet, search.tables, micro_batch=2, global_batch=samples, sharing=sharing, space=Space())
+            kinds = {2: kinds_of(fleet, search.tables, 2, Space())}
+            rows = shapes(fleet, kinds, global_batch=samples, sharing=sharing, space=Space()).get(2)
             if rows is None:
                 continue
             for row in range(len(rows)):

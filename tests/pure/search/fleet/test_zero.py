@@ -13,15 +13,15 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
-from heterodyne.search.fleet.kinds import kinds_of
+from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.plan import ZERO_LEVELS, Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.sent import EXCHANGED
-from heterodyne.search.fleet.shapes import Sharing
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.stage_costs import Sharing, StageCosts
 from heterodyne.search.fleet.tables import Table
 from heterodyne.search.fleet.weighed import Mix
 from pure.search.fleet.small import GIB, drawn, search_of
@@ -72,7 +72,16 @@ def test_the_layers_that_are_whole_at_a_time_are_neighbours() -> None:
         assert own.passing == WORKSPACE + scale * (GRADIENTS + PARAMETERS)
 
 
-def test_the_squares_of_seconds_are_memory_and_passes_stage_by_stage() -> None:
+class _Rated(Rings):
+    """Bytes take what is said."""
+
+    rates = (0.0, 0.0)
+
+    def least_s_per_byte(self, pool: str, widths: Widths, replicas: int) -> tuple[float, float]:
+        return self.rates
+
+
+def test_the_seconds_of_stages_are_memory_and_passes_stage_by_stage() -> None:
     chance = random.Random(7)
     for _ in range(40):
         layers = chance.randint(1, 6)
@@ -81,9 +90,11 @@ def test_the_squares_of_seconds_are_memory_and_passes_stage_by_stage() -> None:
         replicas, zero, held = chance.choice([1, 2, 5]), chance.choice(ZERO_LEVELS), chance.randint(1, 4)
         room = chance.uniform(0.2, 1.5) * 900 * layers
         rates = (chance.uniform(0, 0.01), chance.uniform(0, 0.01))
-        found = table.seconds(
-            held=held, memory_bytes=room, recompute=True, replicas=replicas, zero=zero, exchange=(replicas, rates)
-        )
+        network = _Rated(drawn(chance)[0])
+        object.__setattr__(network, "rates", rates)
+        sharing = Sharing(replicas=replicas, zero=(zero,), least=replicas, network=network)
+        kind = Kind(pool=0, name="p", widths=widths, memory_bytes=room, table=table)
+        costs = StageCosts([kind], sharing, held=4, recompute=True)
         for start, stop in product(range(layers), range(1, layers + 1)):
             if start >= stop:
                 continue
@@ -100,7 +111,8 @@ def test_the_squares_of_seconds_are_memory_and_passes_stage_by_stage() -> None:
                     backward_s = table.backward_s(start, stop, again)
                     own_s = max(table.forward_s(start, stop), gather) + max(backward_s, gather + scatter)
                     best = min(best, own_s)
-            assert found[start, stop] == pytest.approx(best)
+            found = costs.of(np.array(0), held, np.array(start)).until(np.array(stop))
+            assert found == pytest.approx(best)
 
 
 def test_a_ring_carries_what_its_devices_do_not_keep() -> None:
@@ -199,7 +211,8 @@ def test_what_shapes_take_beside_passes_is_never_more_than_what_a_plan_does(numb
                 for stage, own in zip(template.stages, played[template].stages, strict=True):
                     kind = next(k for k in kinds if (k.name, k.widths) == (stage.pool, stage.widths))
                     kind = replace(kind, memory_bytes=1e15)
-                    bound = sharing.seconds(kind, 1, False)[stage.start, stage.stop]
+                    costs_of = StageCosts([kind], sharing, held=1, recompute=False)
+                    bound = costs_of.of(np.array(0), 1, np.array(stage.start)).until(np.array(stage.stop))
                     assert bound <= (own.forward_s + own.backward_s) * (1 + 1e-9)
 
 
