@@ -49,7 +49,8 @@ _NORM_BYTES = 8
 class CostModel:
     """Everything that is believed about a model on a cluster. Raises MeasureError where a measurement is missing.
 
-    ``ranks_meet``: whether a step of the runtime ends when all ranks know its loss.
+    ``ranks_meet``: whether a step of the runtime ends when all ranks know its loss. ``on_host``: devices whose optimizer's state is taken
+    to be in the memory of their hosts, whatever a plan says.
     """
 
     graph: ModelGraph
@@ -58,6 +59,7 @@ class CostModel:
     recipe: Recipe = field(default_factory=Recipe)
     memory: MemoryAssumptions = field(default_factory=MemoryAssumptions)
     ranks_meet: bool = True
+    on_host: frozenset[str] = frozenset()
     _uses: dict[tuple[str, int, _Held], MemoryUse] = field(
         default_factory=dict, repr=False, compare=False
     )  # a search asks often, here as below
@@ -104,24 +106,25 @@ class CostModel:
         except KeyError:
             raise MeasureError(f"{device} was not measured; measure again with 'heterodyne measure'") from None
 
-    def update_s(self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE) -> float:
+    def update_s(
+        self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE, *, on_host: bool = False
+    ) -> float:
         """Seconds of the optimizer step, for the parameters of these stages (None: of the whole model)."""
         key = _held(stages, boxes)
         if key not in self._trained:
             self._trained[key] = sum(p.bytes for p in self.device_memory[device].held(stages, boxes) if p.trainable)
-        return self.measured(device).optimizer_s_per_byte * self._trained[key]
+        per_byte = self.measured(device).optimizer_s_per_byte
+        return self._trained[key] * (self._host_s_per_byte(device) if on_host or device in self.on_host else per_byte)
 
-    def host_update_s(self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE) -> float:
-        """The same where the host keeps the optimizer's state. Raises MeasureError where that was not measured."""
+    def _host_s_per_byte(self, device: str) -> float:
+        """Of an update where the host keeps the optimizer's state. Raises MeasureError where that was not measured."""
         measured = self.measured(device)
-        per_byte = measured.host_update_s_per_byte
-        if not per_byte and self.cluster.device(device).backend == "cpu":
+        if self.cluster.device(device).backend == "cpu":
             # Its own memory is the host's: what goes there is a copy, of the gradients and of the weights.
-            per_byte = measured.optimizer_s_per_byte * (1 + 4 / self.recipe.update_passes)
-        if not per_byte:
+            return measured.optimizer_s_per_byte * (1 + 4 / self.recipe.update_passes)
+        if not measured.host_update_s_per_byte:
             raise MeasureError(f"the update of {device} on its host was not measured; measure again")
-        own = self.update_s(device, stages, boxes)
-        return own / measured.optimizer_s_per_byte * per_byte if measured.optimizer_s_per_byte else 0.0
+        return measured.host_update_s_per_byte
 
     def clip_s(self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE) -> float:
         return self.recipe.clip_to_step * self.update_s(device, stages, boxes)
@@ -137,7 +140,8 @@ class CostModel:
         """Bytes of a device that runs micro-batches of up to ``size`` samples, one at a time, of these stages (None: the whole model)."""
         key = (device, size, _held(stages, boxes))
         if key not in self._uses:
-            self._uses[key] = self.device_memory[device].use(size, stages, boxes)
+            use = self.device_memory[device].use(size, stages, boxes)
+            self._uses[key] = use.with_state(0) if device in self.on_host else use
         return self._uses[key]
 
     def boxes_of(self, plan: Plan) -> dict[str, dict[str, Box]]:
@@ -342,13 +346,12 @@ class CostModel:
             max(route.bytes, default=0) for route in travel if rank in (route.destination[0], route.source[0])
         )
         on_host = any(stage.offload for stage in mine.values())
-        update = self.host_update_s if on_host else self.update_s
         fixed = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(at, bucket) for bucket in buckets if device in bucket.owners},
             clip_s=state * self.clip_s(device, ranges, at.boxes),
-            step_s=state * update(device, ranges, at.boxes),
+            step_s=state * self.update_s(device, ranges, at.boxes, on_host=on_host),
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
             fixed_bytes=fixed.fixed,

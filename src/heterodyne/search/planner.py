@@ -30,6 +30,7 @@ from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.explain import reason
 from heterodyne.search.fit import Fit, fit_devices, nothing_fits
+from heterodyne.search.offload import offloading, short_of_memory
 from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.planned import Candidate, Planned, Strategy, identity, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
@@ -94,23 +95,22 @@ def plan(
         graph=graph, cluster=cluster, profile=profile, recipe=recipe, memory=memory or MemoryAssumptions()
     )
     able = Capabilities(graph, whole_weights=whole_weights)
-    fits = fit_devices(model, micro_batch_sizes, global_batch_size, recompute=able.allow("recompute"))
-    runs = {
-        fit.device.id: Runs(
-            seconds=_seconds(model, fit),
-            sizes=fit.sizes,
-            fixed_s=model.fixed_s(fit.device.id),
-            recompute=fit.recompute,
-        )
-        for fit in fits
-        if fit.sizes
-    }
+    fits, runs = _fitting(model, micro_batch_sizes, global_batch_size, able)
     sizes = tuple(sorted({min(size, global_batch_size) for size in micro_batch_sizes}))
     sharding = None
     if able.allow("state_sharding") and not whole_weights:
         bare = fit_devices(model, sizes, global_batch_size, recompute=False, state=0)
         sharding = StateSharding(model=model, runs=runs, fits=bare, samples=global_batch_size)
     found = _candidates(model, runs, global_batch_size, sizes, strategy, able, sharding)
+
+    def on_hosts(helped: CostModel) -> tuple[Candidate, ...]:
+        own = _fitting(helped, micro_batch_sizes, global_batch_size, able)[1]
+        # A model that is cut needs no host, if that can be: its weights and their state are cut too.
+        possible = any(c.plan is not None for c in found) and strategy == "auto"
+        return _candidates(helped, own, global_batch_size, sizes, "data" if possible else strategy, able, None)
+
+    if given is None and (short := short_of_memory(model, fits)):
+        found += tuple(offloading(model, short, runs, on_hosts))
     candidates = tuple(
         c if c.plan is None else replace(c, rehearsed_s=(rehearsed or {}).get(identity(c.plan)))
         for c in (*found, *(() if sharding is None else sharding.of_plans(found)))
@@ -141,6 +141,24 @@ def plan(
     )
 
 
+def _fitting(
+    model: CostModel, sizes: Sequence[int], samples: int, able: Capabilities
+) -> tuple[tuple[Fit, ...], dict[str, Runs]]:
+    """What fits each device, and how those that can hold the model best run samples."""
+    fits = fit_devices(model, sizes, samples, recompute=able.allow("recompute"))
+    runs = {
+        fit.device.id: Runs(
+            seconds=_seconds(model, fit),
+            sizes=fit.sizes,
+            fixed_s=model.fixed_s(fit.device.id),
+            recompute=fit.recompute,
+        )
+        for fit in fits
+        if fit.sizes
+    }
+    return fits, runs
+
+
 def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
     """Of forward and backward of a micro-batch, with what is computed again."""
     compute = model.compute[fit.device.id]
@@ -167,7 +185,6 @@ def _candidates(
     found = list(data.candidates(of_data))
     if sharding is not None and not alone:
         found += sharding.of_whole_models(of_data)
-        found += sharding.on_hosts(of_data)
     if strategy in ("data", "equal", "fastest") or len(model.cluster.devices) < 2 or len(model.graph.ops) < 2:
         return tuple(found)
     whole_only = able.why_not("several_stages")

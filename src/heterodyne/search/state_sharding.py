@@ -3,7 +3,7 @@ on devices that can hold them only so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from heterodyne.cost.model import CostModel
@@ -52,27 +52,6 @@ class StateSharding:
             if len(there) > 1 and sum(room) >= state:
                 return self._spread(there, strategy)
         return ()
-
-    def on_hosts(self, strategy: Strategy) -> tuple[Candidate, ...]:
-        """Data parallelism in which the hosts keep the state of devices that have no room for it; none where every device has."""
-        short = {
-            fit.device.id: fit.sizes
-            for fit in self.fits
-            if fit.sizes and fit.device.id not in self.runs and fit.device.backend != "cpu"
-        }
-        if not all(self.model.measured(device).host_update_s_per_byte for device in short) or not short:
-            return ()
-        runs = {**self.runs, **{device: self._bare_run(device, sizes) for device, sizes in short.items()}}
-        try:
-            found = DataParallel(model=self.model, runs=runs, samples=self.samples).candidates(strategy)
-        except InfeasibleError:
-            return ()
-        told = f"with the optimizer's state of {', '.join(short)} on the host"
-        return tuple(
-            self._played(replace(candidate, name=f"{candidate.name}, {told}"), _offloading(candidate.plan, set(short)))
-            for candidate in found
-            if candidate.plan is not None and not short.keys().isdisjoint(candidate.plan.devices)
-        )
 
     def _spread(self, sizes: Mapping[str, tuple[int, ...]], strategy: Strategy) -> tuple[Candidate, ...]:
         runs = {device: self._bare_run(device, of) for device, of in sizes.items()}
@@ -162,16 +141,6 @@ class StateSharding:
 
 def _refused(candidate: Candidate, why: str) -> Candidate:
     return replace(candidate, plan=None, simulation=None, why_not=why)
-
-
-def _offloading(plan: Plan, devices: Set[str]) -> Plan:
-    """The plan in which the hosts of those devices keep their optimizer's state."""
-
-    def of(pipeline: Pipeline) -> Pipeline:
-        stages = (s.model_copy(update={"offload": not devices.isdisjoint(s.devices)}) for s in pipeline.stages)
-        return pipeline.model_copy(update={"stages": tuple(stages)})
-
-    return plan.model_copy(update={"predicted": None, "pipelines": tuple(map(of, plan.pipelines))})
 
 
 def _in_parts(owners: tuple[str, ...], kept: tuple[float, ...]) -> dict[str, int]:

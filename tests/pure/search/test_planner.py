@@ -325,3 +325,25 @@ def test_hosts_keep_state_only_where_that_pays(host_s: float, chosen: bool) -> N
     told = [c for c in found.candidates if "on the host" in c.name]
     assert told
     assert (found.chosen in told) == chosen
+
+
+def test_a_pipeline_whose_state_fits_nowhere_leaves_it_to_the_hosts() -> None:
+    model = graph(4, width=64, saved=10)
+    machines = cluster(2)
+    machines = replace(machines, devices=tuple(replace(device, backend="cuda") for device in machines.devices))
+    bare = CostModel(graph=model, cluster=machines, profile=profile(model, machines, [linear(1.0)] * 2))
+    whole, half = bare.memory_use("n0/cpu:0", 1), bare.memory_use("n0/cpu:0", 1, [(0, 5)])
+    memory = (half.with_state(0.3).total + whole.context + (whole.total - whole.context) // 2) // 2
+    machines = replace(machines, devices=tuple(replace(d, memory_bytes=memory) for d in machines.devices))
+    measured = profile(model, machines, [linear(1.0)] * 2, optimizer_s=0.01)
+
+    def planned(per_byte: float) -> Planned:
+        known = {name: replace(own, host_update_s_per_byte=per_byte) for name, own in measured.devices.items()}
+        own = replace(measured, devices=known)
+        return plan(model, machines, own, global_batch_size=4, micro_batch_sizes=(1,), bucket_bytes=1)
+
+    with pytest.raises(InfeasibleError):
+        planned(0.0)
+    found = planned(0.01 / model.trainable_bytes)
+    assert all(stage.offload for pipeline in found.plan.pipelines for stage in pipeline.stages)
+    assert all(found.plan.predicted.memory_bytes[device.id] <= memory for device in machines.devices)

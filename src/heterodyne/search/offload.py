@@ -1,0 +1,68 @@
+"""Plans in which hosts keep the optimizer's state of devices that have no room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import PlanError
+from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.search.fit import Fit
+from heterodyne.search.planned import Candidate
+from heterodyne.search.predict import overflow, predict
+from heterodyne.search.runs import Runs
+
+__all__ = ["offloading", "short_of_memory"]
+
+
+def short_of_memory(model: CostModel, fits: Collection[Fit]) -> tuple[str, ...]:
+    """The accelerators that cannot hold the model by themselves, if what an update on their hosts takes was measured."""
+    return tuple(
+        fit.device.id
+        for fit in fits
+        if not fit.sizes and fit.device.backend != "cpu" and model.measured(fit.device.id).host_update_s_per_byte
+    )
+
+
+def offloading(
+    model: CostModel,
+    short: Collection[str],
+    runs: Mapping[str, Runs],
+    search: Callable[[CostModel], Collection[Candidate]],
+) -> Iterator[Candidate]:
+    """What is found where the hosts of these devices keep the state; each with the devices that need it, judged by ``model``.
+
+    ``search``: all that is weighed, under what another model of costs says.
+    """
+    helped = CostModel(
+        graph=model.graph,
+        cluster=model.cluster,
+        profile=model.profile,
+        recipe=model.recipe,
+        memory=model.memory,
+        ranks_meet=model.ranks_meet,
+        on_host=frozenset(short),
+    )
+    for candidate in search(helped):
+        used = [] if candidate.plan is None else [device for device in short if device in candidate.plan.devices]
+        if candidate.plan is None or not used:
+            continue
+        named = replace(
+            candidate, name=f"{candidate.name}, with the optimizer's state of {', '.join(used)} on the host"
+        )
+        try:
+            made, simulation = predict(model, _marked(candidate.plan, used), runs)
+        except PlanError as error:
+            yield replace(named, plan=None, simulation=None, why_not=str(error))
+            continue
+        if not overflow(model, made, simulation):
+            yield replace(named, plan=made, simulation=simulation)
+
+
+def _marked(plan: Plan, devices: Collection[str]) -> Plan:
+    def of(pipeline: Pipeline) -> Pipeline:
+        kept = (s.model_copy(update={"offload": not set(devices).isdisjoint(s.devices)}) for s in pipeline.stages)
+        return pipeline.model_copy(update={"stages": tuple(kept)})
+
+    return plan.model_copy(update={"predicted": None, "pipelines": tuple(map(of, plan.pipelines))})
