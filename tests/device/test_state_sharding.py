@@ -20,7 +20,6 @@ from multiprocess.test_training_pipelines import ADAMW, CLIP, SAMPLES, SEED, Spr
 from multiprocess.work import staged_worker
 
 MIXED: dict[str, Any] = {A: "bf16", B: "fp16", CPU: "fp32"}
-SHARES = ((1, 1, 1), (2, 0, 3))
 
 
 def on_host(spread: Spread, *ranks: int) -> Spread:
@@ -59,9 +58,15 @@ def trained(world: World, graph: ModelGraph, spread: Spread, precision: Any, fol
     return losses
 
 
-@pytest.mark.parametrize("shares", SHARES, ids=str)
-@pytest.mark.parametrize("devices", [FLEETS[0], FLEETS[2]], ids="+".join)
-@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize(
+    ("precision", "devices", "shares"),
+    [
+        ("fp32", FLEETS[0], (1, 1, 1)),
+        ("fp32", FLEETS[2], (2, 0, 3)),
+        ("mixed", FLEETS[0], (2, 0, 3)),
+        ("mixed", FLEETS[2], (2, 0, 3)),
+    ],
+)
 def test_training_is_that_of_whole_state(
     pool: Pool, precision: str, devices: tuple[str, ...], shares: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -90,8 +95,7 @@ def kept_where(
     return losses, where
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize(("precision", "zero"), [("fp32", 1), ("mixed", 0)])
 def test_hosts_keep_the_state_of_devices(pool: Pool, precision: str, zero: int) -> None:
     graph, devices = captured("gpt2"), (A, A, B)
     of_each = MIXED if precision == "mixed" else precision
