@@ -114,7 +114,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
     with hd.open_session() as session:
         made: dict[str, hd.Distributed] = {}
         profile = None
-        for way, plan in (("planned", "auto"), ("equal shares", "equal")):
+        for way, plan in (("planned", "data"), ("equal shares", "equal")):
             if way in options.ways:
                 made[way] = hd.distribute(
                     model(), batch, optimizer=section, plan=plan, clip_grad_norm=CLIP, session=session, profile=profile,
