@@ -186,7 +186,10 @@ class TrainingSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW or SGD with linear warm-up and cosine decay to ``min_lr_ratio`` of ``lr``.
+    """AdamW, SGD or Adafactor with linear warm-up and cosine decay to ``min_lr_ratio`` of ``lr``.
+
+    Adafactor keeps a row and a column for each matrix in place of two values an element, and must see matrices whole, so plans that split
+    them are left out. It has no ``betas``, ``eps`` and ``momentum``.
 
     ``weight_decay`` is of the matrices; of normalisations, biases and other parameters with fewer than two dims only with
     ``decay_norms_and_biases``.
@@ -195,7 +198,7 @@ class OptimizerSection(Section):
     recorded in the run, and stays what it was when the run is extended.
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "adafactor"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 3e-4
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -206,6 +209,11 @@ class OptimizerSection(Section):
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_ratio: Fraction = 0.1
     schedule_steps: Positive | None = None
+
+    @property
+    def whole_weights(self) -> bool:
+        """Whether the update of an element depends on its whole weight."""
+        return self.name == "adafactor"
 
 
 class ParallelismSection(Section):

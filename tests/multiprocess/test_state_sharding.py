@@ -34,6 +34,7 @@ from multiprocess.test_whole_weight_optimizers import FACTORIES
 from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan, staged_worker
 
 BAR, STEPS = 1e-5, 3
+ADAFACTOR = OptimizerSection(name="adafactor", lr=1e-2)
 SGD = OptimizerSection(name="sgd", lr=0.1, momentum=0.9)
 
 
@@ -70,7 +71,16 @@ def worker_under(
     case = build(graph, SAMPLES)
     schedule, pipelines = spread
     worker = staged_worker(
-        world, case, pipelines, schedule, clip=CLIP, optimizer=optimizer, seed=SEED, bucket_bytes=bucket_bytes, zero=1
+        world,
+        case,
+        pipelines,
+        schedule,
+        clip=CLIP,
+        optimizer=optimizer,
+        seed=SEED,
+        bucket_bytes=bucket_bytes,
+        zero=1,
+        whole_weights=optimizer.whole_weights,
     )
     return worker, case.batch
 
@@ -96,6 +106,7 @@ def train(
         ("gpt2", wide, (0, 1, 5, 3), 3000, ADAMW),
         ("gpt2", unlike, (2, 3, 1, 5), 4096, SGD),
         ("gpt2", meshed, (1, 2, 4, 3), 4096, ADAMW),
+        ("gpt2", unlike, (1, 2, 4, 3), 4096, ADAFACTOR),
     ],
 )
 def test_training_goes_where_one_device_goes(

@@ -27,7 +27,7 @@ def require_room(
 ) -> None:
     """Raises InfeasibleError if weights, gradients and optimizer alone are more than the memory of the devices, in whatever parts."""
     trained = [p for p in graph.parameters if p.trainable]
-    states = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
+    states = {"adamw": 2, "adafactor": 0}.get(optimizer.name, int(optimizer.momentum > 0))
     weights = sum(p.bytes for p in graph.parameters)
     gradients = sum(p.bytes for p in trained)
     needed = weights + gradients * (1 + states)

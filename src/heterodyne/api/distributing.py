@@ -20,7 +20,7 @@ from heterodyne.api.loop.names import Names
 from heterodyne.api.loop.run_records import RunRecords, open_run
 from heterodyne.api.loop.weights_back import WeightsAtEnd
 from heterodyne.api.loop.whole import copies_of, whole_model
-from heterodyne.api.optimizer_reach import OptimizerReach, reach_everywhere
+from heterodyne.api.optimizer_reach import reach_everywhere, reach_of_section
 from heterodyne.api.precision import resolved
 from heterodyne.api.preparation import Settings, capture_everywhere, make_worker, prepare
 from heterodyne.api.session import Session, open_session
@@ -143,7 +143,7 @@ def distribute(
                 check_s=check_s,
             ),
             compile=compile,
-            reach=OptimizerReach() if factory is None else reach_everywhere(here, factory, parameters),
+            reach=reach_of_section(section) if factory is None else reach_everywhere(here, factory, parameters),
         )
         prepared = prepare(
             here,

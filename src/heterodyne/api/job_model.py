@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from heterodyne.api.as_it_is import AsItIs
 from heterodyne.api.job_data import data_of
+from heterodyne.api.optimizer_reach import reach_of_section
 from heterodyne.api.precision import resolved
 from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker, stored_everywhere
 from heterodyne.api.session import Session
@@ -49,6 +50,7 @@ def settings_of(job: Job, session: Session) -> Settings:
         precision=resolved(session, job.training.precision),
         optimizer=job.optimizer,
         parallelism=job.parallelism,
+        reach=reach_of_section(job.optimizer),
         compile=job.training.compile,
     )
 

@@ -11,12 +11,13 @@ from heterodyne.api.session import Session
 from heterodyne.errors import PlanError
 from heterodyne.frontend.faults import line_now
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
 from heterodyne.runtime.weights.optimizer_probe import Reach, reach_of
 from heterodyne.search.planned import Strategy
 
-__all__ = ["OptimizerReach", "reach_everywhere", "require_within_reach", "strategy_within_reach"]
+__all__ = ["OptimizerReach", "reach_everywhere", "reach_of_section", "require_within_reach", "strategy_within_reach"]
 
 _WORDS: Mapping[Reach, str] = {
     "element": "",
@@ -42,6 +43,11 @@ class OptimizerReach:
         """``of``: a plan or strategy that shards what this optimizer must see at once."""
         place = f"{self.line}\n" if self.line else ""
         return PlanError(f"{place}{of} does not go with this optimizer: {self.name} {_WORDS[self.reach]}; {_REMEDY}")
+
+
+def reach_of_section(section: OptimizerSection) -> OptimizerReach:
+    """Of an optimizer that is asked for by name."""
+    return OptimizerReach(reach="weight", name=section.name.capitalize()) if section.whole_weights else OptimizerReach()
 
 
 def reach_everywhere(

@@ -429,7 +429,7 @@ def make_worker(
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
         compiled=None if module is model else model,
         compile_stages=compile,
-        whole_weights=whole_weights,
+        whole_weights=whole_weights or (isinstance(optimizer, OptimizerSection) and optimizer.whole_weights),
         stored=stored,
         weights=weights,
         say=session.say,

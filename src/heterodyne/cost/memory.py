@@ -15,7 +15,7 @@ from heterodyne.cluster.profile import WHOLE, DeviceProfile
 from heterodyne.cluster.spec import Device
 from heterodyne.cost.curve import Curve
 from heterodyne.cost.recipe import Recipe
-from heterodyne.graph.ir import Block, ModelGraph, Parameter
+from heterodyne.graph.ir import Block, ModelGraph, Parameter, dtype_bytes
 from heterodyne.graph.size import Size
 from heterodyne.plan.boxes import Box
 from heterodyne.plan.buckets import Bucket, gradient_buckets
@@ -248,11 +248,11 @@ class DeviceMemory:
         trainable = [p for p in held if p.trainable]
         names = {p.name for p in trainable}
         gradients = sum(p.bytes for p in trainable)
-        states = sum(max(p.bytes, 4 * p.numel) for p in trainable)  # states of narrow parameters are kept in fp32
+        # States of narrow parameters are kept in fp32.
+        optimizer = sum(max(4, dtype_bytes(p.dtype)) * self.recipe.state_values(p.shape) for p in trainable)
         weights = {p.name for p in self.graph.parameters}
         autocast = 2 * sum(p.numel for p in held if p.name in weights) if self.recipe.autocast else 0
         parameters = sum(p.bytes for p in held) + autocast
-        optimizer = self.recipe.states * states
         if boxes:
             # Who owns what parts with whom makes other buckets; none is larger than its last part makes it.
             largest = self.recipe.bucket_bytes + max((p.bytes for p in trainable), default=0)

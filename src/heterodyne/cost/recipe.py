@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Literal, TypeAlias
 
 from heterodyne.plan.precision import Precisions
 
-__all__ = ["Recipe"]
+__all__ = ["OptimizerName", "Recipe"]
+
+OptimizerName: TypeAlias = Literal["adamw", "sgd", "adafactor"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """Args:
-    optimizer, momentum: AdamW keeps two values a parameter, SGD one if it has momentum, else none.
+    optimizer, momentum: AdamW keeps two values a parameter, SGD one if it has momentum, else none; Adafactor next to none.
     precision: of all devices or of each kind. In 16 bits it is autocast: parameters, gradients and optimizer stay in their own dtype.
     clip: whether gradients are clipped by their global norm.
     bucket_bytes: gradients are reduced in buckets of about this size.
     """
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     momentum: float = 0.9
     precision: Precisions = "fp32"
     clip: bool = True
@@ -39,16 +43,25 @@ class Recipe:
     @property
     def states(self) -> int:
         """Values that the optimizer keeps for each parameter."""
-        return 2 if self.optimizer == "adamw" else int(self.momentum > 0)
+        return {"adamw": 2, "sgd": int(self.momentum > 0), "adafactor": 0}[self.optimizer]
+
+    def state_values(self, shape: Sequence[int]) -> int:
+        """The same of one parameter of that shape, and what does not follow its elements: of Adafactor a row and a column for each matrix,
+        or all elements of a vector.
+        """
+        if self.optimizer != "adafactor":
+            return self.states * prod(shape)
+        return prod(shape[:-1]) + prod((*shape[:-2], shape[-1])) if len(shape) > 1 else prod(shape)
 
     @property
     def update_passes(self) -> int:
         """How often the optimizer step reads or writes something as large as a parameter.
 
         A fused AdamW reads the parameter, the gradient and two moments, and writes all but the gradient: 7. A fused SGD makes 5 with
-        momentum, 3 without.
+        momentum, 3 without. Adafactor reads the gradient for rows, for columns and for the update, writes and reads that twice over to
+        clip it, and reads and writes the parameter: 9.
         """
-        return {"adamw": 7, "sgd": 5 if self.momentum > 0 else 3}[self.optimizer]
+        return {"adamw": 7, "sgd": 5 if self.momentum > 0 else 3, "adafactor": 9}[self.optimizer]
 
     @property
     def clip_to_step(self) -> float:

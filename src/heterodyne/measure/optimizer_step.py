@@ -22,7 +22,7 @@ def measure_optimizer(
     most_bytes: int = 256 * 2**20,
     on_host: bool = False,
 ) -> float:
-    """Seconds of one step of AdamW (``adamw``) or SGD with momentum (``sgd``) per byte of fp32 parameters; 0 without any.
+    """Seconds of one step of ``adamw``, ``sgd`` (with momentum) or ``adafactor`` per byte of fp32 parameters; 0 without any.
 
     Real tensors of the given shapes, up to ``most_bytes`` of them (four times that with gradients and states): beyond the
     caches, bytes are what counts. ``on_host``: the host keeps state and master weights, so gradients go there and weights come back.
@@ -69,11 +69,12 @@ def _optimizer_step(
     """``on_host``: of copies there, which get the gradients and give the weights back."""
     updated = [torch.nn.Parameter(p.detach().to("cpu", copy=True)) for p in parameters] if on_host else list(parameters)
     # A learning rate of almost nothing: the weights stay in the range of ordinary numbers however often this is repeated.
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(updated, lr=1e-8, fused=True)
-        if name == "adamw"
-        else torch.optim.SGD(updated, lr=1e-8, momentum=0.9, fused=True)
-    )
+    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw": lambda: torch.optim.AdamW(updated, lr=1e-8, fused=True),
+        "sgd": lambda: torch.optim.SGD(updated, lr=1e-8, momentum=0.9, fused=True),
+        "adafactor": lambda: torch.optim.Adafactor(updated, lr=1e-8, foreach=False),
+    }
+    optimizer = made[name]()
     clock = bench.stopwatch
 
     def step() -> tuple[object, ...]:

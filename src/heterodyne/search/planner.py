@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Literal
 
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
@@ -19,7 +18,7 @@ from heterodyne.cost.collective import Collectives
 from heterodyne.cost.memory import MemoryAssumptions, MemoryUse
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.position import worked_on
-from heterodyne.cost.recipe import Recipe
+from heterodyne.cost.recipe import OptimizerName, Recipe
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import Capabilities, Feature
@@ -54,7 +53,7 @@ def plan(
     *,
     global_batch_size: int,
     micro_batch_sizes: Sequence[int] | None = None,
-    optimizer: Literal["adamw", "sgd"] = "adamw",
+    optimizer: OptimizerName = "adamw",
     momentum: float = 0.9,
     precision: Precisions = "fp32",
     bucket_bytes: int | None = 4 * 2**20,

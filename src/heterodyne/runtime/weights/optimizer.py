@@ -1,4 +1,4 @@
-"""The update: AdamW or SGD, as PyTorch has them, and a learning rate that is a pure function of the step; or the user's own optimizer."""
+"""The update: AdamW, SGD or Adafactor, as PyTorch has them, and a learning rate that is a pure function of the step; or the user's own optimizer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> flo
 def make_optimizer(
     section: OptimizerSection, parameters: Mapping[str, nn.Parameter], *, undecayed: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """PyTorch's own, in its fused form; those of ``undecayed`` have no weight decay. There may be no parameters.
+    """PyTorch's own, in its fused form if it has one; those of ``undecayed`` have no weight decay. There may be no parameters.
 
     Always two groups, decayed and not, so that every rank has the same ones.
     """
@@ -61,6 +61,9 @@ def make_optimizer(
     groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if section.name == "adamw":
         return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+    if section.name == "adafactor":
+        # Weight by weight: what comes and goes in an update would else be as large as all of them.
+        return torch.optim.Adafactor(groups, lr=section.lr, foreach=False)
     return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=True)
 
 
