@@ -1,4 +1,4 @@
-"""The update: AdamW, SGD or Adafactor, as PyTorch has them, and a learning rate that is a pure function of the step; or the user's own optimizer."""
+"""The update: AdamW, SGD or Adafactor of PyTorch, with a learning rate that is a pure function of the step; or the user's own optimizer."""
 
 from __future__ import annotations
 
