@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from heterodyne.search.fleet.arrays import Ints
 from heterodyne.search.fleet.counts import Limits, relaxed, whole
+from heterodyne.search.fleet.options import Times, shown_s
 from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
@@ -17,6 +18,7 @@ from heterodyne.search.fleet.weighed import Mix, mix_of
 __all__ = ["Mixes"]
 
 _BISECTIONS = 4
+_LATER = (1.02, 1.06, 1.12, 1.2)  # than fractions of pipelines take
 _SOONER = 0.9995
 _ONE_BY_ONE = 8  # counts up to which every count is tried
 _PAIRS = 60
@@ -35,31 +37,53 @@ class Mixes:
     space: Space
     schedule: ScheduleName = "1F1B"
     waits: bool = True
-    _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
     def _devices(self, columns: Sequence[Template]) -> Ints:
         return np.array(
             [[t.devices.get(pool.name, 0) for pool in self.predictor.fleet.pools] for t in columns], dtype=np.int64
         )
 
-    def alike(self, columns: Sequence[Template], limits: Limits) -> list[Mix]:
-        """Every column by itself, so many times."""
+    def alike(self, columns: Sequence[Template], limits: Limits, *, many: bool = False) -> list[Mix]:
+        """Every column by itself, so many times; of ``many`` devices as often as it goes."""
         devices = self._devices(columns)
         found: dict[Mix, None] = {}
         for template, own in zip(columns, devices, strict=True):
             most = limits.most_of(own)
-            for count in {*range(1, min(most, _ONE_BY_ONE) + 1), most // 2, most - 1, most}:
+            for count in {most} if many else {*range(1, min(most, _ONE_BY_ONE) + 1), most // 2, most - 1, most}:
                 if limits.least <= count <= most and count > 0:
                     found[mix_of([(template, count)])] = None
         return list(found)
 
-    def unlike(self, columns: Sequence[Template], limits: Limits, bound_s: float, known_s: float) -> Iterator[Mix]:
-        """Whole counts of all columns together that could be done before a time that is known."""
+    def unlike(
+        self, columns: Sequence[Template], limits: Limits, times: Times, known_s: float, *, many: bool
+    ) -> Iterator[Mix]:
+        """Whole counts of all columns together that could be done before a time that is known.
+
+        ``many``: devices, so that whole counts come near the time that fractions take.
+        """
         devices = self._devices(columns)
-        full = self._once_s(columns)
-        for part in (0.0, 1.0):
-            once = [part * seconds for seconds in full]
-            yield from self._bisected(columns, devices, once, limits, (bound_s, known_s))
+        full = self._once_s(columns, limits)
+        most = [self._room(t, limits) for t in columns]
+        if many:
+            none = [0.0] * len(columns)
+            for later in _LATER:
+                seconds = later * times.about_s - times.shown_s
+                counts = whole(self._capacity(columns, none, most, seconds), devices, limits)
+                yield mix_of(zip(columns, counts or [0] * len(columns), strict=True))
+            return
+        for once in ([0.0] * len(full), full):
+            yield from self._bisected(columns, devices, once, most, limits, (times.bound_s, known_s))
+
+    def _capacity(
+        self, columns: Sequence[Template], once: Sequence[float], most: Sequence[int], seconds: float
+    ) -> list[int]:
+        """Samples in a time, of which a column does nothing in ``once``."""
+        layout = self.space.layouts[-1]
+        played = [self.predictor.makespans(t, self.schedule, layout) for t in columns]
+        return [
+            t.micro_batch * own.most_bound(seconds - extra, top)
+            for t, own, extra, top in zip(columns, played, once, most, strict=True)
+        ]
 
     def worth_most(self, columns: Sequence[Template], limits: Limits, seconds: float) -> list[Template]:
         """Those that a mixed integer program is asked about: what they do in a time is worth most."""
@@ -82,7 +106,7 @@ class Mixes:
         A mixed integer program names one mix for a time; where the exchange of gradients decides, the best is one of the others.
         """
         devices = self._devices(columns)
-        once = self._once_s(columns)
+        once = self._once_s(columns, limits)
         items = []
         for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
             most = limits.most_of(own)
@@ -117,21 +141,17 @@ class Mixes:
         columns: Sequence[Template],
         devices: Ints,
         once: Sequence[float],
+        most: Sequence[int],
         limits: Limits,
         times: tuple[float, float],
     ) -> Iterator[Mix]:
         """Mixes that do most in times that come near the one in which the batch is just done. ``once``: seconds of each column that
         no micro-batch is done in.
         """
-        played = [self.predictor.makespans(t, self.schedule, self.space.layouts[-1]) for t in columns]
-        most = [self._room(t, limits) for t in columns]
         low, high = times
         at_s = high * _SOONER
         for _ in range(_BISECTIONS):
-            capacity = [
-                t.micro_batch * own.most_bound(at_s - extra, top)
-                for t, own, extra, top in zip(columns, played, once, most, strict=True)
-            ]
+            capacity = self._capacity(columns, once, most, at_s)
             counts = whole(capacity, devices, limits)
             if counts is None:
                 return
@@ -157,15 +177,9 @@ class Mixes:
                 break
         return most
 
-    def _once_s(self, columns: Sequence[Template]) -> list[float]:
-        """About what shows of the gradients of each column beside others like it, in the better layout."""
-        found = []
-        for template in columns:
-            if template not in self._once:
-                most = min(self.predictor.fleet.pool(pool).devices // need for pool, need in template.devices.items())
-                self._once[template] = min(
-                    self.predictor.after_s(((template, most),), layout, self.space.zero[0])[0]
-                    for layout in self.space.layouts
-                )
-            found.append(self._once[template])
+    def _once_s(self, columns: Sequence[Template], limits: Limits) -> list[float]:
+        """About what shows of the gradients of each column beside others."""
+        longest_s = np.array([self.predictor.longest_s(template) for template in columns])
+        stages = np.array([t.places for t in columns])
+        found: list[float] = shown_s(self.predictor, stages, self._devices(columns), longest_s, limits).tolist()
         return found

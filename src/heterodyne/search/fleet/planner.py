@@ -16,14 +16,14 @@ from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import FleetPlan, Template
+from heterodyne.search.fleet.plan import FleetPlan
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
 from heterodyne.search.fleet.watch import Watch
-from heterodyne.search.fleet.weighed import Weighed, mix_of
+from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.search.fleet.why_not import why_not
 
 __all__ = ["FleetPlanner", "Planned", "frontier_of"]
@@ -31,8 +31,6 @@ __all__ = ["FleetPlanner", "Planned", "frontier_of"]
 _BUDGETS = 8
 _RUNNERS_UP = 5
 _MEMORIES = 5
-_MANY = 512
-"""Devices of a fleet, above which what its pools do alone is tried side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +119,6 @@ class FleetPlanner:
             found = self._small(objective, space, search)
         elif objective.goal == "throughput":
             found = [search.run(objective.score, prices=rates, budget=limit)]
-            if self.fleet.devices > _MANY:
-                found.append(self._side_by_side(objective, space, search))
         else:
             found = self._cheap(objective, search, limit)
         if frontier and objective.goal == "throughput":
@@ -147,27 +143,6 @@ class FleetPlanner:
             stopped=search.stopped,
             refused=None if accepted[0] is ranked[0] else ranked[0],
         )
-
-    def _side_by_side(self, objective: Objective, space: Space, search: Search) -> Weighed | None:
-        """What each pool does best by itself, together: over many devices mixes are searched for coarsely, and may miss that.
-
-        By themselves with alike pipelines that are then improved, under the schedules that are tried first: pipelines that are best under
-        unlike ones may have none in common.
-        """
-        alone = []
-        for pool in self.fleet.pools:
-            if space.pools is None or pool.name in space.pools:
-                own = search.alone(pool.name, space.work // 8).run(objective.score)
-                if own is not None:
-                    alone.append(own)
-        best: Weighed | None = None
-        parts: list[tuple[Template, int]] = []
-        for own in sorted(alone, key=objective.score):
-            wider = [*parts, *((group.template, group.replicas) for group in own.plan.groups)]
-            tried = search.weigh(mix_of(wider))
-            if tried is not None and (best is None or objective.score(tried) < objective.score(best)):
-                best, parts = tried, wider
-        return best
 
     def _cheap(self, objective: Objective, search: Search, limit: float) -> list[Weighed | None]:
         """Under budgets from all devices down to the cheapest one, and at last for the objective itself.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -26,7 +27,8 @@ Levels = tuple[int, ...]
 """Of state sharding."""
 _SHARDS = (2, 3, 4, 6, 8, 16)  # parts of the state that is shared
 _SHARDS_OF_MANY = (8, 64)
-_SHARDS_OF_MORE = (32,)
+_SHARDS_OF_MORE = (8,)
+_SOONER = 0.98  # seconds of a sample, for which a larger micro-batch is worth to be waited for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ class Rows:
             self._shapes[key] = list(
                 shapes(
                     self.predictor.fleet,
-                    {size: self.kinds(size) for size in self.sizes},
+                    self._worthwhile(),
                     global_batch=self.predictor.global_batch,
                     sharing=sharing,
                     space=self.space,
@@ -88,12 +90,34 @@ class Rows:
             )
         return self._shapes[key]
 
+    def _worthwhile(self) -> dict[int, tuple[Kind, ...]]:
+        """Kinds by size of micro-batch; over many devices only where they are faster than in smaller ones."""
+        every = {size: self.kinds(size) for size in self.sizes}
+        if self.predictor.fleet.devices <= MANY_DEVICES:
+            return every
+        found = {}
+        least: dict[tuple[str, Widths], float] = {}
+        for size, kinds in every.items():
+            kept = []
+            for kind in kinds:
+                layers = len(kind.table.costs)
+                own = (kind.table.forward_s(0, layers) + kind.table.backward_s(0, layers, False)) / size
+                if own < _SOONER * least.get((kind.name, kind.widths), inf):
+                    least[kind.name, kind.widths] = own
+                    kept.append(kind)
+            found[size] = tuple(kept)
+        return found
+
     def levels(self) -> list[tuple[Levels, int]]:
         """At one of which levels in how many parts state may be: only what helps, what is exchanged least first."""
         most = self.most_pipelines
         found: list[tuple[Levels, int]] = [((self.low,), 1)]
+        if self.predictor.fleet.devices > MANY_DEVICES:
+            # There are many pipelines, and of a state in so many parts little is left; whole numbers hardly matter.
+            found = [*(((self.low,), n) for n in _SHARDS_OF_MORE if n <= most), *found]
+            return [*found, *((self.high, n) for n in _SHARDS_OF_MORE if self.high and n <= most)]
         alone = self.of((self.low,), 1, least=1)
-        if most <= MANY_DEVICES and all(_same(alone, rows) for rows in self.anyhow()):
+        if all(_same(alone, rows) for rows in self.anyhow()):
             return found
         if self.few:
             parts = [n for n in _SHARDS if n <= most]
@@ -104,8 +128,7 @@ class Rows:
                 for w in self.predictor.tables.costs.widths(pool.kind)
             )
             return found + [((level,), n) for n in ([1, *parts] if copies else parts) for level in self.high]
-        # Over many devices whole numbers hardly matter, and what is left of a state in so many parts neither.
-        parts = [n for n in (_SHARDS_OF_MANY if most <= MANY_DEVICES else _SHARDS_OF_MORE) if n <= most]
+        parts = [n for n in _SHARDS_OF_MANY if n <= most]
         return [*found, *(((self.low,), n) for n in parts), *((self.high, n) for n in parts[:1] if self.high)]
 
     def anyhow(self) -> list[list[Shapes]]:
@@ -131,16 +154,6 @@ class Rows:
         if max(self.space.zero) < 1:
             return 1
         return min(self.predictor.fleet.devices, self.space.max_pipelines or self.predictor.fleet.devices)
-
-    def of_pool(self, pool: str, space: Space) -> Rows:
-        """What is known of one pool, for a space that is part of this one."""
-        number = [own.name for own in self.predictor.fleet.pools].index(pool)
-        known = {
-            key: [own for size in rows if (own := size.of_pool(number)) is not None]
-            for key, rows in self._shapes.items()
-        }
-        kinds = {size: tuple(kind for kind in own if kind.pool == number) for size, own in self._kinds.items()}
-        return Rows(predictor=self.predictor, space=space, _shapes=known, _kinds=kinds)
 
 
 def _same(some: Sequence[Shapes], others: Sequence[Shapes]) -> bool:

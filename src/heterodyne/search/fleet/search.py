@@ -13,7 +13,7 @@ Steps 1 to 3 find cuts and counts that are best for slowest stages; played time 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from math import inf
@@ -24,10 +24,11 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.aim import Aim, Score
 from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.ascending import ascending
-from heterodyne.search.fleet.columns import Columns, together
-from heterodyne.search.fleet.counts import Limits, shortest_s
+from heterodyne.search.fleet.columns import Columns
+from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.improve import Steps, climb
 from heterodyne.search.fleet.mixes import Mixes
+from heterodyne.search.fleet.options import Options, Times
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Layout, ScheduleName, Template, suits
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rows import MANY_DEVICES, Rows
@@ -42,6 +43,9 @@ from heterodyne.search.fleet.weighed import Mix, Weighed, mix_of
 __all__ = ["Search"]
 
 _CLEARLY = 0.9
+_WAYS = ((1.0, 1.0), (1.0, 1.1))  # to compare shapes (see `Columns`)
+_WAYS_OF_FEW = ((0.0, 1.0), (1.0, 1.0), (0.0, 1.1), (1.0, 1.25))
+_WAYS_OF_MANY = ((0.0, 1.0), (0.0, 1.1))  # the shapes are those with which little shows
 _STARTS = 3  # mixes that are improved
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
@@ -62,18 +66,12 @@ class Search:
 
     Args:
         watch: where it says that the search is over, the best that is known by then is the result.
-        bounded: whether it shall be known what no plan can beat.
-        known: shapes that were grown before.
-        coarse: pipelines are alike to begin with, and only then improved.
     """
 
     predictor: Predictor
     space: Space
     watch: Watch = field(default_factory=Watch)
     weighed: dict[Mix, Weighed] = field(default_factory=dict)
-    bounded: bool = True
-    known: Rows | None = None
-    coarse: bool = False
     bound_s: float = inf
     stopped: bool = False
     _by_schedules: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
@@ -82,7 +80,7 @@ class Search:
 
     @cached_property
     def rows(self) -> Rows:
-        return self.known or Rows(predictor=self.predictor, space=self.space)
+        return Rows(predictor=self.predictor, space=self.space)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -99,7 +97,9 @@ class Search:
 
     @cached_property
     def _chosen(self) -> Columns:
-        return Columns(predictor=self.predictor, sizes=self.sizes, most=self.space.columns, few=self.rows.few)
+        few = self.rows.few
+        ways = _WAYS_OF_FEW if few else _WAYS_OF_MANY if self.fleet.devices > MANY_DEVICES else _WAYS
+        return Columns(predictor=self.predictor, sizes=self.sizes, most=self.space.columns, few=few, ways=ways)
 
     @cached_property
     def _mixes(self) -> Mixes:
@@ -134,12 +134,13 @@ class Search:
         return self._run(aim)
 
     def _run(self, aim: Aim) -> Weighed | None:
-        about = self._bound(self._limits(1, aim)) if self.bounded else inf
+        about = self._bound(self._limits(1, aim))
         best: Weighed | None = None
         columns: dict[Template, None] = {}
         about_s = inf
+        huge, budgetless = self.fleet.devices > MANY_DEVICES, aim.budget == inf
         for zero, shards in self.rows.levels():
-            if self._late():
+            if self._late() or (huge and best is not None and budgetless):
                 break
             # Over many devices the relaxation says well enough what is worth a search; what levels above 1 exchange it does not know.
             many = not self.rows.few
@@ -147,21 +148,24 @@ class Search:
                 break
             limits = self._limits(shards, aim)
             rows = self.rows.of(zero, shards, least=shards)
-            times = self._times(rows, limits)
-            if times is None or (many and times[1] >= (_CLEARLY if max(zero) > 1 else 1) * about_s):
+            if not rows:
                 continue
-            about_s = min(about_s, times[1])
-            if best is not None and aim.by_time and times[0] >= best.predicted.step_s:
+            options = Options.of(self.predictor, rows)
+            times = options.times(limits, exchanged=self.fleet.devices > MANY_DEVICES)
+            if times is None or (many and times.about_s >= (_CLEARLY if max(zero) > 1 else 1) * about_s):
+                continue
+            about_s = min(about_s, times.about_s)
+            if best is not None and aim.by_time and times.bound_s >= best.predicted.step_s:
                 continue  # no plan with these shapes is faster
-            chosen = self._chosen.alike(rows, limits) if self.coarse else self._chosen.of(rows, limits, times[1])
+            if many:
+                limits = times.limits
+            chosen = self._chosen.of(times.options, limits, times.pipelines_s)
             columns.update(dict.fromkeys(chosen))
             own = list(columns)
-            best = self._played(self._mixes.alike(own, limits), best, aim)
-            if self.coarse:
-                continue
-            known_s = 1e3 * times[1] if best is None else best.predicted.step_s
+            best = self._played(self._mixes.alike(own, limits, many=huge), best, aim)
+            known_s = 1e3 * times.about_s if best is None else best.predicted.step_s
             own = self._mixes.worth_most(own, limits, known_s)
-            mixes = list(dict.fromkeys(self._mixes.unlike(own, limits, times[0], known_s)))
+            mixes = list(dict.fromkeys(self._mixes.unlike(own, limits, times, known_s, many=huge)))
             best = self._played(mixes, best, aim)
             if best is not None:
                 pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
@@ -181,16 +185,10 @@ class Search:
         if least == inf or self.fleet.devices <= MANY_DEVICES:
             # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
             anyhow = [times for rows in self.rows.anyhow() if (times := self._times(rows, limits))]
-            least = min([least, *(times[0] for times in anyhow)])
-            about = min([about, *(times[1] for times in anyhow)])
+            least = min([least, *(times.bound_s for times in anyhow)])
+            about = min([about, *(times.about_s for times in anyhow)])
         self.bound_s = min(self.bound_s, least)
         return about
-
-    def alone(self, pool: str, work: int) -> Search:
-        """A search of what one pool does under the first schedules, with the shapes that are known of it. ``work``: as in `Space`."""
-        space = replace(self.space, pools=(pool,), work=work, schedules=self._first)
-        known = self.rows.of_pool(pool, space)
-        return Search(predictor=self.predictor, space=space, watch=self.watch, bounded=False, known=known, coarse=True)
 
     def weigh(
         self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
@@ -243,11 +241,12 @@ class Search:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
         return Limits(room=room, prices=aim.prices, budget=aim.budget, least=shards, most=self.space.max_pipelines)
 
-    def _times(self, rows: Sequence[Shapes], limits: Limits) -> tuple[float, float] | None:
-        if not rows:
-            return None
-        longest, total, sizes, devices = together(rows)
-        return shortest_s(longest, total, sizes, devices, limits, self.predictor.global_batch)
+    def _times(self, rows: Sequence[Shapes], limits: Limits) -> Times | None:
+        return (
+            Options.of(self.predictor, rows).times(limits, exchanged=self.fleet.devices > MANY_DEVICES)
+            if rows
+            else None
+        )
 
     def _played(
         self,
@@ -358,7 +357,8 @@ class Search:
         mixes = Mixes(predictor=self.predictor, space=self.space, waits=False)
         seconds = best.predicted.step_s
         if self.rows.few:
-            columns.update(dict.fromkeys(self._chosen.of(rows, limits, seconds, filled=False)))
+            options = Options.of(self.predictor, rows)
+            columns.update(dict.fromkeys(self._chosen.of(options, limits, seconds, filled=False)))
             self._proposed.update(dict.fromkeys(mixes.alike(list(columns), limits)))
         own = mixes.worth_most(list(columns), limits, seconds)
         self._proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))

@@ -7,7 +7,7 @@ with kinds and stages and not with devices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
@@ -34,6 +34,7 @@ class Shapes:
 
     Args:
         longest_s, total_s: of each row, of one micro-batch: its slowest stage, and all its stages. Shape [rows].
+        stages: of each row.
         devices: Shape [rows, pools].
     """
 
@@ -44,6 +45,7 @@ class Shapes:
     costs: StageCosts
     longest_s: Floats
     total_s: Floats
+    stages: Ints
     devices: Ints
     _node: Ints
     _parent: Ints
@@ -51,20 +53,6 @@ class Shapes:
 
     def __len__(self) -> int:
         return len(self.longest_s)
-
-    def of_pool(self, pool: int) -> Shapes | None:
-        """The rows over one pool only; None if there is none."""
-        others = np.delete(self.devices, pool, axis=1)
-        own = np.flatnonzero(others.sum(axis=1) == 0)
-        if not len(own):
-            return None
-        return replace(
-            self,
-            longest_s=self.longest_s[own],
-            total_s=self.total_s[own],
-            devices=self.devices[own],
-            _node=self._node[own],
-        )
 
     def templates(self, rows: Iterable[int]) -> list[list[Template]]:
         """Of each of some rows, with the cut whose slowest stage is fastest, and with those that are best for few micro-batches.
@@ -164,6 +152,7 @@ def shapes(
                 costs=costs,
                 longest_s=np.concatenate([row.reached[own, 0] for row, own in zip(rows, whole, strict=True)]),
                 total_s=np.concatenate([row.total[own, 0] for row, own in zip(rows, whole, strict=True)]),
+                stages=np.repeat(np.arange(1, len(rows) + 1), [int(own.sum()) for own in whole]),
                 devices=np.concatenate([row.devices[own] for row, own in zip(rows, whole, strict=True)]),
                 _node=np.concatenate([row.node[own] for row, own in zip(rows, whole, strict=True)]),
                 _parent=np.concatenate([row.parent for row in rows]),

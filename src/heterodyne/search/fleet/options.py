@@ -1,0 +1,161 @@
+"""Shapes of all sizes of micro-batches beside each other, and about what their gradients take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.predictor.constants import constants
+from heterodyne.predictor.overlap import exposed_s, returned_s
+from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed, shortest_s
+from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.shapes import Shapes
+
+__all__ = ["Options", "Times", "shown_s"]
+
+_QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)  # of what shows with each shape, up to which shapes are looked at
+_BACKWARD = 2 / 3  # about so much of a stage's work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Of mixes of some shapes, in seconds.
+
+    Args:
+        bound_s: no mix of any shapes beats it.
+        pipelines_s, shown_s: about how long the pipelines of the best mix take, and what shows after them of its exchanges.
+        limits: with the pools only that it has. ``options``: the shapes with which no more shows.
+    """
+
+    bound_s: float
+    pipelines_s: float
+    shown_s: float
+    limits: Limits
+    options: Options
+
+    @property
+    def about_s(self) -> float:
+        return self.pipelines_s + self.shown_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Shapes, one after the other. Every array has a value for each; ``devices``: Shape [shapes, pools]; ``numbers``: in ``rows``."""
+
+    predictor: Predictor
+    rows: Sequence[Shapes]
+    longest_s: Floats
+    total_s: Floats
+    sizes: Ints
+    stages: Ints
+    devices: Ints
+    numbers: Ints
+
+    @classmethod
+    def of(cls, predictor: Predictor, rows: Sequence[Shapes]) -> Options:
+        """Of at least one."""
+        return cls(
+            predictor=predictor,
+            rows=rows,
+            longest_s=np.concatenate([own.longest_s for own in rows]),
+            total_s=np.concatenate([own.total_s for own in rows]),
+            sizes=np.concatenate([np.full(len(own), own.micro_batch, dtype=np.int64) for own in rows]),
+            stages=np.concatenate([own.stages for own in rows]),
+            devices=np.concatenate([own.devices for own in rows]),
+            numbers=np.arange(sum(map(len, rows))),
+        )
+
+    def times(self, limits: Limits, *, exchanged: bool) -> Times | None:
+        """None if no mix keeps the limits. ``exchanged``: with what shows of exchanges.
+
+        A step is the longest pipeline and then the longest exchange. A ring goes at the pace of its slowest link, and what each stage has
+        to exchange is the less the more stages there are; so pools and shapes with which much shows are left out, as far as that pays.
+        """
+        best: Times | None = None
+        samples = self.predictor.global_batch
+        links = _links_s(self.predictor.fleet)
+        for slowest in sorted(set(links[limits.room > 0].tolist()), reverse=True):
+            room: Ints = np.where(links <= slowest, limits.room, 0)
+            own = replace(limits, room=room)
+            part = self.within(np.all(self.devices <= room, axis=1))
+            if not len(part.sizes):
+                break
+            shown = part.exchange_s(own) if exchanged else np.zeros(len(part.sizes))
+            for most_s in sorted({float(np.quantile(shown, q, method="higher")) for q in _QUANTILES}, reverse=True):
+                options = part.within(shown <= most_s)
+                if best is not None and not options.does(samples, best.about_s - most_s, own):
+                    continue
+                found = shortest_s(options.longest_s, options.total_s, options.sizes, options.devices, own, samples)
+                if found is not None and (best is None or found[1] + most_s < best.about_s):
+                    bound_s = found[0] if best is None else best.bound_s
+                    best = Times(bound_s=bound_s, pipelines_s=found[1], shown_s=most_s, limits=own, options=options)
+        return best
+
+    def does(self, samples: int, seconds: float, limits: Limits) -> bool:
+        """Whether pipelines in fractions do so many in a time."""
+        capacity = capacities(self.longest_s, self.total_s, self.sizes, seconds)
+        keep = best_per_devices(capacity, self.devices)
+        done = relaxed(capacity[keep], self.devices[keep], limits)
+        return done is not None and done.samples > samples
+
+    def within(self, which: NDArray[np.bool_]) -> Options:
+        """Some of them."""
+        return replace(
+            self,
+            longest_s=self.longest_s[which],
+            total_s=self.total_s[which],
+            sizes=self.sizes[which],
+            stages=self.stages[which],
+            devices=self.devices[which],
+            numbers=self.numbers[which],
+        )
+
+    def exchange_s(self, limits: Limits) -> Floats:
+        """See `shown_s`."""
+        return shown_s(self.predictor, self.stages, self.devices, self.longest_s, limits)
+
+    def templates(self, chosen: Collection[int]) -> list[Template]:
+        """Of some, by number."""
+        starts = np.cumsum([0, *map(len, self.rows)])
+        chosen = self.numbers[list(chosen)].tolist()
+        made: dict[int, list[Template]] = {}
+        for start, part in zip(starts.tolist(), self.rows, strict=False):
+            numbers = [row for row in chosen if start <= row < start + len(part)]
+            made.update(zip(numbers, part.templates(number - start for number in numbers), strict=True))
+        return list(dict.fromkeys(template for row in chosen for template in made[row]))
+
+
+def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats, limits: Limits) -> Floats:
+    """About what shows of the gradients and parameters of pipelines of so many stages, beside others in the pools that have room."""
+    fleet, costs = predictor.fleet, predictor.tables.costs
+    known = (
+        predictor.tables.table(pool.kind, widths, size)
+        for pool in fleet.pools
+        for widths in costs.widths(pool.kind)
+        for size in (2**n for n in range(predictor.global_batch.bit_length()))
+    )
+    table = next(table for table in known if table is not None)
+    gradients, updated = (float(table.exchanged(what).whole[1:, -1].sum()) for what in ("gradients", "updated"))
+    layers = len(table.costs)
+    # Where there are fewer replicas of a stage than a node has room for, it has several stages.
+    per_node = np.array([pool.devices_per_node for pool in fleet.pools])
+    places = np.maximum(1, per_node * stages[:, None] // np.maximum(1, devices.sum(axis=1, keepdims=True)))
+    times = np.maximum(1, np.where(devices > 0, limits.room // np.maximum(1, devices), 1))
+    on_node = np.where(devices > 0, np.maximum(1, places // np.minimum(times, places)), 1).max(axis=1)
+    part = np.minimum(1.0, on_node * np.ceil(layers / stages) / layers)
+    each: Floats = _links_s(fleet)[limits.room > 0].max(initial=0.0) * part
+    stated = constants().stated
+    shown = exposed_s(gradients * each, _BACKWARD * longest_s, stated)
+    return shown + returned_s(updated * each, stated)
+
+
+def _links_s(fleet: Fleet) -> Floats:
+    """Seconds of a byte from a node of each pool to another one."""
+    wires = [fleet.wire(pool, pool) if pool.nodes > 1 else None for pool in fleet.pools]
+    return np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in wires])
