@@ -60,14 +60,18 @@ def best_cut(
         raise InfeasibleError(
             f"{len(step_s)} stages cannot be cut from a model with {count - 2} places to cut it: take fewer stages"
         )
-    costs = [_allowed(own, lack) for own, lack in zip(step_s, lack_bytes, strict=True)]
+    # Places that are alike have one table.
+    alike = {id(own): (own, lack) for own, lack in zip(step_s, lack_bytes, strict=True)}
+    allowed = {key: _allowed(*both) for key, both in alike.items()}
+    costs = [allowed[id(own)] for own in step_s]
     longest = _least(costs, border_s, largest=True)
     if longest is None:
         raise _too_little(lack_bytes, border_s, names)
     limit = _longest(costs, border_s, longest)
     cuts = []
     for longer in _LONGER if fill > 0 else _LONGER[:1]:
-        within = [np.where(own <= limit * longer * _CLOSE, own, np.inf) for own in costs]
+        short = {key: np.where(own <= limit * longer * _CLOSE, own, np.inf) for key, own in allowed.items()}
+        within = [short[id(own)] for own in step_s]
         borders = [np.where(own <= limit * longer * _CLOSE, 0.0, np.inf) for own in border_s]
         points = _least(within, borders, largest=False) or longest
         cuts.append(Cut(points=points, longest_s=_longest(costs, border_s, points), total_s=_total(costs, points)))

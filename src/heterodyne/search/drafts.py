@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -50,7 +50,8 @@ class Drafting:
 
     model: CostModel
     tables: Tables
-    _known: dict[tuple[str, tuple[tuple[int, int], ...], int], PlaceTable] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[Place, tuple[int, ...], int], PlaceTable] = field(default_factory=dict, repr=False)
+    _sent: dict[tuple[int, ...], Floats] = field(default_factory=dict, repr=False)
 
     @property
     def points(self) -> Points:
@@ -138,18 +139,18 @@ class Drafting:
 
     def _place(self, place: Place, micro_batches: MicroBatches, in_flight: int) -> PlaceTable:
         """Of a group: the slowest of its devices, and what any of them lacks."""
-        tables = [self._device(device, sizes, in_flight) for device, sizes in sizes_of(place, micro_batches).items()]
-        if len(tables) == 1:
-            return tables[0]
-        return PlaceTable(
-            step_s=np.maximum.reduce([table.step_s for table in tables]),
-            lack_bytes=np.maximum.reduce([table.lack_bytes for table in tables]),
-        )
-
-    def _device(self, device: str, sizes: Mapping[int, int], in_flight: int) -> PlaceTable:
-        key = (device, tuple(sorted(sizes.items())), in_flight)
+        key = place, micro_batches.sizes, in_flight
         if key not in self._known:
-            self._known[key] = self.tables.table(device, sizes, in_flight)
+            sizes = sizes_of(place, micro_batches)
+            tables = [self.tables.table(device, own, in_flight) for device, own in sizes.items()]
+            self._known[key] = (
+                tables[0]
+                if len(tables) == 1
+                else PlaceTable(
+                    step_s=np.maximum.reduce([table.step_s for table in tables]),
+                    lack_bytes=np.maximum.reduce([table.lack_bytes for table in tables]),
+                )
+            )
         return self._known[key]
 
     def _border(self, before: Place, behind: Place, micro_batches: MicroBatches) -> Floats:
@@ -159,12 +160,11 @@ class Drafting:
             max(send(a, b).s_per_byte, send(b, a).s_per_byte) for a in before.devices for b in behind.devices
         )
         width = max(len(before.devices), len(behind.devices))
-        sizes = Counter(micro_batches.sizes)
-        sent = sum((number * self._crossing(size) for size, number in sizes.items()), start=np.zeros(len(self.points)))
-        return sent * (s_per_byte / width)
-
-    def _crossing(self, size: int) -> Floats:
-        return np.array([crossing(size) for crossing in self.points.crossing])
+        if micro_batches.sizes not in self._sent:
+            sizes = Counter(micro_batches.sizes)
+            each = [[crossing(size) * number for crossing in self.points.crossing] for size, number in sizes.items()]
+            self._sent[micro_batches.sizes] = np.sum(np.array(each, dtype=np.float64), axis=0)
+        return self._sent[micro_batches.sizes] * (s_per_byte / width)
 
 
 def sizes_of(place: Place, micro_batches: MicroBatches) -> dict[str, dict[int, int]]:

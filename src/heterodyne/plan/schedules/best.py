@@ -76,8 +76,8 @@ def best_orders(
         held=[StageBytes(activation=0)] * len(times) if held is None else held,
         free_bytes=[_UNLIMITED] * count if free_bytes is None else free_bytes,
     )
-    candidates = _candidates(work)
     bound = work.bound_s()
+    candidates = _candidates(work, bound)
     ranked = sorted(candidates, key=lambda name: candidates[name][1])
     plays = actions_played // max(1, sum(map(len, candidates[ranked[0]][0])))
     best, (rows, makespan) = ranked[0], candidates[ranked[0]]
@@ -110,23 +110,29 @@ def named_orders(places: Sequence[int], micro_batches: int, recomputing: frozens
     return found
 
 
-def _candidates(work: PipelineWork) -> dict[str, tuple[Rows, float]]:
-    """Everything that can run and fits, with its makespan."""
+def _candidates(work: PipelineWork, bound_s: float) -> dict[str, tuple[Rows, float]]:
+    """Everything that can run and fits, with its makespan, until something takes no longer than the bound."""
     recomputing = frozenset(s for s, t in enumerate(work.times) if t.recompute_s > 0 or work.held[s].again > 0)
     found: dict[str, tuple[Rows, float]] = {}
-    encoded: dict[str, Rows] = {"one at a time": work.clock.encode(_one_at_a_time(work, recomputing))}
-    _require_room(work, encoded["one at a time"])
-    named = named_orders(work.places, work.micro_batches, recomputing)
-    encoded |= {name: work.clock.encode(orders) for name, orders in named.items()}
-    for policy in _policies(chunks=len(work.places) > len(work.free_bytes)):
-        rows = greedy_rows(work, policy)
-        if rows is not None:
-            encoded[_name(policy)] = rows
-    for name, rows in encoded.items():
+    for name, rows in _encoded(work, recomputing):
         makespan = work.clock.makespan(rows)
         if makespan < inf and all(work.fits(row, place) for place, row in enumerate(rows)):
             found[name] = (rows, makespan)
+            if makespan <= bound_s * (1 + _CLOSE):
+                break
     return found
+
+
+def _encoded(work: PipelineWork, recomputing: frozenset[int]) -> Iterator[tuple[str, Rows]]:
+    alone = work.clock.encode(_one_at_a_time(work, recomputing))
+    _require_room(work, alone)
+    yield "one at a time", alone
+    for name, orders in named_orders(work.places, work.micro_batches, recomputing).items():
+        yield name, work.clock.encode(orders)
+    for policy in _policies(chunks=len(work.places) > len(work.free_bytes)):
+        rows = greedy_rows(work, policy)
+        if rows is not None:
+            yield _name(policy), rows
 
 
 def _policies(*, chunks: bool) -> Iterator[Policy]:

@@ -148,7 +148,9 @@ class Grower:
         at, kinds = np.nonzero(other)
         own, kind = np.concatenate([again, short[at]]), np.concatenate([row.kind[again], kinds])
         room = row.devices[own, rules.pool[kind]] + rules.devices[kind] <= rules.room[rules.pool[kind]]
-        return own[room], kind[room]
+        own, kind = own[room], kind[room]
+        order = np.lexsort((own, kind))
+        return own[order], kind[order]
 
     def _grown(self, row: Row, own: Ints, kind: Ints, held: Ints, until: int) -> tuple[Floats, Floats]:
         """``until``: the last layer before which the new stage may end."""
@@ -179,7 +181,7 @@ class Grower:
             now = least[behind]
             less = np.minimum(best, now)
             takes = inside & (stages.until(np.maximum(further, start + 1)) < less)
-            stop = np.where(takes & (now <= best), at[behind], stop)
+            stop = np.where(takes & (now < best), at[behind], stop)
             best = np.where(takes, less, best)
             end = np.where(takes, further, end)
         last = np.minimum(end + 1, until)
@@ -197,7 +199,7 @@ def _windows(reached: Floats, until: int) -> list[tuple[Floats, Ints]]:
     size = 1
     while 2 * size <= until:
         longer, where = least.copy(), at.copy()
-        beyond = least[:, size:] <= least[:, :-size]
+        beyond = least[:, size:] < least[:, :-size]
         longer[:, :-size] = np.where(beyond, least[:, size:], least[:, :-size])
         where[:, :-size] = np.where(beyond, at[:, size:], at[:, :-size])
         least, at = longer, where

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from heterodyne.search.fleet.arrays import Ints
 from heterodyne.search.fleet.counts import Limits, relaxed, whole
-from heterodyne.search.fleet.options import Times, shown_s
+from heterodyne.search.fleet.options import Times
 from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
@@ -37,6 +37,7 @@ class Mixes:
     space: Space
     schedule: ScheduleName = "1F1B"
     waits: bool = True
+    _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
     def _devices(self, columns: Sequence[Template]) -> Ints:
         return np.array(
@@ -62,7 +63,6 @@ class Mixes:
         ``many``: devices, so that whole counts come near the time that fractions take.
         """
         devices = self._devices(columns)
-        full = self._once_s(columns, limits)
         most = [self._room(t, limits) for t in columns]
         if many:
             none = [0.0] * len(columns)
@@ -71,7 +71,7 @@ class Mixes:
                 counts = whole(self._capacity(columns, none, most, seconds), devices, limits)
                 yield mix_of(zip(columns, counts or [0] * len(columns), strict=True))
             return
-        for once in ([0.0] * len(full), full):
+        for once in ([0.0] * len(columns), self._once_s(columns)):
             yield from self._bisected(columns, devices, once, most, limits, (times.bound_s, known_s))
 
     def _capacity(
@@ -106,7 +106,7 @@ class Mixes:
         A mixed integer program names one mix for a time; where the exchange of gradients decides, the best is one of the others.
         """
         devices = self._devices(columns)
-        once = self._once_s(columns, limits)
+        once = self._once_s(columns)
         items = []
         for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
             most = limits.most_of(own)
@@ -177,9 +177,15 @@ class Mixes:
                 break
         return most
 
-    def _once_s(self, columns: Sequence[Template], limits: Limits) -> list[float]:
-        """About what shows of the gradients of each column beside others."""
-        longest_s = np.array([self.predictor.longest_s(template) for template in columns])
-        stages = np.array([t.places for t in columns])
-        found: list[float] = shown_s(self.predictor, stages, self._devices(columns), longest_s, limits).tolist()
+    def _once_s(self, columns: Sequence[Template]) -> list[float]:
+        """About what shows of the gradients of each column beside others like it, in the better layout."""
+        found = []
+        for template in columns:
+            if template not in self._once:
+                most = min(self.predictor.fleet.pool(pool).devices // need for pool, need in template.devices.items())
+                self._once[template] = min(
+                    self.predictor.after_s(((template, most),), layout, self.space.zero[0])[0]
+                    for layout in self.space.layouts
+                )
+            found.append(self._once[template])
         return found

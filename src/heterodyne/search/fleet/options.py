@@ -15,7 +15,9 @@ from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed, shortest_s
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.rows import MANY_DEVICES
 from heterodyne.search.fleet.shapes import Shapes
+from heterodyne.search.fleet.tables import Table
 
 __all__ = ["Options", "Times", "shown_s"]
 
@@ -117,8 +119,14 @@ class Options:
         )
 
     def exchange_s(self, limits: Limits) -> Floats:
-        """See `shown_s`."""
-        return shown_s(self.predictor, self.stages, self.devices, self.longest_s, limits)
+        """See `shown_s`; of few devices, of which each has its part of the layers, all that they exchange."""
+        if self.predictor.fleet.devices > MANY_DEVICES:
+            return shown_s(self.predictor, self.stages, self.devices, self.longest_s, limits)
+        table = _some_table(self.predictor)
+        size = table.reduced_bytes(0, len(table.costs))
+        links = np.where(self.devices > 0, _links_s(self.predictor.fleet), 0.0).max(axis=1)
+        found: Floats = 2 * size * links / np.maximum(1, self.devices.sum(axis=1))
+        return found
 
     def templates(self, chosen: Collection[int]) -> list[Template]:
         """Of some, by number."""
@@ -133,14 +141,7 @@ class Options:
 
 def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats, limits: Limits) -> Floats:
     """About what shows of the gradients and parameters of pipelines of so many stages, beside others in the pools that have room."""
-    fleet, costs = predictor.fleet, predictor.tables.costs
-    known = (
-        predictor.tables.table(pool.kind, widths, size)
-        for pool in fleet.pools
-        for widths in costs.widths(pool.kind)
-        for size in (2**n for n in range(predictor.global_batch.bit_length()))
-    )
-    table = next(table for table in known if table is not None)
+    fleet, table = predictor.fleet, _some_table(predictor)
     gradients, updated = (float(table.exchanged(what).whole[1:, -1].sum()) for what in ("gradients", "updated"))
     layers = len(table.costs)
     # Where there are fewer replicas of a stage than a node has room for, it has several stages.
@@ -155,7 +156,18 @@ def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats
     return shown + returned_s(updated * each, stated)
 
 
+def _some_table(predictor: Predictor) -> Table:
+    """Gradients are the same at all widths and sizes."""
+    known = (
+        predictor.tables.table(pool.kind, widths, size)
+        for pool in predictor.fleet.pools
+        for widths in predictor.tables.costs.widths(pool.kind)
+        for size in (2**n for n in range(predictor.global_batch.bit_length()))
+    )
+    return next(table for table in known if table is not None)
+
+
 def _links_s(fleet: Fleet) -> Floats:
     """Seconds of a byte from a node of each pool to another one."""
-    wires = [fleet.wire(pool, pool) if pool.nodes > 1 else None for pool in fleet.pools]
+    wires = [fleet.wire(pool, pool) for pool in fleet.pools]
     return np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in wires])
