@@ -279,3 +279,12 @@ def test_outputs_keep_the_dim_in_which_the_model_has_its_samples(samples: int) -
 def test_an_optimizer_that_needs_whole_weights_refuses_a_split() -> None:
     with pytest.raises(HeterodyneError, match=r"needs whole weights.*take AdamW"):
         hd.distribute(classifier(), batch_of(4), loss=F.cross_entropy, optimizer=torch.optim.Adafactor, plan="split")
+
+
+def test_the_random_numbers_of_the_script_stay_what_they_are() -> None:
+    """The order in which a loader shuffles is drawn after this call, on each rank."""
+    model = classifier()
+    before = torch.random.get_rng_state()
+    with hd.distribute(model, batch_of(8), loss=nn.CrossEntropyLoss(), optimizer=groups, measure_s=0.05) as trainer:
+        trainer.step(batch_of(8))
+        assert torch.equal(torch.random.get_rng_state(), before)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from heterodyne.api.as_it_is import AsItIs
@@ -117,7 +118,8 @@ def distribute(
     module = inside if loss is None else with_loss(inside, loss, format, example, withheld=loss_inputs)
     running = with_compiled(module, model)
     closing = ExitStack()
-    with ExitStack() as stack:
+    # The random numbers that the script draws later, in what order it shuffles its data, are those of the script without this call.
+    with ExitStack() as stack, torch.random.fork_rng(devices=[]):
         here = stack.enter_context(open_session(deterministic=deterministic, tf32=tf32)) if session is None else session
         run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
         precisions = resolved(here, precision)
