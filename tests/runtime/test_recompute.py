@@ -83,6 +83,26 @@ def test_nothing_in_between_is_kept() -> None:
     assert kept == []
 
 
+def test_what_a_block_keeps_goes_before_the_block_ahead_of_it_is_run_again() -> None:
+    """Else the blocks of a stage would be there all at once in its backward, as if nothing were computed again."""
+
+    def inner() -> int:
+        gc.collect()
+        return sum(isinstance(t, Tensor) and t.shape == (3, 16) for t in gc.get_objects())
+
+    first, second = Block(), Block()
+    before, x = inner(), torch.randn(3, 4, requires_grad=True)
+    recomputations = [Recomputation(first, {"x": x}, nullcontext)]
+    between = recomputations[0].first()["y"]
+    recomputations.append(Recomputation(second, {"x": between}, nullcontext))
+    y = recomputations[1].first()["y"]
+    seen: list[tuple[int, int]] = []
+    between.register_hook(lambda _: seen.append((first.runs, inner() - before)))
+    y.square().sum().backward()
+    assert seen == [(1, 0)]
+    assert (first.runs, second.runs) == (2, 2)
+
+
 def test_torchs_generator_is_left_as_it_was() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     recomputation = Recomputation(Block(), {"x": x}, nullcontext)

@@ -1,13 +1,15 @@
 """Running something without keeping what its backward needs, and again when that is needed.
 
-What autograd would keep is replaced by a number; when the backward asks for it, or before (`Recomputation.now`), the same is
-run once more, and gives what the first run would have kept. This is the non-reentrant checkpointing of PyTorch
-(``torch.utils.checkpoint``), opened up so that the second run can be placed where a rank would wait anyway. Random draws
-repeat, because the second run begins with torch's generator as the first one did.
+What autograd would keep is replaced by a place that is empty; when the backward asks for it, or before (`Recomputation.now`), the same is
+run once more, and fills the places with what the first run would have kept. Autograd holds them, so each tensor goes as soon as the
+backward has used it. This is the non-reentrant checkpointing of PyTorch (``torch.utils.checkpoint``), opened up so that the second
+run can be placed where a rank would wait anyway. Random draws repeat, because the second run begins with torch's generator as the
+first one did.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
@@ -19,6 +21,15 @@ from heterodyne.errors import HeterodyneError
 __all__ = ["Recomputation"]
 
 Run = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+class _Place:
+    """Of a tensor that a backward needs; empty until it was computed again."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
 
 
 class Recomputation:
@@ -34,46 +45,52 @@ class Recomputation:
         self._run = run
         self._around = around
         self._values = dict(values)
-        self._kept: list[Tensor] | None = None
-        self._count = 0
+        self._places: list[weakref.ref[_Place]] = []
+        self._filled = False
         self._before = torch.get_rng_state()
 
     def first(self) -> dict[str, Tensor]:
         """The values that it makes, with their graph."""
-        with torch.autograd.graph.saved_tensors_hooks(self._number, self._get):
+        with torch.autograd.graph.saved_tensors_hooks(self._place, self._get):
             return self._run(self._values)
 
     def now(self) -> None:
         """Run again, if that was not done yet."""
-        if self._kept is not None:
+        if self._filled:
             return
-        kept: list[Tensor] = []
+        count = 0
         inputs = {name: t.detach().requires_grad_(t.requires_grad) for name, t in self._values.items()}
 
         def keep(tensor: Tensor) -> Tensor:
+            nonlocal count
+            place = self._places[count]() if count < len(self._places) else None
+            count += 1
             # Without its graph: an output that its own op keeps would hold itself for ever.
-            kept.append(tensor.detach())
-            return kept[-1]
+            detached = tensor.detach()
+            if place is not None:
+                place.tensor = detached
+            return detached
 
         with self._around(), torch.random.fork_rng([]), torch.enable_grad():
             torch.set_rng_state(self._before)
             with torch.autograd.graph.saved_tensors_hooks(keep, _same):
                 self._run(inputs)
-        if len(kept) != self._count:
+        if count != len(self._places):
             raise HeterodyneError(
-                f"computed again, a part of the model keeps {len(kept)} tensors for its backward, and {self._count} the first time: "
+                f"computed again, a part of the model keeps {count} tensors for its backward, and {len(self._places)} the first time: "
                 "it goes another way each time. Let it do the same, or plan without recompute"
             )
-        self._kept = kept
+        self._filled = True
 
-    def _number(self, _tensor: Tensor) -> int:
-        self._count += 1
-        return self._count - 1
+    def _place(self, _tensor: Tensor) -> _Place:
+        place = _Place()
+        self._places.append(weakref.ref(place))
+        return place
 
-    def _get(self, number: int) -> Tensor:
+    def _get(self, place: _Place) -> Tensor:
         self.now()
-        assert self._kept is not None
-        return self._kept[number]
+        assert place.tensor is not None
+        return place.tensor
 
 
 def _same(tensor: Tensor) -> Tensor:
