@@ -133,9 +133,11 @@ class Options:
         starts = np.cumsum([0, *map(len, self.rows)])
         chosen = self.numbers[list(chosen)].tolist()
         made: dict[int, list[Template]] = {}
+        few = self.predictor.fleet.devices <= MANY_DEVICES  # of many, each pipeline has many micro-batches
         for start, part in zip(starts.tolist(), self.rows, strict=False):
             numbers = [row for row in chosen if start <= row < start + len(part)]
-            made.update(zip(numbers, part.templates(number - start for number in numbers), strict=True))
+            cut = part.templates((number - start for number in numbers), few=few)
+            made.update(zip(numbers, cut, strict=True))
         return list(dict.fromkeys(template for row in chosen for template in made[row]))
 
 

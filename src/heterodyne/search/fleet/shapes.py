@@ -54,8 +54,8 @@ class Shapes:
     def __len__(self) -> int:
         return len(self.longest_s)
 
-    def templates(self, rows: Iterable[int]) -> list[list[Template]]:
-        """Of each of some rows, with the cut whose slowest stage is fastest, and with those that are best for few micro-batches.
+    def templates(self, rows: Iterable[int], *, few: bool = True) -> list[list[Template]]:
+        """Of each of some rows, with the cut whose slowest stage is fastest, and with those that are best for ``few`` micro-batches.
 
         Stage i cannot begin before the ones before it have had the first micro-batch, nor end after they have begun the last
         backward, so n micro-batches take at least H[i] = max(n cost[i], cost[i] + H[i + 1]), which the cut makes least.
@@ -70,7 +70,7 @@ class Shapes:
                 known.get((kind, place, len(chain)), partial(self._cost, kind, place, len(chain), first))
                 for place, kind in enumerate(chain)
             ]
-            counts = [count for count in _FEW if count <= self.held_at_most and len(chain) > 1]
+            counts = [count for count in _FEW if few and count <= self.held_at_most and len(chain) > 1]
             cuts = dict.fromkeys(_least(costs, count) for count in (None, *counts))
             found.append([self._template([self.kinds[kind] for kind in chain], points) for points in cuts])
         return found
