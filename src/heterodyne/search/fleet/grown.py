@@ -200,8 +200,8 @@ def _windows(reached: Floats, until: int) -> list[tuple[Floats, Ints]]:
     while 2 * size <= until:
         longer, where = least.copy(), at.copy()
         beyond = least[:, size:] < least[:, :-size]
-        longer[:, :-size] = np.where(beyond, least[:, size:], least[:, :-size])
-        where[:, :-size] = np.where(beyond, at[:, size:], at[:, :-size])
+        np.copyto(longer[:, :-size], least[:, size:], where=beyond)
+        np.copyto(where[:, :-size], at[:, size:], where=beyond)
         least, at = longer, where
         found.append((least.ravel(), at.ravel()))
         size *= 2

@@ -55,6 +55,7 @@ _LATER_STARTS = 3  # mixes that are improved under them
 _LATER_STARTS_OF_FEW = 24
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
 _NEARLY_OF_FEW = 1.3
+_PART_OF_MANY = 20  # of the work, where pipelines are long
 _ACTIONS = 25  # of the orders of a schedule that are as much work as a stage under 1F1B
 _Start = tuple[Mix, Weighed, ScheduleName, tuple[ScheduleName, ...]]
 """What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
@@ -288,7 +289,9 @@ class Search:
         within = [(mix, w) for mix, w in self.weighed.items() if aim.within(mix)]
         starts = sorted(within, key=lambda entry: aim.score(entry[1]))[:_STARTS]
         climbs: list[_Start] = [(mix, start, "1F1B", self._first) for mix, start in starts]
-        return self._climbed(best, climbs, columns, aim, self.space.work)
+        # Over many devices whole numbers hardly matter, and long pipelines take long to play.
+        part = _PART_OF_MANY if self.fleet.devices > MANY_DEVICES else 1
+        return self._climbed(best, climbs, columns, aim, self.space.work // part)
 
     def _rescheduled(
         self,
@@ -328,7 +331,7 @@ class Search:
             options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s * nearly)]
             options = ascending(options, self.predictor.bound_s, self._least_after_s, best.predicted.step_s * nearly)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
-        work = self.space.work if small else self.space.work // 20
+        work = self.space.work if small else self.space.work // _PART_OF_MANY
         limit = self._spent + work
         found: dict[Mix, Weighed] = {}
         for mix in options:
