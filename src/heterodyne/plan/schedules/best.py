@@ -82,6 +82,8 @@ def best_orders(
     plays = actions_played // max(1, sum(map(len, candidates[ranked[0]][0])))
     best, (rows, makespan) = ranked[0], candidates[ranked[0]]
     for name in ranked[:3]:
+        if makespan <= bound * (1 + _CLOSE):
+            break
         better, shorter = improved(work, candidates[name][0], plays=plays // 3, bound_s=bound)
         if shorter < makespan * (1 - _CLOSE):
             best, rows, makespan = name, better, shorter
