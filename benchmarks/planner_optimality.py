@@ -20,7 +20,7 @@ from results import ROOT, Results, arguments, spread
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from heterodyne.search.fleet.exhaustive import Exhaustive
+from pure.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import drawn, search_of
 
 ALL_CASES, CASES, QUICK_CASES = 300, 150, 60

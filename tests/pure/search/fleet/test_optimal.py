@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.search.fleet.exhaustive import Exhaustive
 from heterodyne.search.fleet.plan import INTERLEAVED
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
 from heterodyne.search.fleet.weighed import Weighed
+from pure.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import Drawn, drawn, search_of
 
 

@@ -12,7 +12,6 @@ from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.transformer import Transformer
-from heterodyne.search.fleet.exhaustive import Exhaustive
 from heterodyne.search.fleet.kinds import chosen_of, kinds_of, usable_widths
 from heterodyne.search.fleet.plan import Stage, Template
 from heterodyne.search.fleet.planner import FleetPlanner
@@ -20,6 +19,7 @@ from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.weighed import Weighed, mix_of
+from pure.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
 INSIDE = Wire(bandwidth_bytes_per_s=200e9, latency_s=0.0)
