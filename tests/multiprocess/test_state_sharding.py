@@ -65,8 +65,13 @@ def wide(graph: ModelGraph) -> Spread:
     return "1F1B", (PipelineOf((2, 2, 3, 2), cut(graph, (0.5,), ((0, 1), (2, 3)))),)
 
 
+def layered(graph: ModelGraph) -> Spread:
+    """All stages on the same three devices, one after the other; a fourth is idle."""
+    return "GPipe", (PipelineOf((3, 4, 2), cut(graph, (0.2, 0.5, 0.8), ((0, 1, 2),) * 4)),)
+
+
 def worker_under(
-    world: World, graph: ModelGraph, spread: Spread, optimizer: Any, bucket_bytes: int
+    world: World, graph: ModelGraph, spread: Spread, optimizer: Any, bucket_bytes: int, zero: int = 1
 ) -> tuple[Worker, Any]:
     case = build(graph, SAMPLES)
     schedule, pipelines = spread
@@ -79,17 +84,17 @@ def worker_under(
         optimizer=optimizer,
         seed=SEED,
         bucket_bytes=bucket_bytes,
-        zero=1,
+        zero=zero,
         whole_weights=optimizer.whole_weights,
     )
     return worker, case.batch
 
 
 def train(
-    world: World, graph: ModelGraph, spread: Spread, optimizer: Any, bucket_bytes: int
+    world: World, graph: ModelGraph, spread: Spread, optimizer: Any, bucket_bytes: int, zero: int = 1
 ) -> tuple[list[float], list[Any], dict[str, Tensor], int]:
     """Losses, norms, what the model has become, and how many elements the optimizer kept two moments of."""
-    worker, batch = worker_under(world, graph, spread, optimizer, bucket_bytes)
+    worker, batch = worker_under(world, graph, spread, optimizer, bucket_bytes, zero)
     results = [worker.step(batch) for _ in range(STEPS)]
     state = copied(worker.state_dict()["model"])
     kept = sum(p.numel() for p in worker.optimizer.state)

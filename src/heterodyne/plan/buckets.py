@@ -10,7 +10,7 @@ and the simulator, must cut buckets alike, so this is a pure function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,10 +19,19 @@ from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import ModelGraph, Parameter, dtype_bytes
 from heterodyne.graph.sharding import Sharding
 from heterodyne.plan.boxes import Box, Slice, numel, refined
-from heterodyne.plan.plan import Plan, Stage
+from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.sharded_stage import shard_stage
 
-__all__ = ["Bucket", "Holdings", "Part", "gradient_buckets", "holdings_of", "owners_of", "planned_buckets"]
+__all__ = [
+    "Bucket",
+    "Holdings",
+    "Part",
+    "gradient_buckets",
+    "holdings_of",
+    "owners_of",
+    "planned_buckets",
+    "stages_reading",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +65,7 @@ class Bucket:
         return min((block for block in self.blocks if block >= first), default=first)
 
 
+_NOBODY: Mapping[str, Hashable] = {}
 Holdings: TypeAlias = Mapping[str, Mapping[str, Box]]
 """For each parameter and buffer the devices that hold it, in the order of the plan, and which box of it."""
 
@@ -111,14 +121,33 @@ def _read_again(graph: ModelGraph) -> dict[str, frozenset[str]]:
 
 
 def planned_buckets(plan: Plan, graph: ModelGraph) -> tuple[Bucket, ...]:
-    """The buckets of a plan."""
-    return gradient_buckets(graph, plan.bucket_bytes, holdings_of(plan, graph))
+    """The buckets of a plan. Where parameters are sharded no bucket is read by stages that others of it are not."""
+    readers: dict[str, tuple[tuple[int, int], ...]] = {}
+    for number, pipeline in enumerate(plan.pipelines if plan.zero > 2 else ()):
+        for stage, names in enumerate(stages_reading(pipeline, graph)):
+            for name in names:
+                readers[name] = (*readers.get(name, ()), (number, stage))
+    return gradient_buckets(graph, plan.bucket_bytes, holdings_of(plan, graph), readers)
 
 
-def gradient_buckets(graph: ModelGraph, bucket_bytes: int, holdings: Holdings | None = None) -> tuple[Bucket, ...]:
+def stages_reading(pipeline: Pipeline, graph: ModelGraph) -> tuple[frozenset[str], ...]:
+    """Of each stage the names of the parameters that its ops read."""
+    return tuple(
+        frozenset(name for op in graph.ops[stage.ops[0] : stage.ops[1]] for name in op.parameters)
+        for stage in pipeline.stages
+    )
+
+
+def gradient_buckets(
+    graph: ModelGraph,
+    bucket_bytes: int,
+    holdings: Holdings | None = None,
+    readers: Mapping[str, Hashable] = _NOBODY,
+) -> tuple[Bucket, ...]:
     """Every part of every trainable parameter in exactly one bucket, one dtype and one set of owners a bucket.
 
-    None for a model without any. ``holdings`` None: nobody is named, and nothing is cut.
+    None for a model without any. ``holdings`` None: nobody is named, and nothing is cut. ``readers``: parameters of which these differ
+    are not in one bucket.
     """
     first_use: dict[str, int] = {}
     blocks: dict[str, set[int]] = {}
@@ -132,14 +161,14 @@ def gradient_buckets(graph: ModelGraph, bucket_bytes: int, holdings: Holdings | 
     ordered = sorted(trainable, key=lambda p: first_use.get(p.name, -1), reverse=True)
 
     groups: list[tuple[tuple[str, ...], list[Part]]] = []
-    open_groups: dict[tuple[tuple[str, ...], str], list[Part]] = {}
-    filled: dict[tuple[tuple[str, ...], str], int] = {}
+    open_groups: dict[Hashable, list[Part]] = {}
+    filled: dict[Hashable, int] = {}
     bytes_of: dict[Part, int] = {}
     for parameter in ordered:
         for box, of in _parts(parameter, holdings):
             part = Part(name=parameter.name, box=box)
             bytes_of[part] = numel(box, parameter.shape) * dtype_bytes(parameter.dtype)
-            key = (of, parameter.dtype)
+            key = (of, parameter.dtype, readers.get(parameter.name))
             group = open_groups.get(key)
             if group is None or filled[key] >= bucket_bytes:
                 group = open_groups[key] = []

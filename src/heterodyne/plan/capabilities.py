@@ -108,7 +108,7 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         ),
         "state_sharding": _Words(name="sharded optimizer state (ZeRO-1)", remedy="leave 'zero' and 'state_shares' out"),
         "gradient_sharding": _Words(name="sharded gradients too (ZeRO-2)", remedy="write 'zero': 1"),
-        "parameter_sharding": _Words(name="sharded parameters too (ZeRO-3)", remedy="write 'zero': 1"),
+        "parameter_sharding": _Words(name="sharded parameters too (ZeRO-3)", remedy="write 'zero': 2"),
         "offload": _Words(name="optimizer state in host memory", remedy="leave 'offload' out"),
     }
 )
@@ -163,7 +163,7 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="any model",
         why=lambda *_: "this version does not run it",
-        refuses=frozenset({"gradient_sharding", "parameter_sharding", "overlap_in_pipeline", "overlap_with_recompute"}),
+        refuses=frozenset({"overlap_in_pipeline", "overlap_with_recompute"}),
     ),
     Trait(
         name="statistics over the batch (BatchNorm)",

@@ -3,7 +3,8 @@
 A schedule says what the devices of each place compute, and in which order. Lowering adds what follows from it: before a stage
 runs it receives what other places send, behind it it sends what others read; forward activations, backward gradients. Then the
 gradient buckets, in the order in which the backward completes them, each between the devices that own its parameters; where these shard
-its state, each sums and updates its own range, and the new weights are gathered in the order in which the forward reads them.
+its state, each sums and updates its own range, and the new weights are gathered in the order in which the forward reads them; or, where
+parameters are sharded too, before the passes of each stage (see `heterodyne.plan.unsharding`).
 A pipeline without a share runs no micro-batch, but takes part in every reduction and makes the same update as the others.
 """
 
@@ -18,6 +19,7 @@ from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.plan.traffic import Traffic, duties
+from heterodyne.plan.unsharding import with_unsharding
 from heterodyne.plan.verify import require_runnable
 
 __all__ = ["lower"]
@@ -33,21 +35,23 @@ def lower(plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True)
             for device in devices:
                 duty = wanted[cluster.rank(device)]
                 assert duty is not None  # it is in a pipeline
-                passes = _with_traffic(order, duty.traffic)
-                ranks[cluster.rank(device)] = (*passes, *_update(duty.buckets, clip=clip, sharded=plan.zero > 0))
+                passes = tuple(_with_traffic(order, duty.traffic))
+                if plan.zero > 2:
+                    passes = with_unsharding(passes, duty.readers)
+                ranks[cluster.rank(device)] = (*passes, *_update(duty.buckets, clip=clip, zero=plan.zero))
     program = Program(ranks=tuple(ranks))
     require_runnable(program, wanted)
     return program
 
 
-def _update(buckets: Iterable[int], *, clip: bool, sharded: bool) -> Iterator[Action]:
+def _update(buckets: Iterable[int], *, clip: bool, zero: int) -> Iterator[Action]:
     """The end of a step: gradients are summed, weights updated."""
-    for index in buckets:
-        yield Action(0, "SCATTER" if sharded else "REDUCE_GRAD", index)
+    for index in buckets if zero < 3 else ():
+        yield Action(0, "SCATTER" if zero else "REDUCE_GRAD", index)
     if clip:
         yield Action(0, "CLIP")
     yield Action(0, "STEP")
-    if sharded:
+    if zero in (1, 2):
         # What the next forward reads first comes first.
         yield from (Action(0, "GATHER", index) for index in reversed(tuple(buckets)))
 

@@ -11,9 +11,11 @@ An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is th
     REDUCE_GRAD k, CLIP, STEP: of the rank as a whole, so their stage is always 0
     SCATTER k  in place of REDUCE_GRAD where state is sharded: each owner of bucket k gets the sums of its own range alone
     GATHER k   behind STEP: each owner gets the weights of bucket k that the others have updated
+    UNSHARD n  where parameters are sharded: those of a stage are gathered, for its forwards (n = 0) and once more for its backwards (n = 1)
+    RESHARD n  all of them but the own range are let go of
 
 Sends, reductions and gathers are asynchronous: they stand in the list where they may be *started* at the latest, and nothing that follows
-waits for them, except that CLIP and STEP wait for reductions. A reduction starts as soon as the gradients of its bucket are
+waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for its UNSHARD. A reduction starts as soon as the gradients of its bucket are
 complete, which is inside the backward before it. A receive waits until its message is there; room for it is made long before.
 The other kinds occupy their rank from start to end.
 """
@@ -27,10 +29,11 @@ from typing import Final, Literal, get_args
 __all__ = ["COLLECTIVES", "REDUCTIONS", "Action", "ActionKind", "Program"]
 
 ActionKind = Literal[
-    "F", "B", "I", "W", "R", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "SCATTER", "CLIP", "STEP", "GATHER"
-]
+    "F", "B", "I", "W", "R", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "SCATTER", "CLIP", "STEP", "GATHER",
+    "UNSHARD", "RESHARD",
+]  # fmt: skip
 REDUCTIONS: Final[tuple[ActionKind, ...]] = ("REDUCE_GRAD", "SCATTER")
-COLLECTIVES: Final[tuple[ActionKind, ...]] = (*REDUCTIONS, "GATHER")
+COLLECTIVES: Final[tuple[ActionKind, ...]] = (*REDUCTIONS, "GATHER", "UNSHARD")
 _KINDS: tuple[str, ...] = get_args(ActionKind)
 _WITHOUT_INDEX = frozenset({"CLIP", "STEP"})
 _ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)([0-9]*)$")
@@ -38,7 +41,7 @@ _ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)([0-9]*)$")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """``index`` is the micro-batch, the bucket (REDUCE_GRAD, SCATTER, GATHER), or None (CLIP, STEP).
+    """``index`` is the micro-batch, the bucket (REDUCE_GRAD, SCATTER, GATHER), the n of UNSHARD and RESHARD, or None (CLIP, STEP).
 
     >>> str(Action.parse("0F3"))
     '0F3'

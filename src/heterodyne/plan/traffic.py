@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from heterodyne.cluster.spec import Cluster
 from heterodyne.graph.cut import crossings
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.buckets import planned_buckets
+from heterodyne.plan.buckets import planned_buckets, stages_reading
 from heterodyne.plan.plan import Pipeline, Plan
 
 __all__ = ["MESSAGES_AHEAD", "Duty", "Traffic", "duties"]
@@ -76,7 +76,8 @@ class Duty:
         micro_batches: how many each of them runs.
         traffic: of its pipeline.
         buckets: the gradient buckets that it reduces with others, in order.
-        sharded: it updates a range of each of them, and gathers the others.
+        zero: what is sharded over the owners of each of them; from 1 on each updates a range of it, and gathers the others.
+        readers: of each of them, the stages of the rank that read any of its parameters.
     """
 
     pipeline: int = 0
@@ -84,7 +85,8 @@ class Duty:
     micro_batches: int
     traffic: Traffic = field(default_factory=Traffic)
     buckets: tuple[int, ...] = ()
-    sharded: bool = False
+    zero: int = 0
+    readers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None, ...]:
@@ -94,14 +96,18 @@ def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None
     for number, pipeline in enumerate(plan.pipelines):
         traffic = Traffic.of(pipeline, graph)
         places = pipeline.place_of_stage
+        reads = stages_reading(pipeline, graph)
         for place, devices in enumerate(pipeline.places):
             for device in devices:
+                stages = tuple(stage for stage, of in enumerate(places) if of == place)
+                own = [bucket for bucket in reduced if device in bucket.owners]
                 found[cluster.rank(device)] = Duty(
                     pipeline=number,
-                    stages=tuple(stage for stage, of in enumerate(places) if of == place),
+                    stages=stages,
                     micro_batches=len(pipeline.micro_batches),
                     traffic=traffic,
-                    buckets=tuple(bucket.index for bucket in reduced if device in bucket.owners),
-                    sharded=plan.zero > 0,
+                    buckets=tuple(bucket.index for bucket in own),
+                    zero=plan.zero,
+                    readers={b.index: tuple(s for s in stages if not reads[s].isdisjoint(b.parameters)) for b in own},
                 )
     return tuple(found)

@@ -19,7 +19,7 @@ from heterodyne.plan.traffic import Duty
 __all__ = ["collective_order", "program_violations", "require_runnable"]
 
 _MOST_TOLD = 20
-_OF_THE_RANK = (*COLLECTIVES, "CLIP", "STEP")
+_OF_THE_RANK = (*COLLECTIVES, "RESHARD", "CLIP", "STEP")
 
 
 def program_violations(program: Program, duties: Sequence[Duty | None]) -> tuple[str, ...]:
@@ -31,9 +31,8 @@ def program_violations(program: Program, duties: Sequence[Duty | None]) -> tuple
         if duty is None:
             broken += [f"rank {rank} is idle, yet runs {actions[0]}: give an idle rank no action"] if actions else []
             continue
-        broken += [
-            f"rank {rank} {fault}" for fault in (*_passes(actions, duty), *_reductions(actions, duty), *_end(actions))
-        ]
+        faults = (*_passes(actions, duty), *_reductions(actions, duty), *_unsharding(actions, duty), *_end(actions))
+        broken += [f"rank {rank} {fault}" for fault in faults]
     try:
         collective_order(program)
     except PlanError as error:
@@ -55,7 +54,7 @@ def collective_order(program: Program) -> tuple[tuple[Action, tuple[int, ...]], 
     ranks: dict[Action, list[int]] = {}
     before: TopologicalSorter[Action] = TopologicalSorter()
     for rank, actions in enumerate(program.ranks):
-        collectives = [action for action in dict.fromkeys(actions) if action.kind in COLLECTIVES]
+        collectives = [action for action in actions if action.kind in COLLECTIVES]
         for action in collectives:
             ranks.setdefault(action, []).append(rank)
             before.add(action)
@@ -67,7 +66,7 @@ def collective_order(program: Program) -> tuple[tuple[Action, tuple[int, ...]], 
         cycle = " -> ".join(str(action) for action in error.args[1])
         raise PlanError(
             f"ranks would wait for each other for ever, as they meet in different orders: {cycle}; "
-            "put REDUCE_GRAD, SCATTER and GATHER in the same order on every rank"
+            "put REDUCE_GRAD, SCATTER, GATHER and UNSHARD in the same order on every rank"
         ) from error
 
 
@@ -128,13 +127,15 @@ def _listed(stages: Sequence[int]) -> str:
 
 def _reductions(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
     """Each bucket once, after the last backward; where state is sharded, gathered once too."""
-    wanted, other = reversed(REDUCTIONS) if duty.sharded else REDUCTIONS
+    wanted, other = reversed(REDUCTIONS) if duty.zero else REDUCTIONS
     if any(action.kind == other for action in actions):
-        yield f"runs {other}, and its state is {'' if duty.sharded else 'not '}sharded: put {wanted} in its place"
+        yield f"runs {other}, and its state is {'' if duty.zero else 'not '}sharded: put {wanted} in its place"
     gathered = Counter(action.index for action in actions if action.kind == "GATHER")
-    for index in duty.buckets if duty.sharded else ():
-        if gathered[index] != 1:
-            yield f"gathers bucket {index} {gathered[index]} times: every owner gathers each bucket once"
+    times = int(duty.zero in (1, 2))
+    for index in duty.buckets:
+        if gathered[index] != times:
+            often = "every owner gathers each bucket once" if times else "none is gathered behind the update"
+            yield f"gathers bucket {index} {gathered[index]} times: {often}"
     seen = Counter(action.index for action in actions if action.kind == wanted)
     for index in duty.buckets:
         if seen[index] != 1:
@@ -142,10 +143,34 @@ def _reductions(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
     for bucket in seen:
         if bucket not in duty.buckets:
             yield f"reduces bucket {bucket}, but shares {', '.join(map(str, duty.buckets)) or 'none'}: remove it"
-    last = max((place for place, action in enumerate(actions) if action.kind in ("B", "W")), default=0)
-    for action in actions[:last]:
-        if action.kind == wanted:
-            yield f"reduces bucket {action.index} before its last backward, {actions[last]}: gradients are not complete there"
+    last = {action.stage: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
+    for place, action in enumerate(actions):
+        if action.kind == wanted and action.index in seen:
+            of = duty.readers.get(action.index or 0) or tuple(last)
+            complete = max((last[stage] for stage in of if stage in last), default=-1)
+            if place < complete:
+                yield f"reduces bucket {action.index} before its last backward, {actions[complete]}: gradients are not complete there"
+
+
+def _unsharding(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
+    """Where parameters are sharded, each pass of a stage while they are gathered; elsewhere they always are."""
+    gathered: set[int] = set()
+    for action in actions:
+        kind, stage = action.kind, action.stage
+        if duty.zero < 3 and kind in ("UNSHARD", "RESHARD"):
+            yield f"runs {action}, and its parameters are not sharded: remove it"
+        elif kind == "UNSHARD":
+            if stage in gathered:
+                yield f"runs {action}, and the parameters of stage {stage} are gathered already: remove it, or put RESHARD before it"
+            gathered.add(stage)
+        elif kind == "RESHARD":
+            if stage not in gathered:
+                yield f"runs {action}, and the parameters of stage {stage} are sharded there: remove it"
+            gathered.discard(stage)
+        elif duty.zero > 2 and kind in ("F", "B", "I", "R") and stage not in gathered:
+            yield f"runs {action} while the parameters of stage {stage} are sharded: put {stage}UNSHARD before it"
+    if gathered:
+        yield f"keeps the parameters of {_listed(sorted(gathered))} gathered: put RESHARD behind the last pass"
 
 
 def _blocked(program: Program, duties: Sequence[Duty | None]) -> list[str]:

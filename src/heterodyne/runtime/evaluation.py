@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from heterodyne.runtime.exact.weighting import Weights, known_loss, part_statist
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.stage_builder import StageRuntime
+from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 
 __all__ = ["eval_mode", "evaluate", "evaluation_parts"]
 
@@ -30,11 +31,12 @@ def evaluate(
     loss_count: LossCount,
     gradients: bool,
     control: Channel,
+    sharded: ShardedParameters | None = None,
 ) -> tuple[float, float]:
     """The loss of the whole batch, and what it counts, on every rank. Collective over ``control``.
 
     Each pipeline takes its parts through its stages one after the other. ``gradients``: a forward may ask for one
-    (torch.autograd.grad), so autograd is on.
+    (torch.autograd.grad), so autograd is on. ``sharded``: parameters to gather, stage by stage.
     """
     stages, transfers = parts.stages, parts.transfers
     place = placement.places[rank]
@@ -53,11 +55,12 @@ def evaluate(
             for index in range(len(sizes)):
                 for stage in place.stages:
                     start, samples = place.spans_of(first, sizes, stage)[index]
-                    if not samples and not loss_count.together:
-                        continue
-                    inputs = source.samples(start, samples)
-                    inputs = {**inputs, **weights.divisors}
-                    loss = stages.evaluate(stage, index, inputs, range(start, start + samples))
+                    with nullcontext() if sharded is None else sharded.unsharded(stage):
+                        if not samples and not loss_count.together:
+                            continue
+                        inputs = source.samples(start, samples)
+                        inputs = {**inputs, **weights.divisors}
+                        loss = stages.evaluate(stage, index, inputs, range(start, start + samples))
                     if loss is not None:
                         losses[index] = loss.item()
         if transfers is not None:

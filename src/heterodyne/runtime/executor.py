@@ -28,6 +28,7 @@ from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
+from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 
 __all__ = ["Executor", "Step", "Watch"]
 
@@ -88,6 +89,7 @@ class Executor:
         gradients: of its parameters.
         weights: what it updates; ``optimizer`` has the learning rate.
         clipping: what CLIP does.
+        sharded: the parameters of which it keeps a part; None: it keeps all.
         scale: of the loss; None: it is not scaled.
         control: joins all ranks; carries the loss.
         recorder: notes what happens when.
@@ -105,6 +107,7 @@ class Executor:
         optimizer: torch.optim.Optimizer,
         clipping: Clipping,
         control: Channel,
+        sharded: ShardedParameters | None = None,
         scale: LossScale | None = None,
         recorder: Recorder,
         watch: Watch | None = None,
@@ -119,6 +122,7 @@ class Executor:
         self._optimizer = optimizer
         self._clipping = clipping
         self._control = control
+        self._sharded = sharded
         self._scale = scale
         self._scaled = False
         self._recorder = recorder
@@ -158,8 +162,6 @@ class Executor:
                 self._do(action, step)
         told = self._tell(step) if update and self._tells else None
         self._wait_for_gradients()
-        if not update:
-            self._gradients.gather_gradients()
         self._gradients.wait_gathered()
         if step.parts.transfers is not None:
             step.parts.transfers.settle()
@@ -189,6 +191,8 @@ class Executor:
             self._gradients.launch(_number(index))
         elif kind == "GATHER":
             self._gradients.gather(_number(index))
+        elif kind in ("UNSHARD", "RESHARD"):
+            self._shard(action)
         elif kind in _UPDATE:
             self._wait_for_gradients()
             self._turn(self._names[action])
@@ -199,6 +203,14 @@ class Executor:
                     self._update(step.learning_rate)
         elif step.spans[stage][_number(index)][1]:  # else this rank has no sample of it
             self._pass(action, step, _number(index))
+
+    def _shard(self, action: Action) -> None:
+        assert self._sharded is not None  # or its program has no such action
+        if action.kind == "RESHARD":
+            self._sharded.reshard(action.stage)
+            return
+        started = self._recorder.now()
+        self._recorder.collective(action, started, self._sharded.unshard(action.stage, timed=self._recorder.on))
 
     def _pass(self, action: Action, step: Step, index: int) -> None:
         stage, kind, stages = action.stage, action.kind, step.parts.stages
@@ -213,6 +225,10 @@ class Executor:
             send = stages.send_forward if kind == "SEND_F" else stages.send_backward
             send(stage, index)
             return
+        if self._sharded is not None and kind != "W":
+            if self._watch is not None:
+                self._watch.waiting(f"{stage}UNSHARD")
+            self._sharded.wait(stage)
         has_loss = stage == self._loss_stage
         weight = step.weights.of(index) if has_loss and kind in ("B", "I") else 0.0
         weight *= self._scale.value if self._scale is not None else 1.0

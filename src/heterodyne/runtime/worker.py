@@ -20,6 +20,7 @@ from heterodyne.plan.boxes import Box, inside
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precision
 from heterodyne.plan.program import Program
+from heterodyne.plan.traffic import duties
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import evaluate
 from heterodyne.runtime.exact.later_batches import LaterBatches
@@ -55,6 +56,7 @@ from heterodyne.runtime.weights.optimizer import (
     optimizer_of,
 )
 from heterodyne.runtime.weights.ownership import Ownership
+from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 from heterodyne.runtime.weights.trainable import require_none_unfrozen, require_trained, trainable_parameters
 from heterodyne.runtime.weights.worker_state import WorkerState
 
@@ -180,19 +182,29 @@ class Worker:
         on_host = any(plan.pipelines[self._place.pipeline or 0].stages[number].offload for number in self._place.stages)
         if any(stage.offload for pipeline in plan.pipelines for stage in pipeline.stages):
             require_host_room(self._parameters, communicator, on_host=on_host)
+        every = bucket_channels(plan, graph, cluster, communicator)
+        buckets = [(bucket, channel) for bucket, channel in every if self._place.device in bucket.owners]
+        ranges = ranges_by_rank(plan, graph, cluster, whole_weights=whole_weights)
+        duty = duties(plan, graph, cluster)[self.rank]
+        self._sharded = (
+            ShardedParameters(self._parameters, buckets, ranges, duty.readers)
+            if plan.zero > 2 and duty is not None
+            else None
+        )
+        shards = {} if self._sharded is None else self._sharded.own
         self._masters = MasterWeights(
-            self._parameters, {n: own for n, own in of_each.items() if own is not None}, on_host=on_host
+            self._parameters, {n: own for n, own in of_each.items() if own is not None}, shards=shards, on_host=on_host
         )
         self._scale = _loss_scale(self.placement, graph, program)
         self.optimizer = self._make_optimizer(optimizer)
-        buckets = bucket_channels(plan, graph, cluster, communicator)
         self._gradients = GradientBuckets(
             self._parameters,
-            [(b, channel) for b, channel in buckets if self._place.device in b.owners],
+            buckets,
             self.recorder,
             completed_gradients(program.ranks[self.rank], plan, graph, self._place),
             {name: self.ownership.box(self.rank, name) for name in self._parameters},
-            ranges_by_rank(plan, graph, cluster, whole_weights=whole_weights),
+            ranges,
+            weights=self._masters if plan.zero > 1 else None,
             same_way=graph.opaque is None,
         )
         self._state = WorkerState(
@@ -202,6 +214,7 @@ class Worker:
             trained=trained,
             ownership=self.ownership,
             communicator=communicator,
+            shards=shards,
             drifts=len({(d.backend, d.kind) for d in cluster.devices}) > 1,
             leader=self.placement.leader,
             followers=[place.rank for place in self.placement.places if not place.micro_batches.samples],
@@ -233,6 +246,7 @@ class Worker:
             loss_stage=self._place.stages[-1] if self._place.last else None,
             gradients=self._gradients,
             weights=self._masters,
+            sharded=self._sharded,
             scale=self._scale,
             optimizer=self.optimizer,
             clipping=self._clipping(clip_grad_norm),
@@ -285,7 +299,13 @@ class Worker:
         """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""
         for name, value in statistics.items():
             self._statistics[name].copy_(value)
-        own = findings(self.graph, self._parameters, list(work.losses.values()), self._place.stages)
+        gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        weights = {n: p for n, p in self._parameters.items()}
+        if self._sharded is not None:
+            weights |= self._sharded.own
+        own = findings(
+            self.graph, weights, gradients | self._masters.own_gradients, list(work.losses.values()), self._place.stages
+        )
         return first_fault(self.graph, self._communicator.all_gather_object(own), loss)
 
     def gradients(self, batch: GlobalBatchLike, step: int = 0) -> tuple[float, dict[str, Tensor]]:
@@ -295,9 +315,7 @@ class Worker:
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
         loss = self._executor.run(self._work(batch, step), update=False)
-        if not self._place.active:
-            return loss, {}
-        return loss, {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        return loss, self._gradients.gather_gradients() if self._place.active else {}
 
     def evaluate(self, batch: GlobalBatchLike) -> float:
         """The loss on a batch of any size, in eval mode; not a number if nothing in it counts."""
@@ -326,6 +344,7 @@ class Worker:
                 loss_count=self._loss_count,
                 gradients=self.graph.opaque is not None,
                 control=self._communicator.control,
+                sharded=self._sharded,
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import torch
 
-from heterodyne.plan.program import COLLECTIVES, Action, ActionKind
+from heterodyne.plan.program import COLLECTIVES, Action
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.comm.work import Work
 from heterodyne.timeline import Event, Lane, Timeline
@@ -85,10 +85,10 @@ class Recorder:
         yield
         self._marks.append(_Mark(lane, action, start, self.now()))
 
-    def collective(self, kind: ActionKind, index: int, started: Moment, pending: Work) -> None:
+    def collective(self, action: Action, started: Moment, pending: Work) -> None:
         """A collective that was started, on the lane ``comm``."""
         if self.on:
-            self._marks.append(_Mark("comm", Action(0, kind, index), started, pending))
+            self._marks.append(_Mark("comm", action, started, pending))
 
     def end(self, step: int) -> None:
         """End a step, whose collectives are over."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heterodyne.graph.ir import ModelGraph
 
@@ -37,13 +37,17 @@ class Findings:
 
 
 def findings(
-    graph: ModelGraph, parameters: Mapping[str, nn.Parameter], losses: Sequence[Tensor], stages: Sequence[int]
+    graph: ModelGraph,
+    parameters: Mapping[str, Tensor],
+    of_parameters: Mapping[str, Tensor],
+    losses: Sequence[Tensor],
+    stages: Sequence[int],
 ) -> Findings:
-    """Of this rank; waits for the device."""
+    """Of this rank; waits for the device. ``of_parameters``: their gradients."""
     order = {name: place for place, name in enumerate(_in_forward_order(graph, parameters))}
     names = sorted(parameters, key=order.__getitem__)
     weights = [(order[n], n) for n in names if not all_finite([parameters[n]])]
-    gradients = [(order[n], n) for n in names if (g := parameters[n].grad) is not None and not all_finite([g])]
+    gradients = [(order[n], n) for n in names if n in of_parameters and not all_finite([of_parameters[n]])]
     sizes = [(parameters[n].detach().abs().max().item(), n) for n in names if parameters[n].numel()]
     return Findings(
         stages=tuple(stages),
@@ -93,6 +97,6 @@ def _block(graph: ModelGraph, name: str) -> str:
     return "outside of the blocks" if found is None else f"block {found}"
 
 
-def _in_forward_order(graph: ModelGraph, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+def _in_forward_order(graph: ModelGraph, parameters: Mapping[str, Tensor]) -> list[str]:
     """As the ops read them; those that the graph does not know by name come last."""
     return list(dict.fromkeys([*(n for op in graph.ops for n in op.parameters if n in parameters), *parameters]))

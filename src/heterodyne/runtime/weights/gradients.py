@@ -7,11 +7,13 @@ its gradients stay where autograd puts them. In the last backward of a stage a b
 all-reduce is started) as soon as its gradients and all buckets before it are complete; the order is the same on every rank.
 
 Where the owners of a bucket shard its state, each gets the sums of its own range alone, and the buffer carries the new weights back
-(`gather`). What else is in it is then no gradient, so it is taken away.
+(`gather`). What else is in it is then no gradient, so it is taken away. Where gradients are sharded too, a buffer is there only
+from the first gradient of its bucket until it is reduced; then the own range is kept, apart from the parameters.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,15 +24,19 @@ from torch.utils.hooks import RemovableHandle
 from heterodyne.errors import CaptureError
 from heterodyne.plan.boxes import Box, inside, numel
 from heterodyne.plan.buckets import Bucket
-from heterodyne.plan.program import ActionKind
+from heterodyne.plan.program import Action, ActionKind
 from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.boxed import boxed
-from heterodyne.runtime.weights.masters import gradient_dtype
+from heterodyne.runtime.weights.masters import MasterWeights, gradient_dtype
 
 __all__ = ["GradientBuckets"]
+
+_UNDER_WAY = (
+    2  # buckets that are reduced or gathered at a time, where their buffers come and go: one more is being filled
+)
 
 
 @dataclass(eq=False)
@@ -63,10 +69,11 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Flat:
-    """``number``: in the plan. ``ranges``: which each rank of the channel updates, where state is sharded. ``missing``: parameters whose
+    """``number``: in the plan. ``size``: of the buffer, which comes and goes where gradients are sharded. ``ranges``: which each rank of the channel updates, where state is sharded. ``missing``: parameters whose
     gradient the last backward still owes."""
 
     number: int
+    size: tuple[int, torch.dtype]
     buffer: Tensor | None
     channel: Channel | None
     ranges: Sequence[Range] | None = None
@@ -87,6 +94,7 @@ class GradientBuckets:
         completed: for each stage, the parameters whose gradients its last backward completes.
         boxes: of the parameters of which this rank has a box.
         ranges: by number of a bucket whose state is sharded, the range of each rank of its channel.
+        weights: what this rank updates, where gradients are sharded too: takes those of its own ranges; None: they are not.
         same_way: every forward goes the same way, so that which parameters get no gradient at all is asked once; else in each step.
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
@@ -104,11 +112,14 @@ class GradientBuckets:
         boxes: Mapping[str, Box] | None = None,
         ranges: Mapping[int, Sequence[Range]] | None = None,
         *,
+        weights: MasterWeights | None = None,
         same_way: bool = True,
     ) -> None:
         self._boxes = boxes or {}
         self._ranges = ranges or {}
-        self._gathering: list[tuple[_Flat, Work]] = []
+        self._weights = weights
+        self._reducing: deque[_Flat] = deque()
+        self._gathering: deque[tuple[_Flat, Work]] = deque()
         self._same_way = same_way
         self._recorder = recorder
         self._completed = completed
@@ -127,6 +138,8 @@ class GradientBuckets:
         if not self._same_way:
             self._unused = None
         untouched = self._unused or frozenset()
+        if self._weights is not None:
+            self._weights.own_gradients.clear()
         for entry in self._entries:
             entry.parameter.grad = None
             entry.filled = entry.ready = False
@@ -143,6 +156,7 @@ class GradientBuckets:
     def place(self, parameter: Tensor) -> Tensor | None:
         """Where the first gradient of a parameter in a step belongs; None: it has no place of its own."""
         entries = self._entries_of[id(parameter)]
+        self._open(self._buckets[entries[0].bucket])
         return None if len(entries) > 1 or entries[0].staged else entries[0].view
 
     def added(self, parameter: Tensor) -> None:
@@ -158,16 +172,16 @@ class GradientBuckets:
     def wait(self) -> None:
         """Wait for every launched bucket. Then ``p.grad`` is the sum over the ranks, or None where no rank has a gradient."""
         for bucket in self._buckets:
-            if bucket.pending is not None and not bucket.given_back:
-                bucket.pending.wait()
-                self._give_back(bucket)
-                bucket.given_back = True  # clipping may change the gradients from here on
+            self._finish(bucket)
+        self._reducing.clear()
         shared = [bucket for bucket in self._buckets if bucket.channel is not None]
         if self._unused is None and all(bucket.pending is not None for bucket in shared):
             self._unused = self._find_untouched()
         for entry in self._entries:
             if self._unused and entry.name in self._unused:
                 entry.parameter.grad = None
+                if self._weights is not None:
+                    self._weights.own_gradients.pop(entry.name, None)
 
     @torch.no_grad()
     def gather(self, number: int) -> None:
@@ -177,6 +191,9 @@ class GradientBuckets:
         assert channel is not None  # or it is not gathered
         assert ranges is not None
         low, high = ranges[channel.place]
+        while self._weights is not None and len(self._gathering) >= _UNDER_WAY:
+            self._finish_gathering()
+        self._open(bucket)
         carried, begin = _as_weights(bucket), 0
         for entry in bucket.entries:
             size = entry.parameter.numel()
@@ -186,27 +203,93 @@ class GradientBuckets:
             begin += size
         started, timed = self._recorder.now(), self._recorder.on
         pending = channel.all_gather_ranges(carried, ranges, timed=timed)
-        self._recorder.collective("GATHER", bucket.number, started, pending)
+        self._recorder.collective(Action(0, "GATHER", bucket.number), started, pending)
         self._gathering.append((bucket, pending))
 
     @torch.no_grad()
     def wait_gathered(self) -> None:
         """Wait for every `gather` that was started, and give the model the weights."""
-        gathering, self._gathering = self._gathering, []
-        for bucket, pending in gathering:
-            pending.wait()
-            begin, carried = 0, _as_weights(bucket)
-            for entry in bucket.entries:
-                size = entry.parameter.numel()
-                entry.parameter.copy_(carried[begin : begin + size].view(entry.parameter.shape))
-                entry.parameter.grad = None  # what is in the buffer is none any more
-                begin += size
+        while self._gathering:
+            self._finish_gathering()
 
-    def gather_gradients(self) -> None:
-        """Make every gradient whole where each rank has the sums of its own range; after `wait`. Collective."""
+    def _finish_gathering(self) -> None:
+        bucket, pending = self._gathering.popleft()
+        pending.wait()
+        begin, carried = 0, _as_weights(bucket)
+        for entry in bucket.entries:
+            size = entry.parameter.numel()
+            entry.parameter.copy_(carried[begin : begin + size].view(entry.parameter.shape))
+            entry.parameter.grad = None  # what is in the buffer is none any more
+            begin += size
+        self._close(bucket)
+
+    @torch.no_grad()
+    def gather_gradients(self) -> dict[str, Tensor]:
+        """Every gradient by name, whole also where each rank has the sums of its own range; after `wait`. Collective."""
+        found = {e.name: e.parameter.grad for e in self._entries if e.parameter.grad is not None}
         for bucket in self._buckets:
-            if bucket.ranges is not None and bucket.channel is not None and bucket.buffer is not None:
-                bucket.channel.all_gather_ranges(bucket.buffer, bucket.ranges).wait()
+            if bucket.ranges is None or bucket.channel is None:
+                continue
+            self._open(bucket)
+            assert bucket.buffer is not None
+            begin = 0
+            for entry in bucket.entries:
+                self._put_own(bucket, entry, begin)
+                begin += entry.parameter.numel()
+            bucket.channel.all_gather_ranges(bucket.buffer, bucket.ranges).wait()
+            found |= {
+                e.name: e.view for e in bucket.entries if e.view is not None and e.name not in (self._unused or ())
+            }
+            self._close(bucket)
+        return found
+
+    def _put_own(self, bucket: _Flat, entry: _Entry, begin: int) -> None:
+        """What is kept of a gradient apart from the buffer, in its place there; ``begin``: of the parameter in the buffer."""
+        if self._weights is None or bucket.ranges is None or bucket.channel is None or bucket.buffer is None:
+            return
+        low, high = bucket.ranges[bucket.channel.place]
+        first, last = max(low, begin), min(high, begin + entry.parameter.numel())
+        own = self._weights.own_gradients.get(entry.name)
+        if own is not None and first < last:
+            bucket.buffer[first:last].copy_(own.reshape(-1))
+
+    def _open(self, bucket: _Flat) -> None:
+        """Make the buffer, where it is not there all the time; all of it is zero."""
+        if bucket.channel is None or bucket.buffer is not None:
+            return
+        size, dtype = bucket.size
+        bucket.buffer = torch.zeros(size, dtype=dtype, device=bucket.entries[0].parameter.device)
+        begin = 0
+        for entry in bucket.entries:
+            entry.view = _view(bucket.buffer, begin, entry.parameter, entry.box, by_rows=True)
+            begin += entry.view.numel()
+
+    def _close(self, bucket: _Flat) -> None:
+        """Let go of a buffer that is not there all the time."""
+        if self._weights is None or bucket.ranges is None:
+            return
+        for entry in bucket.entries:
+            entry.parameter.grad = entry.view = None
+        bucket.buffer = None
+
+    def _finish(self, bucket: _Flat) -> None:
+        """Wait until a bucket is reduced, if it is launched."""
+        if bucket.pending is None or bucket.given_back:
+            return
+        bucket.pending.wait()
+        self._give_back(bucket)
+        bucket.given_back = True  # clipping may change the gradients from here on
+        if self._weights is None or bucket.ranges is None or bucket.channel is None or bucket.buffer is None:
+            return
+        low, high = bucket.ranges[bucket.channel.place]
+        own, begin = bucket.buffer[low:high].clone(), 0
+        for entry in bucket.entries:
+            size = entry.parameter.numel()
+            first, last = max(low, begin), min(high, begin + size)
+            if first < last:
+                self._weights.keep_gradient(entry.name, own[first - low : last - low])
+            begin += size
+        self._close(bucket)
 
     def _give_back(self, bucket: _Flat) -> None:
         """Bring the sums of boxes back to where the gradient lies."""
@@ -247,12 +330,15 @@ class GradientBuckets:
                 by_channel.setdefault(channel, []).append(bucket)
         buffers: dict[int, Tensor] = {}
         for channel, of in by_channel.items():
-            sizes = [_size_of(bucket, parameters, self._boxes) for bucket in of]
-            buffers |= {bucket.index: buffer for bucket, buffer in zip(of, channel.buffers(sizes), strict=True)}
+            stay = [bucket for bucket in of if self._weights is None or bucket.index not in self._ranges]
+            sizes = [_size_of(bucket, parameters, self._boxes) for bucket in stay]
+            if stay:
+                buffers |= {bucket.index: buffer for bucket, buffer in zip(stay, channel.buffers(sizes), strict=True)}
         flats = []
         for place, (bucket, channel) in enumerate(buckets):
             buffer, ranges = buffers.get(bucket.index), self._ranges.get(bucket.index)
-            flat = _Flat(bucket.index, buffer, None if buffer is None else channel, ranges)
+            size = _size_of(bucket, parameters, self._boxes)
+            flat = _Flat(bucket.index, size, buffer, channel if channel in by_channel else None, ranges)
             offset = 0
             for part in bucket.parts:
                 parameter, box = parameters[part.name], inside(self._boxes.get(part.name, ()), part.box)
@@ -274,6 +360,7 @@ class GradientBuckets:
     def _on_gradient(self, entry: _Entry) -> None:
         parameter = entry.parameter
         assert parameter.grad is not None
+        self._open(self._buckets[entry.bucket])
         if parameter.grad.is_sparse:
             raise CaptureError(
                 f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
@@ -303,6 +390,9 @@ class GradientBuckets:
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
+        while self._weights is not None and len(self._reducing) >= _UNDER_WAY:
+            self._finish(self._reducing.popleft())
+        self._open(bucket)
         for entry in bucket.entries:
             if entry.staged:
                 assert entry.view is not None
@@ -310,6 +400,7 @@ class GradientBuckets:
             elif entry.view is not None and not entry.filled:
                 entry.parameter.grad = entry.view.zero_()
         bucket.pending = self._reduce(bucket)
+        self._reducing.append(bucket)
         self._next += 1
 
     def _reduce(self, bucket: _Flat) -> Work:
@@ -321,7 +412,7 @@ class GradientBuckets:
         else:
             pending = bucket.channel.reduce_scatter_ranges(bucket.buffer, bucket.ranges, timed=timed)
         kind: ActionKind = "REDUCE_GRAD" if bucket.ranges is None else "SCATTER"
-        self._recorder.collective(kind, bucket.number, started, pending)
+        self._recorder.collective(Action(0, kind, bucket.number), started, pending)
         return pending
 
 

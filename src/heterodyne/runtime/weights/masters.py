@@ -19,6 +19,7 @@ __all__ = ["MasterWeights", "gradient_dtype"]
 
 _MASTER = "master"
 _NONE_SHARDED: Mapping[str, Range] = {}
+_NO_SHARDS: Mapping[str, torch.Tensor] = {}
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -32,12 +33,14 @@ class MasterWeights:
     Args:
         parameters: every trained parameter of this rank by name. Those in 16 bits get fp32 gradients until `close`.
         ranges: of those whose state is sharded, the elements ``[start, stop)``, row after row, that this rank updates; there may be none.
+        shards: what this rank keeps of parameters that are sharded themselves; the others hold what is updated of them.
         on_host: what is updated, and the optimizer's state of it, is kept in the memory of the host: gradients go there for a step, and
             new weights come back. Copies are waited for, so that no step sees half of one.
 
     ``updated``: by name, what the optimizer is made of: a parameter, or the range of it, itself; of one in 16 bits an fp32 copy (its
     master), and a copy on the host of what is kept there. A range has as many dims as its parameter, all but the last of size 1, so that
-    groups may be made by the number of dims.
+    groups may be made by the number of dims. ``own_gradients``: of what is updated, the gradients that are kept apart from their parameters;
+    who sums them puts them there.
     """
 
     def __init__(
@@ -45,9 +48,12 @@ class MasterWeights:
         parameters: Mapping[str, nn.Parameter],
         ranges: Mapping[str, Range] = _NONE_SHARDED,
         *,
+        shards: Mapping[str, torch.Tensor] = _NO_SHARDS,
         on_host: bool = False,
     ) -> None:
         self._parameters = parameters
+        self._shards = shards
+        self.own_gradients: dict[str, torch.Tensor] = {}
         self._on_host = on_host
         self._ranges = {n: own for n, own in ranges.items() if own != (0, parameters[n].numel())}
         self._narrow = [n for n, p in parameters.items() if p.is_floating_point() and p.itemsize < 4]
@@ -63,25 +69,43 @@ class MasterWeights:
 
     def _made(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         narrow = name in self._narrow
-        if not narrow and name not in self._ranges and not self._on_host:
+        if not narrow and name not in self._ranges and name not in self._shards and not self._on_host:
             return parameter
-        own = self.own_range(name, parameter.detach())
+        held = own = self._own_weight(name)
         if self._on_host:
             own = own.to("cpu", copy=True)
-        if narrow or (name in self._ranges and not parameter.is_contiguous()):
+        if narrow or (name in self._ranges and name not in self._shards and not parameter.is_contiguous()):
             own = own.float() if narrow else own.clone()
         made = nn.Parameter(own)
         made.__dict__.update(parameter.__dict__)  # marks that an optimizer's groups may be made by
-        if own.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        if own.untyped_storage().data_ptr() != held.untyped_storage().data_ptr():
             self._masters[name] = made
         return made
+
+    def _own_weight(self, name: str) -> torch.Tensor:
+        """What this rank updates of a parameter, as the model has it."""
+        parameter = self._parameters[name].detach()
+        if name not in self._shards:
+            return self.own_range(name, parameter)
+        shard = self._shards[name]
+        return shard.view(self._own_shape(name, parameter))
+
+    def _own_shape(self, name: str, parameter: torch.Tensor) -> tuple[int, ...]:
+        if name not in self._ranges:
+            return tuple(parameter.shape)
+        low, high = self._ranges[name]
+        return (*(1,) * (parameter.dim() - 1), high - low)
 
     def own_range(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Of a tensor that lies as the parameter does, what this rank updates; a view where ``whole`` is contiguous."""
         if name not in self._ranges:
             return whole
         low, high = self._ranges[name]
-        return whole.reshape(-1)[low:high].view(*(1,) * (whole.dim() - 1), high - low)
+        return whole.reshape(-1)[low:high].view(self._own_shape(name, whole))
+
+    def keep_gradient(self, name: str, own: torch.Tensor) -> None:
+        """Take the gradient of what is updated of a parameter, row after row, which is kept apart from it."""
+        self.own_gradients[name] = own.view(self._own_shape(name, self._parameters[name]))
 
     @property
     def names(self) -> Collection[str]:
@@ -98,19 +122,27 @@ class MasterWeights:
         """Take over weights that the model has got from elsewhere, where they are not rounded."""
         for name, master in self._masters.items():
             if name not in self._narrow:
-                master.copy_(self.own_range(name, self._parameters[name]))
+                master.copy_(self._own_weight(name))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """By name those that there are of what this rank updates."""
-        found = {name: self._parameters[name].grad for name in self.updated}
-        return {name: self.own_range(name, gradient) for name, gradient in found.items() if gradient is not None}
+        found = {name: self._gradient(name) for name in self.updated}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def _gradient(self, name: str) -> torch.Tensor | None:
+        whole = self._parameters[name].grad
+        return self.own_gradients.get(name) if whole is None else self.own_range(name, whole)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update by the gradients of the parameters, and round the masters into these."""
-        apart = {name: made for name, made in self.updated.items() if made is not self._parameters[name]}
+        apart = {
+            name: made
+            for name, made in self.updated.items()
+            if made is not self._parameters[name] or name in self.own_gradients
+        }
         for name, made in apart.items():
-            gradient = self._parameters[name].grad
-            made.grad = None if gradient is None else self.own_range(name, gradient).to(made.device)
+            gradient = self._gradient(name)
+            made.grad = None if gradient is None else gradient.to(made.device)
         optimizer.step()
         for made in apart.values():
             made.grad = None
@@ -124,8 +156,8 @@ class MasterWeights:
 
     def _give(self, name: str, value: torch.Tensor) -> None:
         parameter = self._parameters[name].detach()
-        if name not in self._ranges or parameter.is_contiguous():
-            self.own_range(name, parameter).copy_(value)
+        if name in self._shards or name not in self._ranges or parameter.is_contiguous():
+            self._own_weight(name).copy_(value)
             return
         whole = parameter.contiguous()
         self.own_range(name, whole).copy_(value)
@@ -149,13 +181,16 @@ class MasterWeights:
         rest: dict[str, dict[str, Any]] = {}
         for name, values in state.items():
             if _MASTER in values and name not in self._narrow:
-                self._parameters[name].copy_(values[_MASTER])
+                whole = name not in self._shards
+                (self._parameters[name] if whole else self._own_weight(name)).copy_(
+                    values[_MASTER] if whole else self.own_range(name, values[_MASTER])
+                )
             others = {key: self._own_of(name, value) for key, value in values.items() if key != _MASTER}
             if others and name in self.updated:
                 rest[name] = others
         for name, master in self._masters.items():
-            whole = state.get(name, {}).get(_MASTER, self._parameters[name])
-            master.copy_(self.own_range(name, whole))
+            whole = state.get(name, {}).get(_MASTER)
+            master.copy_(self._own_weight(name) if whole is None else self.own_range(name, whole))
         return rest
 
     def _own_of(self, name: str, value: Any) -> Any:

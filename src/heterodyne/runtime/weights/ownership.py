@@ -22,7 +22,8 @@ class Ownership:
 
     What no op reads is held by every rank of the plan. Where each of these holds the whole model, an idle rank holds a copy too,
     which is brought up to date when the state is asked for. ``boxes``: of what is cut, the box of each rank; ``shapes``: of all that.
-    ``shards``: of each part of a parameter whose optimizer state is sharded, the elements whose state each rank keeps.
+    ``shards``: of each part of a parameter whose optimizer state is sharded, the elements whose state each rank keeps; ``apart``: and of the
+    weight itself too.
     """
 
     owners: Mapping[str, tuple[int, ...]]
@@ -30,6 +31,7 @@ class Ownership:
     boxes: Mapping[str, Mapping[int, Box]] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     shards: Mapping[str, Mapping[Box, Mapping[int, Range]]] = field(default_factory=dict)
+    apart: bool = False
 
     @classmethod
     def of(cls, plan: Plan, graph: ModelGraph, cluster: Cluster, *, whole_weights: bool = False) -> Ownership:
@@ -44,6 +46,7 @@ class Ownership:
                 of[cluster.rank(own.owner)] = (own.start, own.stop)
         return cls(
             shards=shards,
+            apart=plan.zero > 2,
             owners={
                 name: tuple(sorted(map(cluster.rank, devices), key=lambda r: (cluster.devices[r].id not in working, r)))
                 for name, devices in holdings.items()

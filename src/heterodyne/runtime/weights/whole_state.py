@@ -30,18 +30,26 @@ __all__ = [
 ]
 
 
+_NO_SHARDS: Mapping[str, Tensor] = {}
+
+
 def held_entries(module: nn.Module) -> frozenset[str]:
     """The entries of the module's state dict that are on this rank."""
     kept = module.state_dict(keep_vars=True)
     return frozenset(name for name, entry in kept.items() if not (isinstance(entry, Tensor) and entry.is_meta))
 
 
-def kept_model(module: nn.Module, ownership: Ownership, communicator: Communicator) -> dict[str, Any]:
-    """The entries of ``module.state_dict()`` that this rank answers for, not copied unless they are cut: each is one rank's. Collective."""
+def kept_model(
+    module: nn.Module, ownership: Ownership, communicator: Communicator, shards: Mapping[str, Tensor] = _NO_SHARDS
+) -> dict[str, Any]:
+    """The entries of ``module.state_dict()`` that this rank answers for, not copied unless they are cut: each is one rank's. Collective.
+
+    ``shards``: what is held of parameters that are sharded, row after row.
+    """
     values: dict[int, Tensor] = {}
     for name, tensor in stored_tensors(module):
-        if name in ownership.boxes:
-            whole = _brought_together(name, tensor.detach(), ownership, communicator)
+        if name in ownership.boxes or _apart(name, ownership):
+            whole = _brought_together(name, shards.get(name, tensor.detach()), ownership, communicator)
             if ownership.keeper(name) == communicator.rank:
                 values[id(tensor)] = whole
         elif ownership.keeper(name) == communicator.rank:
@@ -57,13 +65,18 @@ def kept_model(module: nn.Module, ownership: Ownership, communicator: Communicat
 
 
 def gathered_model(
-    module: nn.Module, ownership: Ownership, communicator: Communicator, *, on: int | None = None
+    module: nn.Module,
+    ownership: Ownership,
+    communicator: Communicator,
+    shards: Mapping[str, Tensor] = _NO_SHARDS,
+    *,
+    on: int | None = None,
 ) -> dict[str, Any]:
     """What ``module.state_dict()`` would be, with every value from its keeper; ``on`` one rank (nothing on the others), or on all.
 
     Collective. What this rank is the keeper of is not copied, unless it is cut.
     """
-    tensors = gathered_tensors(module, ownership, communicator, on=on)
+    tensors = gathered_tensors(module, ownership, communicator, shards, on=on)
     if on is not None and on != communicator.rank:
         return {}
     values = {id(tensor): tensors[name] for name, tensor in stored_tensors(module)}
@@ -72,20 +85,31 @@ def gathered_model(
 
 
 def gathered_tensors(
-    module: nn.Module, ownership: Ownership, communicator: Communicator, *, on: int | None = None
+    module: nn.Module,
+    ownership: Ownership,
+    communicator: Communicator,
+    shards: Mapping[str, Tensor] = _NO_SHARDS,
+    *,
+    on: int | None = None,
 ) -> dict[str, Tensor]:
     """Every parameter and buffer, also those that a state dict leaves out, with every value from its keeper. See `gathered_model`."""
     values: dict[str, Tensor] = {}
     for name, tensor in stored_tensors(module):
         # A holder that is not the keeper may have drifted from it in the last bits.
-        whole = _brought_together(name, tensor.detach(), ownership, communicator)
+        whole = _brought_together(name, shards.get(name, tensor.detach()), ownership, communicator)
         if on is None or on == communicator.rank:
             values[name] = whole
     return values
 
 
+def _apart(name: str, ownership: Ownership) -> bool:
+    return ownership.apart and name in ownership.shards
+
+
 def _brought_together(name: str, own: Tensor, ownership: Ownership, communicator: Communicator) -> Tensor:
     """A tensor, each part of it from the rank whose values count. ``own``: what is held of it here, or a stand-in. Collective."""
+    if _apart(name, ownership):
+        return _joined(own, ownership.shapes[name], own.dtype, ownership.shards[name], communicator)
     parts = ownership.parts(name)
     if len(parts) == 1:
         return _from_keeper(own, parts[0][1], communicator)
@@ -175,8 +199,14 @@ def _joined(
     return whole
 
 
-def restored_model(module: nn.Module, state: Mapping[str, Any], ownership: Ownership, rank: int) -> None:
-    """Take what is held here from a whole state. Raises CheckpointError if something is missing."""
+def restored_model(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    ownership: Ownership,
+    rank: int,
+    shards: Mapping[str, Tensor] = _NO_SHARDS,
+) -> None:
+    """Take what is held here from a whole state. Raises CheckpointError if something is missing. ``shards``: see `kept_model`."""
     kept = module.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in stored_tensors(module)}
     for name, entry in kept.items():
@@ -187,7 +217,12 @@ def restored_model(module: nn.Module, state: Mapping[str, Any], ownership: Owner
         if name not in state or tuple(state[name].shape) != shape:
             raise CheckpointError(f"the checkpoint has no {name!r} of shape {shape}: it is of another model")
         with torch.no_grad():
-            entry.copy_(boxed(state[name], box))
+            own = shards.get(names.get(id(entry), name))
+            if own is None:
+                entry.copy_(boxed(state[name], box))
+            elif own.numel():
+                start, stop = ownership.updated(rank, names[id(entry)]) or (0, own.numel())
+                own.copy_(boxed(state[name], box).reshape(-1)[start:stop])
 
 
 def own_boxes(state: Mapping[str, Mapping[str, Any]], ownership: Ownership, rank: int) -> dict[str, dict[str, Any]]:

@@ -38,6 +38,7 @@ class WorkerState:
         masters: of the trained parameters that this rank holds.
         trained: the names of all that are trained.
         ownership: who holds what.
+        shards: what is held of parameters that are sharded, row after row.
         drifts: whole models may differ between the ranks that train them: on unlike devices equal gradients, rounded differently in the
             update, drift apart in the last bits. Those of the keeper count.
         leader: the rank whose whole model those ``followers`` are given that do not train it, idle or without samples.
@@ -54,6 +55,7 @@ class WorkerState:
         trained: Sequence[str],
         ownership: Ownership,
         communicator: Communicator,
+        shards: Mapping[str, Tensor],
         drifts: bool,
         leader: int,
         followers: Sequence[int],
@@ -65,6 +67,7 @@ class WorkerState:
         self._trained = list(trained)
         self._ownership = ownership
         self._communicator = communicator
+        self._shards = shards
         self._drifts = drifts
         self._leader = leader
         self._followers = tuple(followers)
@@ -76,7 +79,7 @@ class WorkerState:
         if self._alike:
             return {"model": self._module.state_dict(), "optimizer": self._of_optimizer()}
         return {
-            "model": gathered_model(self._module, self._ownership, self._communicator),
+            "model": gathered_model(self._module, self._ownership, self._communicator, self._shards),
             "optimizer": gathered_optimizer(self._of_optimizer(), self._ownership, self._communicator, self._trained),
         }
 
@@ -93,7 +96,7 @@ class WorkerState:
         together = gathered_optimizer(own, self._ownership, self._communicator, apart, on_keeper=True)
         own = {name: values for name, values in own.items() if name not in apart}
         return {
-            "model": kept_model(self._module, self._ownership, self._communicator),
+            "model": kept_model(self._module, self._ownership, self._communicator, self._shards),
             "optimizer": together | {n: v for n, v in own.items() if self._ownership.keeper(n) == rank},
         }
 
@@ -102,7 +105,7 @@ class WorkerState:
         self._lead()
         if self._alike:
             return self._module.state_dict() if self._communicator.rank == 0 else {}
-        return gathered_model(self._module, self._ownership, self._communicator, on=0)
+        return gathered_model(self._module, self._ownership, self._communicator, self._shards, on=0)
 
     def tensors(self, on: int | None) -> dict[str, Tensor]:
         """Every parameter and buffer by name, on one rank or (None) on all. Collective. See `whole`."""
@@ -110,7 +113,7 @@ class WorkerState:
         if self._alike:
             here = on is None or on == self._communicator.rank
             return {name: tensor.detach() for name, tensor in stored_tensors(self._module)} if here else {}
-        return gathered_tensors(self._module, self._ownership, self._communicator, on=on)
+        return gathered_tensors(self._module, self._ownership, self._communicator, self._shards, on=on)
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load` reads on this rank what these keys lead to."""
@@ -127,7 +130,8 @@ class WorkerState:
                 self._module.load_state_dict(state["model"])
         else:
             # Nothing, on an idle rank.
-            restored_model(self._module, state.get("model", {}), self._ownership, self._communicator.rank)
+            rank = self._communicator.rank
+            restored_model(self._module, state.get("model", {}), self._ownership, rank, self._shards)
         optimizer = state.get("optimizer", {})
         unknown = sorted(set(optimizer) - set(self._trained))
         if unknown:
