@@ -66,8 +66,15 @@ def wide(graph: ModelGraph) -> Spread:
 
 
 def layered(graph: ModelGraph) -> Spread:
-    """All stages on the same three devices, one after the other; a fourth is idle."""
-    return "GPipe", (PipelineOf((3, 4, 2), cut(graph, (0.2, 0.5, 0.8), ((0, 1, 2),) * 4)),)
+    """All stages on the same three devices, one after the other; one of them is without a sample, and a fourth is idle."""
+    stages = cut(graph, (0.2, 0.5, 0.8), ((0, 1, 2),) * 4)
+    return "GPipe", (PipelineOf((3, 4, 2), tuple(replace(stage, shares=(2, 0, 1)) for stage in stages)),)
+
+
+def recomputed(graph: ModelGraph) -> Spread:
+    """The same on four devices, whose hosts keep the state, and everything recomputed."""
+    stages = cut(graph, (0.2, 0.6), ((3, 1, 2, 0),) * 3, recompute=True)
+    return "GPipe", (PipelineOf((4, 5), tuple(replace(stage, offload=True) for stage in stages)),)
 
 
 def worker_under(
@@ -103,24 +110,34 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("name", "spread", "shares", "bucket_bytes", "section"),
+    ("name", "spread", "zero", "shares", "bucket_bytes", "section"),
     [
-        ("gpt2", replicas, (1, 1, 1), 4096, ADAMW),
-        ("gpt2", replicas, (3, 0, 2), 2**20, SGD),
-        ("t5", replicas, (1, 5, 7), 1, ADAMW),
-        ("gpt2", wide, (0, 1, 5, 3), 3000, ADAMW),
-        ("gpt2", unlike, (2, 3, 1, 5), 4096, SGD),
-        ("gpt2", meshed, (1, 2, 4, 3), 4096, ADAMW),
-        ("gpt2", unlike, (1, 2, 4, 3), 4096, ADAFACTOR),
+        ("gpt2", replicas, 1, (1, 1, 1), 4096, ADAMW),
+        ("gpt2", replicas, 2, (3, 0, 2), 2**20, SGD),
+        ("t5", replicas, 1, (1, 5, 7), 1, ADAMW),
+        ("gpt2", wide, 3, (0, 1, 5, 3), 3000, ADAMW),
+        ("gpt2", unlike, 2, (2, 3, 1, 5), 4096, SGD),
+        ("gpt2", meshed, 1, (1, 2, 4, 3), 4096, ADAMW),
+        ("gpt2", meshed, 3, (1, 2, 4, 3), 4096, ADAMW),
+        ("gpt2", unlike, 1, (1, 2, 4, 3), 4096, ADAFACTOR),
+        ("gpt2", layered, 3, (3, 0, 2), 2**20, ADAMW),
+        ("t5", layered, 3, (1, 5, 7), 1, ADAFACTOR),
+        ("gpt2", recomputed, 3, (2, 3, 1, 5), 4096, ADAMW),
     ],
 )
 def test_training_goes_where_one_device_goes(
-    pool: Pool, name: str, spread: Any, shares: tuple[int, ...], bucket_bytes: int, section: OptimizerSection
+    pool: Pool,
+    name: str,
+    spread: Any,
+    zero: int,
+    shares: tuple[int, ...],
+    bucket_bytes: int,
+    section: OptimizerSection,
 ) -> None:
     graph = captured(name)
     made = sharded(spread(graph), *shares)
     losses, norms, state = train_on_one_device(graph, made, STEPS, section)
-    found = pool.run(4, train, graph, made, section, bucket_bytes)
+    found = pool.run(4, train, graph, made, section, bucket_bytes, zero)
     for got, of_norm, weights, _ in found:
         assert got == pytest.approx(losses, rel=BAR)
         assert [n for n in of_norm if n is not None] == pytest.approx(norms if of_norm[0] is not None else [], rel=BAR)
@@ -133,18 +150,19 @@ def test_training_goes_where_one_device_goes(
         assert found[3][3] == 0
 
 
-def gradients_of(world: World, graph: ModelGraph, spread: Spread) -> tuple[float, dict[str, Tensor]]:
-    worker, batch = worker_under(world, graph, spread, ADAMW, 4096)
+def gradients_of(world: World, graph: ModelGraph, spread: Spread, zero: int) -> tuple[float, dict[str, Tensor]]:
+    worker, batch = worker_under(world, graph, spread, ADAMW, 4096, zero)
     loss, gradients = worker.gradients(batch, 1)
     found = copied(gradients)
     worker.close()
     return loss, found
 
 
-def test_gradients_can_be_asked_for_whole(pool: Pool) -> None:
+@pytest.mark.parametrize(("spread", "zero"), [(replicas, 1), (replicas, 2), (layered, 3)])
+def test_gradients_can_be_asked_for_whole(pool: Pool, spread: Any, zero: int) -> None:
     graph = captured("gpt2")
-    made = sharded(replicas(graph), 3, 1, 2)
-    by_rank = pool.run(4, gradients_of, graph, made)
+    made = sharded(spread(graph), 3, 1, 2)
+    by_rank = pool.run(4, gradients_of, graph, made, zero)
     for loss, gradients in by_rank[1:3]:
         assert compare(loss, gradients, *by_rank[0]).largest == 0
     assert by_rank[0][1].keys() == {p.name for p in graph.parameters if p.trainable}
@@ -173,10 +191,10 @@ def take_over(
     return losses, [resumed.step(case.batch).loss for _ in range(3)]
 
 
-@pytest.mark.parametrize("spread", [replicas, meshed])
-def test_a_resumed_run_changes_no_bit(pool: Pool, spread: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("spread", "zero"), [(replicas, 2), (meshed, 1), (layered, 3)])
+def test_a_resumed_run_changes_no_bit(pool: Pool, spread: Any, zero: int, tmp_path: Path) -> None:
     graph = captured("gpt2")
-    plan = (sharded(spread(graph), 1, 2, 4, 3), 1)
+    plan = (sharded(spread(graph), 1, 2, 4, 3), zero)
     for undisturbed, resumed in pool.run(4, take_over, graph, plan, plan, tmp_path):
         assert resumed == undisturbed
 
@@ -187,7 +205,8 @@ def test_a_resumed_run_changes_no_bit(pool: Pool, spread: Any, tmp_path: Path) -
         ((wide, 1), (replicas, 0)),
         ((replicas, 0), (meshed, 1)),
         ((meshed, 1), (unlike, 1)),
-        ((unlike, 1), (replicas, 1)),
+        ((unlike, 1), (recomputed, 3)),
+        ((layered, 3), (replicas, 2)),
     ],
 )
 def test_another_plan_goes_on_from_a_checkpoint(pool: Pool, before: Any, after: Any, tmp_path: Path) -> None:
@@ -207,6 +226,10 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
     assert "in different ways, so that its state cannot be sharded" in faults(in_parts(graph), 1)
     assert "no two devices do: leave 'zero' out" in faults(("1F1B", alone(graph)), 1)
+    assert (
+        "over 3 pipelines (ZeRO-3), and this version does not run it: give each stage of one pipeline several devices"
+        in faults(replicas(graph), 3)
+    )
     assert "write 'zero': 1, or leave them out" in faults(sharded(replicas(graph), 1, 2, 3), 0)
 
 

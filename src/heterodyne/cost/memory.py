@@ -85,6 +85,14 @@ class MemoryUse:
         """Of a device that keeps only so much of the optimizer's state of its weights."""
         return replace(self, optimizer=round(part * self.optimizer))
 
+    def with_gradients(self, part: float, gathered: int) -> MemoryUse:
+        """Of a device that keeps only so much of the gradients, and at a time so many bytes of them whole."""
+        return replace(self, gradients=min(self.gradients, round(part * self.gradients) + gathered))
+
+    def with_parameters(self, part: float, trained: int, gathered: int) -> MemoryUse:
+        """Of a device that keeps only so much of ``trained`` bytes of its parameters, and at a time so many bytes of them whole."""
+        return replace(self, parameters=min(self.parameters, self.parameters - round((1 - part) * trained) + gathered))
+
     @property
     def fixed(self) -> int:
         """What does not depend on the micro-batch."""

@@ -12,6 +12,7 @@ from heterodyne.cost.balance import operations_a_byte
 from heterodyne.cost.collective import Collectives
 from heterodyne.cost.compute import Compute, Pass, compute_of
 from heterodyne.cost.exchange import Wires
+from heterodyne.cost.gathered import gathered
 from heterodyne.cost.halves import Halves
 from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.member import member_costs
@@ -27,7 +28,8 @@ from heterodyne.graph.cut import Crossing, crossings
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.size import ZERO, Size
 from heterodyne.plan.boxes import Box
-from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets
+from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets, stages_reading
+from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.precision import between, precision_of
 from heterodyne.plan.sharded_stage import shard_stage
@@ -303,7 +305,9 @@ class CostModel:
             sent += travel
             for device in dict.fromkeys(device for stage in pipeline.stages for device in stage.devices):
                 at = Position(device, pipeline, taken, boxes[device])
-                ranks[self.cluster.rank(device)] = self._rank(at, crossing, travel, buckets, parts.get(device, 1.0))
+                ranks[self.cluster.rank(device)] = self._rank(
+                    at, crossing, travel, buckets, parts.get(device, 1.0), plan
+                )
         alike = not parts and all(set(bucket.owners) == set(plan.devices) for bucket in buckets)
         active = tuple(dict.fromkeys(plan.devices))
         return StepCosts(
@@ -320,7 +324,17 @@ class CostModel:
             return {"reduce_s": tuple(self.collectives.all_reduce(b.owners)(b.bytes) for b in buckets)}
         shares = state_shares(plan)
         half = [self.collectives.reduce_scatter(b.owners, [shares[o] for o in b.owners])(b.bytes) for b in buckets]
-        return {"reduce_s": tuple(half), "gather_s": tuple(half)}
+        if plan.zero < 3:
+            return {"reduce_s": tuple(half), "gather_s": tuple(half)}
+        reads = stages_reading(plan.pipelines[0], self.graph)
+        return {
+            "reduce_s": tuple(half),
+            "gather_s": tuple(seconds if b.blocks else 0.0 for b, seconds in zip(buckets, half, strict=True)),
+            "unshard_s": tuple(
+                sum(s for b, s in zip(buckets, half, strict=True) if not names.isdisjoint(b.parameters))
+                for names in reads
+            ),
+        }
 
     def _rank(
         self,
@@ -329,6 +343,7 @@ class CostModel:
         travel: Sequence[Route],
         buckets: Sequence[Bucket],
         state: float,
+        plan: Plan,
     ) -> RankCosts:
         """``state``: the part of its weights that the rank updates."""
         device, mine = at.device, at.stages
@@ -347,6 +362,8 @@ class CostModel:
         )
         on_host = any(stage.offload for stage in mine.values())
         fixed = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
+        if plan.zero > 1:
+            fixed = self._shared_out(fixed, at, plan, [b for b in buckets if device in b.owners], state)
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(at, bucket) for bucket in buckets if device in bucket.owners},
@@ -358,6 +375,19 @@ class CostModel:
             workspace_bytes=under_way + workspace,
             update_bytes=fixed.update,
         )
+
+    def _shared_out(
+        self, use: MemoryUse, at: Position, plan: Plan, buckets: Sequence[Bucket], state: float
+    ) -> MemoryUse:
+        """With gradients, and from level 3 on parameters, of which the device keeps so much of what it shares."""
+        shared = [bucket for bucket in buckets if len(bucket.owners) > 1]
+        reads = stages_reading(at.pipeline, self.graph)
+        readers = {b.index: [n for n in at.stages if not reads[n].isdisjoint(b.parameters)] for b in shared}
+        places = [place for place, devices in enumerate(at.pipeline.places) if at.device in devices]
+        order = [a for place in places for a in orders_of(plan.schedule, at.pipeline)[place]]
+        whole = gathered(order, shared, readers)
+        use = use.with_gradients(state, whole.gradients)
+        return use if plan.zero < 3 else use.with_parameters(state, sum(b.bytes for b in shared), whole.parameters)
 
     def _stage_of(self, at: Position, number: int, entering: Size, leaving: Size) -> tuple[StageCosts, int]:
         """The costs of a stage on one of its devices, and what comes and goes inside its passes."""

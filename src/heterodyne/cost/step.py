@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from heterodyne.cost.routes import Route
 from heterodyne.cost.stage import StageCosts
-from heterodyne.plan.program import COLLECTIVES, Action, ActionKind
+from heterodyne.plan.program import COLLECTIVES, Action
 
 __all__ = ["RankCosts", "StepCosts"]
 
@@ -54,7 +54,8 @@ class StepCosts:
     Args:
         ranks: None for an idle rank.
         reduce_s: one value a gradient bucket, 0 for one that only one rank has; of its all-reduce, or of its reduce-scatter where state
-            is sharded, and then ``gather_s`` of the all-gather of its weights.
+            is sharded, and then ``gather_s`` of the all-gather of its weights; each is gathered once at least.
+        unshard_s: of each stage, where parameters are sharded, of the all-gather of what it reads.
         routes: what the ranks send to each other.
         norm_s: seconds in which the ranks agree on the norm of all gradients, before CLIP; None: each knows it by itself, since it has
             all of them.
@@ -64,6 +65,7 @@ class StepCosts:
     ranks: tuple[RankCosts | None, ...]
     reduce_s: tuple[float, ...] = ()
     gather_s: tuple[float, ...] = ()
+    unshard_s: tuple[float, ...] = ()
     routes: tuple[Route, ...] = ()
     norm_s: float | None = None
     ranks_meet: bool = False
@@ -101,18 +103,25 @@ class StepCosts:
             return 0.0
         if action.kind.startswith("SEND"):
             return self._send_s(rank, action, action.index)
+        if action.kind == "RESHARD":
+            return 0.0
         if action.kind in COLLECTIVES:
-            values = self.collective_s(action.kind)
-        else:
-            stage = costs.stages.get(action.stage)
-            values = () if stage is None else getattr(stage, _PASSES[action.kind])
+            return self.collective_s(action)
+        stage = costs.stages.get(action.stage)
+        values = () if stage is None else getattr(stage, _PASSES[action.kind])
         if action.index >= len(values):
             raise KeyError(f"rank {rank} has no cost of {action}")
         return values[action.index]
 
-    def collective_s(self, kind: ActionKind) -> tuple[float, ...]:
-        """Seconds of a collective of each bucket."""
-        return self.gather_s if kind == "GATHER" else self.reduce_s
+    def collective_s(self, action: Action) -> float:
+        """Seconds of a collective. Raises KeyError for one that has no cost."""
+        values, place = self.gather_s if action.kind == "GATHER" else self.reduce_s, action.index
+        if action.kind == "UNSHARD":
+            values, place = self.unshard_s, action.stage
+        if place is None or place >= len(values):
+            raise KeyError(f"there is no cost of {action}")
+        seconds: float = values[place]
+        return seconds
 
     def _send_s(self, rank: int, action: Action, index: int) -> float:
         sent = [r for r in self.routes if r.source == (rank, action.stage) and action.kind.endswith(r.kind)]

@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+BUCKETS_UNDER_WAY = 2
+"""Buckets that are reduced or gathered at a time, where gradients are sharded and buffers come and go; one more is being filled."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """A parameter, or the box of it that the same devices hold. ``box``: see `heterodyne.plan.boxes`."""

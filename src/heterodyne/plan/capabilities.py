@@ -50,6 +50,7 @@ Feature = Literal[
     "state_sharding",
     "gradient_sharding",
     "parameter_sharding",
+    "parameter_sharding_over_pipelines",
     "offload",
 ]
 
@@ -109,6 +110,10 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         "state_sharding": _Words(name="sharded optimizer state (ZeRO-1)", remedy="leave 'zero' and 'state_shares' out"),
         "gradient_sharding": _Words(name="sharded gradients too (ZeRO-2)", remedy="write 'zero': 1"),
         "parameter_sharding": _Words(name="sharded parameters too (ZeRO-3)", remedy="write 'zero': 2"),
+        "parameter_sharding_over_pipelines": _Words(
+            name="parameters sharded over several pipelines",
+            remedy="give each stage of one pipeline several devices, or write 'zero': 2",
+        ),
         "offload": _Words(name="optimizer state in host memory", remedy="leave 'offload' out"),
     }
 )
@@ -163,7 +168,7 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="any model",
         why=lambda *_: "this version does not run it",
-        refuses=frozenset({"overlap_in_pipeline", "overlap_with_recompute"}),
+        refuses=frozenset({"overlap_in_pipeline", "overlap_with_recompute", "parameter_sharding_over_pipelines"}),
     ),
     Trait(
         name="statistics over the batch (BatchNorm)",
@@ -176,7 +181,7 @@ TRAITS: tuple[Trait, ...] = (
         refuses=_PIECES | {"several_micro_batches", "empty_share"},
     ),
     Trait(name="a model that only its module trains", why=lambda graph, _: graph.only_whole or None, refuses=_PIECES),
-    Trait(name="a model without a graph", why=_opaque, refuses=_PIECES),
+    Trait(name="a model without a graph", why=_opaque, refuses=_PIECES | {"parameter_sharding"}),
     Trait(
         name="an optimizer of whole weights",
         why=lambda _, whole_weights: "the optimizer updates whole weights only" if whole_weights else None,
@@ -227,6 +232,9 @@ def uses(plan: Plan) -> Iterator[Use]:
             : plan.zero
         ]:
             yield Use(feature=feature, where="the plan", how=f"shards {what} over replicas (ZeRO-{plan.zero})")
+    if plan.zero == len(SHARDING) and len(plan.pipelines) > 1:
+        how = f"shards parameters over {len(plan.pipelines)} pipelines (ZeRO-3)"
+        yield Use(feature="parameter_sharding_over_pipelines", where="the plan", how=how)
     counts = {len(pipeline.micro_batches) for pipeline in plan.pipelines if pipeline.micro_batches.samples}
     if len(counts) > 1:
         how = f"runs pipelines of {', '.join(map(str, sorted(counts)))} micro-batches beside each other"

@@ -41,11 +41,6 @@ def faults_of_state_shards(plan: Plan, graph: ModelGraph) -> Iterator[str]:
         yield (
             f"it shards state over the devices that hold the same weights (ZeRO-{plan.zero}), and no two devices do: leave 'zero' out"
         )
-    if plan.zero > 2 and len(plan.pipelines) > 1:
-        yield (
-            f"it shards parameters over the devices that hold the same weights (ZeRO-3), which lie in {len(plan.pipelines)} pipelines: give "
-            "each stage of one pipeline several devices, or write 'zero': 2"
-        )
     cut = sorted(
         {p.name for b in buckets for p in b.parts if any(holdings[p.name][owner] != p.box for owner in b.owners)}
     )

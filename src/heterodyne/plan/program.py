@@ -15,8 +15,9 @@ An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is th
     RESHARD n  all of them but the own range are let go of
 
 Sends, reductions and gathers are asynchronous: they stand in the list where they may be *started* at the latest, and nothing that follows
-waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for its UNSHARD. A reduction starts as soon as the gradients of its bucket are
-complete, which is inside the backward before it. A receive waits until its message is there; room for it is made long before.
+waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for its UNSHARD. A reduction starts as soon as
+the gradients of its bucket are complete, which is inside the backward before it. A receive waits until its message is there; room for it
+is made long before.
 The other kinds occupy their rank from start to end.
 """
 

@@ -28,8 +28,10 @@ class _Use:
 
 
 def with_unsharding(actions: Sequence[Action], readers: Mapping[int, Sequence[int]]) -> tuple[Action, ...]:
-    """The passes of a rank, with what gathers parameters, lets go of them and reduces gradients. ``readers``: of each bucket, in the order of
-    the reductions, the stages of the rank that read it."""
+    """The passes of a rank, with what gathers parameters, lets go of them and reduces gradients.
+
+    ``readers``: of each bucket, in the order of the reductions, the stages of the rank that read it.
+    """
     before: dict[int, list[Action]] = {}
     behind: dict[int, list[Action]] = {}
     earlier: _Use | None = None

@@ -43,6 +43,7 @@ _KINDS = {
     "REDUCE_GRAD": "reduce gradients",
     "SCATTER": "reduce-scatter gradients",
     "GATHER": "all-gather weights",
+    "UNSHARD": "all-gather weights",
     "CLIP": "clip",
     "STEP": "optimizer step",
     "SEND_F": "send activations",

@@ -167,33 +167,40 @@ class Worker:
         self._watch = watch
         self._values = ValuesInRange(graph)
         trained = list(trainable_parameters(module, graph))
+        every = bucket_channels(plan, graph, cluster, communicator)
+        buckets = [(bucket, channel) for bucket, channel in every if self._place.device in bucket.owners]
+        ranges = ranges_by_rank(plan, graph, cluster, whole_weights=whole_weights)
+        of_each = {name: self.ownership.updated(self.rank, name) for name in trained}
+        slices = {name: own for name, own in of_each.items() if own is not None}
+        duty = duties(plan, graph, cluster)[self.rank]
+        self._sharded = (
+            ShardedParameters(buckets, ranges, duty.readers, slices, communicator.device)
+            if plan.zero > 2 and duty is not None
+            else None
+        )
         place_weights(
             module,
             communicator,
             lambda name: self.ownership.holders(name, range(communicator.world_size)),
             stored=stored,
             values=weights,
+            keep=(lambda _, own: own) if self._sharded is None else self._sharded.keep,
         )
         self._buffers = dict(module.named_buffers())
         self._statistics = {n: b for n, b in self._buffers.items() if graph.batch_statistics and not b.is_meta}
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
-        of_each = {name: self.ownership.updated(self.rank, name) for name in self._parameters}
         on_host = any(plan.pipelines[self._place.pipeline or 0].stages[number].offload for number in self._place.stages)
         if any(stage.offload for pipeline in plan.pipelines for stage in pipeline.stages):
             require_host_room(self._parameters, communicator, on_host=on_host)
-        every = bucket_channels(plan, graph, cluster, communicator)
-        buckets = [(bucket, channel) for bucket, channel in every if self._place.device in bucket.owners]
-        ranges = ranges_by_rank(plan, graph, cluster, whole_weights=whole_weights)
-        duty = duties(plan, graph, cluster)[self.rank]
-        self._sharded = (
-            ShardedParameters(self._parameters, buckets, ranges, duty.readers)
-            if plan.zero > 2 and duty is not None
-            else None
-        )
+        if self._sharded is not None:
+            self._sharded.bind(self._parameters)
         shards = {} if self._sharded is None else self._sharded.own
         self._masters = MasterWeights(
-            self._parameters, {n: own for n, own in of_each.items() if own is not None}, shards=shards, on_host=on_host
+            self._parameters,
+            {n: own for n, own in slices.items() if n in self._parameters},
+            shards=shards,
+            on_host=on_host,
         )
         self._scale = _loss_scale(self.placement, graph, program)
         self.optimizer = self._make_optimizer(optimizer)
@@ -299,13 +306,9 @@ class Worker:
         """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""
         for name, value in statistics.items():
             self._statistics[name].copy_(value)
-        gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
-        weights = {n: p for n, p in self._parameters.items()}
-        if self._sharded is not None:
-            weights |= self._sharded.own
-        own = findings(
-            self.graph, weights, gradients | self._masters.own_gradients, list(work.losses.values()), self._place.stages
-        )
+        gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None} | self._masters.own_gradients
+        weights: dict[str, Tensor] = {**self._parameters, **({} if self._sharded is None else self._sharded.own)}
+        own = findings(self.graph, weights, gradients, list(work.losses.values()), self._place.stages)
         return first_fault(self.graph, self._communicator.all_gather_object(own), loss)
 
     def gradients(self, batch: GlobalBatchLike, step: int = 0) -> tuple[float, dict[str, Tensor]]:

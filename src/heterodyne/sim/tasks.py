@@ -67,6 +67,7 @@ class Tasks:
         self._clips = sum(any(a.kind == "CLIP" for a in actions) for actions in program.ranks)
         self._at_clip: list[int] = []
         self._norm = _NOT_YET
+        self._unsharded: dict[tuple[int, Action], int] = {}  # by rank
         self._passed: dict[int, int] = {}  # rank: its last task before it updates
         self._meetings: dict[tuple[tuple[int, ...], Action], _Meeting] = {}
         self._walk_all(program, reductions)
@@ -113,11 +114,16 @@ class Tasks:
         begin = last = self._add(costs.overhead_s, rank)
         pending: tuple[int, ...] = ()  # messages that the next task waits for
         ends: dict[tuple[int, float], int] = {}  # (stage, fraction of its last backward): the task that reaches it
+        gathering: dict[int, Action] = {}  # by stage
         action = actions[0]
         try:
             for position, action in enumerate(actions):
                 kind, stage, index = action.kind, action.stage, action.index
                 if kind in table:
+                    if stage in gathering:
+                        while (rank, gathering[stage]) not in self._unsharded:
+                            yield action
+                        pending += (self._unsharded[rank, gathering.pop(stage)],)
                     seconds = table[kind][stage][index]  # type: ignore[index]  # only CLIP and STEP have none
                     if stage in together and kind in _TOGETHER:
                         meeting = self._come(rank, action, together[stage], seconds, pending, cuts.get(position, ()))
@@ -150,8 +156,12 @@ class Tasks:
                     self.sends.append((rank, action, self._send(out[kind].get(stage, ()), index, (last, *pending))))
                 elif kind in REDUCTIONS:
                     self._join(rank, action, completes(costs, action, ends, begin))
-                elif kind == "GATHER":
+                elif kind in ("GATHER", "UNSHARD"):
+                    if kind == "UNSHARD":
+                        gathering[stage] = action
                     self._join(rank, action, (last,))
+                elif kind == "RESHARD":
+                    continue
                 else:
                     self._passed.setdefault(rank, last)
                     while self._queues[rank] or (kind == "CLIP" and not self._agree(rank)):
@@ -227,9 +237,7 @@ class Tasks:
 
     def _join(self, rank: int, action: Action, ready: tuple[int, ...]) -> None:
         """A rank is ready for a collective, which starts when all its ranks are, and is the next one for all of them."""
-        bucket, seconds = action.index, self._costs.collective_s(action.kind)
-        if bucket is None or bucket >= len(seconds):
-            raise KeyError(bucket)
+        self._costs.collective_s(action)  # raises KeyError
         self._queues[rank].append(action)
         self._joined.setdefault(action, {})[rank] = ready
         ahead = {action}
@@ -239,7 +247,7 @@ class Tasks:
             if len(joined) < self._members[action] or any(self._queues[r][0] != action for r in joined):
                 continue
             task = self._add_collective(
-                self._costs.collective_s(action.kind)[action.index or 0],
+                self._costs.collective_s(action),
                 tuple(joined),
                 {earlier for before in joined.values() for earlier in before},
             )
@@ -247,6 +255,8 @@ class Tasks:
                 self._queues[member].popleft()
                 self._reduced[member].append(task)
                 self.reduces.append((member, action, task))
+                if action.kind == "UNSHARD":
+                    self._unsharded[member, action] = task
                 if self._queues[member]:
                     ahead.add(self._queues[member][0])
 
@@ -310,5 +320,5 @@ class Tasks:
             where.append(f"rank {rank} at {action}, {why}")
         return (
             f"ranks would wait for each other for ever: {'; '.join(where)}. Put each SEND ahead of what waits for it, "
-            "and REDUCE_GRAD, SCATTER and GATHER in the same order on every rank"
+            "and REDUCE_GRAD, SCATTER, GATHER and UNSHARD in the same order on every rank"
         )

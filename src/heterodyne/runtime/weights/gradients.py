@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from heterodyne.errors import CaptureError
 from heterodyne.plan.boxes import Box, inside, numel
-from heterodyne.plan.buckets import Bucket
+from heterodyne.plan.buckets import BUCKETS_UNDER_WAY, Bucket
 from heterodyne.plan.program import Action, ActionKind
 from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.comm.channel import Channel
@@ -33,10 +33,6 @@ from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.masters import MasterWeights, gradient_dtype
 
 __all__ = ["GradientBuckets"]
-
-_UNDER_WAY = (
-    2  # buckets that are reduced or gathered at a time, where their buffers come and go: one more is being filled
-)
 
 
 @dataclass(eq=False)
@@ -69,8 +65,11 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Flat:
-    """``number``: in the plan. ``size``: of the buffer, which comes and goes where gradients are sharded. ``ranges``: which each rank of the channel updates, where state is sharded. ``missing``: parameters whose
-    gradient the last backward still owes."""
+    """``number``: in the plan. ``size``: of the buffer, which comes and goes where gradients are sharded.
+
+    ``ranges``: which each rank of the channel updates, where state is sharded. ``missing``: parameters whose gradient the last backward
+    still owes.
+    """
 
     number: int
     size: tuple[int, torch.dtype]
@@ -191,7 +190,7 @@ class GradientBuckets:
         assert channel is not None  # or it is not gathered
         assert ranges is not None
         low, high = ranges[channel.place]
-        while self._weights is not None and len(self._gathering) >= _UNDER_WAY:
+        while self._weights is not None and len(self._gathering) >= BUCKETS_UNDER_WAY:
             self._finish_gathering()
         self._open(bucket)
         carried, begin = _as_weights(bucket), 0
@@ -390,7 +389,7 @@ class GradientBuckets:
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
-        while self._weights is not None and len(self._reducing) >= _UNDER_WAY:
+        while self._weights is not None and len(self._reducing) >= BUCKETS_UNDER_WAY:
             self._finish(self._reducing.popleft())
         self._open(bucket)
         for entry in bucket.entries:

@@ -39,8 +39,8 @@ class MasterWeights:
 
     ``updated``: by name, what the optimizer is made of: a parameter, or the range of it, itself; of one in 16 bits an fp32 copy (its
     master), and a copy on the host of what is kept there. A range has as many dims as its parameter, all but the last of size 1, so that
-    groups may be made by the number of dims. ``own_gradients``: of what is updated, the gradients that are kept apart from their parameters;
-    who sums them puts them there.
+    groups may be made by the number of dims. ``own_gradients``: of what is updated, the gradients that are kept apart from
+    their parameters; who sums them puts them there.
     """
 
     def __init__(
@@ -181,10 +181,10 @@ class MasterWeights:
         rest: dict[str, dict[str, Any]] = {}
         for name, values in state.items():
             if _MASTER in values and name not in self._narrow:
-                whole = name not in self._shards
-                (self._parameters[name] if whole else self._own_weight(name)).copy_(
-                    values[_MASTER] if whole else self.own_range(name, values[_MASTER])
-                )
+                if name in self._shards:
+                    self._own_weight(name).copy_(self.own_range(name, values[_MASTER]))
+                else:
+                    self._parameters[name].copy_(values[_MASTER])
             others = {key: self._own_of(name, value) for key, value in values.items() if key != _MASTER}
             if others and name in self.updated:
                 rest[name] = others

@@ -39,6 +39,7 @@ def place_weights(
     source: int = 0,
     stored: Stored | None = None,
     values: Iterable[tuple[str, Tensor]] | None = None,
+    keep: Callable[[str, Tensor], Tensor] = lambda _, own: own,
 ) -> None:
     """Give every rank those parameters and buffers of rank ``source`` that it holds, or their boxes, on its device; the others go.
 
@@ -50,6 +51,7 @@ def place_weights(
         stored: what each rank reads for itself, and of it only what it holds; ``source`` needs no values of it.
         values: on ``source`` all other tensors by name, in any order, if its module has none; each is let go of before the next
             is asked for.
+        keep: of what this rank holds of a tensor, what it is to have.
 
     Collective. Raises WorkerError if the ranks have built different models, or a value has not the shape and dtype of its tensor.
     """
@@ -63,12 +65,13 @@ def place_weights(
         if communicator.rank in of:
             cuts = [(cut.dim, cut.first, cut.stop) for cut in of[communicator.rank]]
             own = stored.read(name, cuts, tensor.dtype).to(communicator.device)
-        _put(tables, _placed(tensor, own))
+        _put(tables, _placed(tensor, None if own is None else keep(name, own)))
     for name, value in _in_turn(places, communicator, source, values):
         tables = places.pop(name)
         tensor = _at(tables)
-        placed = _placed(tensor, _sent(tensor, value, holders(name), communicator, source))
-        del tensor, value
+        own = _sent(tensor, value, holders(name), communicator, source)
+        placed = _placed(tensor, None if own is None else keep(name, own))
+        del tensor, value, own
         _put(tables, placed)
 
 

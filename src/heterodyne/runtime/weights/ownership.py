@@ -22,8 +22,8 @@ class Ownership:
 
     What no op reads is held by every rank of the plan. Where each of these holds the whole model, an idle rank holds a copy too,
     which is brought up to date when the state is asked for. ``boxes``: of what is cut, the box of each rank; ``shapes``: of all that.
-    ``shards``: of each part of a parameter whose optimizer state is sharded, the elements whose state each rank keeps; ``apart``: and of the
-    weight itself too.
+    ``shards``: of each part of a parameter whose optimizer state is sharded, the elements whose state each rank keeps; ``apart``: and of
+    the weight itself too.
     """
 
     owners: Mapping[str, tuple[int, ...]]

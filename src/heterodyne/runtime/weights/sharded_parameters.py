@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -53,57 +54,71 @@ class _Flat:
 
     def let_go(self) -> None:
         for parameter, _ in self.parts:
-            parameter.data = torch.full((), torch.nan, dtype=self.flat.dtype, device=self.flat.device).expand(
-                parameter.shape
-            )
+            parameter.data = _hollow(parameter, self.flat.device)
         self.flat.untyped_storage().resize_(0)
+
+
+def _hollow(like: Tensor, device: torch.device) -> Tensor:
+    """Of the shape of a tensor; takes no memory, and is not a number."""
+    return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 
 class ShardedParameters:
     """The parameters of one rank that it shares out with others.
 
     Args:
-        parameters: of this rank by name, with their values; they are let go of at once.
         buckets: of the plan, those of this rank, with the channel that joins their owners.
         ranges: by number of a bucket, the range of each rank of its channel.
         readers: by number of a bucket, the stages of this rank that read any of it.
+        slices: by name, the elements of a parameter that this rank keeps, row after row; there may be none.
+        device: of this rank.
+
+    Its parameters come one after the other (`keep`), so that no more than one is whole; then `bind`.
 
     ``own``: by name, what this rank keeps of each, row after row; it may be nothing.
     """
 
-    @torch.no_grad()
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[tuple[Bucket, Channel | None]],
         ranges: Mapping[int, Sequence[Range]],
         readers: Mapping[int, Sequence[int]],
+        slices: Mapping[str, Range],
+        device: torch.device,
     ) -> None:
         self.own: dict[str, Tensor] = {}
+        self._device = device
+        self._buckets = [(bucket, channel) for bucket, channel in buckets if channel and bucket.index in ranges]
+        self._ranges = ranges
+        self._readers = readers
+        self._shared = frozenset(name for bucket, _ in self._buckets for name in bucket.parameters)
+        self._slices = slices
         self._of_stage: dict[int, list[_Flat]] = {}
-        for bucket, channel in buckets:
-            if channel is None or bucket.index not in ranges:
-                continue
-            made = self._made(bucket, channel, ranges[bucket.index], parameters)
-            for stage in readers.get(bucket.index, ()):
-                self._of_stage.setdefault(stage, []).append(made)
 
-    def _made(
-        self, bucket: Bucket, channel: Channel, ranges: Sequence[Range], parameters: Mapping[str, nn.Parameter]
-    ) -> _Flat:
-        low, high = ranges[channel.place]
-        of = [parameters[name] for name in bucket.parameters]
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in of])
-        made = _Flat(flat=flat, own=flat[low:high].clone(), ranges=ranges, channel=channel, parts=[])
-        begin = 0
-        for name, parameter in zip(bucket.parameters, of, strict=True):
-            size = parameter.numel()
-            first, last = max(low, begin), min(high, begin + size)
-            self.own[name] = made.own[first - low : last - low] if first < last else made.own[:0]
-            made.parts.append((parameter, begin))
-            begin += size
-        made.let_go()
-        return made
+    @torch.no_grad()
+    def keep(self, name: str, value: Tensor) -> Tensor:
+        """What a parameter of that value is to have here: the own range is kept, the rest let go of; all of one that is not shared."""
+        if name not in self._shared:
+            return value
+        start, stop = self._slices[name]
+        self.own[name] = value.reshape(-1)[start:stop].to(self._device, copy=True)
+        return _hollow(value, self._device)
+
+    @torch.no_grad()
+    def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """All are kept; these are the parameters of the model."""
+        for bucket, channel in self._buckets:
+            kept = [self.own[name] for name in bucket.parameters]
+            own = torch.cat(kept)
+            sizes = [parameters[name].numel() for name in bucket.parameters]
+            flat = own.new_empty(sum(sizes))
+            begins = accumulate(sizes, initial=0)
+            of = [(parameters[name], begin) for name, begin in zip(bucket.parameters, begins, strict=False)]
+            made = _Flat(flat=flat, own=own, ranges=self._ranges[bucket.index], channel=channel, parts=of)
+            flat.untyped_storage().resize_(0)
+            self.own |= dict(zip(bucket.parameters, own.split_with_sizes([part.numel() for part in kept]), strict=True))
+            for stage in self._readers.get(bucket.index, ()):
+                self._of_stage.setdefault(stage, []).append(made)
 
     @torch.no_grad()
     def unshard(self, stage: int, *, timed: bool = False) -> Work:
