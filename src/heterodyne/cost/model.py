@@ -363,7 +363,7 @@ class CostModel:
         on_host = any(stage.offload for stage in mine.values())
         fixed = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
         if plan.zero > 1:
-            fixed = self._shared_out(fixed, at, plan, [b for b in buckets if device in b.owners], state)
+            fixed = self.shared_out(fixed, plan, device, buckets, state)
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(at, bucket) for bucket in buckets if device in bucket.owners},
@@ -376,16 +376,15 @@ class CostModel:
             update_bytes=fixed.update,
         )
 
-    def _shared_out(
-        self, use: MemoryUse, at: Position, plan: Plan, buckets: Sequence[Bucket], state: float
-    ) -> MemoryUse:
-        """With gradients, and from level 3 on parameters, of which the device keeps so much of what it shares."""
-        shared = [bucket for bucket in buckets if len(bucket.owners) > 1]
-        reads = stages_reading(at.pipeline, self.graph)
-        readers = {b.index: [n for n in at.stages if not reads[n].isdisjoint(b.parameters)] for b in shared}
-        places = [place for place, devices in enumerate(at.pipeline.places) if at.device in devices]
-        order = [a for place in places for a in orders_of(plan.schedule, at.pipeline)[place]]
-        whole = gathered(order, shared, readers)
+    def shared_out(self, use: MemoryUse, plan: Plan, device: str, buckets: Sequence[Bucket], state: float) -> MemoryUse:
+        """With gradients, and from level 3 on parameters, of which the device keeps that part of what it shares with others."""
+        shared = [bucket for bucket in buckets if device in bucket.owners and len(bucket.owners) > 1]
+        pipeline = next(p for p in plan.pipelines if any(device in stage.devices for stage in p.stages))
+        mine = [n for n, stage in enumerate(pipeline.stages) if device in stage.devices]
+        reads = stages_reading(pipeline, self.graph)
+        readers = {b.index: [n for n in mine if not reads[n].isdisjoint(b.parameters)] for b in shared}
+        place = pipeline.place_of_stage[mine[0]]
+        whole = gathered(orders_of(plan.schedule, pipeline)[place], shared, readers)
         use = use.with_gradients(state, whole.gradients)
         return use if plan.zero < 3 else use.with_parameters(state, sum(b.bytes for b in shared), whole.parameters)
 

@@ -108,7 +108,7 @@ class StepCosts:
         if action.kind in COLLECTIVES:
             return self.collective_s(action)
         stage = costs.stages.get(action.stage)
-        values = () if stage is None else getattr(stage, _PASSES[action.kind])
+        values: tuple[float, ...] = () if stage is None else getattr(stage, _PASSES[action.kind])
         if action.index >= len(values):
             raise KeyError(f"rank {rank} has no cost of {action}")
         return values[action.index]
@@ -120,8 +120,7 @@ class StepCosts:
             values, place = self.unshard_s, action.stage
         if place is None or place >= len(values):
             raise KeyError(f"there is no cost of {action}")
-        seconds: float = values[place]
-        return seconds
+        return values[place]
 
     def _send_s(self, rank: int, action: Action, index: int) -> float:
         sent = [r for r in self.routes if r.source == (rank, action.stage) and action.kind.endswith(r.kind)]

@@ -21,6 +21,7 @@ from heterodyne.cost.position import worked_on
 from heterodyne.cost.recipe import OptimizerName, Recipe
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.capabilities import Capabilities, Feature
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words
@@ -30,6 +31,7 @@ from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.explain import reason
 from heterodyne.search.fit import Fit, fit_devices, nothing_fits
 from heterodyne.search.offload import offloading, short_of_memory
+from heterodyne.search.parameter_sharding import ParameterSharding
 from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.planned import Candidate, Planned, Strategy, identity, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
@@ -101,6 +103,13 @@ def plan(
         bare = fit_devices(model, sizes, global_batch_size, recompute=False, state=0)
         sharding = StateSharding(model=model, runs=runs, fits=bare, samples=global_batch_size)
     found = _candidates(model, runs, global_batch_size, sizes, strategy, able, sharding)
+    whole_models = len(runs) == len(cluster.devices)
+    if not whole_models and able.allow("parameter_sharding", "several_stages", "empty_share") and not whole_weights:
+        again = able.allow("recompute", "several_micro_batches")
+        sharded = ParameterSharding(
+            model=model, runs=runs, samples=global_batch_size, largest=max(sizes), recompute=again
+        )
+        found += (sharded.candidate(),)
 
     def on_hosts(helped: CostModel) -> tuple[Candidate, ...]:
         own = _fitting(helped, micro_batch_sizes, global_batch_size, able)[1]
@@ -283,5 +292,8 @@ def _memory(model: CostModel, made: Plan, simulation: Simulation, device: str) -
         return model.memory_use(device, size).with_state(state)
     use = model.memory_use(device, size, [stage.ops for stage in mine], boxes=model.boxes_of(made)[device])
     use = use.with_state(state)
+    if made.zero > 1:
+        own = state_parts(made, model.graph).get(device, 1.0)
+        use = model.shared_out(use, made, device, planned_buckets(made, model.graph), own)
     peak = simulation.peak_bytes[model.cluster.rank(device)]
     return replace(use, activations=max(0, peak - use.fixed - use.workspace))

@@ -15,13 +15,11 @@ from heterodyne.search.fit import Fit
 from heterodyne.search.planned import Candidate, Strategy
 from heterodyne.search.predict import overflow, predict
 from heterodyne.search.runs import Runs
-from heterodyne.search.state_shares import least_time_shards
+from heterodyne.search.state_shares import PARTS, in_parts, least_time_shards, link_bytes_per_s
 
 __all__ = ["StateSharding"]
 
 _NO_ROOM = "its devices have no room for the state"
-_PARTS = 1000
-"""Shares are told in so many parts: what rounding moves is less than a plan file needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +107,13 @@ class StateSharding:
             if any(device in shares for device in owners):
                 continue  # what little else they share follows the shares of what they share most
             state = max(own[d] * groups[owners] / weights[d] for d in owners)
-            rounding = state / _PARTS
+            rounding = state / PARTS
             left = [room[d] - own[d] * (1 - groups[owners] / weights[d]) - rounding for d in owners]
-            kept = least_time_shards(state, left, [self._bytes_per_s(d, owners) for d in owners])
+            kept = least_time_shards(state, left, [link_bytes_per_s(self.model, d, owners) for d in owners])
             if kept is None:
                 return None
-            even = max(kept) - min(kept) <= state / _PARTS
-            shares |= dict.fromkeys(owners, 1) if even else _in_parts(owners, kept)
+            even = max(kept) - min(kept) <= state / PARTS
+            shares |= dict.fromkeys(owners, 1) if even else in_parts(owners, kept)
         return sharded.model_copy(update={"pipelines": tuple(_with_state(p, shares) for p in sharded.pipelines)})
 
     @staticmethod
@@ -133,18 +131,9 @@ class StateSharding:
         use = self.model.memory_use(device, size).with_state(0)
         return self.model.cluster.device(device).memory_bytes - use.total
 
-    def _bytes_per_s(self, device: str, owners: Iterable[str]) -> float:
-        """Of the best link of a device to another owner: in a ring it has two neighbours."""
-        links = [self.model.collectives.send(device, other).s_per_byte for other in owners if other != device]
-        return 1 / max(min(links), 1e-15)
-
 
 def _refused(candidate: Candidate, why: str) -> Candidate:
     return replace(candidate, plan=None, simulation=None, why_not=why)
-
-
-def _in_parts(owners: tuple[str, ...], kept: tuple[float, ...]) -> dict[str, int]:
-    return {device: round(_PARTS * own / sum(kept)) for device, own in zip(owners, kept, strict=True)}
 
 
 def _with_state(pipeline: Pipeline, shares: Mapping[str, int]) -> Pipeline:

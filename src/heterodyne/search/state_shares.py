@@ -7,10 +7,14 @@ proportion to memory they would be wrong: what a large device spares a small one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["least_time_shards"]
+from heterodyne.cost.model import CostModel
 
+__all__ = ["PARTS", "in_parts", "least_time_shards", "link_bytes_per_s"]
+
+PARTS = 1000
+"""Shares are told in so many parts: what rounding moves is less than a plan file needs."""
 _HALVINGS = 100
 
 
@@ -34,6 +38,17 @@ def least_time_shards(total: float, room: Sequence[float], bytes_per_s: Sequence
     lows = least(_first(enough, total / min(bytes_per_s)))
     level = _first(lambda at: sum(_between(lows, at, room)) >= total, total)
     return _between(lows, level, room)
+
+
+def in_parts(owners: Sequence[str], kept: Sequence[float]) -> dict[str, int]:
+    """The shares of devices that keep so many bytes each."""
+    return {device: round(PARTS * own / sum(kept)) for device, own in zip(owners, kept, strict=True)}
+
+
+def link_bytes_per_s(model: CostModel, device: str, owners: Iterable[str]) -> float:
+    """Of the best link of a device to another owner: in a ring it has two neighbours."""
+    links = [model.collectives.send(device, other).s_per_byte for other in owners if other != device]
+    return 1 / max(min(links), 1e-15)
 
 
 def _between(lows: Sequence[float], level: float, highs: Sequence[float]) -> tuple[float, ...]:

@@ -1,0 +1,122 @@
+"""Data parallelism of devices that hold the model only together: each keeps a shard of parameters, gradients and optimizer state
+(ZeRO-3), and a stage is whole only while it runs.
+
+Every block is a stage, all of them on all devices, breadth first: so each is gathered once for its forwards and once for its backwards,
+however many micro-batches there are. The devices share each micro-batch by their speed; how large the shard of each is, is a matter of
+memory and links alone (see `search.state_shares`). Between the forwards and the backwards of a stage the activations of all micro-batches
+are kept, so more of them make room only where blocks are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import pairwise
+
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import PlanError
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.search.planned import Candidate
+from heterodyne.search.points import points_of
+from heterodyne.search.predict import overflow, plan_of, predict, stage_of
+from heterodyne.search.runs import Runs
+from heterodyne.search.state_shares import in_parts, least_time_shards, link_bytes_per_s
+
+__all__ = ["ParameterSharding"]
+
+_NAME = "all devices, with sharded parameters (ZeRO-3)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSharding:
+    """Args:
+    runs: of the devices that can hold the model by themselves; the own rates of all are told by them.
+    largest: the most samples of a micro-batch on one device.
+    recompute: whether blocks may be computed again.
+    """
+
+    model: CostModel
+    runs: Mapping[str, Runs]
+    samples: int
+    largest: int
+    recompute: bool
+
+    def candidate(self) -> Candidate:
+        """The fastest that fits, or why none does."""
+        devices = tuple(device.id for device in self.model.cluster.devices)
+        best: Candidate | None = None
+        for plan in self._plans(devices):
+            found = self._with_shards(plan)
+            if found is None:
+                continue
+            try:
+                made, simulation = predict(self.model, found, self.runs)
+            except PlanError as error:
+                return Candidate(name=_NAME, kind="balanced", why_not=str(error))
+            if overflow(self.model, made, simulation):
+                continue
+            if best is not None and best.step_s is not None and simulation.step_s >= best.step_s:
+                break  # more micro-batches only take longer
+            best = Candidate(name=_NAME, kind="balanced", plan=made, simulation=simulation)
+        why = "its devices have no room even for a shard of the model beside the two largest of its blocks"
+        return best or Candidate(name=_NAME, kind="balanced", why_not=why)
+
+    def _plans(self, devices: tuple[str, ...]) -> Iterator[Plan]:
+        """What keeps most first: all activations, then only the inputs of blocks, of ever smaller micro-batches."""
+        shares = self._shares(devices)
+        count = -(-max(shares) // self.largest)
+        yield self._plan(devices, shares, count, again=False)
+        while self.recompute and count <= max(shares):
+            yield self._plan(devices, shares, count, again=True)
+            count *= 2
+
+    def _plan(self, devices: tuple[str, ...], shares: Sequence[int], count: int, *, again: bool) -> Plan:
+        graph, positions = self.model.graph, points_of(self.model.graph).positions
+        stages = []
+        for start, stop in pairwise(positions):
+            blocks = tuple(b.index for b in graph.blocks if start <= b.start < stop) if again else ()
+            stages.append(stage_of((start, stop), devices, tuple(shares), recompute=blocks))
+        pipeline = Pipeline(micro_batches=MicroBatches.of_count(self.samples, count), stages=tuple(stages))
+        made = plan_of(self.model, self.samples, (pipeline,), schedule="GPipe")
+        return made.model_copy(update={"zero": 3})
+
+    def _shares(self, devices: Sequence[str]) -> list[int]:
+        """Samples of each device: one after the other to the device that would be through with it first."""
+        seconds = [self._seconds_per_sample(device) for device in devices]
+        queue = [(each, place) for place, each in enumerate(seconds)]
+        heapify(queue)
+        shares = [0] * len(devices)
+        for _ in range(self.samples):
+            _, place = queue[0]
+            shares[place] += 1
+            heapreplace(queue, ((shares[place] + 1) * seconds[place], place))
+        return shares
+
+    def _seconds_per_sample(self, device: str) -> float:
+        sizes = {size for size in map(int, self.model.compute[device].forward.total.sizes) if 0 < size <= self.largest}
+        return min(self.model.compute[device].micro_batch_s(size) / size for size in sizes or {1})
+
+    def _with_shards(self, plan: Plan) -> Plan | None:
+        """The plan with shards for which its devices have room; None if they have not."""
+        devices, model = plan.devices, self.model
+        try:
+            peak = predict(model, plan, self.runs)[1].peak_bytes
+        except PlanError:
+            return plan  # why is told by whoever plays it
+        use = model.memory_use(devices[0], 0)
+        whole = use.optimizer + use.gradients + model.graph.trainable_bytes
+        room = [
+            model.cluster.device(d).memory_bytes - peak[model.cluster.rank(d)] + whole / len(devices) for d in devices
+        ]
+        kept = least_time_shards(whole, room, [link_bytes_per_s(model, d, devices) for d in devices])
+        if kept is None:
+            return None
+        shares = in_parts(devices, kept)
+
+        def shared(stage: Stage) -> Stage:
+            return stage.model_copy(update={"state_shares": tuple(shares[d] for d in stage.devices)})
+
+        pipelines = tuple(p.model_copy(update={"stages": tuple(map(shared, p.stages))}) for p in plan.pipelines)
+        return plan.model_copy(update={"pipelines": pipelines})
