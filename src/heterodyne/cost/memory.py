@@ -85,13 +85,26 @@ class MemoryUse:
         """Of a device that keeps only so much of the optimizer's state of its weights."""
         return replace(self, optimizer=round(part * self.optimizer))
 
-    def with_gradients(self, part: float, gathered: int) -> MemoryUse:
-        """Of a device that keeps only so much of the gradients, and at a time so many bytes of them whole."""
-        return replace(self, gradients=min(self.gradients, round(part * self.gradients) + gathered))
+    def shared_out(
+        self, part: float, *, gradients: int, parameters: int = 0, trained: int = 0, bucket: int
+    ) -> MemoryUse:
+        """Of a device that keeps only so much of the gradients, and of ``trained`` bytes of its parameters.
 
-    def with_parameters(self, part: float, trained: int, gathered: int) -> MemoryUse:
-        """Of a device that keeps only so much of ``trained`` bytes of its parameters, and at a time so many bytes of them whole."""
-        return replace(self, parameters=min(self.parameters, self.parameters - round((1 - part) * trained) + gathered))
+        ``gradients``, ``parameters``: bytes that are whole at a time; ``bucket``: of the largest that is reduced.
+        """
+        made = replace(
+            self,
+            gradients=min(self.gradients, round(part * self.gradients) + gradients),
+            parameters=min(self.parameters, self.parameters - round((1 - part) * trained) + parameters),
+            buckets=min(self.buckets, 2 * bucket),
+        )
+        lost = self.lost * made.tensors / self.tensors if self.tensors else self.lost
+        return replace(made, lost=round(lost))
+
+    @property
+    def tensors(self) -> int:
+        """All that is neither lost nor the framework's, without what comes and goes."""
+        return self.parameters + self.gradients + self.optimizer + self.buckets + self.activations
 
     @property
     def fixed(self) -> int:

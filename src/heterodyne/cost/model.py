@@ -385,8 +385,13 @@ class CostModel:
         readers = {b.index: [n for n in mine if not reads[n].isdisjoint(b.parameters)] for b in shared}
         place = pipeline.place_of_stage[mine[0]]
         whole = gathered(orders_of(plan.schedule, pipeline)[place], shared, readers)
-        use = use.with_gradients(state, whole.gradients)
-        return use if plan.zero < 3 else use.with_parameters(state, sum(b.bytes for b in shared), whole.parameters)
+        largest = max((bucket.bytes for bucket in shared), default=0)
+        if plan.zero < 3:
+            return use.shared_out(state, gradients=whole.gradients, bucket=largest)
+        trained = sum(bucket.bytes for bucket in shared)
+        return use.shared_out(
+            state, gradients=whole.gradients, parameters=whole.parameters, trained=trained, bucket=largest
+        )
 
     def _stage_of(self, at: Position, number: int, entering: Size, leaving: Size) -> tuple[StageCosts, int]:
         """The costs of a stage on one of its devices, and what comes and goes inside its passes."""

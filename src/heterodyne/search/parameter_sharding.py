@@ -106,7 +106,7 @@ class ParameterSharding:
         except PlanError:
             return plan  # why is told by whoever plays it
         use = model.memory_use(devices[0], 0)
-        whole = use.optimizer + use.gradients + model.graph.trainable_bytes
+        whole = (use.optimizer + use.gradients + model.graph.trainable_bytes) * (1 + use.lost / use.tensors)
         room = [
             model.cluster.device(d).memory_bytes - peak[model.cluster.rank(d)] + whole / len(devices) for d in devices
         ]

@@ -127,8 +127,10 @@ def test_a_model_that_fits_on_no_device_is_cut() -> None:
     planned = asked(model, (1.0, 1.0, 0.5), need // 2, strategy="auto")
     assert min(stages_of(planned.plan)) > 1
     assert planned.unfit == {}
+    together = asked(model, (1.0, 1.0, 0.5), need // 2, strategy="data").plan
+    assert (together.zero, len(together.pipelines)) == (3, 1)
     with pytest.raises(InfeasibleError, match="no device can hold"):
-        asked(model, (1.0, 1.0, 0.5), need // 2, strategy="data")
+        asked(model, (1.0, 1.0, 0.5), 2**10, strategy="data")
 
 
 def test_where_nothing_fits_both_reasons_are_told() -> None:

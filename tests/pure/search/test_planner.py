@@ -347,3 +347,23 @@ def test_a_pipeline_whose_state_fits_nowhere_leaves_it_to_the_hosts() -> None:
     found = planned(0.01 / model.trainable_bytes)
     assert all(stage.offload for pipeline in found.plan.pipelines for stage in pipeline.stages)
     assert all(found.plan.predicted.memory_bytes[device.id] <= memory for device in machines.devices)
+
+
+@pytest.mark.parametrize("part", [0.45, 0.33])
+def test_devices_that_hold_the_model_only_together_share_it_by_room(part: float) -> None:
+    """Parameters too are sharded where not even they fit: devices share the samples by speed, and the model by memory."""
+    model = graph(12, width=256, saved=10)
+    machines = cluster(3)
+    asked = {"global_batch_size": 9, "micro_batch_sizes": (1, 2), "strategy": "data"}
+    own = CostModel(graph=model, cluster=machines, profile=profile(model, machines, [linear(1.0)] * 3))
+    use = own.memory_use("n0/cpu:0", 0)
+    tensors = use.fixed - use.context
+    memory = [use.context + round(times * part * tensors) for times in (1, 1, 2)]
+    machines = cluster(3, memory=memory)
+    found = plan(model, machines, profile(model, machines, [linear(1.0), linear(2.0), linear(2.0)]), **asked).plan
+    assert found.zero == 3
+    stage = found.pipelines[0].stages[0]
+    assert stage.shares[0] > stage.shares[1]
+    assert (stage.state_shares or (1, 1, 1))[2] >= (stage.state_shares or (1, 1, 1))[1]
+    assert violations(found, model, machines) == ()
+    assert all(found.predicted.memory_bytes[device.id] <= device.memory_bytes for device in machines.devices)

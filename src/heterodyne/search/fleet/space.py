@@ -53,8 +53,12 @@ class Space:
             raise ValueError(f"schedules {self.schedules} leave none for pipelines with one stage on each place")
 
     def that_runs(self) -> Space:
-        """Without the plans that this library does not run, whatever the model (`plan.capabilities`)."""
-        levels = tuple(level for level in self.zero if all(map(runs_at_all, SHARDING[:level])))
+        """Without the plans that this library does not run, whatever the model (`plan.capabilities`).
+
+        Nor those that shard more than the optimizer's state, which it runs in another order than what is counted here, stage after stage:
+        `search.parameter_sharding` finds these.
+        """
+        levels = tuple(level for level in self.zero if level < 2 and all(map(runs_at_all, SHARDING[:level])))
         return replace(self, zero=levels or (0,), runnable=True)
 
     @property
