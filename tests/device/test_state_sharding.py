@@ -15,7 +15,7 @@ from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World
-from multiprocess.test_state_sharding import replicas, sharded
+from multiprocess.test_state_sharding import layered, replicas, sharded
 from multiprocess.test_training_pipelines import ADAMW, CLIP, SAMPLES, SEED, Spread
 from multiprocess.work import staged_worker
 
@@ -38,10 +38,12 @@ def worker_in(world: World, graph: ModelGraph, spread: Spread, precision: Any, z
     return staged_worker(world, case, pipelines, schedule, **how)
 
 
-def trained(world: World, graph: ModelGraph, spread: Spread, precision: Any, folder: Path | None) -> list[float]:
+def trained(
+    world: World, graph: ModelGraph, spread: Spread, precision: Any, folder: Path | None, zero: int = 1
+) -> list[float]:
     """Losses of four steps, with sharded state where there is a folder: there the last two again, bit for bit, from a checkpoint."""
     batch = build(graph, SAMPLES).batch
-    worker = worker_in(world, graph, spread, precision, int(folder is not None))
+    worker = worker_in(world, graph, spread, precision, zero if folder is not None else 0)
     losses = [worker.step(batch).loss for _ in range(2)]
     if folder is not None:
         checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
@@ -49,7 +51,7 @@ def trained(world: World, graph: ModelGraph, spread: Spread, precision: Any, fol
     losses += [worker.step(batch).loss for _ in range(2)]
     worker.close()
     if folder is not None:
-        resumed = worker_in(world, graph, spread, precision, 1)
+        resumed = worker_in(world, graph, spread, precision, zero)
         found = checkpoints.latest()
         assert found is not None
         resumed.load_state_dict(checkpoints.load(found, identity={}, wanted=resumed.needs).state)
@@ -59,21 +61,29 @@ def trained(world: World, graph: ModelGraph, spread: Spread, precision: Any, fol
 
 
 @pytest.mark.parametrize(
-    ("precision", "devices", "shares"),
+    ("spread", "zero", "precision", "devices", "shares"),
     [
-        ("fp32", FLEETS[0], (1, 1, 1)),
-        ("fp32", FLEETS[2], (2, 0, 3)),
-        ("mixed", FLEETS[0], (2, 0, 3)),
-        ("mixed", FLEETS[2], (2, 0, 3)),
+        (replicas, 1, "fp32", FLEETS[0], (1, 1, 1)),
+        (replicas, 2, "fp32", FLEETS[2], (2, 0, 3)),
+        (replicas, 1, "mixed", FLEETS[0], (2, 0, 3)),
+        (replicas, 2, "mixed", FLEETS[2], (2, 0, 3)),
+        (layered, 3, "fp32", FLEETS[0], (1, 1, 1)),
+        (layered, 3, "mixed", FLEETS[2], (2, 0, 3)),
     ],
 )
 def test_training_is_that_of_whole_state(
-    pool: Pool, precision: str, devices: tuple[str, ...], shares: tuple[int, ...], tmp_path: Path
+    pool: Pool,
+    spread: Any,
+    zero: int,
+    precision: str,
+    devices: tuple[str, ...],
+    shares: tuple[int, ...],
+    tmp_path: Path,
 ) -> None:
     graph = captured("gpt2")
     of_each = MIXED if precision == "mixed" else precision
-    whole = pool.run(3, trained, graph, replicas(graph), of_each, None, devices=devices)
-    parts = pool.run(3, trained, graph, sharded(replicas(graph), *shares), of_each, tmp_path, devices=devices)
+    whole = pool.run(3, trained, graph, spread(graph), of_each, None, devices=devices)
+    parts = pool.run(3, trained, graph, sharded(spread(graph), *shares), of_each, tmp_path, zero, devices=devices)
     assert all(losses == parts[0] for losses in parts)
     assert parts[0] == pytest.approx(whole[0], rel=1e-5 if precision == "fp32" else 1e-4)
 
