@@ -10,6 +10,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.sharded_stage import shard_stage
+from heterodyne.plan.state_shards import state_parts
 from heterodyne.search.planned import CLEARLY, Candidate, Planned, Strategy, serves
 from heterodyne.units import format_bytes, format_seconds
 
@@ -165,6 +166,8 @@ def _part(plan: Plan, graph: ModelGraph, device: str) -> str:
     """The stages of a device in words; nothing for the whole model."""
     parts = []
     for pipeline in plan.pipelines:
+        if _in_turn(pipeline):
+            continue
         for number, stage in enumerate(pipeline.stages):
             if device not in stage.devices or (len(pipeline.stages) == 1 and not stage.sharded):
                 continue
@@ -175,6 +178,11 @@ def _part(plan: Plan, graph: ModelGraph, device: str) -> str:
             what = f"stage {number} ({_span(graph, stage.ops)}{again})" if len(pipeline.stages) > 1 else "the model"
             parts.append(own + what)
     return ", ".join(parts)
+
+
+def _in_turn(pipeline: Pipeline) -> bool:
+    """Whether all of its devices run all of its stages, one after the other."""
+    return len(pipeline.stages) > 1 and len(pipeline.places) == 1
 
 
 def _span(graph: ModelGraph, ops: tuple[int, int]) -> str:
@@ -196,7 +204,9 @@ def paragraph(planned: Planned) -> str:
         f"{plan.global_batch_size} samples a step over {len(working)} of {len(planned.cluster.devices)} devices"
         + (f": {parts}." if parts else ".")
     ]
-    text += [_line(planned, pipeline, working) for pipeline in plan.pipelines if len(pipeline.stages) > 1]
+    cut = [pipeline for pipeline in plan.pipelines if len(pipeline.stages) > 1]
+    text += [_turns(pipeline) if _in_turn(pipeline) else _line(planned, pipeline, working) for pipeline in cut]
+    text.append(_sharded(plan, planned.graph))
     text += [_in_parts(planned, pipeline) for pipeline in plan.pipelines if len(pipeline.stages) == 1]
     if predicted is not None:
         text.append(
@@ -242,6 +252,26 @@ def _in_parts(planned: Planned, pipeline: Pipeline) -> str:
         f"({pipeline.micro_batches}): {cut / max(1, planned.graph.parameter_bytes):.0%} of its weights are cut, and they exchange tensors "
         f"{meetings} times a micro-batch."
     )
+
+
+def _turns(pipeline: Pipeline) -> str:
+    again = sum(len(stage.recompute) for stage in pipeline.stages)
+    return f"All devices run the {len(pipeline.stages)} stages one after the other" + (
+        f", recomputing {again} blocks." if again else "."
+    )
+
+
+def _sharded(plan: Plan, graph: ModelGraph) -> str:
+    """What devices with the same weights share out, and the part that each keeps; nothing where they share out nothing."""
+    parts = ", ".join(f"{device} {part:.0%}" for device, part in state_parts(plan, graph).items() if part < 1)
+    if not parts:
+        return ""
+    what = {
+        1: "Optimizer state is",
+        2: "Optimizer state and gradients are",
+        3: "Parameters, gradients and optimizer state are",
+    }
+    return f"{what[plan.zero]} sharded over the devices that run the same stages (ZeRO-{plan.zero}): {parts}."
 
 
 def _line(planned: Planned, pipeline: Pipeline, rows: Sequence[ShareRow]) -> str:
