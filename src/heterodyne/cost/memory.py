@@ -18,7 +18,6 @@ from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph, Parameter, dtype_bytes
 from heterodyne.graph.size import Size
 from heterodyne.plan.boxes import Box
-from heterodyne.plan.buckets import Bucket, gradient_buckets
 
 __all__ = ["DeviceMemory", "MemoryAssumptions", "MemoryUse"]
 
@@ -61,8 +60,8 @@ class MemoryUse:
     Args:
         parameters: parameters and buffers, and their bf16 copies that autocast keeps.
         gradients, optimizer: of the trainable parameters.
-        buckets: gradients on their way. They live in flat buckets and are reduced in place; twice the largest bucket is
-            counted on top: what autograd hands over before it is copied in, and what the collective works in.
+        buckets: gradients on their way. They are reduced in place, in flat buckets; the largest parameter is counted on top, whose
+            gradient autograd hands over before it is copied in. What collectives work in is of the framework, or of the host.
         activations: what one micro-batch keeps from forward to backward; 0 without one.
         workspace: what comes and goes inside an op on top of that.
         update: what comes and goes inside clipping and the optimizer step, when activations and workspace are gone. Both work in
@@ -85,18 +84,22 @@ class MemoryUse:
         """Of a device that keeps only so much of the optimizer's state of its weights."""
         return replace(self, optimizer=round(part * self.optimizer))
 
-    def shared_out(
-        self, part: float, *, gradients: int, parameters: int = 0, trained: int = 0, bucket: int
-    ) -> MemoryUse:
+    def with_sums(self, part: float) -> MemoryUse:
+        """Of a device whose backend sums so much of the gradients apart from them, before it goes where it belongs."""
+        return replace(self, update=max(self.update, round(part * self.gradients)))
+
+    def shared_out(self, part: float, *, gradients: int, parameters: int, trained: int) -> MemoryUse:
         """Of a device that keeps only so much of the gradients, and of ``trained`` bytes of its parameters.
 
-        ``gradients``, ``parameters``: bytes that are whole at a time; ``bucket``: of the largest that is reduced.
+        ``gradients``, ``parameters``: bytes that are whole at a time, in passes. What is kept of the gradients comes as activations go,
+        stage after stage, so that the two are not there together; at the update nothing is whole.
         """
+        own = round(part * self.gradients)
         made = replace(
             self,
-            gradients=min(self.gradients, round(part * self.gradients) + gradients),
+            gradients=min(self.gradients, gradients),
             parameters=min(self.parameters, self.parameters - round((1 - part) * trained) + parameters),
-            buckets=min(self.buckets, 2 * bucket),
+            update=own + max(0, self.update - gradients - parameters),
         )
         lost = self.lost * made.tensors / self.tensors if self.tensors else self.lost
         return replace(made, lost=round(lost))
@@ -267,20 +270,13 @@ class DeviceMemory:
         """
         held = self.held(stages, boxes)
         trainable = [p for p in held if p.trainable]
-        names = {p.name for p in trainable}
         gradients = sum(p.bytes for p in trainable)
         # States of narrow parameters are kept in fp32.
         optimizer = sum(max(4, dtype_bytes(p.dtype)) * self.recipe.state_values(p.shape) for p in trainable)
         weights = {p.name for p in self.graph.parameters}
         autocast = 2 * sum(p.numel for p in held if p.name in weights) if self.recipe.autocast else 0
         parameters = sum(p.bytes for p in held) + autocast
-        if boxes:
-            # Who owns what parts with whom makes other buckets; none is larger than its last part makes it.
-            largest = self.recipe.bucket_bytes + max((p.bytes for p in trainable), default=0)
-        else:
-            own = [sum(self._bytes[name] for name in bucket.parameters if name in names) for bucket in self._buckets]
-            largest = max(own, default=0)
-        buckets = min(gradients, 2 * largest)
+        buckets = max((max(p.bytes, 4 * p.numel) for p in trainable), default=0)
         ranges = [None] if stages is None else list(stages)
         activations = sum(self.activations(size, ops) for ops in ranges)
         return MemoryUse(
@@ -298,14 +294,6 @@ class DeviceMemory:
     def lost(self, tensors: float) -> int:
         """What the allocator loses beside so many bytes of tensors."""
         return round(self.assumptions.fragmentation * tensors)
-
-    @cached_property
-    def _buckets(self) -> tuple[Bucket, ...]:
-        return gradient_buckets(self.graph, self.recipe.bucket_bytes)
-
-    @cached_property
-    def _bytes(self) -> dict[str, int]:
-        return {p.name: p.bytes for p in self.graph.parameters}
 
 
 def _box_shape(box: Box, shape: Sequence[int]) -> tuple[int, ...]:

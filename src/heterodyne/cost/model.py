@@ -362,7 +362,7 @@ class CostModel:
         )
         on_host = any(stage.offload for stage in mine.values())
         fixed = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
-        if plan.zero > 1:
+        if plan.zero:
             fixed = self.shared_out(fixed, plan, device, buckets, state)
         return RankCosts(
             stages=costs,
@@ -377,7 +377,9 @@ class CostModel:
         )
 
     def shared_out(self, use: MemoryUse, plan: Plan, device: str, buckets: Sequence[Bucket], state: float) -> MemoryUse:
-        """With gradients, and from level 3 on parameters, of which the device keeps that part of what it shares with others."""
+        """With what it shares with others: where gradients are sharded too, or parameters, it keeps that part of them."""
+        if plan.zero == 1:
+            return use if self.cluster.device(device).backend == "cpu" else use.with_sums(state)
         shared = [bucket for bucket in buckets if device in bucket.owners and len(bucket.owners) > 1]
         pipeline = next(p for p in plan.pipelines if any(device in stage.devices for stage in p.stages))
         mine = [n for n, stage in enumerate(pipeline.stages) if device in stage.devices]
@@ -385,13 +387,9 @@ class CostModel:
         readers = {b.index: [n for n in mine if not reads[n].isdisjoint(b.parameters)] for b in shared}
         place = pipeline.place_of_stage[mine[0]]
         whole = gathered(orders_of(plan.schedule, pipeline)[place], shared, readers)
-        largest = max((bucket.bytes for bucket in shared), default=0)
-        if plan.zero < 3:
-            return use.shared_out(state, gradients=whole.gradients, bucket=largest)
-        trained = sum(bucket.bytes for bucket in shared)
-        return use.shared_out(
-            state, gradients=whole.gradients, parameters=whole.parameters, trained=trained, bucket=largest
-        )
+        trained = sum(bucket.bytes for bucket in shared) if plan.zero > 2 else 0
+        parameters = whole.parameters if plan.zero > 2 else 0
+        return use.shared_out(state, gradients=whole.gradients, parameters=parameters, trained=trained)
 
     def _stage_of(self, at: Position, number: int, entering: Size, leaving: Size) -> tuple[StageCosts, int]:
         """The costs of a stage on one of its devices, and what comes and goes inside its passes."""

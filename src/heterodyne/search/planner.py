@@ -292,7 +292,7 @@ def _memory(model: CostModel, made: Plan, simulation: Simulation, device: str) -
         return model.memory_use(device, size).with_state(state)
     use = model.memory_use(device, size, [stage.ops for stage in mine], boxes=model.boxes_of(made)[device])
     use = use.with_state(state)
-    if made.zero > 1:
+    if made.zero:
         own = state_parts(made, model.graph).get(device, 1.0)
         use = model.shared_out(use, made, device, planned_buckets(made, model.graph), own)
     peak = simulation.peak_bytes[model.cluster.rank(device)]

@@ -290,8 +290,8 @@ def test_devices_that_hold_the_model_only_together_shard_its_state() -> None:
     assert violations(found.plan, model, machines) == ()
     smaller = cluster(2, memory=[short[0], short[0]])
     measured = profile(model, machines, [linear(1.0)] * 2)
-    found = plan(model, smaller, measured, global_batch_size=4, micro_batch_sizes=(1,), strategy="data")
-    assert found.plan.zero == 3
+    with pytest.raises(InfeasibleError):
+        plan(model, smaller, measured, global_batch_size=4, micro_batch_sizes=(1,), strategy="data")
 
 
 @pytest.mark.parametrize(("host_s", "chosen"), [(0.01, True), (100.0, False)])
@@ -344,7 +344,7 @@ def test_a_pipeline_whose_state_fits_nowhere_leaves_it_to_the_hosts() -> None:
     assert all(found.plan.predicted.memory_bytes[device.id] <= memory for device in machines.devices)
 
 
-@pytest.mark.parametrize("part", [0.45, 0.33])
+@pytest.mark.parametrize("part", [0.6, 0.45])
 def test_devices_that_hold_the_model_only_together_share_it_by_room(part: float) -> None:
     """Parameters too are sharded where not even they fit: devices share the samples by speed, and the model by memory."""
     model = graph(12, width=256, saved=10)

@@ -174,13 +174,14 @@ class Channel:
 
         return wait
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
+    def reduce_scatter(self, parts: Sequence[Tensor], whole: Tensor | None = None) -> Callable[[], Tensor]:
         """Begin to add up the i-th of the flat ``parts`` of all ranks on the i-th; what is returned waits for this rank's. Where the
-        channel is `native`.
+        channel is `native`. ``whole``: all parts, if they lie one after the other.
         """
         total = torch.empty_like(parts[self.place])
         if len({part.numel() for part in parts}) == 1:
-            work = _reduce_scatter_single(total, torch.cat(list(parts)), group=self._group, async_op=True)
+            whole = torch.cat(list(parts)) if whole is None else whole
+            work = _reduce_scatter_single(total, whole, group=self._group, async_op=True)
         else:
             work = dist.reduce_scatter(total, [part.contiguous() for part in parts], group=self._group, async_op=True)
         pending = Work(work.wait)
@@ -200,7 +201,7 @@ class Channel:
             return Work(timed=timed)
         if self.native:
             start, stop = ranges[self.place]
-            summed = self.reduce_scatter([flat[low:high] for low, high in ranges])
+            summed = self.reduce_scatter([flat[low:high] for low, high in ranges], flat)
             return Work(lambda: flat[start:stop].copy_(summed()), timed=timed)
         group = self._group
         add_up = self._found(shared.sum_of(flat, ranges[self.place]) for shared in self._shared)

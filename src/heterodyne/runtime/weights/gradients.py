@@ -190,7 +190,7 @@ class GradientBuckets:
         assert channel is not None  # or it is not gathered
         assert ranges is not None
         low, high = ranges[channel.place]
-        while self._weights is not None and len(self._gathering) >= BUCKETS_UNDER_WAY:
+        while len(self._gathering) >= BUCKETS_UNDER_WAY:  # a backend gathers into a tensor of its own
             self._finish_gathering()
         self._open(bucket)
         carried, begin = _as_weights(bucket), 0
