@@ -88,18 +88,21 @@ class MemoryUse:
         """Of a device whose backend sums so much of the gradients apart from them, before it goes where it belongs."""
         return replace(self, update=max(self.update, round(part * self.gradients)))
 
-    def shared_out(self, part: float, *, gradients: int, parameters: int, trained: int) -> MemoryUse:
+    def shared_out(
+        self, part: float, *, gradients: int, parameters: int, trained: int, again: bool = False
+    ) -> MemoryUse:
         """Of a device that keeps only so much of the gradients, and of ``trained`` bytes of its parameters.
 
         ``gradients``, ``parameters``: bytes that are whole at a time, in passes. What is kept of the gradients comes as activations go,
-        stage after stage, so that the two are not there together; at the update nothing is whole.
+        stage after stage, so that the two are not there together, unless they are made ``again`` in each stage; at the update nothing is
+        whole.
         """
         own = round(part * self.gradients)
         made = replace(
             self,
-            gradients=min(self.gradients, gradients),
+            gradients=min(self.gradients, gradients + (own if again else 0)),
             parameters=min(self.parameters, self.parameters - round((1 - part) * trained) + parameters),
-            update=own + max(0, self.update - gradients - parameters),
+            update=max(0, self.update - gradients - parameters) + (0 if again else own),
         )
         lost = self.lost * made.tensors / self.tensors if self.tensors else self.lost
         return replace(made, lost=round(lost))

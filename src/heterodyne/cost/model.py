@@ -252,6 +252,8 @@ class CostModel:
             return 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0
         dropped = [memory.activations(size, part) for part in again]
         inputs = sum(self._read_by(part)(size) for part in again)
+        # What a part makes again stands beside what behind it was kept of the first time, and has its gradient.
+        made_again = [2 * self._read_by((part[1], len(self.graph.ops)))(size) for part in again]
         crossing = entering(size) + leaving(size)
         kept = max(0, memory.activations(size, ops) - sum(dropped)) + inputs + crossing
         return (
@@ -262,7 +264,7 @@ class CostModel:
             sum(seconds("F", part) for part in again),
             with_loss(kept),
             with_loss(sum(dropped)),
-            with_loss(max(dropped, default=0)),
+            with_loss(max((a + b for a, b in zip(dropped, made_again, strict=True)), default=0)),
             with_loss(self._halves.weight_bytes(*ops)(size)),
             with_loss(crossing),
         )
@@ -389,7 +391,8 @@ class CostModel:
         whole = gathered(orders_of(plan.schedule, pipeline)[place], shared, readers)
         trained = sum(bucket.bytes for bucket in shared) if plan.zero > 2 else 0
         parameters = whole.parameters if plan.zero > 2 else 0
-        return use.shared_out(state, gradients=whole.gradients, parameters=parameters, trained=trained)
+        again = any(pipeline.stages[number].recompute for number in mine)
+        return use.shared_out(state, gradients=whole.gradients, parameters=parameters, trained=trained, again=again)
 
     def _stage_of(self, at: Position, number: int, entering: Size, leaving: Size) -> tuple[StageCosts, int]:
         """The costs of a stage on one of its devices, and what comes and goes inside its passes."""

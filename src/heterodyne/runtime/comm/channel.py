@@ -154,11 +154,11 @@ class Channel:
         """Whether the backend of an accelerator joins the ranks: it has `all_gather` and `reduce_scatter`, of any shares."""
         return self._group is not None and not self._via_host and self._device.type != "cpu"
 
-    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def all_gather(self, part: Tensor, sizes: Sequence[int], into: Tensor | None = None) -> Callable[[], list[Tensor]]:
         """Begin to give each rank the flat ``part`` of every rank, ``sizes[i]`` elements from the i-th; what is returned waits for them.
-        Where the channel is `native`.
+        Where the channel is `native`. ``into``: where they are to lie, one after the other.
         """
-        whole = part.new_empty(sum(sizes))
+        whole = part.new_empty(sum(sizes)) if into is None else into
         parts = list(whole.split_with_sizes(list(sizes)))
         if len(set(sizes)) == 1:
             work = _all_gather_single(_bytes(whole), _bytes(part.contiguous()), group=self._group, async_op=True)
@@ -220,9 +220,8 @@ class Channel:
             return Work(timed=timed)
         if self.native:
             start, stop = ranges[self.place]
-            gathered = self.all_gather(flat[start:stop], [high - low for low, high in ranges])
-            parts = [flat[low:high] for low, high in ranges]
-            return Work(lambda: torch._foreach_copy_(parts, gathered()), timed=timed)
+            gathered = self.all_gather(flat[start:stop].clone(), [high - low for low, high in ranges], flat)
+            return Work(gathered, timed=timed)
         group = self._group
         copy = self._found(shared.copies_of(flat, ranges) for shared in self._shared)
 
