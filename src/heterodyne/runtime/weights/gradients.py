@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -29,57 +28,10 @@ from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.weights.boxed import boxed
-from heterodyne.runtime.weights.masters import MasterWeights, gradient_dtype
+from heterodyne.runtime.weights.flat_bucket import Entry, FlatBucket, size_of, view_of
+from heterodyne.runtime.weights.masters import MasterWeights
 
 __all__ = ["GradientBuckets"]
-
-
-@dataclass(eq=False)
-class _Entry:
-    """The place of a parameter, or of a box of it, in its bucket.
-
-    ``box``: of the parameter as it is on this rank; () is all of it. ``filled``: it has a gradient in this step; ``ready``: that is
-    complete.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    view: Tensor | None
-    bucket: int
-    box: Box = ()
-    filled: bool = False
-    ready: bool = False
-
-    @property
-    def staged(self) -> bool:
-        """Its gradient is one of several boxes, so it is copied into the bucket and back."""
-        return bool(self.box) and self.view is not None
-
-    def of_gradient(self) -> Tensor:
-        """The box of the parameter's gradient, which is zero where there was none."""
-        if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter, dtype=gradient_dtype(self.parameter))
-        return boxed(self.parameter.grad, self.box)
-
-
-@dataclass(eq=False)
-class _Flat:
-    """``number``: in the plan. ``size``: of the buffer, which comes and goes where gradients are sharded.
-
-    ``ranges``: which each rank of the channel updates, where state is sharded. ``missing``: parameters whose gradient the last backward
-    still owes.
-    """
-
-    number: int
-    size: tuple[int, torch.dtype]
-    buffer: Tensor | None
-    channel: Channel | None
-    ranges: Sequence[Range] | None = None
-    entries: list[_Entry] = field(default_factory=list)
-    missing: int = 0
-    pending: Work | None = None
-    given_back: bool = False
 
 
 class GradientBuckets:
@@ -117,14 +69,14 @@ class GradientBuckets:
         self._boxes = boxes or {}
         self._ranges = ranges or {}
         self._weights = weights
-        self._reducing: deque[_Flat] = deque()
-        self._gathering: deque[tuple[_Flat, Work]] = deque()
+        self._reducing: deque[FlatBucket] = deque()
+        self._gathering: deque[tuple[FlatBucket, Work]] = deque()
         self._same_way = same_way
         self._recorder = recorder
         self._completed = completed
         self._buckets = self._allocate(buckets, parameters)
         self._entries = [entry for bucket in self._buckets for entry in bucket.entries]
-        self._entries_of: dict[int, list[_Entry]] = {}
+        self._entries_of: dict[int, list[Entry]] = {}
         for entry in self._entries:
             self._entries_of.setdefault(id(entry.parameter), []).append(entry)
         self._unused: frozenset[str] | None = None
@@ -155,7 +107,7 @@ class GradientBuckets:
     def place(self, parameter: Tensor) -> Tensor | None:
         """Where the first gradient of a parameter in a step belongs; None: it has no place of its own."""
         entries = self._entries_of[id(parameter)]
-        self._open(self._buckets[entries[0].bucket])
+        self._buckets[entries[0].bucket].open()
         return None if len(entries) > 1 or entries[0].staged else entries[0].view
 
     def added(self, parameter: Tensor) -> None:
@@ -189,17 +141,12 @@ class GradientBuckets:
         channel, ranges = bucket.channel, bucket.ranges
         assert channel is not None  # or it is not gathered
         assert ranges is not None
-        low, high = ranges[channel.place]
-        while len(self._gathering) >= BUCKETS_UNDER_WAY:  # a backend gathers into a tensor of its own
+        while len(self._gathering) >= BUCKETS_UNDER_WAY:  # a backend needs room for the own range besides
             self._finish_gathering()
-        self._open(bucket)
-        carried, begin = _as_weights(bucket), 0
-        for entry in bucket.entries:
-            size = entry.parameter.numel()
-            first, last = max(low, begin), min(high, begin + size)
-            if first < last:
-                carried[first:last].copy_(entry.parameter.detach().reshape(-1)[first - begin : last - begin])
-            begin += size
+        bucket.open()
+        carried = bucket.as_weights
+        for entry, (first, last), (start, stop) in bucket.own():
+            carried[first:last].copy_(entry.parameter.detach().reshape(-1)[start:stop])
         started, timed = self._recorder.now(), self._recorder.on
         pending = channel.all_gather_ranges(carried, ranges, timed=timed)
         self._recorder.collective(Action(0, "GATHER", bucket.number), started, pending)
@@ -214,83 +161,48 @@ class GradientBuckets:
     def _finish_gathering(self) -> None:
         bucket, pending = self._gathering.popleft()
         pending.wait()
-        begin, carried = 0, _as_weights(bucket)
+        begin, carried = 0, bucket.as_weights
         for entry in bucket.entries:
             size = entry.parameter.numel()
             entry.parameter.copy_(carried[begin : begin + size].view(entry.parameter.shape))
             entry.parameter.grad = None  # what is in the buffer is none any more
             begin += size
-        self._close(bucket)
+        bucket.close()
 
     @torch.no_grad()
     def gather_gradients(self) -> dict[str, Tensor]:
         """Every gradient by name, whole also where each rank has the sums of its own range; after `wait`. Collective."""
         found = {e.name: e.parameter.grad for e in self._entries if e.parameter.grad is not None}
+        apart = {} if self._weights is None else self._weights.own_gradients
         for bucket in self._buckets:
             if bucket.ranges is None or bucket.channel is None:
                 continue
-            self._open(bucket)
+            bucket.open()
             assert bucket.buffer is not None
-            begin = 0
-            for entry in bucket.entries:
-                self._put_own(bucket, entry, begin)
-                begin += entry.parameter.numel()
+            for entry, (first, last), _ in bucket.own():
+                if entry.name in apart:
+                    bucket.buffer[first:last].copy_(apart[entry.name].reshape(-1))
             bucket.channel.all_gather_ranges(bucket.buffer, bucket.ranges).wait()
             found |= {
                 e.name: e.view for e in bucket.entries if e.view is not None and e.name not in (self._unused or ())
             }
-            self._close(bucket)
+            bucket.close()
         return found
 
-    def _put_own(self, bucket: _Flat, entry: _Entry, begin: int) -> None:
-        """What is kept of a gradient apart from the buffer, in its place there; ``begin``: of the parameter in the buffer."""
-        if self._weights is None or bucket.ranges is None or bucket.channel is None or bucket.buffer is None:
-            return
-        low, high = bucket.ranges[bucket.channel.place]
-        first, last = max(low, begin), min(high, begin + entry.parameter.numel())
-        own = self._weights.own_gradients.get(entry.name)
-        if own is not None and first < last:
-            bucket.buffer[first:last].copy_(own.reshape(-1))
-
-    def _open(self, bucket: _Flat) -> None:
-        """Make the buffer, where it is not there all the time; all of it is zero."""
-        if bucket.channel is None or bucket.buffer is not None:
-            return
-        size, dtype = bucket.size
-        bucket.buffer = torch.zeros(size, dtype=dtype, device=bucket.entries[0].parameter.device)
-        begin = 0
-        for entry in bucket.entries:
-            entry.view = _view(bucket.buffer, begin, entry.parameter, entry.box, by_rows=True)
-            begin += entry.view.numel()
-
-    def _close(self, bucket: _Flat) -> None:
-        """Let go of a buffer that is not there all the time."""
-        if self._weights is None or bucket.ranges is None:
-            return
-        for entry in bucket.entries:
-            entry.parameter.grad = entry.view = None
-        bucket.buffer = None
-
-    def _finish(self, bucket: _Flat) -> None:
+    def _finish(self, bucket: FlatBucket) -> None:
         """Wait until a bucket is reduced, if it is launched."""
         if bucket.pending is None or bucket.given_back:
             return
         bucket.pending.wait()
         self._give_back(bucket)
         bucket.given_back = True  # clipping may change the gradients from here on
-        if self._weights is None or bucket.ranges is None or bucket.channel is None or bucket.buffer is None:
+        if self._weights is None or bucket.ranges is None or bucket.buffer is None:
             return
-        low, high = bucket.ranges[bucket.channel.place]
-        own, begin = bucket.buffer[low:high].clone(), 0
-        for entry in bucket.entries:
-            size = entry.parameter.numel()
-            first, last = max(low, begin), min(high, begin + size)
-            if first < last:
-                self._weights.keep_gradient(entry.name, own[first - low : last - low])
-            begin += size
-        self._close(bucket)
+        for entry, (first, last), _ in bucket.own():
+            self._weights.keep_gradient(entry.name, bucket.buffer[first:last].clone())
+        bucket.close()
 
-    def _give_back(self, bucket: _Flat) -> None:
+    def _give_back(self, bucket: FlatBucket) -> None:
         """Bring the sums of boxes back to where the gradient lies."""
         for entry in bucket.entries:
             if entry.staged:
@@ -300,7 +212,7 @@ class GradientBuckets:
     def _find_untouched(self) -> frozenset[str]:
         """The parameters that no rank has a gradient for."""
         found: set[str] = set()
-        by_channel: dict[Channel | None, list[_Entry]] = {}
+        by_channel: dict[Channel | None, list[Entry]] = {}
         for bucket in self._buckets:
             by_channel.setdefault(bucket.channel, []).extend(bucket.entries)
         for channel, entries in by_channel.items():
@@ -320,7 +232,7 @@ class GradientBuckets:
 
     def _allocate(
         self, buckets: Sequence[tuple[Bucket, Channel | None]], parameters: Mapping[str, nn.Parameter]
-    ) -> list[_Flat]:
+    ) -> list[FlatBucket]:
         by_channel: dict[Channel, list[Bucket]] = {}
         for bucket, channel in buckets:
             for name in bucket.parameters:
@@ -330,24 +242,26 @@ class GradientBuckets:
         buffers: dict[int, Tensor] = {}
         for channel, of in by_channel.items():
             stay = [bucket for bucket in of if self._weights is None or bucket.index not in self._ranges]
-            sizes = [_size_of(bucket, parameters, self._boxes) for bucket in stay]
+            sizes = [size_of(bucket, parameters, self._boxes) for bucket in stay]
             if stay:
                 buffers |= {bucket.index: buffer for bucket, buffer in zip(stay, channel.buffers(sizes), strict=True)}
         flats = []
         for place, (bucket, channel) in enumerate(buckets):
             buffer, ranges = buffers.get(bucket.index), self._ranges.get(bucket.index)
-            size = _size_of(bucket, parameters, self._boxes)
-            flat = _Flat(bucket.index, size, buffer, channel if channel in by_channel else None, ranges)
+            size = size_of(bucket, parameters, self._boxes)
+            shared = channel if channel in by_channel else None
+            comes = shared is not None and buffer is None
+            flat = FlatBucket(bucket.index, size, buffer, shared, comes, ranges)
             offset = 0
             for part in bucket.parts:
                 parameter, box = parameters[part.name], inside(self._boxes.get(part.name, ()), part.box)
-                view = None if buffer is None else _view(buffer, offset, parameter, box, by_rows=ranges is not None)
-                flat.entries.append(_Entry(part.name, parameter, view, place, box))
+                view = None if buffer is None else view_of(buffer, offset, parameter, box, by_rows=ranges is not None)
+                flat.entries.append(Entry(part.name, parameter, view, place, box))
                 offset += numel(box, parameter.shape)
             flats.append(flat)
         return flats
 
-    def _hook(self, entries: Sequence[_Entry]) -> Callable[[Tensor], None]:
+    def _hook(self, entries: Sequence[Entry]) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             if parameter.grad is None:
                 return  # a backward has come by and left nothing: what it has for this one comes later
@@ -356,10 +270,10 @@ class GradientBuckets:
 
         return on_gradient
 
-    def _on_gradient(self, entry: _Entry) -> None:
+    def _on_gradient(self, entry: Entry) -> None:
         parameter = entry.parameter
         assert parameter.grad is not None
-        self._open(self._buckets[entry.bucket])
+        self._buckets[entry.bucket].open()
         if parameter.grad.is_sparse:
             raise CaptureError(
                 f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
@@ -378,7 +292,7 @@ class GradientBuckets:
         elif self._buckets[entry.bucket].pending is not None:
             raise _too_late(entry.name)
 
-    def _mark_ready(self, entry: _Entry) -> None:
+    def _mark_ready(self, entry: Entry) -> None:
         bucket = self._buckets[entry.bucket]
         if entry.ready or bucket.pending is not None:
             raise _too_late(entry.name)
@@ -391,7 +305,7 @@ class GradientBuckets:
         bucket = self._buckets[self._next]
         while self._weights is not None and len(self._reducing) >= BUCKETS_UNDER_WAY:
             self._finish(self._reducing.popleft())
-        self._open(bucket)
+        bucket.open()
         for entry in bucket.entries:
             if entry.staged:
                 assert entry.view is not None
@@ -402,7 +316,7 @@ class GradientBuckets:
         self._reducing.append(bucket)
         self._next += 1
 
-    def _reduce(self, bucket: _Flat) -> Work:
+    def _reduce(self, bucket: FlatBucket) -> Work:
         if bucket.channel is None or bucket.buffer is None:
             return Work()
         started, timed = self._recorder.now(), self._recorder.on
@@ -422,13 +336,6 @@ def _too_late(name: str) -> CaptureError:
     )
 
 
-def _size_of(
-    bucket: Bucket, parameters: Mapping[str, nn.Parameter], boxes: Mapping[str, Box]
-) -> tuple[int, torch.dtype]:
-    sizes = [numel(inside(boxes.get(p.name, ()), p.box), parameters[p.name].shape) for p in bucket.parts]
-    return sum(sizes), gradient_dtype(parameters[bucket.parts[0].name])
-
-
 def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
@@ -441,18 +348,3 @@ def _require_no_hooks(name: str, parameter: nn.Parameter) -> None:
             f"{name!r} has a hook on its gradient, which would see the gradients of parts of the batch in place of the whole. Remove it: "
             "gradients are clipped by clip_grad_norm, and what shall not be trained can be a buffer, or be masked in forward"
         )
-
-
-def _as_weights(bucket: _Flat) -> Tensor:
-    """The begin of the buffer, as elements of the weights, which may be narrower than their gradients."""
-    assert bucket.buffer is not None
-    return bucket.buffer.view(bucket.entries[0].parameter.dtype)[: bucket.buffer.numel()]
-
-
-def _view(buffer: Tensor, offset: int, parameter: nn.Parameter, box: Box, *, by_rows: bool) -> Tensor:
-    """A view shaped as the parameter, or a box of it, with its strides where it is dense in channels-last order, unless ``by_rows``."""
-    channels_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-    if not by_rows and not box and channels_last and not parameter.is_contiguous():
-        return buffer.as_strided(parameter.shape, parameter.stride(), offset)
-    shape = boxed(parameter.detach(), box).shape
-    return buffer[offset : offset + shape.numel()].view(shape)
