@@ -32,6 +32,8 @@ def with_unsharding(actions: Sequence[Action], readers: Mapping[int, Sequence[in
 
     ``readers``: of each bucket, in the order of the reductions, the stages of the rank that read it.
     """
+    if not actions:
+        return tuple(Action(0, "SCATTER", bucket) for bucket in readers)
     before: dict[int, list[Action]] = {}
     behind: dict[int, list[Action]] = {}
     earlier: _Use | None = None
@@ -44,10 +46,8 @@ def with_unsharding(actions: Sequence[Action], readers: Mapping[int, Sequence[in
     last = {action.stage: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
     complete = 0
     for bucket, stages in readers.items():
-        complete = max(complete, *(last[stage] for stage in stages)) if stages else max(0, len(actions) - 1)
+        complete = max(complete, *(last[stage] for stage in stages)) if stages else len(actions) - 1
         behind.setdefault(complete, []).append(Action(0, "SCATTER", bucket))
-    if not actions:
-        return tuple(Action(0, "SCATTER", bucket) for bucket in readers)
     return tuple(
         each
         for place, action in enumerate(actions)
