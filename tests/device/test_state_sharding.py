@@ -64,9 +64,8 @@ def trained(
     ("spread", "zero", "precision", "devices", "shares"),
     [
         (replicas, 1, "fp32", FLEETS[0], (1, 1, 1)),
-        (replicas, 2, "fp32", FLEETS[2], (2, 0, 3)),
-        (replicas, 1, "mixed", FLEETS[0], (2, 0, 3)),
-        (replicas, 2, "mixed", FLEETS[2], (2, 0, 3)),
+        (replicas, 1, "mixed", FLEETS[2], (2, 0, 3)),
+        (replicas, 2, "mixed", FLEETS[0], (2, 0, 3)),
         (layered, 3, "fp32", FLEETS[0], (1, 1, 1)),
         (layered, 3, "mixed", FLEETS[2], (2, 0, 3)),
     ],

@@ -43,7 +43,7 @@ def test_nothing_is_kept_while_it_is_off() -> None:
     recorder.begin()
     with recorder.during(Action(0, "F", 0)):
         pass
-    recorder.collective("REDUCE_GRAD", 0, recorder.now(), Work())
+    recorder.collective(Action(0, "REDUCE_GRAD", 0), recorder.now(), Work())
     recorder.end(0)
     assert recorder.events() == ()
 

@@ -318,7 +318,10 @@ class Worker:
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
         loss = self._executor.run(self._work(batch, step), update=False)
-        return loss, self._gradients.gather_gradients() if self._place.active else {}
+        if not self._place.active:
+            return loss, {}
+        here = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        return loss, here | self._gradients.gather_gradients()
 
     def evaluate(self, batch: GlobalBatchLike) -> float:
         """The loss on a batch of any size, in eval mode; not a number if nothing in it counts."""

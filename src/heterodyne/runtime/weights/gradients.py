@@ -171,8 +171,8 @@ class GradientBuckets:
 
     @torch.no_grad()
     def gather_gradients(self) -> dict[str, Tensor]:
-        """Every gradient by name, whole also where each rank has the sums of its own range; after `wait`. Collective."""
-        found = {e.name: e.parameter.grad for e in self._entries if e.parameter.grad is not None}
+        """The gradients of which each rank has the sums of its own range alone, by name and whole; after `wait`. Collective."""
+        found: dict[str, Tensor] = {}
         apart = {} if self._weights is None else self._weights.own_gradients
         for bucket in self._buckets:
             if bucket.ranges is None or bucket.channel is None:
