@@ -97,15 +97,13 @@ class _Listener:
 
     async def _ended(self) -> None:
         self._server.close()
-        while tasks := asyncio.all_tasks() - {
-            asyncio.current_task()
-        }:  # a connection that is being accepted makes one more
-            for task in tasks:
+        # Connections end before the tasks that serve them: one that is cancelled before it began, or while it closes, leaves none open.
+        while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) or self._transports:
+            for transport in list(self._transports):  # also with bytes that the other end does not take
+                cast(asyncio.Transport, transport).abort()
+            for task in tasks:  # a connection that is being accepted makes one more
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        while self._transports:  # also with bytes that the other end does not take
-            for transport in list(self._transports):
-                cast(asyncio.Transport, transport).abort()
             await asyncio.sleep(0)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -219,10 +217,10 @@ async def _joined(one: Streams, other: Streams) -> None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        other[1].close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        other[1].close()
 
 
 async def _carried(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
