@@ -186,10 +186,13 @@ class TrainingSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW, SGD or Adafactor with linear warm-up and cosine decay to ``min_lr_ratio`` of ``lr``.
+    """AdamW, AdamW with its state in 8 bits, SGD or Adafactor with linear warm-up and cosine decay to ``min_lr_ratio`` of ``lr``.
 
     Adafactor keeps a row and a column for each matrix in place of two values an element, and must see matrices whole, so plans that split
     them are left out. It has no ``betas``, ``eps`` and ``momentum``.
+
+    ``adamw8bit`` is torchao's: a value of its state is a byte, with a scale for each 256 of a weight, of weights of 4,096 elements or more.
+    It must see weights whole, too, and needs torchao.
 
     ``weight_decay`` is of the matrices; of normalisations, biases and other parameters with fewer than two dims only with
     ``decay_norms_and_biases``.
@@ -198,7 +201,7 @@ class OptimizerSection(Section):
     recorded in the run, and stays what it was when the run is extended.
     """
 
-    name: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "sgd", "adafactor"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 3e-4
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -213,7 +216,7 @@ class OptimizerSection(Section):
     @property
     def whole_weights(self) -> bool:
         """Whether the update of an element depends on its whole weight."""
-        return self.name == "adafactor"
+        return self.name in ("adafactor", "adamw8bit")
 
 
 class ParallelismSection(Section):

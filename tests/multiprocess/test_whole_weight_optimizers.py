@@ -58,7 +58,24 @@ class Muon32(torch.optim.SGD):
                 p.add_(x, alpha=-group["lr"])
 
 
-FACTORIES: dict[str, Factory] = {"adafactor": adafactor, "muon": muon}
+def in_8_bits(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """torchao's AdamW, which quantizes the small weights of tests too, 16 values at a time, and runs as Python: compiling takes long."""
+    from torchao.optim import AdamW8bit  # workers alone load it, and only for this
+
+    class Quantized(AdamW8bit):  # type: ignore[misc]  # it has no types
+        def _new_buffer(self, p: Tensor, signed: bool) -> Any:
+            blocks = p.numel() % self.block_size == 0
+            return self._subclass_zeros(p, signed, self.block_size) if blocks else torch.zeros_like(p)
+
+        def step(self, closure: Any = None) -> Any:
+            with torch.compiler.set_stance("force_eager"):
+                return super().step(closure)
+
+    made: torch.optim.Optimizer = Quantized(parameters, lr=0.01, block_size=16)
+    return made
+
+
+FACTORIES: dict[str, Factory] = {"adafactor": adafactor, "muon": muon, "8 bits": in_8_bits}
 
 
 def worker_under(world: World, found: ModelGraph, spread: Spread, factory: str, seed: int = 0) -> tuple[Worker, Any]:
@@ -136,7 +153,7 @@ def refused(world: World, found: ModelGraph, plan: Plan, factory: str) -> str:
 
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_under_a_plan_that_splits_weights_they_are_refused_on_every_rank(pool: Pool, factory: str) -> None:
-    name = {"adafactor": "Adafactor", "muon": "Muon32"}[factory]
+    name = {"adafactor": "Adafactor", "muon": "Muon32", "8 bits": "Quantized"}[factory]
     for message in pool.run(3, refused, graph(), plans()["split"], factory):
         assert f"{name} needs whole weights" in message
         assert "test_own_loop.py" in message, "the line that calls distribute"

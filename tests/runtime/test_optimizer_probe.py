@@ -181,3 +181,20 @@ def test_one_that_keeps_gradients_from_step_to_step_is_refused() -> None:
 
     with pytest.raises(HeterodyneError, match="the zero_grad of Fourth keeps gradients for the next step"):
         reach_of(lambda ps: Fourth(ps, lr=0.1), dict(MODEL.named_parameters()))
+
+
+def test_state_that_is_kept_in_blocks_shows_in_a_large_weight() -> None:
+    """An 8-bit optimizer quantizes large weights only, a block at a time: shards that cut a block are updated otherwise."""
+
+    class Blocks(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    whole = p.numel() >= 4096 and p.numel() % 256 == 0
+                    rows = p.grad.view(-1, 256) if whole else p.grad.view(-1, 1)
+                    p.sub_((rows / rows.abs().amax(1, keepdim=True).clamp(min=1e-9)).view_as(p))
+
+    large = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    assert reach_of(Blocks, dict(large.named_parameters()))[0] == "weight"
+    assert reach_of(torch.optim.AdamW, dict(large.named_parameters()))[0] == "element"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
@@ -27,10 +28,10 @@ def require_room(
 ) -> None:
     """Raises InfeasibleError if weights, gradients and optimizer alone are more than the memory of the devices, in whatever parts."""
     trained = [p for p in graph.parameters if p.trainable]
-    states = {"adamw": 2, "adafactor": 0}.get(optimizer.name, int(optimizer.momentum > 0))
+    states = Recipe(optimizer=optimizer.name, momentum=optimizer.momentum).states
     weights = sum(p.bytes for p in graph.parameters)
     gradients = sum(p.bytes for p in trained)
-    needed = weights + gradients * (1 + states)
+    needed = weights + gradients + round(gradients * states)
     rooms = {device.id: device.memory_bytes for device in cluster.devices}
     whole = parallelism.strategy in _WHOLE_MODELS or graph.only_whole != ""
     room = max(rooms.values()) if whole else sum(rooms.values())

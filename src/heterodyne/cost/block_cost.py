@@ -40,7 +40,7 @@ def block_cost(
         update_s=update_s,
         parameter_bytes=sum(_stored_bytes(p, parts) for p in held),
         gradient_bytes=trained,
-        optimizer_bytes=recipe.states * trained,
+        optimizer_bytes=round(recipe.states * trained),
         kept_bytes=round(scale * _kept_bytes(ops, size, parts)),
         # Blocks that are alike read what they make.
         kept_bytes_recomputed=round(scale * max((_tensor_bytes(graph, ref, size, parts) for ref in last), default=0)),

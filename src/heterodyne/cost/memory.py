@@ -275,7 +275,7 @@ class DeviceMemory:
         trainable = [p for p in held if p.trainable]
         gradients = sum(p.bytes for p in trainable)
         # States of narrow parameters are kept in fp32.
-        optimizer = sum(max(4, dtype_bytes(p.dtype)) * self.recipe.state_values(p.shape) for p in trainable)
+        optimizer = round(sum(max(4, dtype_bytes(p.dtype)) * self.recipe.state_values(p.shape) for p in trainable))
         weights = {p.name for p in self.graph.parameters}
         autocast = 2 * sum(p.numel for p in held if p.name in weights) if self.recipe.autocast else 0
         parameters = sum(p.bytes for p in held) + autocast

@@ -11,13 +11,18 @@ from heterodyne.plan.precision import Precisions
 
 __all__ = ["OptimizerName", "Recipe"]
 
-OptimizerName: TypeAlias = Literal["adamw", "sgd", "adafactor"]
+OptimizerName: TypeAlias = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+
+_BLOCK, _LEAST_QUANTIZED, _CODES, _CODE = 256, 4096, 256, 0.25
+"""torchao's 8-bit optimizers: elements to a scale, elements of the least weight that is quantized, values of a code, and a code in fp32
+values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """Args:
-    optimizer, momentum: AdamW keeps two values a parameter, SGD one if it has momentum, else none; Adafactor next to none.
+    optimizer, momentum: AdamW keeps two values a parameter, each in fp32 or in 8 bits, SGD one if it has momentum, else none; Adafactor
+        next to none.
     precision: of all devices or of each kind. In 16 bits it is autocast: parameters, gradients and optimizer stay in their own dtype.
     clip: whether gradients are clipped by their global norm.
     bucket_bytes: gradients are reduced in buckets of about this size.
@@ -41,14 +46,18 @@ class Recipe:
         return "fp32" not in of
 
     @property
-    def states(self) -> int:
-        """Values that the optimizer keeps for each parameter."""
-        return {"adamw": 2, "sgd": int(self.momentum > 0), "adafactor": 0}[self.optimizer]
+    def states(self) -> float:
+        """What the optimizer keeps for each parameter, in fp32 values."""
+        quantized = 2 * (_CODE + 1 / _BLOCK)
+        return {"adamw": 2, "adamw8bit": quantized, "sgd": int(self.momentum > 0), "adafactor": 0}[self.optimizer]
 
-    def state_values(self, shape: Sequence[int]) -> int:
+    def state_values(self, shape: Sequence[int]) -> float:
         """The same of one parameter of that shape, and what does not follow its elements: of Adafactor a row and a column for each matrix,
-        or all elements of a vector.
+        or all elements of a vector; of 8 bits two tables of what a code stands for, or fp32 values where torchao does not quantize.
         """
+        if self.optimizer == "adamw8bit":
+            blocks = prod(shape) >= _LEAST_QUANTIZED and prod(shape) % _BLOCK == 0
+            return self.states * prod(shape) + 2 * _CODES if blocks else 2 * prod(shape)
         if self.optimizer != "adafactor":
             return self.states * prod(shape)
         return prod(shape[:-1]) + prod((*shape[:-2], shape[-1])) if len(shape) > 1 else prod(shape)
@@ -59,9 +68,9 @@ class Recipe:
 
         A fused AdamW reads the parameter, the gradient and two moments, and writes all but the gradient: 7. A fused SGD makes 5 with
         momentum, 3 without. Adafactor reads the gradient for rows, for columns and for the update, writes and reads that twice over to
-        clip it, and reads and writes the parameter: 9.
+        clip it, and reads and writes the parameter: 9. In 8 bits the moments are a quarter: 4.
         """
-        return {"adamw": 7, "sgd": 5 if self.momentum > 0 else 3, "adafactor": 9}[self.optimizer]
+        return {"adamw": 7, "adamw8bit": 4, "sgd": 5 if self.momentum > 0 else 3, "adafactor": 9}[self.optimizer]
 
     @property
     def clip_to_step(self) -> float:

@@ -22,7 +22,7 @@ def measure_optimizer(
     most_bytes: int = 256 * 2**20,
     on_host: bool = False,
 ) -> float:
-    """Seconds of one step of ``adamw``, ``sgd`` (with momentum) or ``adafactor`` per byte of fp32 parameters; 0 without any.
+    """Seconds of one step of ``adamw``, ``adamw8bit``, ``sgd`` (with momentum) or ``adafactor`` per byte of fp32 parameters; 0 without any.
 
     Real tensors of the given shapes, up to ``most_bytes`` of them (four times that with gradients and states): beyond the
     caches, bytes are what counts. ``on_host``: the host keeps state and master weights, so gradients go there and weights come back.
@@ -63,6 +63,13 @@ def _parameters(shapes: Sequence[Sequence[int]], bench: Workbench, most_bytes: i
     return parameters
 
 
+def _in_8_bits(updated: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit  # an extra, which a job that names it has been checked for
+
+    made: torch.optim.Optimizer = AdamW8bit(updated, lr=1e-8)
+    return made
+
+
 def _optimizer_step(
     parameters: Sequence[torch.nn.Parameter], name: str, bench: Workbench, *, on_host: bool = False
 ) -> Callable[[], tuple[object, ...]]:
@@ -71,6 +78,7 @@ def _optimizer_step(
     # A learning rate of almost nothing: the weights stay in the range of ordinary numbers however often this is repeated.
     made: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "adamw": lambda: torch.optim.AdamW(updated, lr=1e-8, fused=True),
+        "adamw8bit": lambda: _in_8_bits(updated),
         "sgd": lambda: torch.optim.SGD(updated, lr=1e-8, momentum=0.9, fused=True),
         "adafactor": lambda: torch.optim.Adafactor(updated, lr=1e-8, foreach=False),
     }

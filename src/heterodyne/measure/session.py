@@ -48,7 +48,7 @@ class Request:
         device: where the tensors of this rank live.
         micro_batch_sizes: sizes to measure.
         while_faster: larger sizes are left out once no device gains by them.
-        optimizer: ``adamw``, ``sgd`` or ``adafactor``.
+        optimizer: ``adamw``, ``adamw8bit``, ``sgd`` or ``adafactor``.
         budget_s: about the seconds that all of it may take.
         halves: makes what splits a backward into halves; None: backwards are measured as a whole only.
         compile: lets blocks and model run compiled; None: they run as they are.

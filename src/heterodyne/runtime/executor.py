@@ -28,6 +28,7 @@ from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
+from heterodyne.runtime.weights.optimizer import set_rate
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 
 __all__ = ["Executor", "Step", "Watch"]
@@ -278,7 +279,7 @@ class Executor:
     def _update(self, learning_rate: float | None) -> None:
         if learning_rate is not None:
             for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
+                set_rate(group, learning_rate)
         self._weights.step(self._optimizer)
 
 

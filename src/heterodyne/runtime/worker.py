@@ -292,7 +292,7 @@ class Worker:
         return StepResult(
             step=number,
             loss=loss,
-            lr=self.optimizer.param_groups[0]["lr"] if work.learning_rate is None else work.learning_rate,
+            lr=float(self.optimizer.param_groups[0]["lr"]) if work.learning_rate is None else work.learning_rate,
             samples=self._place.micro_batches.samples,
             count=work.weights.total,
             seconds=time.perf_counter() - started_s,

@@ -1,4 +1,6 @@
-"""The update: AdamW, SGD or Adafactor of PyTorch, with a learning rate that is a pure function of the step; or the user's own optimizer."""
+"""The update: AdamW, SGD or Adafactor of PyTorch, or torchao's AdamW with its state in 8 bits, with a learning rate that is a pure function
+of the step; or the user's own optimizer.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,18 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.job import OptimizerSection
+from heterodyne.runtime.weights.wrapped_state import has_wrapped, unwrapped, wrapped
 
 __all__ = [
     "OptimizerFactory",
+    "adamw_in_8_bits",
     "initialise_state",
     "learning_rate",
     "load_state_by_name",
     "make_optimizer",
     "norms_and_biases",
     "optimizer_of",
+    "set_rate",
     "state_by_name",
     "takes_names",
 ]
@@ -64,7 +69,22 @@ def make_optimizer(
     if section.name == "adafactor":
         # Weight by weight: what comes and goes in an update would else be as large as all of them.
         return torch.optim.Adafactor(groups, lr=section.lr, foreach=False)
+    if section.name == "adamw8bit":
+        made: torch.optim.Optimizer = adamw_in_8_bits()(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+        return made
     return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=True)
+
+
+def adamw_in_8_bits() -> Callable[..., torch.optim.Optimizer]:
+    """torchao's. Raises HeterodyneError where that is missing."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise HeterodyneError(
+            "optimizer.name adamw8bit keeps its state by torchao, which is not installed: pip install torchao, or take adamw or adafactor"
+        ) from error
+    found: Callable[..., torch.optim.Optimizer] = AdamW8bit
+    return found
 
 
 def norms_and_biases(module: nn.Module) -> frozenset[str]:
@@ -114,8 +134,10 @@ def takes_names(factory: OptimizerFactory) -> bool:
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """The state of each parameter under its name; a parameter that was never updated has none. Tensors are not copied."""
-    return {name: dict(optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state}
+    """The state of each parameter under its name; a parameter that was never updated has none. Tensors are not copied; of one that
+    wraps others those are there.
+    """
+    return {name: unwrapped(optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state}
 
 
 def load_state_by_name(
@@ -130,8 +152,16 @@ def load_state_by_name(
     optimizer.state.clear()
     if type(optimizer) in _FIXED_STATE and state:
         _require_alike(optimizer, parameters, state)
+    made: dict[str, dict[str, Any]] = {}
+    if any(map(has_wrapped, state.values())):
+        initialise_state(optimizer)
+        made = {name: optimizer.state[parameters[name]] for name in state}
+        optimizer.state.clear()
     for name, values in state.items():
         parameter = parameters[name]
+        if has_wrapped(values):
+            optimizer.state[parameter] = wrapped(name, values, made[name])
+            continue
         optimizer.state[parameter] = {
             key: _copied(value, parameter) if isinstance(value, Tensor) else value for key, value in values.items()
         }
@@ -159,7 +189,7 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
 
     A step with zero gradients and rate zero makes the state and changes no parameter.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     missing = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
     kept = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     for parameter, _ in kept:
@@ -167,11 +197,19 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter in missing:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        set_rate(group, 0.0)
     optimizer.step()
     for parameter, gradient in kept:
         parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        set_rate(group, rate)
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Give a parameter group a learning rate. One that is a tensor stays that tensor, which compiled steps ask for."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
         group["lr"] = rate
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Literal, TypeAlias
 
 import torch
@@ -23,6 +24,9 @@ Reach: TypeAlias = Literal["element", "weight", "model"]
 """What the update of an element may depend on."""
 
 _SIZE = 4
+_LARGE = (2, 33 * 128)
+"""Of one weight, so that state that is kept in blocks shows: 8-bit optimizers quantize 256 values at a time, of weights of 4,096 elements
+and more (torchao, bitsandbytes). Both halves of this one are that large, and end in the middle of a block."""
 _SCALES = (1.0, 1e3, 1e-3)  # so that what is only clipped above some norm is clipped
 _ERROR = 1e-4
 _LEAST_RATE = 1e-3  # with a smaller one, or 0 as before a warm-up, rounding hides how the update is made
@@ -38,15 +42,16 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
     """The reach of the optimizer that a factory makes of these parameters, and what the optimizer is called.
 
     It is made of parameters of the same names and numbers of dims with at most 4 elements a dim, two for each pattern of names
-    (``layers.#.weight``), and stepped three times with random gradients: all together, each half of them by itself, and as the
-    shards of two ranks along each dim. One that cannot be tried is taken to need the whole model.
+    (``layers.#.weight``), one of them larger where the model has a large one, and stepped three times with random gradients: all together,
+    each half of them by itself, and as the shards of two ranks along each dim. Compiled steps run as Python. One that cannot be tried is
+    taken to need the whole model.
 
-    Couplings that only show in larger weights (a block of 8 x 8, a norm beyond the scales that are tried) are not seen.
+    Couplings that only show in still larger weights (a norm beyond the scales that are tried) are not seen.
 
     Raises HeterodyneError for an optimizer that steps with a closure, draws random numbers, or keeps gradients from step to step.
     """
     whole = _small(parameters)
-    with torch.random.fork_rng([]):
+    with torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         gradients = [{n: scale * torch.randn(w.shape) for n, w in whole.items()} for scale in _SCALES]
         try:
@@ -84,10 +89,14 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
 
 
 def _small(parameters: Mapping[str, Tensor]) -> Weights:
-    """Two for each pattern of names; even sizes, so that two ranks have equal shards."""
+    """Two for each pattern of names; even sizes, so that two ranks have equal shards. One is large if the model's largest is."""
     generator = torch.Generator().manual_seed(0)
     kept = [name for names in _by_pattern(parameters).values() for name in names[:2]]
     sizes = {name: [min(size, _SIZE) // 2 * 2 or 1 for size in parameters[name].shape] for name in kept}
+    largest = max(kept, key=lambda name: (parameters[name].dim() > 1, parameters[name].numel()), default=None)
+    if largest is not None and parameters[largest].numel() >= prod(_LARGE):
+        dims = parameters[largest].dim()
+        sizes[largest] = [prod(_LARGE)] if dims == 1 else [1] * (dims - len(_LARGE)) + list(_LARGE)
     return {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}
 
 

@@ -17,6 +17,7 @@ from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import initialise_state, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
+from heterodyne.runtime.weights.wrapped_state import unwrapped
 
 __all__ = [
     "gathered_model",
@@ -272,7 +273,7 @@ def share_whole_state(
             if follows:
                 optimizer.state.pop(parameter, None)
             continue
-        for key, value in sorted(optimizer.state[parameter].items()):
+        for key, value in sorted(unwrapped(optimizer.state[parameter]).items()):
             if isinstance(value, Tensor):
                 share(value)
             else:
