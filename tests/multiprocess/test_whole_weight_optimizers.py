@@ -92,6 +92,7 @@ def train(
     worker, batch = worker_under(world, found, spreads[0], factory)
     losses = [worker.step(batch).loss for _ in range(STEPS // 2)]
     checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
+    assert worker.not_finite() is None
     checkpoints.save(worker.steps_done, worker.own_state(), identity={}, plan=worker.plan.dump())
     worker.close()
     resumed, _ = worker_under(world, found, spreads[1], factory, seed=1)

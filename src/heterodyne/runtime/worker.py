@@ -54,6 +54,7 @@ from heterodyne.runtime.weights.optimizer import (
     make_optimizer,
     norms_and_biases,
     optimizer_of,
+    state_by_name,
 )
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
@@ -385,12 +386,10 @@ class Worker:
 
     def not_finite(self) -> str | None:
         """The first of the trained weights and of the optimizer's state on this rank that is not finite; None if all are."""
+        states = state_by_name(self.optimizer, self._masters.updated)
         for name, parameter in self._masters.updated.items():
-            state = self.optimizer.state.get(parameter, {})
-            for what, value in [
-                ("", parameter),
-                *((f"the optimizer's {key} of ", held) for key, held in state.items()),
-            ]:
+            held = states.get(name, {})
+            for what, value in [("", parameter), *((f"the optimizer's {key} of ", held[key]) for key in held)]:
                 if isinstance(value, Tensor) and not all_finite([value]):
                     return f"{what}{name}"
         return None
