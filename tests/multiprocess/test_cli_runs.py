@@ -132,3 +132,22 @@ def test_any_shares_are_exact_and_a_model_that_depends_on_the_rank_is_caught(
     status, said = place.run_on(2, "verify", "job.yaml", "--cluster", "two.yaml", "--plan", "undisturbed", *drift)
     assert status == 1, said
     assert "NOT exact" in said
+
+
+def test_a_plan_from_datasheets_runs_as_it_stands_on_processors_that_a_file_names(place: Place) -> None:
+    """Stages by kind of device and number, bound to the workers that are started."""
+    sheet = "backend: cpu, memory: 4 GB, memory_bandwidth: 8 GB/s, link_bandwidth: 1 GB/s, watts: 10"
+    (place.path / "kinds.yaml").write_text(
+        f"name: kinds\nkinds:\n  FAST: {{{sheet}, peak_tflops: {{fp32: 0.06}}}}\n  SLOW: {{{sheet}, peak_tflops: {{fp32: 0.02}}}}\n"
+        "nodes: [{name: vm, devices: [{kind: FAST}, {kind: SLOW, count: 2}], link: {bandwidth: 1 GB/s, latency: 30 us}}]\n"
+    )
+    status, said = place.run("plan", "job.yaml", "--cluster", "kinds.yaml", "--on-paper")
+    assert status == 0, said
+    written = json.loads((place.path / "plan.json").read_text())
+    kinds = {stage["group"]["kind"] for pipeline in written["pipelines"] for stage in pipeline["stages"]}
+    assert kinds <= {"FAST", "SLOW"}
+    status, said = place.run_on(
+        3, "verify", "job.yaml", "--cluster", "kinds.yaml", "--plan", "plan.json", "--batches", "1"
+    )
+    assert status == 0, said
+    assert "exact: loss and all 5 gradients are within 1e-05 of one device" in said

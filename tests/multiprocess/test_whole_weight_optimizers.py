@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def in_8_bits(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return made
 
 
-FACTORIES: dict[str, Factory] = {"adafactor": adafactor, "muon": muon, "8 bits": in_8_bits}
+FACTORIES: dict[str, Factory] = {"adafactor": adafactor, "muon": muon}
+if find_spec("torchao") is not None:
+    FACTORIES["8 bits"] = in_8_bits
 
 
 def worker_under(world: World, found: ModelGraph, spread: Spread, factory: str, seed: int = 0) -> tuple[Worker, Any]:

@@ -114,6 +114,10 @@ def command(
     )
     asked = on_paper or wishes.any
     paper = cluster is not None and WorkerEnvironment.read() is None and (asked or elsewhere(cluster))
+    if asked and cluster is not None and not paper:
+        raise HeterodyneError(
+            "a plan on paper needs no workers: start 'heterodyne plan' by itself, not under torchrun or srun"
+        )
     if asked and not paper:
         raise HeterodyneError("to plan on paper, give the file that describes the devices: --cluster fleet.yaml")
     out = out or Path("plan.json")
