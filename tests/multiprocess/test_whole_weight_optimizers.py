@@ -40,7 +40,9 @@ def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Muon32(torch.optim.SGD):
-    """Muon (Jordan et al., 2024) without its bf16: momentum, made nearly orthogonal by Newton and Schulz's iteration."""
+    """Muon (Jordan et al., 2024) without its bf16: momentum, made nearly orthogonal by Newton and Schulz's iteration. Its rate falls with
+    the steps that its group has counted.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, lr=0.02)
@@ -48,6 +50,7 @@ class Muon32(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -56,7 +59,7 @@ class Muon32(torch.optim.SGD):
                 x = momentum / (momentum.norm() + 1e-3)
                 for _ in range(3):
                     x = 1.5 * x - 0.5 * x @ x.T @ x
-                p.add_(x, alpha=-group["lr"])
+                p.add_(x, alpha=-group["lr"] / group["steps"])
 
 
 def in_8_bits(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

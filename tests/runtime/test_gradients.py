@@ -188,3 +188,16 @@ def test_views_follow_the_strides_of_channels_last_parameters() -> None:
     model(torch.randn(2, 3, 5, 5)).sum().backward()
     (weight,) = model.parameters()
     assert weight.grad.stride() == weight.stride()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_frozen_meanwhile_has_no_gradient_and_may_be_trained_again(alone: bool) -> None:
+    model = Chain()
+    gradients = gradients_of(model, ORDER, None if alone else Doubling(model.log))
+    batch = torch.ones(2, 2)
+    for trains in (False, True, False, True):
+        model.b.weight.requires_grad_(trains)
+        step(model, gradients, [batch, batch])
+        assert (model.b.weight.grad is not None) == trains
+        assert model.a.weight.grad is not None
+        assert model.unused.grad is None

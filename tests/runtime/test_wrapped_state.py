@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
-from heterodyne.runtime.weights.optimizer import initialise_state, load_state_by_name, set_rate, state_by_name
+from heterodyne.runtime.weights.optimizer import initialise_state, load_state_by_name, state_by_name
+from heterodyne.runtime.weights.parameter_groups import set_rate
 
 
 class Bytes(Tensor):

@@ -28,7 +28,7 @@ from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
-from heterodyne.runtime.weights.optimizer import set_rate
+from heterodyne.runtime.weights.parameter_groups import set_rate
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 
 __all__ = ["Executor", "Step", "Watch"]
@@ -164,6 +164,8 @@ class Executor:
         told = self._tell(step) if update and self._tells else None
         self._wait_for_gradients()
         self._gradients.wait_gathered()
+        if update and not step.skipped:
+            self._weights.settled()
         if step.parts.transfers is not None:
             step.parts.transfers.settle()
         sent.wait()

@@ -226,6 +226,7 @@ class Worker:
             drifts=len({(d.backend, d.kind) for d in cluster.devices}) > 1,
             leader=self.placement.leader,
             followers=[place.rank for place in self.placement.places if not place.micro_batches.samples],
+            keeps_options=not isinstance(optimizer, OptimizerSection),
         )
         self._later = (
             None
@@ -475,7 +476,7 @@ class Worker:
         if isinstance(optimizer, OptimizerSection):
             undecayed = frozenset() if optimizer.decay_norms_and_biases else norms_and_biases(self.module)
             return make_optimizer(optimizer, self._masters.updated, undecayed=undecayed)
-        return optimizer_of(optimizer, self._masters.updated)
+        return optimizer_of(optimizer, self._masters.updated, self._parameters)
 
     def _clipping(self, largest: float) -> Clipping:
         """Collective."""

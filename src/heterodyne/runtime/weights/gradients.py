@@ -49,7 +49,7 @@ class GradientBuckets:
         same_way: every forward goes the same way, so that which parameters get no gradient at all is asked once; else in each step.
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
-    has a gradient for keeps ``grad=None``, as on one device, so that the optimizer leaves it alone.
+    has a gradient for, or that is frozen when a step begins, keeps ``grad=None``, as on one device, so that the optimizer leaves it alone.
 
     Raises CaptureError for a parameter with hooks of the user's, and in a backward that goes another way than those before.
     """
@@ -80,6 +80,7 @@ class GradientBuckets:
         for entry in self._entries:
             self._entries_of.setdefault(id(entry.parameter), []).append(entry)
         self._unused: frozenset[str] | None = None
+        self._frozen: frozenset[str] = frozenset()
         self._armed: frozenset[str] = frozenset()
         self._next = 0
         self._hooks = [_on_gradient(of[0].parameter, self._hook(of)) for of in self._entries_of.values()]
@@ -88,7 +89,8 @@ class GradientBuckets:
         """Start a step: every gradient is None, nothing is launched."""
         if not self._same_way:
             self._unused = None
-        untouched = self._unused or frozenset()
+        self._frozen = frozenset(entry.name for entry in self._entries if not entry.parameter.requires_grad)
+        untouched = self._untouched
         if self._weights is not None:
             self._weights.own_gradients.clear()
         for entry in self._entries:
@@ -99,6 +101,11 @@ class GradientBuckets:
             bucket.pending, bucket.given_back = None, False
         self._armed = frozenset()
         self._next = 0
+
+    @property
+    def _untouched(self) -> frozenset[str]:
+        """The parameters that get no gradient in this step: no forward reads them, or the user has frozen them meanwhile."""
+        return (self._unused or frozenset()) | self._frozen
 
     def begin_last_backward(self, stage: int) -> None:
         """The backward that follows is the last one of that stage in this step."""
@@ -127,9 +134,10 @@ class GradientBuckets:
         self._reducing.clear()
         shared = [bucket for bucket in self._buckets if bucket.channel is not None]
         if self._unused is None and all(bucket.pending is not None for bucket in shared):
-            self._unused = self._find_untouched()
+            self._unused = self._find_untouched() - self._frozen
+        untouched = self._untouched
         for entry in self._entries:
-            if self._unused and entry.name in self._unused:
+            if entry.name in untouched:
                 entry.parameter.grad = None
                 if self._weights is not None:
                     self._weights.own_gradients.pop(entry.name, None)
@@ -183,9 +191,7 @@ class GradientBuckets:
                 if entry.name in apart:
                     bucket.buffer[first:last].copy_(apart[entry.name].reshape(-1))
             bucket.channel.all_gather_ranges(bucket.buffer, bucket.ranges).wait()
-            found |= {
-                e.name: e.view for e in bucket.entries if e.view is not None and e.name not in (self._unused or ())
-            }
+            found |= {e.name: e.view for e in bucket.entries if e.view is not None and e.name not in self._untouched}
             bucket.close()
         return found
 

@@ -7,7 +7,8 @@ fp32 copies, and the model gets these rounded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class MasterWeights:
         for name in self._narrow:
             parameters[name].grad = None
             parameters[name].grad_dtype = torch.float32
+        self.settled()
 
     def _made(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         narrow = name in self._narrow
@@ -123,6 +125,7 @@ class MasterWeights:
         for name, master in self._masters.items():
             if name not in self._narrow:
                 master.copy_(self._own_weight(name))
+        self.settled()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """By name those that there are of what this rank updates."""
@@ -134,7 +137,11 @@ class MasterWeights:
         return self.own_gradients.get(name) if whole is None else self.own_range(name, whole)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update by the gradients of the parameters, and round the masters into these."""
+        """Update by the gradients of the parameters, and round the masters into these.
+
+        Weights that the user has changed in place since the last step are taken over first.
+        """
+        self._take_over_changes()
         apart = {
             name: made
             for name, made in self.updated.items()
@@ -143,10 +150,22 @@ class MasterWeights:
         for name, made in apart.items():
             gradient = self._gradient(name)
             made.grad = None if gradient is None else gradient.to(made.device)
-        optimizer.step()
+        with _laid_out_alike(self.updated.values()):
+            optimizer.step()
         for made in apart.values():
             made.grad = None
         self.round()
+
+    def settled(self) -> None:
+        """What the model has now is what the masters have; what changes it from here on is the user."""
+        self._versions = {name: self._parameters[name]._version for name in self._masters if name not in self._shards}
+
+    @torch.no_grad()
+    def _take_over_changes(self) -> None:
+        """Of weights that have been written since `settled`, as autograd counts it."""
+        for name, version in self._versions.items():
+            if self._parameters[name]._version != version:
+                self._masters[name].copy_(self._own_weight(name))
 
     @torch.no_grad()
     def round(self) -> None:
@@ -191,6 +210,7 @@ class MasterWeights:
         for name, master in self._masters.items():
             whole = state.get(name, {}).get(_MASTER)
             master.copy_(self._own_weight(name) if whole is None else self.own_range(name, whole))
+        self.settled()
         return rest
 
     def _own_of(self, name: str, value: Any) -> Any:
@@ -207,3 +227,14 @@ class MasterWeights:
             parameter = self._parameters[name]
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
+
+
+@contextmanager
+def _laid_out_alike(updated: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Gradients have the strides of their parameters, as autograd's own have: fused updates walk through both as they lie in memory."""
+    others = [(p, p.grad) for p in updated if p.grad is not None and p.grad.stride() != p.stride()]
+    for parameter, gradient in others:
+        parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+    yield
+    for parameter, gradient in others:
+        parameter.grad = gradient

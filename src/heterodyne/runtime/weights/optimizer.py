@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.job import OptimizerSection
+from heterodyne.runtime.weights.parameter_groups import grouped_as, set_rate
 from heterodyne.runtime.weights.wrapped_state import has_wrapped, unwrapped, wrapped
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "make_optimizer",
     "norms_and_biases",
     "optimizer_of",
-    "set_rate",
     "state_by_name",
     "takes_names",
 ]
@@ -102,26 +102,39 @@ def norms_and_biases(module: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def optimizer_of(factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(
+    factory: OptimizerFactory,
+    parameters: Mapping[str, nn.Parameter],
+    originals: Mapping[str, nn.Parameter] | None = None,
+) -> torch.optim.Optimizer:
     """What the factory makes of the parameters of this rank.
+
+    ``originals``: those of the model, where ``parameters`` may be shards or copies of them; groups are as the factory makes them of these.
 
     A rank that holds none has it made of an empty tensor, which is then taken out: so it has the same groups, for schedulers.
     Raises HeterodyneError if that is no optimizer.
     """
     held = dict(parameters) or {"none.weight": nn.Parameter(torch.empty(0, 0))}
-    optimizer = factory(list(held.items())) if takes_names(factory) else factory(list(held.values()))
+    optimizer = _made(factory, held)
     missing = [name for name in ("param_groups", "state", "step", "zero_grad") if not hasattr(optimizer, name)]
     if missing:
         raise HeterodyneError(
             f"optimizer= gave {optimizer!r}, which has no {missing[0]}: pass a function that makes a torch.optim.Optimizer of the "
             "parameters it is given, and returns it"
         )
-    if not parameters:
+    others = originals is not None and any(made is not originals[name] for name, made in parameters.items())
+    if originals is not None and (others or len(parameters) < len(originals)):
+        grouped_as(optimizer, _made(factory, originals), parameters, originals)
+    elif not parameters:
         for group in optimizer.param_groups:
             group["params"] = []
             if "param_names" in group:
                 group["param_names"] = []
     return optimizer
+
+
+def _made(factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return factory(list(parameters.items())) if takes_names(factory) else factory(list(parameters.values()))
 
 
 def takes_names(factory: OptimizerFactory) -> bool:
@@ -203,14 +216,6 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         set_rate(group, rate)
-
-
-def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Give a parameter group a learning rate. One that is a tensor stays that tensor, which compiled steps ask for."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def _copied(value: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -15,6 +15,7 @@ from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import load_state_by_name, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
+from heterodyne.runtime.weights.parameter_groups import load_options, options_by_name
 from heterodyne.runtime.weights.whole_state import (
     gathered_model,
     gathered_optimizer,
@@ -27,6 +28,8 @@ from heterodyne.runtime.weights.whole_state import (
 )
 
 __all__ = ["WorkerState"]
+
+_OPTIONS = "optimizer_options"
 
 
 class WorkerState:
@@ -41,6 +44,7 @@ class WorkerState:
         shards: what is held of parameters that are sharded, row after row.
         drifts: whole models may differ between the ranks that train them: on unlike devices equal gradients, rounded differently in the
             update, drift apart in the last bits. Those of the keeper count.
+        keeps_options: the state has the options of the optimizer's groups, such as rates and what a step counts there.
         leader: the rank whose whole model those ``followers`` are given that do not train it, idle or without samples.
 
     To ask for the state changes nothing that is trained on: where values differ, ranks that train are given copies of the keeper's.
@@ -59,6 +63,7 @@ class WorkerState:
         drifts: bool,
         leader: int,
         followers: Sequence[int],
+        keeps_options: bool = False,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
@@ -70,6 +75,7 @@ class WorkerState:
         self._shards = shards
         self._drifts = drifts
         self._leader = leader
+        self._keeps_options = keeps_options
         self._followers = tuple(followers)
         self._held = held_entries(module)
 
@@ -77,8 +83,9 @@ class WorkerState:
         """All of it, on every rank. Collective. What is held here is not copied, unless another rank's values count."""
         self._lead()
         if self._alike:
-            return {"model": self._module.state_dict(), "optimizer": self._of_optimizer()}
+            return {"model": self._module.state_dict(), "optimizer": self._of_optimizer(), **self._options()}
         return {
+            **self._options(everywhere=True),
             "model": gathered_model(self._module, self._ownership, self._communicator, self._shards),
             "optimizer": gathered_optimizer(self._of_optimizer(), self._ownership, self._communicator, self._trained),
         }
@@ -96,6 +103,7 @@ class WorkerState:
         together = gathered_optimizer(own, self._ownership, self._communicator, apart, on_keeper=True)
         own = {name: values for name, values in own.items() if name not in apart}
         return {
+            **self._options(),
             "model": kept_model(self._module, self._ownership, self._communicator, self._shards),
             "optimizer": together | {n: v for n, v in own.items() if self._ownership.keeper(n) == rank},
         }
@@ -138,6 +146,7 @@ class WorkerState:
             raise CheckpointError(
                 f"the optimizer's state names parameters that the model does not train: {', '.join(unknown[:5])}"
             )
+        load_options(self._optimizer, self._updated, state.get(_OPTIONS, {}))
         own = {name: values for name, values in optimizer.items() if name in self._masters.names}
         own = own_boxes(own, self._ownership, self._communicator.rank)
         load_state_by_name(self._optimizer, self._updated, self._masters.load(own))
@@ -160,6 +169,16 @@ class WorkerState:
     def _alike(self) -> bool:
         """Every rank has the whole model, and the same one."""
         return self._ownership.whole and not self._drifts
+
+    def _options(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """Of the optimizer's groups, where these are the user's: those of a job follow from it. ``everywhere``: collective."""
+        if not self._keeps_options:
+            return {}
+        own = options_by_name(self._optimizer, self._updated)
+        if everywhere:
+            by_rank = self._communicator.all_gather_object(own)
+            own = {name: options for of in by_rank for name, options in of.items()}
+        return {_OPTIONS: own}
 
     def _of_optimizer(self) -> dict[str, Any]:
         return self._masters.with_masters(state_by_name(self._optimizer, self._updated))

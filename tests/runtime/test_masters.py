@@ -1,0 +1,83 @@
+"""What an optimizer is given in the place of a parameter is updated as the parameter itself would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterodyne.runtime.weights.masters import MasterWeights
+from heterodyne.runtime.weights.optimizer import optimizer_of
+
+STEPS = 3
+Parameters = dict[str, nn.Parameter]
+
+
+def made() -> Parameters:
+    """One as it lies, one transposed, one whose channels come last."""
+    torch.manual_seed(0)
+    return {
+        "rows": nn.Parameter(torch.randn(4, 6)),
+        "columns": nn.Parameter(torch.randn(6, 4).t()),
+        "images": nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)),
+    }
+
+
+def gradients(seed: int) -> dict[str, Tensor]:
+    """Row after row, as a flat bucket has them."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in made().items()}
+
+
+def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, fused=True)
+
+
+def clamped(parameters: Parameters) -> None:
+    with torch.no_grad():
+        for p in parameters.values():
+            p.clamp_(-0.5, 0.5)
+
+
+def trained(masters: MasterWeights | None, between: Callable[[Parameters], None], parameters: Parameters) -> None:
+    held = parameters if masters is None else masters.updated
+    optimizer = optimizer_of(fused, held)
+    for step in range(STEPS):
+        between(parameters)
+        for name, gradient in gradients(step).items():
+            # On one device autograd's own, which has the strides of the parameter.
+            parameters[name].grad = torch.empty_like(parameters[name]).copy_(gradient) if masters is None else gradient
+        if masters is None:
+            optimizer.step()
+        else:
+            masters.step(optimizer)
+            masters.settled()
+
+
+@pytest.mark.parametrize("between", [lambda _: None, clamped], ids=["alone", "clamped by the user"])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_weights_go_where_they_go_by_themselves(between: Callable[[Parameters], None], on_host: bool) -> None:
+    expected, found = made(), made()
+    trained(None, between, expected)
+    trained(MasterWeights(found, on_host=on_host), between, found)
+    for name, p in expected.items():
+        torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-7)
+
+
+def test_masters_keep_their_bits_unless_the_user_changes_the_weight() -> None:
+    parameters = {"a": nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))}
+    masters = MasterWeights(parameters)
+    optimizer = torch.optim.SGD(masters.updated.values(), lr=1.0)
+    for _ in range(4):  # a 512th each: one alone is lost in bf16
+        parameters["a"].grad = torch.full((2,), -(2.0**-9))
+        masters.step(optimizer)
+        masters.settled()
+    assert masters.masters["a"].tolist() == [1 + 2**-7, 2 + 2**-7]
+    with torch.no_grad():
+        parameters["a"].fill_(3.0)
+    parameters["a"].grad = torch.zeros(2)
+    masters.step(optimizer)
+    assert masters.masters["a"].tolist() == [3.0, 3.0]
+    masters.close()
