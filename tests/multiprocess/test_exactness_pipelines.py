@@ -16,6 +16,7 @@ from torch import Tensor
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.boxes import Box
+from heterodyne.plan.kept import names_of
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.best import best_orders
 from heterodyne.plan.schedules.times import StageTimes
@@ -99,7 +100,9 @@ def with_box(whole: Tensor | None, box: Box, gradient: Tensor) -> Tensor:
 
 
 def slices_of_ops(draw: st.DrawFn, graph: ModelGraph, homes: Sequence[tuple[int, ...]]) -> tuple[StageOf, ...]:
-    """The model cut anywhere, one stage for each of these groups of ranks; blocks that are whole in one may be recomputed there."""
+    """The model cut anywhere, one stage for each of these groups of ranks; blocks that are whole in one may be recomputed there,
+    all of them or all but what some ops make.
+    """
     ops = len(graph.ops)
     cuts = draw(st.lists(st.integers(1, ops - 1), min_size=len(homes) - 1, max_size=len(homes) - 1, unique=True))
     shares = {ranks: tuple(draw(st.integers(1, 3)) for _ in ranks) for ranks in dict.fromkeys(homes)}
@@ -107,7 +110,9 @@ def slices_of_ops(draw: st.DrawFn, graph: ModelGraph, homes: Sequence[tuple[int,
     for stop, ranks in zip([*sorted(cuts), ops], homes, strict=True):
         whole = [n for n, block in enumerate(graph.blocks) if start <= block.start < block.stop <= stop]
         again = tuple(n for n in whole if draw(st.booleans()))
-        stages.append(StageOf(stop, ranks, shares[ranks], again))
+        names = sorted({name for n in again for name in names_of(graph, graph.blocks[n])})
+        keep = draw(st.lists(st.sampled_from(names), unique=True).map(tuple)) if names else ()
+        stages.append(StageOf(stop, ranks, shares[ranks], again, keep=keep))
         start = stop
     return tuple(stages)
 
@@ -208,7 +213,9 @@ def replicas(draw: st.DrawFn, graph: ModelGraph) -> Spread:
     width = 1 + max(rank for stage in first.stages for rank in stage.ranks)
     made = []
     for number in range(draw(st.integers(1, 2))):
-        stages = tuple(StageOf(s.stop, (s.ranks[0] + number * width,), s.shares, s.recompute) for s in first.stages)
+        stages = tuple(
+            StageOf(s.stop, (s.ranks[0] + number * width,), s.shares, s.recompute, keep=s.keep) for s in first.stages
+        )
         made.append(PipelineOf(draw(sizes), stages))
     return reranked(draw, Spread(width * len(made), schedule, tuple(made)))
 

@@ -95,7 +95,8 @@ def copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class StageOf:
-    """Ops up to ``stop`` on ``ranks``, who take ``shares``, as ``kind`` says; ``recompute``: blocks; ``marked``: layouts of TaskGraphs.
+    """Ops up to ``stop`` on ``ranks``, who take ``shares``, as ``kind`` says; ``recompute``: blocks, and what they
+    ``keep``; ``marked``: layouts of TaskGraphs.
 
     ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of others.
     ``free``: exchanges count for nothing beside work, so that all is cut that can be; else little of a small model is.
@@ -114,6 +115,7 @@ class StageOf:
     free: bool = False
     state: tuple[int, ...] | None = None
     offload: bool = False
+    keep: tuple[str, ...] = ()
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -151,6 +153,7 @@ def staged_plan(
                     devices=tuple(cluster.devices[rank].id for rank in stage.ranks),
                     regions=stage.regions,
                     recompute=stage.recompute,
+                    keep=stage.keep,
                     overlap=stage.overlap,
                     state_shares=stage.state,
                     offload=stage.offload,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.stages.kept_outputs import KeptOutputs
 from heterodyne.runtime.stages.recompute import Recomputation
 
 
@@ -46,6 +51,7 @@ def gradients(block: Block, *, again: bool, ahead: bool = False) -> list[Tensor]
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_gradients_are_those_of_one_run_bit_for_bit(ahead: bool) -> None:
+    """Though the second run ends as soon as it has made what is needed."""
     expected = gradients(Block(), again=False)
     block = Block()
     assert all(torch.equal(a, b) for a, b in zip(gradients(block, again=True, ahead=ahead), expected, strict=True))
@@ -116,10 +122,81 @@ def test_a_part_that_goes_another_way_the_second_time_is_told() -> None:
     block = Block()
 
     def fickle(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        y = block(values)["y"]
-        return {"y": y if block.runs == 1 else torch.tanh(y)}
+        return block({"x": values["x"][: 3 if block.runs == 0 else 2]})
 
     x = torch.randn(3, 4, requires_grad=True)
     y = Recomputation(fickle, {"x": x}, nullcontext).first()["y"]
     with pytest.raises(HeterodyneError, match="goes another way each time"):
         y.sum().backward()
+
+
+class Counted(TorchDispatchMode):
+    """Counts what is computed below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def noted(kept: KeptOutputs | None, layer: nn.Module, x: Tensor) -> Tensor:
+    """A layer that keeps what it makes, as a stage runs it."""
+    if kept is None:
+        return layer(x)
+    kept.begin()
+    try:
+        return layer(x)
+    finally:
+        kept.end()
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_what_an_op_has_kept_is_not_computed_again(precision: torch.dtype) -> None:
+    """Of three products the first is kept; the last is behind all that a backward needs. In between they are all normal, and exact."""
+    torch.manual_seed(0)
+    first, second, third = (nn.Linear(8, 8) for _ in range(3))
+
+    def run(kept: KeptOutputs | None, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        hidden = noted(kept, first, values["x"])
+        return {"y": third(F.dropout(F.gelu(second(F.gelu(hidden)))))}
+
+    def around() -> AbstractContextManager[object]:
+        return nullcontext() if precision is torch.float32 else torch.autocast("cpu", precision)
+
+    def found(kept: KeptOutputs | None) -> tuple[list[Tensor], Counter[str]]:
+        torch.manual_seed(1)
+        x = torch.randn(4, 8, requires_grad=True)
+        recomputation = Recomputation(partial(run, kept), {"x": x}, around, kept=kept)
+        with around():
+            y = recomputation.first()["y"]
+        with Counted() as second_run:
+            recomputation.now()
+        weights = [w for layer in (first, second, third) for w in layer.parameters()]
+        return list(torch.autograd.grad(y.float().square().sum(), [x, *weights])), second_run.counts
+
+    plain, all_again = found(None)
+    kept, some_again = found(KeptOutputs())
+    assert all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
+    assert (all_again["addmm"], some_again["addmm"]) == (2, 1)
+    assert all_again["gelu"] == some_again["gelu"] == 2
+
+
+def test_what_is_kept_goes_with_the_second_run() -> None:
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(t, Tensor) and t.shape == (3, 17) for t in gc.get_objects())
+
+    kept, wide = KeptOutputs(), nn.Linear(4, 17)
+
+    def run(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        hidden = noted(kept, wide, values["x"])
+        return {"y": hidden.sum(1)}  # which needs nothing of it
+
+    recomputation = Recomputation(run, {"x": torch.randn(3, 4)}, nullcontext, kept=kept)
+    y = recomputation.first()["y"]
+    assert alive() == 1
+    y.sum().backward()
+    assert alive() == 0

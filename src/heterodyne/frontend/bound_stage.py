@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from heterodyne.errors import DataError
-from heterodyne.frontend.regions import Regions, compile_graph
+from heterodyne.frontend.regions import Keeper, Regions, compile_graph
 from heterodyne.frontend.sharded_graph import Members
 from heterodyne.graph import Size
 from heterodyne.graph.sharding.dealing import halved
@@ -60,6 +60,7 @@ class BoundStage:
     ) -> None:
         self.training = training
         self.evaluating = False
+        self._keeper: Keeper | None = None
         self._members = members
         self._halves = halves
         self._run = run
@@ -87,7 +88,7 @@ class BoundStage:
                 )
         if self._halves is not None and not self.evaluating and samples > 1:
             return self._in_halves(self._halves, inputs, samples)
-        with Regions() as regions:
+        with Regions(self._keeper) as regions:
             results = self._run(
                 samples,
                 self.training,
@@ -98,6 +99,10 @@ class BoundStage:
                 *[owner[name] for owner, name in self._kept],
             )
         return dict(zip(self._results, results, strict=True))
+
+    def tell(self, keeper: Keeper | None) -> None:
+        """Let the runs that follow tell ``keeper`` of the ops that it was bound to keep."""
+        self._keeper = keeper
 
     def compile(self) -> bool:
         """Let torch.compile make its code, at the first call; whether that can be: not where devices exchange parts in the middle."""

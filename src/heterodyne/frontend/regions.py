@@ -1,27 +1,37 @@
-"""Gradients and autocast, turned on and off between the ops of a graph as the model did around them."""
+"""Gradients and autocast, turned on and off between the ops of a graph as the model did around them; and ops that are told of."""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from heterodyne.frontend.export import Region
 
-__all__ = ["Regions", "Switches", "compile_graph"]
+__all__ = ["Keeper", "Regions", "Switches", "compile_graph"]
 
 _Autocast = tuple[str, torch.dtype, bool, bool | None]
+
+
+class Keeper(Protocol):
+    """Keeps what the ops make that run between `begin` and `end`."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None:
+        """Also where nothing has begun."""
 
 
 class Regions:
     """What is switched while a graph runs. As a context manager, it leaves everything as it was, also after an error.
 
     Outside of the model's own regions the state is that of the caller: a graph that runs under ``torch.no_grad`` stays under it.
+    ``keeper``: is told of the ops whose outputs are kept; None: nobody is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeper: Keeper | None = None) -> None:
+        self._keeper = keeper
         self._autocast: torch.autocast | None = None
         self._grad: torch.set_grad_enabled | None = None
 
@@ -44,12 +54,21 @@ class Regions:
             self._autocast.__exit__(None, None, None)
             self._autocast = None
 
+    def begin_kept(self) -> None:
+        if self._keeper is not None:
+            self._keeper.begin()
+
+    def end_kept(self) -> None:
+        if self._keeper is not None:
+            self._keeper.end()
+
     def __enter__(self) -> Regions:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end_kept()
         self.leave()
 
 
@@ -81,3 +100,9 @@ class Switches:
             autocast: Any = None if region.autocast is None else (self._device.type, *region.autocast[1:])
             self._graph.call_function(Regions.enter, (self._regions, region.grad, autocast))
         self._now = region
+
+    def around_kept(self, op: fx.Node) -> None:
+        """Let an op that was just written keep what it makes."""
+        with self._graph.inserting_before(op):
+            self._graph.call_function(Regions.begin_kept, (self._regions,))
+        self._graph.call_function(Regions.end_kept, (self._regions,))

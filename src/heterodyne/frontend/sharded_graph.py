@@ -7,7 +7,7 @@ which is cut name the slice; and an op that needs something of the other devices
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -92,12 +92,14 @@ def sharded_graph(
     nodes: Sequence[fx.Node],
     given: Sequence[fx.Node],
     results: Sequence[fx.Node],
+    keep: Collection[str] = (),
 ) -> tuple[fx.GraphModule, Numbered]:
-    """``nodes`` to run, in order; ``given``: what they are given; ``results``: what is returned, as it is wanted.
+    """``nodes`` to run, in order; ``given``: what they are given; ``results``: what is returned, as it is wanted; ``keep``: names
+    of ops that keep what they make, as far as they need no other device.
 
     Returns the graph, and what the numbers in it stand for.
     """
-    writer = _ShardedWriter(pieces, device, sharding)
+    writer = _ShardedWriter(pieces, device, sharding, keep)
     writer.take(given, nodes)
     root = writer.run(nodes)
     graph = writer.returning(results)
@@ -105,8 +107,8 @@ def sharded_graph(
 
 
 class _ShardedWriter(Writer):
-    def __init__(self, pieces: Pieces, device: torch.device, sharding: Sharding) -> None:
-        super().__init__(pieces, device)
+    def __init__(self, pieces: Pieces, device: torch.device, sharding: Sharding, keep: Collection[str]) -> None:
+        super().__init__(pieces, device, keep)
         self._members = self._graph.placeholder("members")
         self._axes = sharding.axes
         self.slots: dict[Slot, int] = {}
@@ -120,6 +122,9 @@ class _ShardedWriter(Writer):
         super().take(given, nodes)
         refs = {self._ref(node) for node in given if node not in self._pieces.traced.roles}
         self._received = {ref: self._wanted(ref) for ref in self._axes[0].wanted if ref in refs}
+
+    def _meets(self, copy: fx.Node) -> bool:
+        return copy.op == "call_method" and copy.args[0] is self._members
 
     def _op(self, node: fx.Node) -> Any:
         if not is_op(node):

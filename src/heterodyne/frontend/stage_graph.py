@@ -6,7 +6,7 @@ is given. It returns what the stage sends, and the loss if it makes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,12 @@ def stage_graph(
     nodes: Sequence[fx.Node],
     given: Sequence[fx.Node],
     results: Sequence[fx.Node],
+    keep: Collection[str] = (),
 ) -> fx.GraphModule:
-    """``nodes`` to run, in order; ``given``: what they are given, in the order of the call; ``results``: what is returned."""
-    writer = Writer(pieces, device)
+    """``nodes`` to run, in order; ``given``: what they are given, in the order of the call; ``results``: what is returned; ``keep``:
+    names of ops that keep what they make.
+    """
+    writer = Writer(pieces, device, keep)
     writer.take(given, nodes)
     root = writer.run(nodes)
     return fx.GraphModule(root, writer.returning(results))
@@ -41,8 +44,9 @@ def stage_graph(
 class Writer:
     """Writes the graph of a stage, node by node."""
 
-    def __init__(self, pieces: Pieces, device: torch.device) -> None:
+    def __init__(self, pieces: Pieces, device: torch.device, keep: Collection[str] = ()) -> None:
         self._pieces = pieces
+        self._keep = frozenset(keep)
         self._device = device
         self._graph = fx.Graph()
         self._samples = self._graph.placeholder("samples")
@@ -71,11 +75,18 @@ class Writer:
                 root.add_module(name, self._pieces.traced.root.get_submodule(str(node.target)))
                 self._copies[node] = self._graph.get_attr(name)
             elif tensors_of(node):
-                self._copies[node] = self._op(node)
+                copy = self._copies[node] = self._op(node)
+                if node.name in self._keep and not self._meets(copy):
+                    self._switches.around_kept(copy)
             else:
                 self._copies[node] = self._size(node)
         self._switches.to(Region())
         return root
+
+    def _meets(self, copy: fx.Node) -> bool:
+        """Whether an op does something with other devices, which they do together each time that it is run."""
+        del copy
+        return False
 
     def _op(self, node: fx.Node) -> Any:
         self._switches.to(region_of(node))

@@ -7,7 +7,7 @@ reads and what it receives; its sizes follow the number of samples, so a micro-b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
@@ -72,12 +72,19 @@ class StageProgram:
     _count: LossCount | None = field(default=None, repr=False)
 
     def bind(
-        self, module: nn.Module, device: torch.device, team: Team | None = None, *, overlap: bool = False
+        self,
+        module: nn.Module,
+        device: torch.device,
+        team: Team | None = None,
+        *,
+        overlap: bool = False,
+        keep: Collection[str] = (),
     ) -> BoundStage:
         """The stage on a device, with the parameters and buffers of the user's own module, of which some may be slices.
 
         ``team``: the devices of a stage that lies on them in parts. ``overlap``: it is all of the model, and trains with micro-batches
-        as two halves in turns (`heterodyne.frontend.overlapped_graph`).
+        as two halves in turns (`heterodyne.frontend.overlapped_graph`). ``keep``: names of its ops that keep what they make for a
+        second run.
 
         Parameters are looked up by name at each call, so that the module may be given others; those that the stage does not read may
         be on the meta device. Raises CaptureError if one is missing, or of another shape or dtype than the model that was captured.
@@ -93,11 +100,11 @@ class StageProgram:
         members: Callable[[int, range | None], Members] | None = None
         halves: InTurns | None = None
         if self._sharding is None:
-            run = stage_graph(self._pieces, device, nodes=self._nodes, given=given, results=results)
+            run = stage_graph(self._pieces, device, nodes=self._nodes, given=given, results=results, keep=keep)
         else:
             assert team is not None, "a stage that lies in parts needs the devices that hold them"
             run, numbered = sharded_graph(
-                self._pieces, device, self._sharding, nodes=self._nodes, given=given, results=results
+                self._pieces, device, self._sharding, nodes=self._nodes, given=given, results=results, keep=keep
             )
             members = team.members(self._sharding, numbered)
             if overlap:

@@ -39,6 +39,7 @@ Feature = Literal[
     "rows_of_parts",
     "cuts_along_two_axes",
     "recompute",
+    "selective_recompute",
     "split_backward",
     "several_micro_batches",
     "unequal_counts",
@@ -83,6 +84,7 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
             name="both in one stage (TP x CP)", remedy="take one of them, or put replicas outermost"
         ),
         "recompute": _Words(name="recompute", remedy="recompute nothing"),
+        "selective_recompute": _Words(name="recompute of all but some ops", remedy="leave 'keep' out"),
         "split_backward": _Words(
             name="zero-bubble schedules", remedy="take a schedule whose backward is whole, such as 1F1B"
         ),
@@ -127,7 +129,9 @@ _IN_PARTS: tuple[Feature, ...] = (
     "cuts_along_two_axes",
     "overlap",
 )
-_PIECES: frozenset[Feature] = frozenset((*_IN_PARTS, "several_stages", "recompute", "split_backward"))
+_PIECES: frozenset[Feature] = frozenset(
+    (*_IN_PARTS, "several_stages", "recompute", "selective_recompute", "split_backward")
+)
 """What runs pieces of the model's graph in place of the module."""
 
 
@@ -289,6 +293,10 @@ def _of_stage(where: str, stage: Stage) -> Iterator[Use]:
         yield Use(feature="cuts_along_two_axes", where=where, how=f"cuts tensors along several axes ({shown})")
     if stage.recompute:
         yield Use(feature="recompute", where=where, how=f"recomputes {len(stage.recompute)} blocks")
+    if stage.recompute and stage.keep:
+        yield Use(
+            feature="selective_recompute", where=where, how=f"keeps {', '.join(stage.keep)} of what it recomputes"
+        )
     if stage.overlap:
         yield Use(feature="overlap", where=where, how="has 'overlap', which cuts each micro-batch into two halves")
     if stage.offload:
@@ -317,7 +325,11 @@ def has_shares(stage: Stage) -> bool:
 
 
 def _cuts(pipeline: Pipeline) -> tuple[object, ...]:
-    return tuple((stage.ops, stage.recompute) for stage in pipeline.stages), pipeline.place_of_stage, pipeline.order
+    return (
+        tuple((stage.ops, stage.recompute, stage.keep) for stage in pipeline.stages),
+        pipeline.place_of_stage,
+        pipeline.order,
+    )
 
 
 def table() -> str:

@@ -10,6 +10,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import FEATURES, Capabilities, has_shares, uses
 from heterodyne.plan.check_mesh import faults_of_mesh
 from heterodyne.plan.check_state import faults_of_state, faults_of_state_shards
+from heterodyne.plan.kept import kept_ops, unknown, why_not_kept
 from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
@@ -185,7 +186,8 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
             broken.append(f"has region {region.task_graph!r} with no share; only ratios count, so write 1")
     if stage.overlap and not stage.sharded:
         broken.append("has 'overlap', and exchanges nothing while it computes: it must lie in parts on several devices")
-    return [*broken, *faults_of_mesh(stage), *_of_recompute(stage, graph)]
+    again = _of_recompute(stage, graph)
+    return [*broken, *faults_of_mesh(stage), *(again or _of_keep(stage, graph))]
 
 
 def _of_recompute(stage: Stage, graph: ModelGraph) -> list[str]:
@@ -198,4 +200,26 @@ def _of_recompute(stage: Stage, graph: ModelGraph) -> list[str]:
             broken.append(
                 f"recomputes block {index} (ops {block.start} to {block.stop}), which is not whole in the stage"
             )
+    return broken
+
+
+def _of_keep(stage: Stage, graph: ModelGraph) -> list[str]:
+    """What is kept of blocks that are computed again."""
+    if stage.keep and not stage.recompute:
+        return ["has 'keep', and recomputes nothing: everything is kept; leave it out, or name blocks in 'recompute'"]
+    blocks = [graph.blocks[index] for index in stage.recompute]
+    broken = [
+        f"keeps {name!r}, and no op of the blocks that it recomputes is called so; write a kind of op, as 'linear', or module and kind, "
+        "as 'mlp.fc1.linear'"
+        for name in unknown(graph, blocks, stage.keep)
+    ]
+    told: set[str] = set()
+    for block in blocks:
+        for op in kept_ops(graph, block, stage.keep):
+            why = why_not_kept(graph, op)
+            if why is not None and op.kind not in told:
+                told.add(op.kind)
+                broken.append(
+                    f"keeps {op.kind} ({op.source or op.name}), which {why}: leave it out of 'keep', or name others of that kind by module"
+                )
     return broken

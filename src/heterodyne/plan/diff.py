@@ -65,7 +65,17 @@ def _of_pipeline(old: Pipeline, new: Pipeline) -> list[str]:
     for number, (a, b) in enumerate(zip(old.stages, new.stages, strict=True)):
         lines += [
             f"{_name(new)}, stage {number}, {field}: {getattr(a, field)} -> {getattr(b, field)}"
-            for field in ("blocks", "group", "ops", "devices", "recompute", "state_shares", "overlap", "offload")
+            for field in (
+                "blocks",
+                "group",
+                "ops",
+                "devices",
+                "recompute",
+                "keep",
+                "state_shares",
+                "overlap",
+                "offload",
+            )
             if getattr(a, field) != getattr(b, field)
         ]
         if a.regions != b.regions:

@@ -4,7 +4,7 @@
       pipelines: each takes a share of the global batch, cut into micro-batches; alike ones are written once, with a count
         stages: each runs a contiguous range of the graph's ops on devices, by their ids or as so many of a kind
           regions: a TaskGraph of that stage, with its layout on the group
-          recompute: blocks whose activations are computed again; state_shares: who keeps how much optimizer state
+          recompute: blocks whose activations are computed again, but for what keep names; state_shares: who keeps how much optimizer state
 
 Pipelines need not be alike. They take contiguous slices of the global batch, in their order: the first pipeline the
 first samples. Devices that are in no pipeline are `idle`. This module says what a plan *is*; `plan.bind` gives ids to the devices of a
@@ -80,8 +80,10 @@ class Stage(PlanPart):
 
     Before the plan is bound there are ``blocks`` ``[start, stop)`` in place of ops, and a ``group`` in place of devices.
 
-    ``recompute`` holds indices of blocks; ``state_shares`` how much of the optimizer's state each device keeps,
-    one whole number a device (ratios between all devices that hold the same weights), where the plan shards it; None: 1 each;
+    ``recompute`` holds indices of blocks; ``keep`` names ops of these that keep what they make and are not run again, by their kind
+    (``linear``) or by module and kind (``mlp.fc1.linear``, see `heterodyne.plan.kept`);
+    ``state_shares`` how much of the optimizer's state each device keeps, one whole number a device (ratios between all devices that
+    hold the same weights), where the plan shards it; None: 1 each;
     ``offload``: each device keeps the optimizer's state and master weights in the memory of its host, and updates there;
     ``exchange`` and ``overlap`` are only read where a region is not replicated. ``overlap``: each micro-batch runs as two halves in
     turns, so that what one half exchanges is on its way while the other one computes.
@@ -93,6 +95,7 @@ class Stage(PlanPart):
     group: Group | None = None
     regions: tuple[Region, ...]
     recompute: tuple[Whole, ...] = ()
+    keep: tuple[str, ...] = ()
     state_shares: tuple[Whole, ...] | None = None
     exchange: Exchange = Exchange()
     overlap: bool = False
@@ -295,6 +298,7 @@ _USUAL: Mapping[str, object] = {
     "ops": [0, 0],
     "devices": [],
     "recompute": [],
+    "keep": [],
     "overlap": False,
     "offload": False,
     "exchange": Exchange().model_dump(mode="json"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from heterodyne.graph.ir import ModelGraph, Ref
 from heterodyne.graph.sharding import Sharding, cut
+from heterodyne.plan.kept import names_of
 from heterodyne.plan.sharded_stage import shard_stage
 from multiprocess.models import BRANCHED, EXPERTS, MIXING, captured
 from multiprocess.pool import Pool
@@ -133,12 +134,15 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
             kind = draw(st.sampled_from(("split", "split", "context", "replicate")))
             overlap = count == 1 and width > 1 and kind != "replicate" and draw(st.booleans())
             whole = [n for n, block in enumerate(graph.blocks) if start <= block.start < block.stop <= stop]
+            again = () if overlap else tuple(n for n in whole if draw(st.integers(0, 3)) == 0)
+            names = sorted({label for n in again for label in names_of(graph, graph.blocks[n])})
             stages.append(
                 StageOf(
                     stop,
                     tuple(range(rank, rank + width * max(1, len(pair)))),
                     tuple(draw(st.integers(1, 3)) for _ in range(width)),
-                    () if overlap else tuple(n for n in whole if draw(st.integers(0, 3)) == 0),
+                    again,
+                    keep=draw(st.lists(st.sampled_from(names), unique=True).map(tuple)) if names else (),
                     kind=kind,
                     overlap=overlap,
                     rows=pair if second == "rows" else (),

@@ -14,6 +14,7 @@ from heterodyne.graph import Loss, ModelGraph, ModuleOnly, Ref
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.capabilities import FEATURES, TRAITS, Capabilities, uses
 from heterodyne.plan.check import violations
+from heterodyne.plan.kept import names_of
 from heterodyne.plan.lower import lower
 from heterodyne.search.planner import plan as planned
 from heterodyne.sim.run import simulate
@@ -41,12 +42,15 @@ def any_plan(draw: st.DrawFn, model: ModelGraph, machines: Cluster) -> Plan:
             width = 2 if len(ids) > 1 + (cut and start == 0) and draw(st.booleans()) else 1
             devices, ids = tuple(ids[:width]), ids[width:]
             whole = [b.index for b in model.blocks if start <= b.start and b.stop <= stop]
+            again = tuple(whole[: draw(st.integers(0, 1))])
+            names = [name for index in again for name in names_of(model, model.blocks[index])]
             stages.append(
                 Stage(
                     ops=(start, stop),
                     devices=devices,
                     regions=(Region(layout=Layout(shares=tuple(draw(st.integers(1, 3)) for _ in devices))),),
-                    recompute=tuple(whole[: draw(st.integers(0, 1))]),
+                    recompute=again,
+                    keep=draw(st.lists(st.sampled_from(names), max_size=1).map(tuple)) if names else (),
                 )
             )
         sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))

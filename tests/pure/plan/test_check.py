@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.errors import PlanError
-from heterodyne.graph import Loss, ModuleOnly, Ref
+from heterodyne.graph import Loss, ModelGraph, ModuleOnly, Ref
 from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.check import require_valid, violations
+from heterodyne.plan.kept import names_of
 from pure.build import cluster, graph
 from pure.plan.strategies import MICRO_BATCHES, valid_plan
 
@@ -32,6 +33,25 @@ def of_plan(**changes: Any) -> Plan:
 
 def region(name: str, kind: str = "replicate", shares: tuple[int, ...] = (1,)) -> Region:
     return Region(task_graph=name, layout=Layout(kind=kind, shares=shares))  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_kept_is_told_with_its_reason_and_its_neighbours_can() -> None:
+    """Of a block with dropout between two products, whose second one is chosen by its module."""
+    names = {"layer0.up": "draws random numbers", "layer0.down": "is changed later"}
+    dropout, changed = (replace(op, memory=op.name if op.name == "layer0.down" else None) for op in MODEL.ops[1:3])
+    model = replace(MODEL, ops=(MODEL.ops[0], dropout, changed, *MODEL.ops[3:]), random=("layer0.up",))
+    for name, why in names.items():
+        part = name.rpartition(".")[2]
+        (sentence,) = of_keep(model, (1,), (f"{part}.linear",))
+        assert why in sentence
+    assert of_keep(model, (2,), ("up.linear", "down.linear")) == of_keep(model, (2,), ("linear",)) == ()
+    assert sorted(names_of(model, model.blocks[2])) == ["down.linear", "up.linear"]
+    assert not names_of(model, model.blocks[1])
+
+
+def of_keep(model: ModelGraph, recompute: tuple[int, ...], keep: tuple[str, ...]) -> tuple[str, ...]:
+    plan = of_stage(valid_plan(model, MACHINES, [MicroBatches((4,)), None, None]), recompute=recompute, keep=keep)
+    return violations(plan, model, MACHINES)
 
 
 @given(st.lists(st.none() | MICRO_BATCHES, min_size=3, max_size=3))
@@ -65,6 +85,8 @@ FAULTS = {
     "has region '*' 2 times": of_stage(PLAN, regions=(region("*"), region("*"))),
     "has no region '*'": of_stage(PLAN, regions=()),
     "recomputes block 9; the model has blocks 0 to 3": of_stage(PLAN, recompute=(9,)),
+    "has 'keep', and recomputes nothing": of_stage(PLAN, keep=("linear",)),
+    "keeps 'gelu', and no op of the blocks that it recomputes": of_stage(PLAN, recompute=(1,), keep=("linear", "gelu")),
     "state_shares": of_stage(PLAN, state_shares=(1,)),
     "has 'overlap', and exchanges nothing": of_stage(PLAN, overlap=True),
 }

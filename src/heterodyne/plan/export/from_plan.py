@@ -103,7 +103,11 @@ def _require_alike(plan: Plan) -> None:
                 raise PlanError(
                     f"{here} lies otherwise on {len(stage.devices)} devices than that of pipeline 0 on {len(other.devices)}"
                 )
-            if stage.recompute != other.recompute or stage.state_shares != other.state_shares:
+            if (
+                stage.recompute != other.recompute
+                or stage.keep != other.keep
+                or stage.state_shares != other.state_shares
+            ):
                 raise PlanError(
                     f"{here} computes other blocks again, or shares out its states otherwise, than that of pipeline 0"
                 )
@@ -207,6 +211,8 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         )
     if len(plan.pipelines) > 1 and plan.zero:
         notes.append("optimizer states are sharded over all replicas, not within each pipeline only")
+    if any(stage.keep for stage in stages):
+        notes.append("of layers that are computed again the plan keeps what some ops make; that is not exported")
     if any(stage.offload for stage in stages):
         notes.append("the plan keeps optimizer state in host memory; that is not exported")
     return tuple(notes)

@@ -1,8 +1,9 @@
 """Running something without keeping what its backward needs, and again when that is needed.
 
 What autograd would keep is replaced by a place that is empty; when the backward asks for it, or before (`Recomputation.now`), the same is
-run once more, and fills the places with what the first run would have kept. Autograd holds them, so each tensor goes as soon as the
-backward has used it. This is the non-reentrant checkpointing of PyTorch (``torch.utils.checkpoint``), opened up so that the second
+run once more, and fills the places with what the first run would have kept, until all are full: what comes behind the last of them is
+not done. Autograd holds them, so each tensor goes as soon as the backward has used it.
+This is the non-reentrant checkpointing of PyTorch (``torch.utils.checkpoint``), opened up so that the second
 run can be placed where a rank would wait anyway. Random draws repeat, because the second run begins with torch's generator as the
 first one did.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.stages.kept_outputs import KeptOutputs
 
 __all__ = ["Recomputation"]
 
@@ -32,20 +34,34 @@ class _Place:
         self.tensor: Tensor | None = None
 
 
+class _Enough(Exception):  # noqa: N818  # it is no error
+    """All places are full."""
+
+
 class Recomputation:
     """One run of ``run`` on ``values``; what it is called with stays alive, nothing in between does.
 
     ``around`` surrounds the second run with what the first one is surrounded with (modes, autocast): a backward may ask for it in
-    a thread of its own.
+    a thread of its own. ``kept``: what ops of ``run`` keep of what they make. ``to_end``: the second run is not stopped early, as
+    where others take part in it.
     """
 
     def __init__(
-        self, run: Run, values: Mapping[str, Tensor], around: Callable[[], AbstractContextManager[object]]
+        self,
+        run: Run,
+        values: Mapping[str, Tensor],
+        around: Callable[[], AbstractContextManager[object]],
+        *,
+        kept: KeptOutputs | None = None,
+        to_end: bool = False,
     ) -> None:
         self._run = run
         self._around = around
         self._values = dict(values)
+        self._kept = kept
+        self._to_end = to_end
         self._places: list[weakref.ref[_Place]] = []
+        self._shapes: list[torch.Size] = []
         self._filled = False
         self._before = torch.get_rng_state()
 
@@ -58,33 +74,45 @@ class Recomputation:
         """Run again, if that was not done yet."""
         if self._filled:
             return
-        count = 0
         inputs = {name: t.detach().requires_grad_(t.requires_grad) for name, t in self._values.items()}
+        filled = 0
 
         def keep(tensor: Tensor) -> Tensor:
-            nonlocal count
-            place = self._places[count]() if count < len(self._places) else None
-            count += 1
+            nonlocal filled
             # Without its graph: an output that its own op keeps would hold itself for ever.
             detached = tensor.detach()
-            if place is not None:
-                place.tensor = detached
+            self._fill(filled, detached)
+            filled += 1
+            if filled == len(self._places) and not self._to_end:
+                raise _Enough
             return detached
 
+        if self._kept is not None:
+            self._kept.replay()
         with self._around(), torch.random.fork_rng([]), torch.enable_grad():
             torch.set_rng_state(self._before)
-            with torch.autograd.graph.saved_tensors_hooks(keep, _same):
+            with suppress(_Enough), torch.autograd.graph.saved_tensors_hooks(keep, _same):
                 self._run(inputs)
-        if count != len(self._places):
-            raise HeterodyneError(
-                f"computed again, a part of the model keeps {count} tensors for its backward, and {len(self._places)} the first time: "
-                "it goes another way each time. Let it do the same, or plan without recompute"
-            )
+        if filled != len(self._places):
+            raise HeterodyneError(_another_way(f"keeps {filled} tensors", f"{len(self._places)}"))
+        if self._kept is not None:
+            self._kept.clear()
         self._filled = True
 
-    def _place(self, _tensor: Tensor) -> _Place:
+    def _fill(self, number: int, tensor: Tensor) -> None:
+        if number >= len(self._places):
+            return
+        if tensor.shape != self._shapes[number]:
+            now, before = list(tensor.shape), list(self._shapes[number])
+            raise HeterodyneError(_another_way(f"keeps a tensor {now}", f"one {before}"))
+        place = self._places[number]()
+        if place is not None:
+            place.tensor = tensor
+
+    def _place(self, tensor: Tensor) -> _Place:
         place = _Place()
         self._places.append(weakref.ref(place))
+        self._shapes.append(tensor.shape)
         return place
 
     def _get(self, place: _Place) -> Tensor:
@@ -95,3 +123,10 @@ class Recomputation:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _another_way(now: str, before: str) -> str:
+    return (
+        f"computed again, a part of the model {now} for its backward, and {before} the first time: it goes another way each time. Let it "
+        "do the same, or plan without recompute"
+    )

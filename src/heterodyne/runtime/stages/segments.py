@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.graph.cut import Value
 from heterodyne.model_output import LOSS, loss_of
+from heterodyne.runtime.stages.kept_outputs import KeptOutputs
 
 __all__ = ["Compilable", "Runnable", "Segment", "WholeModel"]
 
@@ -28,6 +29,9 @@ class Runnable(Protocol):
 class Compilable(Runnable, Protocol):
     """A piece of the captured model."""
 
+    def tell(self, keeper: KeptOutputs | None) -> None:
+        """Of the ops that it was bound to keep, in the runs that follow."""
+
     def compile(self) -> object:
         """Let torch.compile make its code, at the first call."""
 
@@ -39,7 +43,7 @@ class Segment:
     Args:
         run: what computes it.
         receives, sends: values by which it hangs together with other segments.
-        recompute: what its backward needs is not kept, but computed again.
+        recompute: what its backward needs is not kept, but computed again; ``keeps``: but for what some of its ops make.
         random_before: how many ops that draw random numbers stand before it in the model.
     """
 
@@ -47,6 +51,7 @@ class Segment:
     receives: Sequence[Value] = ()
     sends: Sequence[Value] = ()
     recompute: bool = False
+    keeps: Compilable | None = None
     random_before: int = 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.cut import Value
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import Bucket, planned_buckets
+from heterodyne.plan.kept import kept_ops
 from heterodyne.plan.mesh import lines
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
@@ -49,7 +50,13 @@ class _Program(Protocol):
     @property
     def random_before(self) -> int: ...
     def bind(
-        self, module: nn.Module, device: torch.device, team: SplitTeam | None = None, *, overlap: bool = False
+        self,
+        module: nn.Module,
+        device: torch.device,
+        team: SplitTeam | None = None,
+        *,
+        overlap: bool = False,
+        keep: Collection[str] = (),
     ) -> Compilable: ...
 
 
@@ -84,12 +91,13 @@ class StageRuntime:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A segment to be: ops ``[start, stop)`` of a stage."""
+    """A segment to be: ops ``[start, stop)`` of a stage; ``keep``: names of those that keep what they make though it is computed again."""
 
     stage: int
     start: int
     stop: int
     recompute: bool
+    keep: tuple[str, ...] = ()
 
 
 class StageBuilder:
@@ -227,21 +235,26 @@ class StageBuilder:
         segments: dict[int, list[Segment]] = {stage: [] for stage in self._place.stages}
         assert self._pipeline is not None
         for number, program in found.items():
-            stage = self._pieces[number].stage
+            piece = self._pieces[number]
+            stage = piece.stage
             run = program.bind(
                 self._module,
                 self._device,
                 self._teams.get(stage),
                 overlap=self._pipeline.stages[stage].overlap,
+                keep=piece.keep,
             )
-            if self._compile_stages and self.runs_compiled:
+            if (
+                self._compile_stages and self.runs_compiled and not piece.keep
+            ):  # compiled code would not tell its ops apart
                 run.compile()
             segments[stage].append(
                 Segment(
                     run=run,
                     receives=program.receives,
                     sends=program.sends,
-                    recompute=self._pieces[number].recompute,
+                    recompute=piece.recompute,
+                    keeps=run if piece.keep else None,
                     random_before=program.random_before,
                 )
             )
@@ -372,7 +385,8 @@ def _pieces(pipeline: Pipeline, graph: ModelGraph) -> list[_Piece]:
         for block in (graph.blocks[index] for index in sorted(stage.recompute)):
             if reached < block.start:
                 pieces.append(_Piece(number, reached, block.start, recompute=False))
-            pieces.append(_Piece(number, block.start, block.stop, recompute=True))
+            keep = tuple(op.name for op in kept_ops(graph, block, stage.keep))
+            pieces.append(_Piece(number, block.start, block.stop, recompute=True, keep=keep))
             reached = block.stop
         if reached < stop:
             pieces.append(_Piece(number, reached, stop, recompute=False))

@@ -14,6 +14,7 @@ from heterodyne.model_output import LOSS
 from heterodyne.runtime.exact.dropout import Draws
 from heterodyne.runtime.stages.deferred import DeferredWeights, MainGradBuffer
 from heterodyne.runtime.stages.forward import Forward, on_device
+from heterodyne.runtime.stages.kept_outputs import KeptOutputs
 from heterodyne.runtime.stages.recompute import Recomputation
 from heterodyne.runtime.stages.segments import Segment
 from heterodyne.runtime.stages.transfers import Transfers
@@ -119,7 +120,7 @@ class Stages:
             alive.deferred = DeferredWeights(self._home)
         with self._forward.around_forward(draws), alive.deferred or nullcontext():
             for segment in segments:
-                local.update(self._run(segment, inputs, local, len(samples), alive))
+                local.update(self._run(segment, inputs, local, len(samples), alive, to_end=stage in self._in_parts))
         for segment in segments:
             for value in segment.sends:
                 made = alive.made[value.name] = local[value.name].to(getattr(torch, value.dtype))
@@ -198,13 +199,21 @@ class Stages:
         deferred.run()
 
     def _run(
-        self, segment: Segment, inputs: Mapping[str, Tensor], local: Mapping[str, Tensor], samples: int, alive: _Alive
+        self,
+        segment: Segment,
+        inputs: Mapping[str, Tensor],
+        local: Mapping[str, Tensor],
+        samples: int,
+        alive: _Alive,
+        *,
+        to_end: bool,
     ) -> dict[str, Tensor]:
         received = {value.name: local[value.name] for value in segment.receives}
         if not segment.recompute or not torch.is_grad_enabled():
             return segment.run(inputs, received, samples)
-        run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = partial(_on, segment, inputs, samples)
-        again = Recomputation(run, received, partial(self._around_again, alive))
+        kept = None if segment.keeps is None else KeptOutputs()
+        run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = partial(_on, segment, inputs, samples, kept)
+        again = Recomputation(run, received, partial(self._around_again, alive), kept=kept, to_end=to_end)
         alive.recomputations.append(again)
         return again.first()
 
@@ -255,9 +264,19 @@ class Stages:
 
 
 def _on(
-    segment: Segment, inputs: Mapping[str, Tensor], samples: int, received: Mapping[str, Tensor]
+    segment: Segment,
+    inputs: Mapping[str, Tensor],
+    samples: int,
+    kept: KeptOutputs | None,
+    received: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    return segment.run(inputs, received, samples)
+    if segment.keeps is None:
+        return segment.run(inputs, received, samples)
+    segment.keeps.tell(kept)
+    try:
+        return segment.run(inputs, received, samples)
+    finally:
+        segment.keeps.tell(None)
 
 
 def _gradient(leaf: Tensor) -> Tensor:
