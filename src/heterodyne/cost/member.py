@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
+from heterodyne.cost.again import Again
 from heterodyne.cost.compute import Pass
 from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.parts_kept import KeptInParts
@@ -22,7 +23,7 @@ def member_costs(
     sizes: Sequence[int],
     own: Sequence[int],
     *,
-    again: Sequence[Ops],
+    again: Sequence[Again],
     entering: Size,
     leaving: Size,
     ranks: tuple[int, ...],
@@ -39,7 +40,7 @@ def member_costs(
     """
     stage = kept.stage
     forward, backward, inputs = ([_together_s(stage, kind, size) for size in sizes] for kind in _TOGETHER)
-    redone = [_total(_together_s(stage, "F", size, part) for part in again) for size in sizes]
+    redone = [_total(_again_s(kept, size, part) for part in again) for size in sizes]
     made = {size: _bytes(kept, size, again) if size else _NOTHING for size in set(sizes)}
     crossing = [entering(count) + leaving(count) if count else 0.0 for count in own]
 
@@ -84,9 +85,17 @@ def _together_s(stage: InParts, kind: Pass, size: int, ops: Ops | None = None) -
     return stage.together_s(kind, size, ops) if size else (0.0, 0.0)
 
 
-def _bytes(kept: KeptInParts, size: int, again: Sequence[Ops]) -> _Bytes:
-    dropped = [kept.activations(size, part) for part in again]
-    inputs = sum(kept.read_from_before(size, part) for part in again)
+def _again_s(kept: KeptInParts, size: int, part: Again) -> tuple[float, float]:
+    """What is exchanged is exchanged once more, whatever is kept, and nobody stops before the others."""
+    stage = kept.stage
+    together, exchanged = _together_s(stage, "F", size, part.ops)
+    redone = part.redone(stage.graph, size, max(stage.balance), to_end=True) if size else 1.0
+    return exchanged + redone * (together - exchanged), exchanged
+
+
+def _bytes(kept: KeptInParts, size: int, again: Sequence[Again]) -> _Bytes:
+    dropped = [kept.activations(size, part.ops) for part in again]
+    inputs = sum(kept.read_from_before(size, part.ops) + kept.made_by(size, part) for part in again)
     return _Bytes(
         kept=max(0, kept.activations(size) - sum(dropped)) + inputs,
         dropped=sum(dropped),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from heterodyne.cluster.profile import DeviceProfile, Profile
 from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.again import Again, parts_again
 from heterodyne.cost.balance import operations_a_byte
 from heterodyne.cost.collective import Collectives
 from heterodyne.cost.compute import Compute, Pass, compute_of
@@ -69,6 +70,7 @@ class CostModel:
     _entering: dict[Ops, Size] = field(default_factory=dict, repr=False, compare=False)
     _reads: dict[Ops, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
     _trained: dict[_Held, int] = field(default_factory=dict, repr=False, compare=False)
+    _redone: dict[tuple[str, Again, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _asked: dict[tuple[Pipeline, int, int], InParts | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -179,10 +181,7 @@ class CostModel:
                 ops=stage.ops,
                 sharding=sharding,
                 compute=tuple(self.compute[device] for device in devices),
-                balance=tuple(
-                    operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
-                    for each in map(self.cluster.device, devices)
-                ),
+                balance=tuple(map(self.balance, devices)),
                 wires=self._wires(devices),
                 halves=self._halves,
                 overlap=stage.overlap,
@@ -208,7 +207,8 @@ class CostModel:
         ops: Ops,
         sizes: Sequence[int],
         *,
-        recompute: Iterable[int] = (),
+        recompute: Collection[int] = (),
+        keep: Sequence[str] = (),
         entering: Size = ZERO,
         leaving: Size = ZERO,
     ) -> StageCosts:
@@ -216,10 +216,10 @@ class CostModel:
 
         Args:
             ops: ``[start, stop)``.
-            recompute: the blocks (their indices) whose activations are not kept.
+            recompute: the blocks (their indices) whose activations are not kept, but for what ``keep`` names.
             entering, leaving: bytes of what crosses into the stage and out of it, in samples.
         """
-        again = self._recomputed(ops, recompute)
+        again = parts_again(self.graph, ops, recompute, keep)
         made = {size: self._passes(device, ops, size, again, entering, leaving) for size in set(sizes)}
         columns = list(zip(*(made[size] for size in sizes), strict=True)) or [()] * 10
         forward, backward, inputs, weights, redo, kept, recomputed, redone, left, gradients = columns
@@ -237,7 +237,7 @@ class CostModel:
         )
 
     def _passes(
-        self, device: str, ops: Ops, size: int, again: Sequence[Ops], entering: Size, leaving: Size
+        self, device: str, ops: Ops, size: int, again: Sequence[Again], entering: Size, leaving: Size
     ) -> tuple[float, float, float, float, float, int, int, int, int, int]:
         """One value for each field of `StageCosts`."""
         compute, memory = self.compute[device], self.device_memory[device]
@@ -250,10 +250,11 @@ class CostModel:
 
         if size == 0:
             return 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0
-        dropped = [memory.activations(size, part) for part in again]
-        inputs = sum(self._read_by(part)(size) for part in again)
+        dropped = [memory.activations(size, part.ops) for part in again]
+        inputs = sum(self._read_by(part.ops)(size) for part in again)
+        inputs += sum(a.kept_bytes(self.graph, size, saved) for a, saved in zip(again, dropped, strict=True))
         # What a part makes again stands beside what behind it was kept of the first time, and has its gradient.
-        made_again = [2 * self._read_by((part[1], len(self.graph.ops)))(size) for part in again]
+        made_again = [2 * self._read_by((part.ops[1], len(self.graph.ops)))(size) for part in again]
         crossing = entering(size) + leaving(size)
         kept = max(0, memory.activations(size, ops) - sum(dropped)) + inputs + crossing
         return (
@@ -261,7 +262,7 @@ class CostModel:
             seconds("B", ops),
             seconds("I", ops),
             seconds("W", ops),
-            sum(seconds("F", part) for part in again),
+            sum(self.again_s(device, part, size) for part in again),
             with_loss(kept),
             with_loss(sum(dropped)),
             with_loss(max((a + b for a, b in zip(dropped, made_again, strict=True)), default=0)),
@@ -269,12 +270,18 @@ class CostModel:
             with_loss(crossing),
         )
 
-    def _recomputed(self, ops: Ops, blocks: Iterable[int]) -> list[Ops]:
-        """The parts of the stage that lie in those blocks."""
-        parts = [
-            (max(ops[0], b.start), min(ops[1], b.stop)) for b in map(self.graph.blocks.__getitem__, sorted(blocks))
-        ]
-        return [part for part in parts if part[0] < part[1]]
+    def again_s(self, device: str, part: Again, size: int) -> float:
+        """Seconds of what is computed again of a micro-batch."""
+        key = (device, part, size)
+        if key not in self._redone:
+            redone = part.redone(self.graph, size, self.balance(device))
+            self._redone[key] = redone * self.compute[device].seconds("F", part.ops, size)
+        return self._redone[key]
+
+    def balance(self, device: str) -> float:
+        """Operations that it does while its memory moves a byte."""
+        each = self.cluster.device(device)
+        return operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
 
     def _narrow(self, one: str, other: str) -> bool:
         """Whether two devices send each other activations in 16 bits."""
@@ -401,7 +408,13 @@ class CostModel:
         together = self.in_parts(at.pipeline, number, at.row(number))
         if together is None:
             costs = self.stage(
-                at.device, stage.ops, sizes, recompute=stage.recompute, entering=entering, leaving=leaving
+                at.device,
+                stage.ops,
+                sizes,
+                recompute=stage.recompute,
+                keep=stage.keep,
+                entering=entering,
+                leaving=leaving,
             )
             return costs, memory.workspace(largest, stage.ops)
         row = stage.rows[at.row(number)]
@@ -410,7 +423,7 @@ class CostModel:
             kept,
             sizes,
             [count for _, count in at.taken[number][at.device]],
-            again=self._recomputed(stage.ops, stage.recompute),
+            again=parts_again(self.graph, stage.ops, stage.recompute, stage.keep),
             entering=entering,
             leaving=leaving,
             ranks=tuple(map(self.cluster.rank, row)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from heterodyne.cost.again import Again
 from heterodyne.cost.exchange import buffer_bytes
 from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.memory import DeviceMemory
@@ -44,6 +45,11 @@ class KeptInParts:
         read = {ref for op in self._in(ops) for ref in op.operands if ref.name in made}
         parts = self.stage.parts(samples)
         return sum(self._own(ref, parts.lies(ref), samples) for ref in read)
+
+    def made_by(self, samples: int, again: Again) -> float:
+        """What ops of a part that is computed again keep of what they make."""
+        parts = self.stage.parts(samples)
+        return again.kept_bytes(self.stage.graph, samples, 0.0, lambda op: parts.of_op(op).written[self.member])
 
     def between_halves(self, samples: int) -> float:
         """What W needs: what enters an op with weights, and the gradient of what leaves it."""

@@ -101,9 +101,11 @@ class DataParallel:
         whole = (0, len(self.model.graph.ops))
         pipelines = tuple(
             Pipeline(
-                micro_batches=micro_batches, stages=(stage_of(whole, (device,), recompute=self.runs[device].recompute),)
+                micro_batches=micro_batches,
+                stages=(stage_of(whole, (device,), recompute=run.recompute, keep=run.keep),),
             )
             for device, micro_batches in proposal.micro_batches.items()
+            for run in (self.runs[device],)
         )
         made, simulation = predict(self.model, plan_of(self.model, self.samples, pipelines), self.runs)
         left_out = tuple(device for device in self.runs if device not in proposal.micro_batches)

@@ -174,7 +174,8 @@ def _part(plan: Plan, graph: ModelGraph, device: str) -> str:
             within = stage.of_row.shares
             part = within[stage.devices.index(device) % len(within)] / sum(within)
             own = f"{part:.0%} of " if stage.sharded else ""
-            again = f", recomputing {len(stage.recompute)} blocks" if stage.recompute else ""
+            but = f" but for {', '.join(stage.keep)}" if stage.keep else ""
+            again = f", recomputing {len(stage.recompute)} blocks{but}" if stage.recompute else ""
             what = f"stage {number} ({_span(graph, stage.ops)}{again})" if len(pipeline.stages) > 1 else "the model"
             parts.append(own + what)
     return ", ".join(parts)

@@ -25,7 +25,7 @@ class Fit:
 
     Args:
         sizes: those that fit, rising; none: the device has to stay idle.
-        recompute: the blocks whose activations it computes again, so that these sizes fit.
+        recompute: the blocks whose activations it computes again, so that these sizes fit; ``keep``: but for what these ops make.
         smallest: the smallest allowed size, and `use` what the device needs for it.
         use_at_one: what it would need for micro-batches of one sample.
     """
@@ -36,6 +36,7 @@ class Fit:
     use: MemoryUse
     use_at_one: MemoryUse
     recompute: tuple[int, ...] = ()
+    keep: tuple[str, ...] = ()
 
     @property
     def lacks_bytes(self) -> int:
@@ -107,7 +108,7 @@ def _recomputing(model: CostModel, fit: Fit, tried: Sequence[int]) -> Fit:
         for s in tried
         if _lacks_bytes(model, device, again.model_copy(update={"micro_batches": MicroBatches((s,))})) <= 0
     ]
-    return replace(fit, sizes=tuple(sizes), recompute=again.stages[0].recompute)
+    return replace(fit, sizes=tuple(sizes), recompute=again.stages[0].recompute, keep=again.stages[0].keep)
 
 
 def _lacks_bytes(model: CostModel, device: Device, pipeline: Pipeline) -> int:

@@ -13,6 +13,7 @@ from math import inf
 
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.again import parts_again
 from heterodyne.cost.bucket_size import bucket_bytes_for
 from heterodyne.cost.collective import Collectives
 from heterodyne.cost.memory import MemoryAssumptions, MemoryUse
@@ -160,6 +161,7 @@ def _fitting(
             sizes=fit.sizes,
             fixed_s=model.fixed_s(fit.device.id),
             recompute=fit.recompute,
+            keep=fit.keep,
         )
         for fit in fits
         if fit.sizes
@@ -172,8 +174,10 @@ def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
     compute = model.compute[fit.device.id]
     if not fit.recompute:
         return compute.micro_batch_s
-    again = [(block.start, block.stop) for block in map(model.graph.blocks.__getitem__, fit.recompute)]
-    return lambda size: compute.micro_batch_s(size) + sum(compute.seconds("F", ops, int(size)) for ops in again)
+    again = parts_again(model.graph, (0, len(model.graph.ops)), fit.recompute, fit.keep)
+    return lambda size: (
+        compute.micro_batch_s(size) + sum(model.again_s(fit.device.id, part, int(size)) for part in again)
+    )
 
 
 def _candidates(

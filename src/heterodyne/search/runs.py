@@ -24,13 +24,14 @@ class Runs:
         seconds: forward and backward of one micro-batch of that size; non-decreasing, 0 at 0.
         sizes: the micro-batch sizes that fit its memory.
         fixed_s: seconds of a step that do not depend on the share.
-        recompute: blocks that are computed again, which ``seconds`` hold.
+        recompute: blocks that are computed again, which ``seconds`` hold; ``keep``: but for what these ops make.
     """
 
     seconds: Callable[[float], float]
     sizes: tuple[int, ...]
     fixed_s: float = 0.0
     recompute: tuple[int, ...] = ()
+    keep: tuple[str, ...] = ()
 
     @cached_property
     def _times(self) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -150,17 +151,27 @@ def test_a_device_that_can_hold_no_block_stays_idle_and_is_told() -> None:
 
 
 def test_a_device_that_has_room_only_with_recompute_takes_its_share_of_the_samples() -> None:
-    """Of two as fast ones the first keeps everything; the second recomputes what it has no room for, and has a smaller share."""
-    model = graph(8, saved=200_000)
+    """Of two as fast ones the first keeps everything; the second recomputes what it has no room for, and has a smaller share.
+
+    Not so where ops can keep what they make, which is small beside what they save here: then nothing is done twice.
+    """
+    plain = graph(8, saved=200_000)
+    model = replace(plain, random=tuple(op.name for op in plain.ops))  # nothing that draws can be kept
     kept = whole_bytes(model)
-    planned = asked(model, (1.0, 1.0), [kept * 2, kept * 2 // 3], samples=16, strategy="data")
+    planned = asked(model, (1.0, 1.0), [kept * 2, kept * 2 // 3], samples=48, strategy="data")
     (roomy,), (tight,) = (pipeline.stages for pipeline in planned.plan.pipelines)
     assert roomy.recompute == ()
     assert 0 < len(tight.recompute) < len(model.blocks)
+    assert tight.keep == ()
     first, second = (pipeline.micro_batches.samples for pipeline in planned.plan.pipelines)
     assert first > second > 0
     peaks = planned.plan.predicted.memory_bytes if planned.plan.predicted else {}
     assert peaks["n0/cpu:1"] <= kept * 2 // 3 < peaks["n0/cpu:0"]
+    planned = asked(plain, (1.0, 1.0), [kept * 2, kept * 2 // 3], samples=48, strategy="data")
+    (selective,) = planned.plan.pipelines[1].stages
+    assert 0 < len(selective.recompute) < len(model.blocks)
+    assert selective.keep
+    assert [pipeline.micro_batches.samples for pipeline in planned.plan.pipelines] == [24, 24]
 
 
 def test_activations_that_do_not_fit_are_recomputed_and_nothing_is_where_they_fit() -> None:

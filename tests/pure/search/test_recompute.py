@@ -1,0 +1,84 @@
+"""What is computed again frees what memory asks for, at about the least time that any choice of blocks and kept ops takes."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations
+
+import pytest
+
+from heterodyne.cost import CostModel, MemoryAssumptions
+from heterodyne.cost.again import parts_again
+from heterodyne.plan import MicroBatches, Pipeline
+from heterodyne.plan.kept import names_of
+from heterodyne.search.points import points_of
+from heterodyne.search.predict import plan_of, stage_of
+from heterodyne.search.recompute import recomputed
+from pure.build import cluster, linear, profile
+from pure.cost.transformer import transformer
+
+MODEL, MACHINES = transformer(6, moves=True), cluster(1)
+DEVICE = MACHINES.devices[0].id
+COSTS = CostModel(
+    graph=MODEL,
+    cluster=MACHINES,
+    profile=profile(MODEL, MACHINES, [linear(1.0)]),
+    memory=MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0),
+)
+SIZE = 4
+LAYERS = [block for block in MODEL.blocks if block.kind == "layer"]
+POINTS = points_of(MODEL)
+STARTS = {block.start for block in LAYERS}
+ALIVE = {at: size for at, size in zip(POINTS.positions, POINTS.crossing, strict=True) if at in STARTS}
+PLAIN = Pipeline(micro_batches=MicroBatches((SIZE,)), stages=(stage_of((0, len(MODEL.ops)), (DEVICE,)),))
+
+
+def freed_and_seconds(blocks: int, keep: tuple[str, ...]) -> tuple[float, float]:
+    """Of so many layers: bytes that are not kept, less what is there once while one is made again; and seconds."""
+    if not blocks:
+        return 0.0, 0.0
+    (part,) = parts_again(MODEL, (LAYERS[0].start, LAYERS[0].stop), (LAYERS[0].index,), keep)
+    held = COSTS.device_memory[DEVICE].activations(SIZE, part.ops)
+    frees = held - ALIVE[part.ops[0]](SIZE) - part.kept_bytes(MODEL, SIZE, held)
+    return blocks * frees - held, blocks * COSTS.again_s(DEVICE, part, SIZE)
+
+
+@cache
+def of_all() -> list[tuple[float, float]]:
+    names = sorted(names_of(MODEL, LAYERS[0]))
+    subsets = [keep for count in range(len(names) + 1) for keep in combinations(names, count)]
+    return [freed_and_seconds(blocks, keep) for blocks in range(1, len(LAYERS) + 1) for keep in subsets]
+
+
+@pytest.mark.parametrize("part", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95])
+def test_it_takes_about_the_least_time_of_any_choice(part: float) -> None:
+    """All numbers of blocks with all subsets of kept ops are tried here."""
+    most = max(freed for freed, _ in of_all())
+    lacking = round(part * most)
+    best_s = min(seconds for freed, seconds in of_all() if freed >= lacking)
+    made = recomputed(COSTS, PLAIN, {DEVICE: lacking}, [1], ALIVE)
+    (stage,) = made.stages
+    freed, seconds = freed_and_seconds(len(stage.recompute), stage.keep)
+    assert freed >= lacking
+    assert best_s <= seconds <= 1.02 * best_s
+    costs = COSTS.of(plan_of(COSTS, SIZE, (made,))).ranks[0]
+    assert costs is not None
+    assert costs.stages[0].recompute_s == pytest.approx((seconds,))
+    plain = COSTS.of(plan_of(COSTS, SIZE, (PLAIN,))).ranks[0]
+    assert plain is not None
+    kept = plain.stages[0].kept_bytes[0] - costs.stages[0].kept_bytes[0]
+    assert kept >= lacking
+
+
+def test_what_is_dear_to_compute_and_small_is_kept_first() -> None:
+    """A little short: products and attention stay, norms and activation functions are computed again (Korthikanti et al., 2023)."""
+    most = max(freed for freed, _ in of_all())
+    (stage,) = recomputed(COSTS, PLAIN, {DEVICE: round(0.3 * most)}, [1], ALIVE).stages
+    assert {"linear", "scaled_dot_product_attention"} & set(stage.keep)
+    assert not {"gelu", "layer_norm"} & set(stage.keep)
+
+
+def test_what_cannot_be_freed_is_freed_as_far_as_it_can() -> None:
+    (stage,) = recomputed(COSTS, PLAIN, {DEVICE: 2**60}, [1], ALIVE).stages
+    assert set(stage.recompute) == {block.index for block in LAYERS}
+    assert stage.keep == ()
