@@ -96,6 +96,7 @@ class Accelerator:
         self._library = library
         self._memory_bytes = memory_bytes
         self._callback: Any = None  # what C calls must stay
+        self.queues: Any = None  # of its collectives, where there are some
 
     def counts(self) -> Counts:
         values = (ctypes.c_int64 * 5)()

@@ -113,7 +113,8 @@ class DeviceQueues:
                 self._published = False
 
     def _resolve(self, ticket: int) -> None:
-        operations = list(self.operations.values()) if ticket < 0 else [self.operations[ticket]]
+        named = () if ticket not in self.operations else (self.operations[ticket],)  # one that is forgotten is over
+        operations = list(self.operations.values()) if ticket < 0 else list(named)
         for operation in operations:
             if not operation.over.is_set():
                 self.wait(

@@ -36,6 +36,7 @@ BACKEND = "strict"
 def register(accelerator: Accelerator) -> None:
     """The backend of this process's accelerator from now on. Once a process."""
     made = DeviceQueues(accelerator)
+    accelerator.queues = made
 
     def create(options: Any, _: object) -> StrictGroup:
         return StrictGroup(made, options)

@@ -101,7 +101,7 @@ def with_box(whole: Tensor | None, box: Box, gradient: Tensor) -> Tensor:
 
 def slices_of_ops(draw: st.DrawFn, graph: ModelGraph, homes: Sequence[tuple[int, ...]]) -> tuple[StageOf, ...]:
     """The model cut anywhere, one stage for each of these groups of ranks; blocks that are whole in one may be recomputed there,
-    all of them or all but what some ops make.
+    all of them or all but what some ops make, or wait on the host.
     """
     ops = len(graph.ops)
     cuts = draw(st.lists(st.integers(1, ops - 1), min_size=len(homes) - 1, max_size=len(homes) - 1, unique=True))
@@ -109,10 +109,13 @@ def slices_of_ops(draw: st.DrawFn, graph: ModelGraph, homes: Sequence[tuple[int,
     stages, start = [], 0
     for stop, ranks in zip([*sorted(cuts), ops], homes, strict=True):
         whole = [n for n, block in enumerate(graph.blocks) if start <= block.start < block.stop <= stop]
-        again = tuple(n for n in whole if draw(st.booleans()))
+        ways = [draw(st.sampled_from(("kept", "again", "hosted"))) for _ in whole]
+        again, hosted = (
+            tuple(n for n, way in zip(whole, ways, strict=True) if way == which) for which in ("again", "hosted")
+        )
         names = sorted({name for n in again for name in names_of(graph, graph.blocks[n])})
         keep = draw(st.lists(st.sampled_from(names), unique=True).map(tuple)) if names else ()
-        stages.append(StageOf(stop, ranks, shares[ranks], again, keep=keep))
+        stages.append(StageOf(stop, ranks, shares[ranks], again, keep=keep, hosted=hosted))
         start = stop
     return tuple(stages)
 
@@ -214,7 +217,8 @@ def replicas(draw: st.DrawFn, graph: ModelGraph) -> Spread:
     made = []
     for number in range(draw(st.integers(1, 2))):
         stages = tuple(
-            StageOf(s.stop, (s.ranks[0] + number * width,), s.shares, s.recompute, keep=s.keep) for s in first.stages
+            StageOf(s.stop, (s.ranks[0] + number * width,), s.shares, s.recompute, keep=s.keep, hosted=s.hosted)
+            for s in first.stages
         )
         made.append(PipelineOf(draw(sizes), stages))
     return reranked(draw, Spread(width * len(made), schedule, tuple(made)))

@@ -100,7 +100,7 @@ class StageOf:
 
     ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of others.
     ``free``: exchanges count for nothing beside work, so that all is cut that can be; else little of a small model is.
-    ``state``: shares of its devices of the optimizer's state. ``offload``: hosts keep it.
+    ``state``: shares of its devices of the optimizer's state. ``offload``: hosts keep it. ``hosted``: blocks whose activations they keep.
     """
 
     stop: int
@@ -116,6 +116,7 @@ class StageOf:
     state: tuple[int, ...] | None = None
     offload: bool = False
     keep: tuple[str, ...] = ()
+    hosted: tuple[int, ...] = ()
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -154,6 +155,7 @@ def staged_plan(
                     regions=stage.regions,
                     recompute=stage.recompute,
                     keep=stage.keep,
+                    offload_activations=stage.hosted,
                     overlap=stage.overlap,
                     state_shares=stage.state,
                     offload=stage.offload,

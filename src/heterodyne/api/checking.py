@@ -90,7 +90,9 @@ def strategy_of_module(verdict: Verdict, strategy: Strategy, graph: ModelGraph) 
 def require_module(verdict: Verdict, plan: Plan, program: Program) -> None:
     """Raises VerifyError if a plan runs pieces of the graph."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    in_pieces = len(stages) > len(plan.pipelines) or any(stage.recompute or stage.sharded for stage in stages)
+    in_pieces = len(stages) > len(plan.pipelines) or any(
+        stage.recompute or stage.offload_activations or stage.sharded for stage in stages
+    )
     if in_pieces or any(action.kind == "W" for actions in program.ranks for action in actions):
         raise VerifyError(f"the plan cuts the model. {verdict.module_only}")
 

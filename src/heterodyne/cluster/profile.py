@@ -57,6 +57,8 @@ class DeviceProfile:
         optimizer_s_per_byte: seconds of one optimizer step per byte of trainable parameters.
         host_update_s_per_byte: the same where the optimizer's state is kept by the host: gradients go there, weights come back; 0 where it
             was not measured.
+        host_copy_s_per_byte: of copies between the device and pinned memory of its host, in the slower direction; 0 where it was not
+            measured.
         step_overhead_s: seconds of a step that belong to no action (reading the batch, bookkeeping).
         overlap: how much slower compute gets while a collective is in flight, as seconds of compute lost per second of
             collective: 0 where it hides completely, 1 where nothing is gained by overlapping.
@@ -69,6 +71,7 @@ class DeviceProfile:
     blocks: Mapping[str, tuple[BlockSample, ...]]
     optimizer_s_per_byte: Seconds
     host_update_s_per_byte: Seconds = 0.0
+    host_copy_s_per_byte: Seconds = 0.0
     step_overhead_s: Seconds = 0.0
     overlap: Seconds = 0.0
     calibration: Annotated[float, Field(gt=0)] = 1.0

@@ -15,6 +15,7 @@ from heterodyne.cost.compute import Compute, Pass, compute_of
 from heterodyne.cost.exchange import Wires
 from heterodyne.cost.gathered import gathered
 from heterodyne.cost.halves import Halves
+from heterodyne.cost.hosted import Part, on_host
 from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.member import member_costs
 from heterodyne.cost.memory import DeviceMemory, MemoryAssumptions, MemoryUse
@@ -31,7 +32,7 @@ from heterodyne.graph.size import ZERO, Size
 from heterodyne.plan.boxes import Box
 from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets, stages_reading
 from heterodyne.plan.order import orders_of
-from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.precision import between, precision_of
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.state_shards import state_parts, state_shares
@@ -363,6 +364,9 @@ class CostModel:
             into = Size.total(c.bytes for c in crossing if number in c.consumers and c.producer not in mine)
             out = Size.total(c.bytes for c in crossing if c.producer == number)
             costs[number], needed = self._stage_of(at, number, into, out)
+            if mine[number].offload_activations:
+                costs[number], passing = self._on_host(at, number, costs[number])
+                needed += passing
             workspace = max(workspace, needed)
         ranges = tuple(stage.ops for stage in mine.values())
         # Room is made for messages ahead, and what is sent stays until it has left.
@@ -429,6 +433,61 @@ class CostModel:
             ranks=tuple(map(self.cluster.rank, row)),
         )
         return costs, kept.workspace(largest) if largest else 0
+
+    def _on_host(self, at: Position, number: int, costs: StageCosts) -> tuple[StageCosts, int]:
+        """A stage with activations on the host, and what of them comes and goes on the device."""
+        memory = self.device_memory[at.device]
+        s_per_byte = self.host_copy_s_per_byte(at.device)
+        cuts = self._pieces_of(at.pipeline.stages[number])
+        together = self.in_parts(at.pipeline, number, at.row(number))
+        row = at.pipeline.stages[number].rows[at.row(number)]
+
+        def seconds(kind: Pass, ops: Ops, size: int) -> float:
+            if together is not None:
+                return together.together_s(kind, size, ops)[0]
+            return self.compute[at.device].seconds(kind, ops, size)
+
+        def held(ops: Ops, size: int) -> int:
+            if together is None:
+                return memory.activations(size, ops)
+            return KeptInParts(stage=together, member=row.index(at.device), memory=memory).activations(size, ops)
+
+        def parts(size: int) -> list[Part]:
+            made = []
+            for ops, away in cuts:
+                size_bytes = held(ops, size) if away else 0
+                made.append(
+                    Part(
+                        forward_s=seconds("F", ops, size),
+                        backward_s=seconds("B", ops, size),
+                        copied_s=size_bytes * s_per_byte,
+                        bytes=size_bytes,
+                    )
+                )
+            return made
+
+        return on_host(costs, at.sizes(number), parts, memory.lost)
+
+    def host_copy_s_per_byte(self, device: str) -> float:
+        """Seconds in which a byte goes to the host of a device, or comes back. Raises MeasureError where that was not measured."""
+        measured = self.measured(device)
+        if self.cluster.device(device).backend == "cpu":  # a copy in its own memory
+            return measured.optimizer_s_per_byte * 2 / self.recipe.update_passes
+        if not measured.host_copy_s_per_byte:
+            raise MeasureError(f"what copies between {device} and its host take was not measured; measure again")
+        return measured.host_copy_s_per_byte
+
+    def _pieces_of(self, stage: Stage) -> list[tuple[Ops, bool]]:
+        """Blocks of a stage whose activations are on the host, and what lies between them."""
+        pieces, reached = [], stage.ops[0]
+        for block in map(self.graph.blocks.__getitem__, sorted(stage.offload_activations)):
+            if reached < block.start:
+                pieces.append(((reached, block.start), False))
+            pieces.append(((block.start, block.stop), True))
+            reached = block.stop
+        if reached < stage.ops[1]:
+            pieces.append(((reached, stage.ops[1]), False))
+        return pieces
 
     def _ready(self, at: Position, bucket: Bucket) -> tuple[tuple[int, float], ...]:
         """The stages that complete a bucket, each with the fraction of its last backward; all of them for what no op reads."""

@@ -20,6 +20,7 @@ class StageCosts:
         redone_bytes: the most that comes and goes inside a B or I that makes again what was not kept.
         weight_bytes: what is left of all that between I and W.
         gradient_bytes: gradients that come from other ranks and leave for other ranks, while B or I runs.
+        host_bytes: what is in the memory of the host from F to B or I.
         together: the ranks that hold parts of this stage and meet inside of F, B, I and R, this one included; their seconds are then those
             from the moment at which the last of them begins until all are done. Empty: this rank needs nobody.
         exchanges: of the seconds above those in which they exchange something.
@@ -35,6 +36,7 @@ class StageCosts:
     redone_bytes: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
+    host_bytes: tuple[int, ...] = ()
     together: tuple[int, ...] = ()
     exchanges: StageCosts | None = None
 

@@ -20,6 +20,7 @@ from heterodyne.measure.cache import Cache, profile_key
 from heterodyne.measure.clock import Clock
 from heterodyne.measure.confirm import changes
 from heterodyne.measure.exchanges import measure_exchanges
+from heterodyne.measure.host_copies import measure_host_copies
 from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.kernels import measure_blocks
 from heterodyne.measure.links import MESSAGE_BYTES, measure_all_reduce, measure_overlap, measure_sends
@@ -227,6 +228,7 @@ class _Session:
         # Where all memory is the host's, nothing is gained by keeping state there.
         apart = any(device.backend != "cpu" for device in self._request.cluster.devices)
         on_host = measured(on_host=True) if apart else 0.0
+        copies = measure_host_copies(self._bench, budget_s=self._budget("optimizer")) if apart else 0.0
         links, overlap = self._links()
         self.close()
         give_back_memory()
@@ -235,6 +237,7 @@ class _Session:
             blocks=blocks,
             optimizer_s_per_byte=optimizer,
             host_update_s_per_byte=on_host,
+            host_copy_s_per_byte=copies,
             overlap=overlap,
             context_bytes=context,
         )

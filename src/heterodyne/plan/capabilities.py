@@ -40,6 +40,7 @@ Feature = Literal[
     "cuts_along_two_axes",
     "recompute",
     "selective_recompute",
+    "activation_offload",
     "split_backward",
     "several_micro_batches",
     "unequal_counts",
@@ -85,6 +86,7 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         ),
         "recompute": _Words(name="recompute", remedy="recompute nothing"),
         "selective_recompute": _Words(name="recompute of all but some ops", remedy="leave 'keep' out"),
+        "activation_offload": _Words(name="activations in host memory", remedy="leave 'offload_activations' out"),
         "split_backward": _Words(
             name="zero-bubble schedules", remedy="take a schedule whose backward is whole, such as 1F1B"
         ),
@@ -107,7 +109,8 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
             name="overlap in halves inside a pipeline", remedy="leave 'overlap' out, or take one stage"
         ),
         "overlap_with_recompute": _Words(
-            name="overlap in halves with recompute", remedy="leave 'overlap' or 'recompute' out"
+            name="overlap in halves with recompute or activations in host memory",
+            remedy="leave 'overlap' out, or 'recompute' and 'offload_activations'",
         ),
         "state_sharding": _Words(name="sharded optimizer state (ZeRO-1)", remedy="leave 'zero' and 'state_shares' out"),
         "gradient_sharding": _Words(name="sharded gradients too (ZeRO-2)", remedy="write 'zero': 1"),
@@ -130,7 +133,7 @@ _IN_PARTS: tuple[Feature, ...] = (
     "overlap",
 )
 _PIECES: frozenset[Feature] = frozenset(
-    (*_IN_PARTS, "several_stages", "recompute", "selective_recompute", "split_backward")
+    (*_IN_PARTS, "several_stages", "recompute", "selective_recompute", "activation_offload", "split_backward")
 )
 """What runs pieces of the model's graph in place of the module."""
 
@@ -297,12 +300,16 @@ def _of_stage(where: str, stage: Stage) -> Iterator[Use]:
         yield Use(
             feature="selective_recompute", where=where, how=f"keeps {', '.join(stage.keep)} of what it recomputes"
         )
+    if stage.offload_activations:
+        how = f"keeps activations of {len(stage.offload_activations)} blocks in host memory"
+        yield Use(feature="activation_offload", where=where, how=how)
     if stage.overlap:
         yield Use(feature="overlap", where=where, how="has 'overlap', which cuts each micro-batch into two halves")
     if stage.offload:
         yield Use(feature="offload", where=where, how="keeps optimizer state in host memory")
-    if stage.overlap and stage.recompute:
-        yield Use(feature="overlap_with_recompute", where=where, how="has 'overlap' and recomputes")
+    if stage.overlap and (stage.recompute or stage.offload_activations):
+        how = "recomputes" if stage.recompute else "offloads activations"
+        yield Use(feature="overlap_with_recompute", where=where, how=f"has 'overlap' and {how}")
 
 
 def _without_samples(pipeline: Pipeline, stage: Stage) -> list[str]:
@@ -326,7 +333,7 @@ def has_shares(stage: Stage) -> bool:
 
 def _cuts(pipeline: Pipeline) -> tuple[object, ...]:
     return (
-        tuple((stage.ops, stage.recompute, stage.keep) for stage in pipeline.stages),
+        tuple((stage.ops, stage.recompute, stage.keep, stage.offload_activations) for stage in pipeline.stages),
         pipeline.place_of_stage,
         pipeline.order,
     )

@@ -187,19 +187,23 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
     if stage.overlap and not stage.sharded:
         broken.append("has 'overlap', and exchanges nothing while it computes: it must lie in parts on several devices")
     again = _of_recompute(stage, graph)
-    return [*broken, *faults_of_mesh(stage), *(again or _of_keep(stage, graph))]
+    return [*broken, *faults_of_mesh(stage), *again, *([] if again else _of_keep(stage, graph))]
 
 
 def _of_recompute(stage: Stage, graph: ModelGraph) -> list[str]:
     broken = []
-    for index in stage.recompute:
+    named = [("recomputes", index) for index in stage.recompute]
+    named += [("offloads activations of", index) for index in stage.offload_activations]
+    for does, index in named:
         if not 0 <= index < len(graph.blocks):
-            broken.append(f"recomputes block {index}; the model has blocks 0 to {len(graph.blocks) - 1}")
+            broken.append(f"{does} block {index}; the model has blocks 0 to {len(graph.blocks) - 1}")
         elif not stage.ops[0] <= graph.blocks[index].start < graph.blocks[index].stop <= stage.ops[1]:
             block = graph.blocks[index]
-            broken.append(
-                f"recomputes block {index} (ops {block.start} to {block.stop}), which is not whole in the stage"
-            )
+            broken.append(f"{does} block {index} (ops {block.start} to {block.stop}), which is not whole in the stage")
+    both = sorted(set(stage.recompute).intersection(stage.offload_activations))
+    if both:
+        shown = ", ".join(map(str, both))
+        broken.append(f"recomputes blocks {shown} and offloads their activations: name each block in one of the two")
     return broken
 
 

@@ -72,6 +72,7 @@ def _of_pipeline(old: Pipeline, new: Pipeline) -> list[str]:
                 "devices",
                 "recompute",
                 "keep",
+                "offload_activations",
                 "state_shares",
                 "overlap",
                 "offload",

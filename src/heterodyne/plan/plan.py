@@ -4,7 +4,8 @@
       pipelines: each takes a share of the global batch, cut into micro-batches; alike ones are written once, with a count
         stages: each runs a contiguous range of the graph's ops on devices, by their ids or as so many of a kind
           regions: a TaskGraph of that stage, with its layout on the group
-          recompute: blocks whose activations are computed again, but for what keep names; state_shares: who keeps how much optimizer state
+          recompute: blocks whose activations are computed again, but for what keep names; offload_activations: those on the host;
+          state_shares: who keeps how much optimizer state
 
 Pipelines need not be alike. They take contiguous slices of the global batch, in their order: the first pipeline the
 first samples. Devices that are in no pipeline are `idle`. This module says what a plan *is*; `plan.bind` gives ids to the devices of a
@@ -82,6 +83,7 @@ class Stage(PlanPart):
 
     ``recompute`` holds indices of blocks; ``keep`` names ops of these that keep what they make and are not run again, by their kind
     (``linear``) or by module and kind (``mlp.fc1.linear``, see `heterodyne.plan.kept`);
+    ``offload_activations`` holds indices of other blocks, whose activations wait in the memory of the host for their backward;
     ``state_shares`` how much of the optimizer's state each device keeps, one whole number a device (ratios between all devices that
     hold the same weights), where the plan shards it; None: 1 each;
     ``offload``: each device keeps the optimizer's state and master weights in the memory of its host, and updates there;
@@ -96,6 +98,7 @@ class Stage(PlanPart):
     regions: tuple[Region, ...]
     recompute: tuple[Whole, ...] = ()
     keep: tuple[str, ...] = ()
+    offload_activations: tuple[Whole, ...] = ()
     state_shares: tuple[Whole, ...] | None = None
     exchange: Exchange = Exchange()
     overlap: bool = False
@@ -299,6 +302,7 @@ _USUAL: Mapping[str, object] = {
     "devices": [],
     "recompute": [],
     "keep": [],
+    "offload_activations": [],
     "overlap": False,
     "offload": False,
     "exchange": Exchange().model_dump(mode="json"),

@@ -14,6 +14,7 @@ from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline
 from heterodyne.plan.schedules.clock import play
 from heterodyne.search.drafts import Draft, Drafting
+from heterodyne.search.hosted import hosted
 from heterodyne.search.orders import OWN_ORDER, Demands, demands_of, ordered, shortfalls
 from heterodyne.search.predict import plan_of, stage_of
 from heterodyne.search.recompute import recomputed
@@ -59,7 +60,7 @@ class Builder:
         if not move or not found or len(draft.place_of) == 1:
             return
         built, demands = min(found, key=lambda entry: entry[0].makespan_s)
-        if any(stage.recompute for stage in built.pipeline.stages):
+        if any(stage.recompute or stage.offload_activations for stage in built.pipeline.stages):
             return
         orders = orders_of(built.schedule or "1F1B", built.pipeline)
         moved = refined(draft, self.drafting, orders, demands.reads, rounds=self.refinements)
@@ -67,7 +68,9 @@ class Builder:
             yield from (again for again, _ in self._variants(moved))
 
     def _variants(self, draft: Draft) -> Iterator[tuple[Built, Demands]]:
-        """Keeping everything, in as few micro-batches at a time as fit; and with what has to be recomputed for more of them."""
+        """Keeping everything, in as few micro-batches at a time as fit; and with what has to be recomputed, or kept by hosts, for more
+        of them.
+        """
         pipeline = self._stages(draft)
         count = len(draft.micro_batches)
         folded = len(draft.place_of) > len(draft.line)
@@ -80,6 +83,10 @@ class Builder:
             its = self._costs(again)
             if again != pipeline:
                 made.append((again, its, not shortfalls(again, its, self.model.cluster, in_flight)))
+            away = hosted(self.model, pipeline, short, in_flight)
+            if away != pipeline:
+                its = self._costs(away)
+                made.append((away, its, not shortfalls(away, its, self.model.cluster, in_flight)))
         for variant, its, fits in made:
             crossing = self.model.crossings([stage.ops[0] for stage in variant.stages])
             demands = demands_of(variant, its, self.model.cluster, crossing)

@@ -102,7 +102,7 @@ class DataParallel:
         pipelines = tuple(
             Pipeline(
                 micro_batches=micro_batches,
-                stages=(stage_of(whole, (device,), recompute=run.recompute, keep=run.keep),),
+                stages=(run.activations.on(stage_of(whole, (device,))),),
             )
             for device, micro_batches in proposal.micro_batches.items()
             for run in (self.runs[device],)

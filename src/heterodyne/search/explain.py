@@ -176,6 +176,8 @@ def _part(plan: Plan, graph: ModelGraph, device: str) -> str:
             own = f"{part:.0%} of " if stage.sharded else ""
             but = f" but for {', '.join(stage.keep)}" if stage.keep else ""
             again = f", recomputing {len(stage.recompute)} blocks{but}" if stage.recompute else ""
+            if stage.offload_activations:
+                again += f", with activations of {len(stage.offload_activations)} blocks on the host"
             what = f"stage {number} ({_span(graph, stage.ops)}{again})" if len(pipeline.stages) > 1 else "the model"
             parts.append(own + what)
     return ", ".join(parts)

@@ -1,9 +1,10 @@
-"""Which micro-batch sizes fit which device, with recompute where nothing fits otherwise, and what a device that fits none lacks."""
+"""Which micro-batch sizes fit which device, with less kept where nothing fits otherwise, and what a device that fits none lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from heterodyne.cluster.spec import Device
 from heterodyne.cost.memory import MemoryUse
@@ -11,12 +12,17 @@ from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline
+from heterodyne.search.activations import ALL_KEPT, Activations
+from heterodyne.search.hosted import can_be_hosted, hosted
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.recompute import recomputed
 from heterodyne.units import format_bytes
 
-__all__ = ["Fit", "fit_devices", "nothing_fits"]
+__all__ = ["Fit", "fit_devices", "nothing_fits", "passes_s"]
+
+Way: TypeAlias = Callable[[int], Pipeline]
+"""The pipeline that keeps so many bytes less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +31,7 @@ class Fit:
 
     Args:
         sizes: those that fit, rising; none: the device has to stay idle.
-        recompute: the blocks whose activations it computes again, so that these sizes fit; ``keep``: but for what these ops make.
+        activations: what becomes of them, so that these sizes fit.
         smallest: the smallest allowed size, and `use` what the device needs for it.
         use_at_one: what it would need for micro-batches of one sample.
     """
@@ -35,8 +41,7 @@ class Fit:
     smallest: int
     use: MemoryUse
     use_at_one: MemoryUse
-    recompute: tuple[int, ...] = ()
-    keep: tuple[str, ...] = ()
+    activations: Activations = ALL_KEPT
 
     @property
     def lacks_bytes(self) -> int:
@@ -65,12 +70,18 @@ class Fit:
 
 
 def fit_devices(
-    model: CostModel, sizes: Sequence[int], global_batch_size: int, *, recompute: bool = True, state: float = 1.0
+    model: CostModel,
+    sizes: Sequence[int],
+    global_batch_size: int,
+    *,
+    recompute: bool = True,
+    offload: bool = True,
+    state: float = 1.0,
 ) -> tuple[Fit, ...]:
     """The fit of every device, in the order of ranks. A micro-batch is never larger than the global batch.
 
-    ``recompute``: whether blocks may be computed again; just as many are as the smallest size asks for. ``state``: the part of the
-    optimizer's state that is on each device.
+    ``recompute``: whether blocks may be computed again, ``offload``: whether their activations may wait on hosts; just as many are as the
+    smallest size asks for, in the way that takes less time. ``state``: the part of the optimizer's state that is on each device.
     """
     tried = sorted({min(size, global_batch_size) for size in sizes})
     fits = []
@@ -83,32 +94,50 @@ def fit_devices(
             use=uses[tried[0]],
             use_at_one=uses[1],
         )
-        fits.append(fit if fit.sizes or not recompute else _recomputing(model, fit, tried))
+        fits.append(fit if fit.sizes else _with_less_kept(model, fit, tried, recompute=recompute, offload=offload))
     return tuple(fits)
 
 
-def _recomputing(model: CostModel, fit: Fit, tried: Sequence[int]) -> Fit:
-    """The same with recompute, where that makes room; else as it is."""
+def _with_less_kept(model: CostModel, fit: Fit, tried: Sequence[int], *, recompute: bool, offload: bool) -> Fit:
+    """The same with activations that are computed again, or wait on the host, where that makes room; else as it is."""
     device, points = fit.device, points_of(model.graph)
     alive = dict(zip(points.positions, points.crossing, strict=True))
     stage = stage_of((0, len(model.graph.ops)), (device.id,))
     plain = Pipeline(micro_batches=MicroBatches((fit.smallest,)), stages=(stage,))
-    lacking, again = fit.lacks_bytes, plain
-    while True:
-        further = recomputed(model, plain, {device.id: lacking}, [1], alive)
-        if further == again:
-            return fit  # whatever else is computed again frees nothing
-        again = further
-        more = _lacks_bytes(model, device, again)
-        if more <= 0:
-            break
-        lacking += more
+    ways: list[Way] = [lambda lacking: recomputed(model, plain, {device.id: lacking}, [1], alive)] if recompute else []
+    if offload and can_be_hosted(model, device.id):
+        ways.append(lambda lacking: hosted(model, plain, {device.id: lacking}, [1]))
+    found = [made for made in (_enough(model, fit, plain, way) for way in ways) if made is not None]
+    if not found:
+        return fit
+    best = min(found, key=lambda made: passes_s(model, device.id, made))
     sizes = [
         s
         for s in tried
-        if _lacks_bytes(model, device, again.model_copy(update={"micro_batches": MicroBatches((s,))})) <= 0
+        if _lacks_bytes(model, device, best.model_copy(update={"micro_batches": MicroBatches((s,))})) <= 0
     ]
-    return replace(fit, sizes=tuple(sizes), recompute=again.stages[0].recompute, keep=again.stages[0].keep)
+    return replace(fit, sizes=tuple(sizes), activations=Activations.of(best.stages[0]))
+
+
+def _enough(model: CostModel, fit: Fit, plain: Pipeline, way: Way) -> Pipeline | None:
+    """With as much less as it takes; None if all of it does not do."""
+    lacking, made = fit.lacks_bytes, plain
+    while True:
+        further = way(lacking)
+        if further == made:
+            return None  # whatever else goes frees nothing
+        made = further
+        more = _lacks_bytes(model, fit.device, made)
+        if more <= 0:
+            return made
+        lacking += more
+
+
+def passes_s(model: CostModel, device: str, pipeline: Pipeline) -> float:
+    """Seconds of forward and backward of a device that is a pipeline by itself."""
+    costs = model.of(plan_of(model, pipeline.micro_batches.samples, (pipeline,))).ranks[model.cluster.rank(device)]
+    assert costs is not None  # it is the one that runs
+    return sum(stage.compute_s for stage in costs.stages.values())
 
 
 def _lacks_bytes(model: CostModel, device: Device, pipeline: Pipeline) -> int:

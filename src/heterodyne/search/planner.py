@@ -24,18 +24,19 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.capabilities import Capabilities, Feature
-from heterodyne.plan.plan import Plan
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.precision import Precisions, in_words
 from heterodyne.plan.state_shards import state_parts
 from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.explain import reason
-from heterodyne.search.fit import Fit, fit_devices, nothing_fits
+from heterodyne.search.fit import Fit, fit_devices, nothing_fits, passes_s
 from heterodyne.search.offload import offloading, short_of_memory
 from heterodyne.search.parameter_sharding import ParameterSharding
 from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.planned import Candidate, Planned, Strategy, identity, serves
-from heterodyne.search.predict import compute_seconds, own_rates, predict
+from heterodyne.search.predict import compute_seconds, own_rates, predict, stage_of
 from heterodyne.search.replicas import Replicas
 from heterodyne.search.runs import Runs
 from heterodyne.search.split import Split
@@ -101,7 +102,7 @@ def plan(
     sizes = tuple(sorted({min(size, global_batch_size) for size in micro_batch_sizes}))
     sharding = None
     if able.allow("state_sharding") and not whole_weights:
-        bare = fit_devices(model, sizes, global_batch_size, recompute=False, state=0)
+        bare = fit_devices(model, sizes, global_batch_size, recompute=False, offload=False, state=0)
         sharding = StateSharding(model=model, runs=runs, fits=bare, samples=global_batch_size)
     found = _candidates(model, runs, global_batch_size, sizes, strategy, able, sharding)
     whole_models = len(runs) == len(cluster.devices)
@@ -154,14 +155,15 @@ def _fitting(
     model: CostModel, sizes: Sequence[int], samples: int, able: Capabilities
 ) -> tuple[tuple[Fit, ...], dict[str, Runs]]:
     """What fits each device, and how those that can hold the model best run samples."""
-    fits = fit_devices(model, sizes, samples, recompute=able.allow("recompute"))
+    fits = fit_devices(
+        model, sizes, samples, recompute=able.allow("recompute"), offload=able.allow("activation_offload")
+    )
     runs = {
         fit.device.id: Runs(
             seconds=_seconds(model, fit),
             sizes=fit.sizes,
             fixed_s=model.fixed_s(fit.device.id),
-            recompute=fit.recompute,
-            keep=fit.keep,
+            activations=fit.activations,
         )
         for fit in fits
         if fit.sizes
@@ -172,9 +174,20 @@ def _fitting(
 def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
     """Of forward and backward of a micro-batch, with what is computed again."""
     compute = model.compute[fit.device.id]
-    if not fit.recompute:
+    if not fit.activations:
         return compute.micro_batch_s
-    again = parts_again(model.graph, (0, len(model.graph.ops)), fit.recompute, fit.keep)
+    if fit.activations.hosted:
+        stage = fit.activations.on(stage_of((0, len(model.graph.ops)), (fit.device.id,)))
+
+        def hosted_s(size: float) -> float:
+            return (
+                passes_s(model, fit.device.id, Pipeline(micro_batches=MicroBatches((int(size),)), stages=(stage,)))
+                if size
+                else 0.0
+            )
+
+        return hosted_s
+    again = parts_again(model.graph, (0, len(model.graph.ops)), fit.activations.recompute, fit.activations.keep)
     return lambda size: (
         compute.micro_batch_s(size) + sum(model.again_s(fit.device.id, part, int(size)) for part in again)
     )
@@ -291,7 +304,7 @@ def _memory(model: CostModel, made: Plan, simulation: Simulation, device: str) -
         state = 0.0
     mine = [stage for p in made.pipelines for stage in p.stages if device in stage.devices]
     size = _largest(made)[device]
-    whole = [(stage.ops, stage.recompute) for stage in mine] == [((0, len(model.graph.ops)), ())]
+    whole = [(s.ops, s.recompute, s.offload_activations) for s in mine] == [((0, len(model.graph.ops)), (), ())]
     if whole and not mine[0].sharded:
         return model.memory_use(device, size).with_state(state)
     use = model.memory_use(device, size, [stage.ops for stage in mine], boxes=model.boxes_of(made)[device])

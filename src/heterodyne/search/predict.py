@@ -24,11 +24,10 @@ def stage_of(
     shares: tuple[int, ...] = (1,),
     *,
     recompute: tuple[int, ...] = (),
-    keep: tuple[str, ...] = (),
 ) -> Stage:
     """A stage whose devices share each micro-batch."""
     regions = (Region(layout=Layout(kind="replicate", shares=shares)),)
-    return Stage(ops=ops, devices=devices, regions=regions, recompute=recompute, keep=keep)
+    return Stage(ops=ops, devices=devices, regions=regions, recompute=recompute)
 
 
 def plan_of(model: CostModel, samples: int, pipelines: tuple[Pipeline, ...], schedule: str = "1F1B") -> Plan:

@@ -99,9 +99,7 @@ class Replicas:
             run = self.pipelines.runs[part[0]]
             return Pipeline(
                 micro_batches=run.micro_batches(share),
-                stages=(
-                    stage_of((0, len(self.pipelines.model.graph.ops)), part, recompute=run.recompute, keep=run.keep),
-                ),
+                stages=(run.activations.on(stage_of((0, len(self.pipelines.model.graph.ops)), part)),),
             )
         return self.pipelines.beside(part, share)
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.search.activations import ALL_KEPT, Activations
 
 __all__ = ["Runs"]
 
@@ -24,14 +25,13 @@ class Runs:
         seconds: forward and backward of one micro-batch of that size; non-decreasing, 0 at 0.
         sizes: the micro-batch sizes that fit its memory.
         fixed_s: seconds of a step that do not depend on the share.
-        recompute: blocks that are computed again, which ``seconds`` hold; ``keep``: but for what these ops make.
+        activations: what becomes of them, which ``seconds`` hold.
     """
 
     seconds: Callable[[float], float]
     sizes: tuple[int, ...]
     fixed_s: float = 0.0
-    recompute: tuple[int, ...] = ()
-    keep: tuple[str, ...] = ()
+    activations: Activations = ALL_KEPT
 
     @cached_property
     def _times(self) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from heterodyne.cost.step import StepCosts
 from heterodyne.plan.program import Action, Program
+from heterodyne.sim.host_memory import host_peak
 from heterodyne.sim.memory import changes, peak
 from heterodyne.sim.passes import exchange_s
 from heterodyne.sim.tasks import Tasks
@@ -57,12 +58,14 @@ class Simulation:
         exchange_s: for each rank, the part of ``busy_s`` in which it exchanges something with those that hold parts of the same stages,
             undisturbed.
         peak_bytes: for each rank, the most memory at any time; 0 for an idle rank.
+        host_bytes: for each rank, the most of its activations that its host has at any time.
     """
 
     step_s: float
     busy_s: tuple[float, ...]
     wait_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
     exchange_s: tuple[float, ...]
     _played: _Played = field(repr=False, compare=False)
 
@@ -150,6 +153,7 @@ def simulate(program: Program, costs: StepCosts, *, steps: int = 2) -> Simulatio
         busy_s=busy,
         wait_s=tuple(max(0.0, step_s - seconds) for seconds in busy),
         peak_bytes=tuple(peak(a, c) for a, c in zip(program.ranks, costs.ranks, strict=True)),
+        host_bytes=tuple(host_peak(a, c) for a, c in zip(program.ranks, costs.ranks, strict=True)),
         exchange_s=tuple(exchange_s(a, c) for a, c in zip(program.ranks, costs.ranks, strict=True)),
         _played=_Played(program=program, costs=costs, tasks=tasks, steps=steps),
     )

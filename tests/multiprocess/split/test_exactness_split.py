@@ -135,6 +135,7 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
             overlap = count == 1 and width > 1 and kind != "replicate" and draw(st.booleans())
             whole = [n for n, block in enumerate(graph.blocks) if start <= block.start < block.stop <= stop]
             again = () if overlap else tuple(n for n in whole if draw(st.integers(0, 3)) == 0)
+            hosted = () if overlap else tuple(n for n in whole if n not in again and draw(st.integers(0, 3)) == 0)
             names = sorted({label for n in again for label in names_of(graph, graph.blocks[n])})
             stages.append(
                 StageOf(
@@ -145,6 +146,7 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
                     keep=draw(st.lists(st.sampled_from(names), unique=True).map(tuple)) if names else (),
                     kind=kind,
                     overlap=overlap,
+                    hosted=hosted,
                     rows=pair if second == "rows" else (),
                     inner=((second, pair),) if second in ("split", "context") else (),
                     free=draw(st.booleans()),

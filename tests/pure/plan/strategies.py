@@ -23,6 +23,7 @@ STAGES = st.builds(
     group=st.none() | GROUPS,
     regions=st.lists(REGIONS, max_size=3).map(tuple),
     recompute=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    offload_activations=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     keep=st.lists(NAMES, max_size=2).map(tuple),
     state_shares=st.none() | SHARES,
     overlap=st.booleans(),

@@ -43,6 +43,7 @@ def any_plan(draw: st.DrawFn, model: ModelGraph, machines: Cluster) -> Plan:
             devices, ids = tuple(ids[:width]), ids[width:]
             whole = [b.index for b in model.blocks if start <= b.start and b.stop <= stop]
             again = tuple(whole[: draw(st.integers(0, 1))])
+            hosted = tuple(whole[1 : 1 + draw(st.integers(0, 1))])
             names = [name for index in again for name in names_of(model, model.blocks[index])]
             stages.append(
                 Stage(
@@ -50,6 +51,7 @@ def any_plan(draw: st.DrawFn, model: ModelGraph, machines: Cluster) -> Plan:
                     devices=devices,
                     regions=(Region(layout=Layout(shares=tuple(draw(st.integers(1, 3)) for _ in devices))),),
                     recompute=again,
+                    offload_activations=hosted,
                     keep=draw(st.lists(st.sampled_from(names), max_size=1).map(tuple)) if names else (),
                 )
             )

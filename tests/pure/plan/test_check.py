@@ -87,6 +87,8 @@ FAULTS = {
     "recomputes block 9; the model has blocks 0 to 3": of_stage(PLAN, recompute=(9,)),
     "has 'keep', and recomputes nothing": of_stage(PLAN, keep=("linear",)),
     "keeps 'gelu', and no op of the blocks that it recomputes": of_stage(PLAN, recompute=(1,), keep=("linear", "gelu")),
+    "offloads activations of block 9; the model has blocks 0 to 3": of_stage(PLAN, offload_activations=(9,)),
+    "recomputes blocks 1 and offloads their activations": of_stage(PLAN, recompute=(1, 2), offload_activations=(0, 1)),
     "state_shares": of_stage(PLAN, state_shares=(1,)),
     "has 'overlap', and exchanges nothing": of_stage(PLAN, overlap=True),
 }

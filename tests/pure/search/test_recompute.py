@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -11,6 +12,7 @@ from heterodyne.cost import CostModel, MemoryAssumptions
 from heterodyne.cost.again import parts_again
 from heterodyne.plan import MicroBatches, Pipeline
 from heterodyne.plan.kept import names_of
+from heterodyne.search import plan
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, stage_of
 from heterodyne.search.recompute import recomputed
@@ -82,3 +84,28 @@ def test_what_cannot_be_freed_is_freed_as_far_as_it_can() -> None:
     (stage,) = recomputed(COSTS, PLAIN, {DEVICE: 2**60}, [1], ALIVE).stages
     assert set(stage.recompute) == {block.index for block in LAYERS}
     assert stage.keep == ()
+
+
+@pytest.mark.parametrize(("copy_s_per_byte", "way"), [(1e-9, "hosted"), (1.0, "recomputed"), (0.0, "recomputed")])
+def test_activations_wait_on_the_host_where_that_is_faster_than_to_compute_them_again(
+    copy_s_per_byte: float, way: str
+) -> None:
+    """A device without room for all that it would keep; 0: what copies take was not measured."""
+    machines = cluster(1, named="gpu")
+    machines = replace(machines, devices=(replace(machines.devices[0], backend="cuda"),))
+    bare = MemoryAssumptions(other_context_bytes=0, fragmentation=0.0)
+    measured = profile(MODEL, machines, [linear(1.0)])
+    (device,) = measured.devices
+    own = replace(measured.devices[device], host_copy_s_per_byte=copy_s_per_byte)
+    measured = replace(measured, devices={device: own})
+    costs = CostModel(graph=MODEL, cluster=machines, profile=measured, memory=bare)
+    room = costs.memory_use(device, SIZE).total - costs.memory_use(device, SIZE).activations // 2
+    tight = replace(machines, devices=(replace(machines.devices[0], memory_bytes=room),))
+    made = plan(MODEL, tight, measured, global_batch_size=8, micro_batch_sizes=(SIZE,), memory=bare)
+    (stage,) = made.plan.pipelines[0].stages
+    assert {"hosted": bool(stage.offload_activations), "recomputed": bool(stage.recompute)} == {
+        "hosted": way == "hosted",
+        "recomputed": way == "recomputed",
+    }
+    assert made.plan.predicted is not None
+    assert made.plan.predicted.memory_bytes[device] <= room

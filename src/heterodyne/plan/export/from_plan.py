@@ -213,6 +213,8 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         notes.append("optimizer states are sharded over all replicas, not within each pipeline only")
     if any(stage.keep for stage in stages):
         notes.append("of layers that are computed again the plan keeps what some ops make; that is not exported")
+    if any(stage.offload_activations for stage in stages):
+        notes.append("the plan keeps activations of some blocks in host memory; that is not exported")
     if any(stage.offload for stage in stages):
         notes.append("the plan keeps optimizer state in host memory; that is not exported")
     return tuple(notes)

@@ -95,6 +95,11 @@ class Forward:
         """Whether the samples of other ranks depend on those of this one."""
         return self._batch_norm is not None
 
+    def weights(self) -> frozenset[int]:
+        """Addresses of the memory of parameters and buffers, as it is now."""
+        stored = (*self._module.parameters(), *self._module.buffers())
+        return frozenset(t.untyped_storage().data_ptr() for t in stored if not t.is_meta)
+
     def loss(self, inputs: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
         """The loss of a slice, on the device, with its graph. ``draws`` None: random ops are left to torch."""
         inputs = on_device(inputs, self._device)

@@ -44,6 +44,7 @@ class Segment:
         run: what computes it.
         receives, sends: values by which it hangs together with other segments.
         recompute: what its backward needs is not kept, but computed again; ``keeps``: but for what some of its ops make.
+        hosted: what its backward needs waits in the memory of the host.
         random_before: how many ops that draw random numbers stand before it in the model.
     """
 
@@ -51,6 +52,7 @@ class Segment:
     receives: Sequence[Value] = ()
     sends: Sequence[Value] = ()
     recompute: bool = False
+    hosted: bool = False
     keeps: Compilable | None = None
     random_before: int = 0
 

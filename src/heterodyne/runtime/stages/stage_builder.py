@@ -96,8 +96,9 @@ class _Piece:
     stage: int
     start: int
     stop: int
-    recompute: bool
+    recompute: bool = False
     keep: tuple[str, ...] = ()
+    hosted: bool = False
 
 
 class StageBuilder:
@@ -163,7 +164,7 @@ class StageBuilder:
         """Whether this rank runs pieces of the captured model, and not the module as it is."""
         if self._coupled:
             return True
-        in_pieces = len(self._pieces) > 1 or any(piece.recompute for piece in self._pieces)
+        in_pieces = len(self._pieces) > 1 or any(piece.recompute or piece.hosted for piece in self._pieces)
         return in_pieces or bool(self._halves) or bool(self._place.sharded) or self._divided
 
     @property
@@ -255,6 +256,7 @@ class StageBuilder:
                     sends=program.sends,
                     recompute=piece.recompute,
                     keeps=run if piece.keep else None,
+                    hosted=piece.hosted,
                     random_before=program.random_before,
                 )
             )
@@ -378,18 +380,20 @@ def _group(ranks: tuple[int, ...], communicator: Communicator) -> Group | None:
 
 
 def _pieces(pipeline: Pipeline, graph: ModelGraph) -> list[_Piece]:
-    """Stages, and in them the blocks that are computed again, each for itself, and what lies between."""
+    """Stages, and in them the blocks that are computed again or kept on the host, each for itself, and what lies between."""
     pieces = []
     for number, stage in enumerate(pipeline.stages):
         reached, stop = stage.ops
-        for block in (graph.blocks[index] for index in sorted(stage.recompute)):
+        for index in sorted((*stage.recompute, *stage.offload_activations)):
+            block = graph.blocks[index]
             if reached < block.start:
-                pieces.append(_Piece(number, reached, block.start, recompute=False))
-            keep = tuple(op.name for op in kept_ops(graph, block, stage.keep))
-            pieces.append(_Piece(number, block.start, block.stop, recompute=True, keep=keep))
+                pieces.append(_Piece(number, reached, block.start))
+            hosted = index in stage.offload_activations
+            keep = () if hosted else tuple(op.name for op in kept_ops(graph, block, stage.keep))
+            pieces.append(_Piece(number, block.start, block.stop, recompute=not hosted, keep=keep, hosted=hosted))
             reached = block.stop
         if reached < stop:
-            pieces.append(_Piece(number, reached, stop, recompute=False))
+            pieces.append(_Piece(number, reached, stop))
     return pieces
 
 

@@ -14,6 +14,7 @@ from heterodyne.model_output import LOSS
 from heterodyne.runtime.exact.dropout import Draws
 from heterodyne.runtime.stages.deferred import DeferredWeights, MainGradBuffer
 from heterodyne.runtime.stages.forward import Forward, on_device
+from heterodyne.runtime.stages.hosted import Hosted, HostedStore
 from heterodyne.runtime.stages.kept_outputs import KeptOutputs
 from heterodyne.runtime.stages.recompute import Recomputation
 from heterodyne.runtime.stages.segments import Segment
@@ -33,6 +34,7 @@ class _Alive:
     leaves: dict[str, Tensor]
     made: dict[str, Tensor]
     recomputations: list[Recomputation] = field(default_factory=list)
+    hosted: list[Hosted] = field(default_factory=list)
     deferred: DeferredWeights | None = None
 
 
@@ -68,6 +70,7 @@ class Stages:
         self._transfers = transfers
         self._halves = halves
         self._home = home
+        self._store = HostedStore(device) if any(s.hosted for of in segments.values() for s in of) else None
         self._alive: dict[tuple[int, int], _Alive] = {}
         # Values on their way to a stage, by micro-batch, and gradients on their way to one, by stage and micro-batch.
         self._values: dict[int, dict[str, Tensor]] = {}
@@ -78,6 +81,10 @@ class Stages:
 
     def begin(self) -> None:
         """Forget whatever an earlier step has left."""
+        for hosted in (each for alive in self._alive.values() for each in alive.hosted):
+            hosted.close()
+        if self._store is not None:
+            self._store.settle()
         self._alive.clear()
         self._values.clear()
         self._gradients.clear()
@@ -162,6 +169,11 @@ class Stages:
         for recomputation in self._alive[stage, index].recomputations:
             recomputation.now()
 
+    def fetch(self, stage: int, index: int) -> None:
+        """Begin to bring back what the backward will need first."""
+        for hosted in self._alive[stage, index].hosted[-1:]:
+            hosted.fetch()
+
     def backward(self, stage: int, index: int, weight: float, *, half: bool = False) -> None:
         """Add the gradients of a micro-batch to those of the parameters; ``weight``: of its loss, where the stage ends in it.
         ``half``: those of the weights come later, in `weights`.
@@ -180,11 +192,17 @@ class Stages:
             elif tensor.requires_grad and (name in gradients or stage in self._in_parts):
                 roots.append(tensor)
                 upstream.append(gradients[name] if name in gradients else torch.zeros_like(tensor))
+        self.fetch(stage, index)
         if roots:
             with self._forward.around_backward(alive.draws):
                 torch.autograd.backward(roots, upstream)
         alive.made.clear()
         alive.recomputations.clear()
+        for hosted in alive.hosted:
+            hosted.close()
+        alive.hosted.clear()
+        if self._store is not None:
+            self._store.settle()
         if alive.deferred is not None and not half:
             alive.deferred.run()
             alive.deferred = None
@@ -209,13 +227,30 @@ class Stages:
         to_end: bool,
     ) -> dict[str, Tensor]:
         received = {value.name: local[value.name] for value in segment.receives}
-        if not segment.recompute or not torch.is_grad_enabled():
+        if not (segment.recompute or segment.hosted) or not torch.is_grad_enabled():
             return segment.run(inputs, received, samples)
+        if segment.hosted:
+            return self._run_hosted(segment, inputs, received, samples, alive)
         kept = None if segment.keeps is None else KeptOutputs()
         run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = partial(_on, segment, inputs, samples, kept)
         again = Recomputation(run, received, partial(self._around_again, alive), kept=kept, to_end=to_end)
         alive.recomputations.append(again)
         return again.first()
+
+    def _run_hosted(
+        self,
+        segment: Segment,
+        inputs: Mapping[str, Tensor],
+        received: Mapping[str, Tensor],
+        samples: int,
+        alive: _Alive,
+    ) -> dict[str, Tensor]:
+        assert self._store is not None
+        before = alive.hosted[-1] if alive.hosted else None
+        run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = partial(_on, segment, inputs, samples, None)
+        hosted = Hosted(run, received, self._store, weights=self._forward.weights(), before=before)
+        alive.hosted.append(hosted)
+        return hosted.first()
 
     @contextmanager
     def _around_again(self, alive: _Alive) -> Iterator[None]:

@@ -1,0 +1,91 @@
+"""What it costs that activations of blocks wait in the memory of the host.
+
+Copies to the host and back run one after the other beside the passes, each behind what is computed when it is asked for
+(`runtime.stages.hosted`): a block's activations leave while what is behind it runs forward, and must be gone when the next such block is
+over; in the backward those of the block before come while a block's are used. A pass takes longer by what it waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from heterodyne.cost.stage import StageCosts
+
+__all__ = ["Part", "exposed_s", "on_host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Of a pass, in order: a block on the host, or what lies between such (``copied_s`` and ``bytes`` are 0).
+
+    Args:
+        forward_s, backward_s: of what is computed. copied_s: of its activations to the host, or back. bytes: of them.
+    """
+
+    forward_s: float
+    backward_s: float
+    copied_s: float = 0.0
+    bytes: int = 0
+
+
+def exposed_s(parts: Sequence[Part]) -> tuple[float, float]:
+    """What a forward and a backward wait for copies."""
+    return _forward_s(parts) - sum(p.forward_s for p in parts), _backward_s(parts) - sum(p.backward_s for p in parts)
+
+
+def _forward_s(parts: Sequence[Part]) -> float:
+    now = link = leaving = 0.0
+    for part in parts:
+        now += part.forward_s
+        if part.bytes:
+            link = max(link, now) + part.copied_s
+            now, leaving = max(now, leaving), link
+    return now
+
+
+def _backward_s(parts: Sequence[Part]) -> float:
+    """The first is asked for when the backward begins."""
+    away = [part for part in reversed(parts) if part.bytes]
+    now, asked = 0.0, 0
+    link, come = 0.0, dict[int, float]()
+    if away:
+        link = come[0] = away[0].copied_s
+    for part in reversed(parts):
+        if part.bytes:
+            if asked + 1 < len(away):
+                link = max(link, now) + away[asked + 1].copied_s
+                come[asked + 1] = link
+            now = max(now, come[asked])
+            asked += 1
+        now += part.backward_s
+    return now
+
+
+def on_host(
+    costs: StageCosts, sizes: Sequence[int], parts_of: Callable[[int], Sequence[Part]], lost: Callable[[float], int]
+) -> tuple[StageCosts, int]:
+    """The stage with those parts on the host, and the bytes of those that are on the device at a time: one that leaves, two that come.
+
+    Args:
+        parts_of: for each size of a micro-batch. lost: what the allocator loses beside so many bytes.
+    """
+    parts = {size: parts_of(size) if size else () for size in set(sizes)}
+    exposed = {size: exposed_s(parts[size]) for size in parts}
+    away = [sum(part.bytes for part in parts[size]) for size in sizes]
+    there = [[part.bytes for part in of if part.bytes] for of in parts.values()]
+    most = max((max(*own, *(a + b for a, b in pairwise(own)), 0) for own in there if own), default=0)
+
+    def later(seconds: Sequence[float], which: int) -> tuple[float, ...]:
+        return tuple(s + exposed[size][which] for s, size in zip(seconds, sizes, strict=False))
+
+    made = replace(
+        costs,
+        forward_s=later(costs.forward_s, 0),
+        backward_s=later(costs.backward_s, 1),
+        input_s=later(costs.input_s, 1),
+        kept_bytes=tuple(max(0, k - a - lost(a)) for k, a in zip(costs.kept_bytes, away, strict=True)),
+        host_bytes=tuple(away),
+    )
+    return made, most + lost(most)

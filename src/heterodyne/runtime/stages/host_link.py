@@ -1,0 +1,83 @@
+"""Copies between a device and the memory of its host, beside what the device computes.
+
+All of them run on one stream, in the order of the calls. Each begins when the device has done what it was asked for before; the device
+waits for one where `Batch.wait` says so, the host never does. Memory of the device on either end of a copy must stay until the device has
+waited, which is the caller's part; pinned memory is kept here until its copy is over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Batch", "HostLink", "copy"]
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """On the current stream."""
+    target.copy_(source, non_blocking=True)
+
+
+class Batch:
+    """Copies that were started together. ``event`` None: they are done."""
+
+    def __init__(self, targets: Sequence[Tensor], device: torch.device, event: torch.Event | None) -> None:
+        self._targets: list[Tensor | None] = list(targets)
+        self._device = device
+        self._event = event
+
+    def wait(self) -> None:
+        """What the device is asked for from now on finds them done."""
+        if self._event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._event)
+            self._event = None
+
+    def take(self, number: int) -> Tensor:
+        """One of the copies, which is no longer held here."""
+        target, self._targets[number] = self._targets[number], None
+        assert target is not None  # it is taken once
+        return target
+
+
+class HostLink:
+    """Of one device. A CPU is its own host: what goes there is copied at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side = None if device.type == "cpu" else torch.Stream(device)
+        self._pinned: deque[tuple[torch.Event, Sequence[Tensor]]] = (
+            deque()
+        )  # as long as copies into or out of them are not over
+
+    def out(self, sources: Sequence[Tensor]) -> Batch:
+        """To pinned memory, which is for `back` alone: the host has not waited for it."""
+        pinned = self._side is not None
+        targets = [torch.empty(s.shape, dtype=s.dtype, pin_memory=pinned) for s in sources]
+        return Batch(targets, self.device, self._hold(self._copy(targets, sources), targets))
+
+    def back(self, sources: Sequence[Tensor]) -> Batch:
+        """To the device, into memory of the stream that is current."""
+        targets = [torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in sources]
+        return Batch(targets, self.device, self._hold(self._copy(targets, sources), sources))
+
+    def _hold(self, event: torch.Event | None, pinned: Sequence[Tensor]) -> torch.Event | None:
+        while self._pinned and self._pinned[0][0].query():
+            self._pinned.popleft()
+        if event is not None:
+            self._pinned.append((event, pinned))
+        return event
+
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.Event | None:
+        if self._side is None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return None
+        # What is read has been made by then, and what is written into is no longer used for what was there before.
+        self._side.wait_event(torch.accelerator.current_stream(self.device).record_event())
+        with self._side:
+            for target, source in zip(targets, sources, strict=True):
+                copy(target, source)
+        return self._side.record_event()

@@ -1,0 +1,74 @@
+"""Copies between host and device that take their time, in place of those that are done at once.
+
+A copy is done by a thread when the stream that it is of has come to it, and a while later. What runs on another stream before it is done
+sees rubbish, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device.accelerator import Accelerator
+
+__all__ = ["SlowCopies"]
+
+_RUBBISH = 255  # as bytes of a floating point number: not a number
+
+
+class SlowCopies:
+    """``copy`` stands in for `heterodyne.runtime.stages.host_link.copy`.
+
+    ``lost``: ends of copies that were let go of before the copy was done, and before the stream whose memory it is had been told to wait
+    for it: on a GPU that memory would be used for something else meanwhile. ``done``: copies.
+    """
+
+    def __init__(self, accelerator: Accelerator, device: torch.device, *, seed: int, most_s: float) -> None:
+        self._queues = accelerator.queues
+        self._accelerator = accelerator
+        self._device = device
+        self._chance = random.Random(seed)
+        self._most_s = most_s
+        self._helper = torch.Stream(device)  # waits for nothing
+        self.lost = 0
+        self.done = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.fill_(_RUBBISH)
+        index = self._device.index or 0
+        operation: Any = SimpleNamespace(
+            over=threading.Event(), apply=lambda: None, communicator=SimpleNamespace(name="copies"), deps=[]
+        )
+        operation.deps = self._queues.waited_by_stream(index)
+        ticket = self._queues.ticket(operation)
+        for end in (target, source):
+            weakref.finalize(end, self._let_go, operation, ticket, on_host=end.device.type == "cpu").atexit = False
+        memory = (
+            target.detach(),
+            source.detach(),
+        )  # which stays, so that what is let go of is not a fault of this process
+        delay_s = self._chance.uniform(0, self._most_s)
+        threading.Thread(target=self._later, args=(operation, *memory, delay_s)).start()
+        self._accelerator.stream_wait(index, ticket)
+
+    def _let_go(self, operation: Any, ticket: int, *, on_host: bool) -> None:
+        waits = not on_host and ticket in self._accelerator.stream_tickets(self._device.index or 0)
+        self.lost += not operation.over.is_set() and not waits
+
+    def _later(self, operation: Any, target: Tensor, source: Tensor, delay_s: float) -> None:
+        for dep in operation.deps:
+            dep.over.wait()
+            dep.apply()
+        time.sleep(delay_s)
+        with self._helper:
+            target.copy_(source)
+        self.done += 1
+        operation.deps = []
+        operation.over.set()
