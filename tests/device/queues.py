@@ -101,7 +101,7 @@ class DeviceQueues:
             while not done():
                 pause()
                 now_s = time.monotonic()
-                if now_s - looked_s > _LOOK_S:
+                if dist.is_initialized() and now_s - looked_s > _LOOK_S:  # a rank alone waits for itself only
                     looked_s = now_s
                     suspected = self._look(suspected)
                 if now_s - started_s > _PATIENCE_S:

@@ -12,6 +12,7 @@ from torch import Tensor
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.check import violations
+from heterodyne.plan.kept import names_of
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.exact.verify import compare
@@ -72,9 +73,14 @@ def layered(graph: ModelGraph) -> Spread:
 
 
 def recomputed(graph: ModelGraph) -> Spread:
-    """The same on four devices, whose hosts keep the state, and everything recomputed."""
-    stages = cut(graph, (0.2, 0.6), ((3, 1, 2, 0),) * 3, recompute=True)
-    return "GPipe", (PipelineOf((4, 5), tuple(replace(stage, offload=True) for stage in stages)),)
+    """The same on four devices, whose hosts keep the state; everything is recomputed but some products, or waits on the hosts."""
+    stages = []
+    for stage in cut(graph, (0.08, 0.95), ((3, 1, 2, 0),) * 3, recompute=True):
+        hosted, again = stage.recompute[-1:], stage.recompute[:-1]
+        names = [name for n in again for name in names_of(graph, graph.blocks[n]) if name.endswith(("addmm", "linear"))]
+        stages.append(replace(stage, offload=True, recompute=again, keep=tuple(dict.fromkeys(names)), hosted=hosted))
+    assert any(stage.keep and stage.hosted for stage in stages)
+    return "GPipe", (PipelineOf((4, 5), tuple(stages)),)
 
 
 def worker_under(
