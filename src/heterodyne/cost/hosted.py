@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from heterodyne.cost.stage import StageCosts
 
 __all__ = ["Part", "exposed_s", "on_host"]
+
+_AT_A_TIME = 3  # one whose copy is not over yet, one in use, one that comes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def _backward_s(parts: Sequence[Part]) -> float:
 def on_host(
     costs: StageCosts, sizes: Sequence[int], parts_of: Callable[[int], Sequence[Part]], lost: Callable[[float], int]
 ) -> tuple[StageCosts, int]:
-    """The stage with those parts on the host, and the bytes of those that are on the device at a time: one that leaves, two that come.
+    """The stage with those parts on the host, and the bytes of those that are on the device at a time.
 
     Args:
         parts_of: for each size of a micro-batch. lost: what the allocator loses beside so many bytes.
@@ -74,8 +75,7 @@ def on_host(
     parts = {size: parts_of(size) if size else () for size in set(sizes)}
     exposed = {size: exposed_s(parts[size]) for size in parts}
     away = [sum(part.bytes for part in parts[size]) for size in sizes]
-    there = [[part.bytes for part in of if part.bytes] for of in parts.values()]
-    most = max((max(*own, *(a + b for a, b in pairwise(own)), 0) for own in there if own), default=0)
+    most = max((sum(sorted(part.bytes for part in of)[-_AT_A_TIME:]) for of in parts.values()), default=0)
 
     def later(seconds: Sequence[float], which: int) -> tuple[float, ...]:
         return tuple(s + exposed[size][which] for s, size in zip(seconds, sizes, strict=False))

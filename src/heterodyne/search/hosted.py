@@ -31,10 +31,10 @@ def hosted(model: CostModel, pipeline: Pipeline, short: Mapping[str, int], in_fl
             return pipeline
         memory, freed, most = model.device_memory[device], 0.0, 0
         for number, block in _in_order(model, pipeline, device):
-            if freed - 2 * most >= lacking:
+            if freed - 3 * most >= lacking:
                 break
             held = memory.activations(size, (block.start, block.stop))
-            most = max(most, held)  # one is on its way back while another one is used
+            most = max(most, held)  # so many are on the device at a time: on their way out, in use, on their way back
             freed += in_flight[number] * held
             chosen.setdefault(number, set()).add(block.index)
     stages = tuple(

@@ -70,8 +70,8 @@ def test_bytes_move_from_the_device_to_its_host_and_fast_links_cost_next_to_noth
         seconds.append([each.step_s for each in played])
         bytes_away = 6 * 4 * 3 * 2000
         assert [each.host_bytes[0] for each in played] == [0, bytes_away]
-        # Two blocks' worth come and go.
-        assert played[0].peak_bytes[0] - played[1].peak_bytes[0] == bytes_away - 4 * 2 * 2000
+        # Three blocks are on the device at a time.
+        assert played[0].peak_bytes[0] - played[1].peak_bytes[0] == bytes_away - 4 * 3 * 2000
     assert seconds[0][1] == pytest.approx(seconds[0][0])
     assert seconds[1][1] > 2 * seconds[1][0]
     unknown = costs_of(copy_s_per_byte=0.0)

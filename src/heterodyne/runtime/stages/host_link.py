@@ -29,6 +29,10 @@ class Batch:
         self._device = device
         self._event = event
 
+    @property
+    def count(self) -> int:
+        return len(self._targets)
+
     def wait(self) -> None:
         """What the device is asked for from now on finds them done."""
         if self._event is not None:

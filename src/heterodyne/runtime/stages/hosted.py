@@ -107,6 +107,7 @@ class Hosted:
         self._before = before
         self._memories: dict[int, weakref.ref[_Memory]] = {}
         self._asked = False
+        self._used = False
         self._returning: Batch | None = None
 
     def first(self) -> dict[str, Tensor]:
@@ -137,6 +138,17 @@ class Hosted:
             self._returning.wait()
             self._returning = None
 
+    def _begin_use(self) -> None:
+        """Its backward has come to it."""
+        self._used = True
+        self.fetch()
+        if self._before is not None:
+            self._before.fetch()
+            self._before = None
+        if self._returning is not None and self._returning.count == len(self._alive()):
+            # The one behind it was still on its way out when its backward began, and has been used up meanwhile.
+            self._store.settle()
+
     def _alive(self) -> list[_Memory]:
         return [memory for ref in self._memories.values() if (memory := ref()) is not None]
 
@@ -156,10 +168,8 @@ class Hosted:
     def _unpack(self, kept: Tensor | _Handle) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        self.fetch()
-        if self._before is not None:
-            self._before.fetch()
-            self._before = None
+        if not self._used:
+            self._begin_use()
         whole = kept.memory.take()
         made = torch.empty(0, dtype=kept.dtype, device=whole.device)
         return made.set_(whole.untyped_storage(), kept.offset, kept.size, kept.stride)
