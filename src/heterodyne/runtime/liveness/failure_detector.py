@@ -114,12 +114,15 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Who is at fault (None: nobody in particular), what happened in words, and whether it was only an interruption."""
+    """Who is at fault (None: nobody in particular), what happened in words, and whether it was only an interruption, or a lack of memory,
+    after which what all ranks hold is still good.
+    """
 
     rank: int | None
     host: str | None
     text: str
     interrupted: bool = False
+    out_of_memory: bool = False
 
     @classmethod
     def load(cls, text: str | bytes) -> Failure:

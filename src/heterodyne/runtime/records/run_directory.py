@@ -1,7 +1,7 @@
 """The directory of one run, and that no run ever writes over another.
 
 runs/NAME/
-  job.yaml  cluster.json  profile.json  candidates.json  plan.json  metrics.jsonl  timeline-*.jsonl  summary.json
+  job.yaml  cluster.json  out-of-memory.jsonl  profile.json  candidates.json  plan.json  metrics.jsonl  timeline-*.jsonl  summary.json
   checkpoint/step-N/   logs/   tensorboard/   model/
 """
 
@@ -14,7 +14,10 @@ from pathlib import Path
 
 from heterodyne.errors import CheckpointError, HeterodyneError
 
-__all__ = ["RunDirectory"]
+__all__ = ["RUNS", "RunDirectory"]
+
+RUNS = Path("runs")
+"""Where runs are that nobody has named a directory for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class RunDirectory:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def shortages(self) -> Path:
+        return self.path / "out-of-memory.jsonl"
 
     @property
     def checkpoints(self) -> Path:
