@@ -40,7 +40,7 @@ class Training:
         options = {"--cluster": self.cluster, "--plan": self.plan, "--run-dir": self.run_dir}
         given = [word for option, value in options.items() if value is not None for word in (option, str(value))]
         sets = [word for value in self.overrides for word in ("--set", value)]
-        return ["train", str(self.job), *given, *(["--resume"] if self.resume else []), *sets]
+        return ["train", str(self.job), *(["--resume"] if self.resume else []), *sets, *given]
 
     @property
     def again(self) -> Training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,6 +42,7 @@ from heterodyne.runtime.records.progress import Reporter, SilentReporter, report
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.run_directory import RUNS, RunDirectory
 from heterodyne.runtime.records.run_lock import occupied
+from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
 from heterodyne.text_files import write_text
 
@@ -85,7 +86,7 @@ def train_job(
             graph = source.captured.graph
             if given is not None:
                 given = bind(given, graph, session.cluster)
-            kept, profile = _kept(session, run, graph, given, again=bool(shortages)) if resume else (None, None)
+            kept, profile = _kept(session, run, graph, given, shortages) if resume else (None, None)
             if given is None:
                 given = kept
             with told_with_shortages(shortages):
@@ -170,21 +171,24 @@ def _is_complete(session: Session, run: RunDirectory, job: Job, found: Checkpoin
 
 
 def _kept(
-    session: Session, run: RunDirectory, graph: ModelGraph, given: Plan | None, *, again: bool
+    session: Session, run: RunDirectory, graph: ModelGraph, given: Plan | None, shortages: Sequence[Shortage]
 ) -> tuple[Plan | None, Profile | None]:
     """The plan of the run so far, unless another one is given, and what was measured for it; for this model and this cluster.
 
-    ``again``: the cluster may have learned that devices have less memory, for which the model is planned again, and not measured.
+    After ``shortages`` the cluster has learned that devices have less memory, for which the model is planned again, and not measured.
     """
+    longer = longest_step(shortages) is not None
 
     def read() -> tuple[Plan | None, Profile | None, str]:
         try:
             plan, profile = Plan.load(run.plan), Profile.load(run.profile)
         except HeterodyneError:
             return None, None, "the run so far has no plan yet: measuring anew"
+        if plan.model != graph.fingerprint and longer:
+            return None, None, "planning again for longer samples, of which nothing is known yet: measuring anew"
         if plan.model != graph.fingerprint:
             return None, None, "the model has been changed since the run was planned: measuring anew"
-        if plan.cluster != session.cluster.fingerprint and again and _measured_here(profile, session):
+        if plan.cluster != session.cluster.fingerprint and shortages and _measured_here(profile, session):
             return None, profile, "planning again: no device is given more than it was seen to have"
         if plan.cluster != session.cluster.fingerprint:
             return None, None, "the cluster is not the one of the run so far: measuring anew"
@@ -251,9 +255,10 @@ def _train(
         ideal_samples_per_s=ideal,
         phase=session.phase,
     )
-    with rescued_if_memory_ends(session, trainer.rescue):
-        if found is not None:
+    if found is not None:
+        with told_while_building(session, prepared):
             trainer.resume(found)
+    with rescued_if_memory_ends(session, trainer.rescue):
         outcome = trainer.train()
     trainer.export()
     with session.phase("gathering the timeline"):

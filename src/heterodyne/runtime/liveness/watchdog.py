@@ -334,8 +334,24 @@ class Watchdog:
         end_process(_INTERRUPTED if failure.interrupted else GAVE_UP_ON_A_PEER, self._before_exit)
 
     def _rescued(self) -> None:
-        if self._failure is not None and self._failure.out_of_memory and self._rescue is not None:
+        """Rescue, and wait for the others to do so: whoever launched the workers ends all when the first has ended."""
+        if self._failure is None or not self._failure.out_of_memory:
+            return
+        if self._rescue is not None:
             self._rescue()
+        until = time.monotonic() + self._limits.rescue_s
+        with suppress(RuntimeError, ValueError):  # the store may be gone, with a rank that waits no more
+            self._pulse_store.set(f"rescued/{self._rank}", "")
+            while time.monotonic() < until and self._rescuing():
+                time.sleep(self._limits.interval_s / 10)
+
+    def _rescuing(self) -> bool:
+        done = self._pulse_store.get_all([f"rescued/{rank}" for rank in range(len(self._members))])
+        mine = self._members[self._rank].machine
+        return any(
+            text is None and (member.machine != mine or member.process_status() is not None)
+            for member, text in zip(self._members, done, strict=True)
+        )
 
     # Failures
 

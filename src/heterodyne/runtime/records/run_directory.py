@@ -116,7 +116,7 @@ class RunDirectory:
     def existing(cls, path: Path) -> RunDirectory:
         """A run to continue, even one that was killed before it had written anything. Raises CheckpointError if it is none."""
         found = cls(path)
-        signs = (found.job, found.plan, found.metrics, found.checkpoints)
+        signs = (found.job, found.plan, found.metrics, found.checkpoints, found.shortages)
         if not path.is_dir() or (any(path.iterdir()) and not any(sign.exists() for sign in signs)):
             raise CheckpointError(
                 f"there is nothing to resume: {path} is no run directory; name one with --run-dir, or leave --resume out"
