@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 
 from heterodyne.api import again
 from heterodyne.api.again import Training, train_here
+from heterodyne.api.kernel_kills import KernelKills
 from heterodyne.api.learned_memory import as_learned
 from heterodyne.cluster import Cluster, Device
+from heterodyne.cluster.written import cluster_to_json
 from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.errors import HeterodyneError, OutOfMemoryError
+from heterodyne.plan import Plan
+from heterodyne.plan.plan import Prediction
 from heterodyne.processes import OUT_OF_MEMORY
+from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 
 SHORTAGE = Shortage(
@@ -77,16 +82,14 @@ def started(folder: Path, **more: Any) -> Training:
     return Training(job=Path("job.yaml"), cluster=None, plan=Path("plan.json"), run_dir=folder, **how)
 
 
-def workers(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, steps: Sequence[int], then: int = 0
-) -> tuple[list[Sequence[str]], Callable[..., int]]:
-    """Workers that lack memory in these steps, one try after the other, and then end with a status; what they were started with."""
+def workers(monkeypatch: pytest.MonkeyPatch, folder: Path, steps: Sequence[int]) -> list[Sequence[str]]:
+    """Workers that lack memory in these steps, one try after the other, and then end well; what they were started with."""
     calls: list[Sequence[str]] = []
 
-    def run(count: int, arguments: Sequence[str]) -> int:
+    def run(count: int, arguments: Sequence[str], _: Callable[[int], str | None]) -> int:
         calls.append(arguments)
         if len(calls) > len(steps):
-            return then
+            return 0
         for rank in range(count):
             lacked = replace(SHORTAGE, rank=rank, step=steps[len(calls) - 1], attempt=str(len(calls)))
             note_shortage(folder / "out-of-memory.jsonl", lacked)
@@ -94,7 +97,7 @@ def workers(
 
     monkeypatch.setattr(again, "workers_here", lambda _: 2)
     monkeypatch.setattr(again, "run_workers", run)
-    return calls, run
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,7 @@ def test_workers_start_again_as_long_as_they_come_further(
     tries: int,
     status: int,
 ) -> None:
-    calls, _ = workers(monkeypatch, tmp_path, steps)
+    calls = workers(monkeypatch, tmp_path, steps)
     assert train_here(started(tmp_path), lambda _: 1) == status
     assert len(calls) == tries
     assert "--plan" in calls[0]
@@ -123,7 +126,7 @@ def test_workers_start_again_as_long_as_they_come_further(
 
 
 def test_asked_to_stop_they_do_not_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, _ = workers(monkeypatch, tmp_path, (3,))
+    calls = workers(monkeypatch, tmp_path, (3,))
     assert train_here(started(tmp_path, on_out_of_memory="stop"), lambda _: 1) == OUT_OF_MEMORY
     assert len(calls) == 1
 
@@ -149,6 +152,33 @@ def test_the_only_process_becomes_another_one(tmp_path: Path, monkeypatch: pytes
         str(tmp_path),
     ]
     assert train_here(started(tmp_path, on_out_of_memory="stop"), train) == OUT_OF_MEMORY
+
+
+def test_what_the_kernel_killed_is_planned_with_less_than_was_foretold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = tuple(Device(id=f"n/cpu:{i}", kind="cpu", node="n", memory_bytes=2**30) for i in range(2))
+    cluster, run, counts = Cluster(name="c", devices=devices), RunDirectory(tmp_path), tmp_path / "vmstat"
+    counts.write_text("pgmajfault 1\noom_kill 3\n")
+    kills = KernelKills(run, counts)
+    assert kills.explain(1) is None
+    counts.write_text("pgmajfault 1\noom_kill 4\n")
+    assert kills.explain(1) is not None
+    assert not kills.noted, "there is no plan yet"
+    run.cluster.write_text(cluster_to_json(cluster))
+    foretold = Prediction(step_s=1.0, samples_per_s=1.0, memory_bytes={"n/cpu:1": 1000})
+    Plan(global_batch_size=4, pipelines=(), predicted=foretold).save(run.plan)
+    assert kills.explain(1) is not None
+    assert kills.noted
+    assert [d.memory_bytes for d in as_learned(cluster, read_shortages(run.shortages)).devices] == [2**30, 999]
+
+    statuses = [137, 0, 137]
+    monkeypatch.setattr(again, "workers_here", lambda _: 2)
+    monkeypatch.setattr(again, "KernelKills", lambda _: kills)
+    monkeypatch.setattr(again, "run_workers", lambda *_: statuses.pop(0))
+    assert train_here(started(tmp_path), lambda _: 1) == 0
+    kills.noted = False
+    assert train_here(started(tmp_path), lambda _: 1) == 137, "somebody else has killed it"
 
 
 def test_workers_that_a_launcher_restarts_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

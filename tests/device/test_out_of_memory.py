@@ -164,7 +164,7 @@ class Place:
     limits: list[Limits] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
-    def run_workers(self, count: int, arguments: Sequence[str]) -> int:
+    def run_workers(self, count: int, arguments: Sequence[str], _: object) -> int:
         limits = self.limits.pop(0)
         with Crowd() as crowd:
             workers = [

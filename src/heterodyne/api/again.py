@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from heterodyne.api.kernel_kills import KernelKills
 from heterodyne.api.workers import command_of, run_workers, workers_here
 from heterodyne.errors import OutOfMemoryError
-from heterodyne.processes import OUT_OF_MEMORY, to_standard_error
+from heterodyne.processes import OUT_OF_MEMORY, shell_status, to_standard_error
 from heterodyne.runtime.records.run_directory import RUNS, RunDirectory
 from heterodyne.runtime.records.shortages import Shortage, read_shortages
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
@@ -71,9 +73,12 @@ def train_here(training: Training, train: Callable[[Training], int]) -> int:
 
 
 def _on_workers(training: Training, count: int) -> int:
+    assert training.run_dir is not None
     while True:
-        status = run_workers(count, training.arguments)
-        if status != OUT_OF_MEMORY or not _goes_on(training, to_standard_error):
+        kills = KernelKills(RunDirectory(training.run_dir))
+        status = run_workers(count, training.arguments, kills.explain)
+        lacked = status == OUT_OF_MEMORY or (status == shell_status(-signal.SIGKILL) and kills.noted)
+        if not lacked or not _goes_on(training, to_standard_error):
             return status
         training = training.again
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -65,9 +66,10 @@ def workers_here(cluster_file: Path | None) -> int | None:
     return None if count == 1 else count
 
 
-def run_workers(count: int, arguments: Sequence[str]) -> int:
-    """``heterodyne ARGUMENTS`` on so many; the exit status."""
-    return launch_workers([WorkerSpec(command=command_of(arguments))] * count)
+def run_workers(count: int, arguments: Sequence[str], explain: Callable[[int], str | None] = lambda _: None) -> int:
+    """``heterodyne ARGUMENTS`` on so many; the exit status. ``explain``: what is known of the end of a rank that failed."""
+    command = command_of(arguments)
+    return launch_workers([WorkerSpec(command=command, explain=partial(explain, rank)) for rank in range(count)])
 
 
 def command_of(arguments: Sequence[str]) -> tuple[str, ...]:
