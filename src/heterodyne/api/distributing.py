@@ -23,7 +23,7 @@ from heterodyne.api.loop.names import Names
 from heterodyne.api.loop.run_records import RunRecords, open_run
 from heterodyne.api.loop.weights_back import WeightsAtEnd
 from heterodyne.api.loop.whole import copies_of, whole_model
-from heterodyne.api.memory_ends import lacked_so_far, noted_shortage
+from heterodyne.api.memory_ends import lacked_so_far, noted_shortage, told_with_shortages
 from heterodyne.api.optimizer_reach import reach_everywhere, reach_of_section
 from heterodyne.api.precision import resolved
 from heterodyne.api.preparation import Settings, capture_everywhere, make_worker, prepare
@@ -34,6 +34,7 @@ from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
 from heterodyne.runtime.weights.trainable import trainable_parameters
@@ -126,10 +127,11 @@ def distribute(
     with ExitStack() as stack, torch.random.fork_rng(devices=[]):
         here = stack.enter_context(open_session(deterministic=deterministic, tf32=tf32)) if session is None else session
         run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
+        shortages: tuple[Shortage, ...] = ()
         if run is not None:
             stack.enter_context(noted_shortage(here, run))
-            if given is None:  # else it is obeyed
-                here = replace(here, cluster=as_learned(here.cluster, lacked_so_far(here, run)))
+            shortages = () if given is not None else lacked_so_far(here, run)  # a plan that is given is obeyed
+            here = replace(here, cluster=as_learned(here.cluster, shortages))
         precisions = resolved(here, precision)
         own_precision = precision_of(precisions, here.cluster.devices[here.rank].kind)
         as_it_is = AsItIs(
@@ -155,14 +157,15 @@ def distribute(
             compile=compile,
             reach=reach_of_section(section) if factory is None else reach_everywhere(here, factory, parameters),
         )
-        prepared = prepare(
-            here,
-            captured,
-            whole_model(running, captured, example),
-            settings,
-            given=given,
-            profile=profile,
-        )
+        with told_with_shortages(shortages):
+            prepared = prepare(
+                here,
+                captured,
+                whole_model(running, captured, example),
+                settings,
+                given=given,
+                profile=profile,
+            )
         recorder = Recorder(rank=here.rank, device=here.device)
         worker = make_worker(
             here,
