@@ -237,7 +237,7 @@ def test_replicas_go_on_where_they_were_and_end_when_no_plan_is_left(
     assert place.losses("replicas") == pytest.approx(one_device[:3], rel=1e-5)
     assert "the run has run out of memory, and no plan is left that asks for less" in ended
     assert "it lacks " in ended
-    assert "What helps: free the memory " in ended
+    assert "Or free the memory that others hold there, remove out-of-memory.jsonl" in ended
     assert "Traceback" not in told + resumed + ended
 
 

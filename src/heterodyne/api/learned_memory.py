@@ -55,9 +55,8 @@ def infeasible(error: InfeasibleError, shortages: Sequence[Shortage]) -> Infeasi
     latest = {shortage.device: shortage for shortage in shortages}
     seen = "".join(f"\n  - {shortage}" for shortage in latest.values())
     told = InfeasibleError(
-        f"the run has run out of memory, and no plan is left that asks for less:{seen}\n{error}\nWhat helps: free the memory that others "
-        "hold there, and resume after removing out-of-memory.jsonl from the run directory; add devices; or shorter samples, a smaller "
-        "model or training.precision: bf16",
+        f"the run has run out of memory, and no plan is left that asks for less:{seen}\n{error}\nOr free the memory that others hold "
+        "there, remove out-of-memory.jsonl from the run directory, and resume",
         shortfalls=error.shortfalls,
     )
     told.shared = error.shared

@@ -119,16 +119,13 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self._decide(self._own_failure(error))
-            self._asked.set()
+            self.tell(error)
             if len(self._members) > 1:
-                self._published.wait(self._limits.publish_s)
                 time.sleep(
                     min(self._limits.publish_s, 2 * self._limits.interval_s)
                     if self._rank == self._store_keeper
                     else 0.0
                 )
-            self._rescued()
         self._left.set()
         self._news.set()
         for thread in self._threads:
@@ -176,6 +173,16 @@ class Watchdog:
             yield
         finally:
             self._calls = self._calls.ended()
+
+    def tell(self, error: BaseException) -> None:
+        """The main thread ends by an error: the others are told, as when the block is left. After a lack of memory this returns when all
+        have written what they hold.
+        """
+        self._decide(self._own_failure(error))
+        self._asked.set()
+        if len(self._members) > 1:
+            self._published.wait(self._limits.publish_s)
+        self._rescued()
 
     def blame(self) -> WorkerError | None:
         """Who is at fault, for a main thread that got an error from a collective; None if everybody seems well.
