@@ -22,7 +22,7 @@ from heterodyne.search.points import points_of
 from heterodyne.search.tables import Tables
 from pure.build import cluster, graph, linear, profile
 
-BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)
 LINK = Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e9, latency_s=1e-5)
 SPEEDS = (0.7, 0.35, 0.35, 0.2)
 
