@@ -55,18 +55,20 @@ class Alike:
         found: list[tuple[float, int, Places]] = []
         for size, own in kinds.items():
             below = found[most - 1][0] if len(found) >= most else np.inf
-            found = sorted([*found, *self._of_size(own, size, most, below)], key=lambda entry: entry[0])[:most]
+            limit = self.space.cells // (_NUMBERS * len(kinds))
+            new = self._of_size(own, size, most, below, limit)
+            found = sorted([*found, *new], key=lambda entry: entry[0])[:most]
         return [(size, places) for _, size, places in found]
 
     def _of_size(
-        self, kinds: Sequence[Kind], size: int, most: int, below: float
+        self, kinds: Sequence[Kind], size: int, most: int, below: float, limit: int
     ) -> Iterator[tuple[float, int, Places]]:
         """Those of which less than ``below`` seconds are estimated. Worked out are only pipelines that could be among them if their stages
         were equally long, by fractions of layers.
         """
         if not kinds:
             return
-        chains, runs = self._chains(kinds)
+        chains, runs = self._chains(kinds, limit)
         count = self._count(kinds, chains, runs)
         forward, backward = (
             np.array([own[-1] for own in part]) for part in zip(*(kind.table.passes for kind in kinds), strict=True)
@@ -91,7 +93,7 @@ class Alike:
                 stages = zip(chains[number].tolist(), runs[number].tolist(), strict=True)
                 yield seconds, size, tuple((kinds[k].name, kinds[k].widths, run) for k, run in stages if run)
 
-    def _chains(self, kinds: Sequence[Kind]) -> tuple[Ints, Ints]:
+    def _chains(self, kinds: Sequence[Kind], limit: int) -> tuple[Ints, Ints]:
         """Numbers of kinds, and how many stages each has; 0 of those that there are not. Shape [pipelines, max_pools]."""
         pools = sorted({kind.pool for kind in kinds})
         own = {pool: [n for n, kind in enumerate(kinds) if kind.pool == pool] for pool in pools}
@@ -101,7 +103,6 @@ class Alike:
             for count in range(1, wide + 1)
         }
         stages = min(self.space.max_stages, len(kinds[0].table.costs))
-        limit = self.space.cells // _NUMBERS
         for digits in range(stages.bit_length(), 0, -1):
             grids = {count: _numbers(stages, digits, count) for count in orders}
             if sum(len(made) * len(grids[count]) for count, made in orders.items()) <= limit:

@@ -95,8 +95,9 @@ class Cutter:
 def least_cut(
     costs: Sequence[Floats], micro_batches: int | None, sends: Sequence[float] = ()
 ) -> tuple[int, ...] | None:
-    """The first layer of each stage of the best cut for so many micro-batches (None: for very many), and the number of layers; None where no
-    cut fits.
+    """The first layer of each stage of the best cut for so many micro-batches (None: for very many), and the number of layers.
+
+    None where no cut fits.
 
     Stage i cannot begin before the ones before it have had the first micro-batch, nor end after they have begun the last
     backward, so n micro-batches take at least H[i] = max(n cost[i], cost[i] + 2 send[i] + H[i + 1]), which the cut makes least.

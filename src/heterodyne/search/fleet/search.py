@@ -147,9 +147,12 @@ class Search:
         return self._run(aim)
 
     def _run(self, aim: Aim) -> Weighed | None:
-        best = self._alike(aim)
+        # Over many devices pipelines are longer than what is enumerated, and all alike they leave too many over.
+        best = None if self.fleet.devices > MANY_DEVICES else self._alike(aim)
         self._bound(self._limits(1, aim), best)
         if self._enough(best, aim):
+            for mix in islice(self._proposed, _RESCHEDULED):  # others, to be told beside it
+                self.weigh(mix, schedules=self._plain)
             return best
         columns: dict[Template, None] = {}
         best = self._mixed(best, columns, aim)
@@ -345,8 +348,8 @@ class Search:
         """The best under schedules that are not tried first, and all that were tried; for those that interleave with every number of
         stages on each place.
 
-        Tried are the best mixes that are known, and then those that would be best if their slowest places always worked, those with the
-        least bound first.
+        Tried are the best mix that is known, and then others and those that would be best if their slowest places always worked, those
+        with the least bound first.
         """
         within = [
             mix
@@ -378,7 +381,7 @@ class Search:
         work = self.space.work if small else self.space.work // _PART_OF_MANY
         limit = self._spent + work
         found: dict[Mix, Weighed] = {}
-        for mix in dict.fromkeys(chain(known, options)):
+        for mix in dict.fromkeys(chain(known[:1], options)):
             if self._late() or self._spent > limit:
                 break
             if self._fewest_actions(mix, schedules[-1]) > work * _ACTIONS:
