@@ -32,7 +32,7 @@ from heterodyne.search.fleet.wires import Wires
 
 __all__ = ["Cover"]
 
-_CLOSE = 2e-3  # of a time, the part to which the bound is known
+_CLOSE = 5e-3  # of a time, the part to which the bound is known
 _COLUMNS = 4  # that are added at once
 _ROUNDS = 40
 _SLACK = 1e-9

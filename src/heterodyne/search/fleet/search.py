@@ -1,13 +1,15 @@
 """The search for the best plan over a fleet.
 
-1. For every size of micro-batch, and for more and more state in more and more parts: the shapes of pipelines that fit (`shapes`).
-2. The relaxed knapsack over them says what no plan can beat; where that is no better than a plan that is known, nothing more is done.
-3. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
-4. The best of these mixes are played under 1F1B and GPipe, and improved step by step (`improve`).
-5. Those that would be faster if their pipelines never waited but for their gradients are tried under the schedules that halve backwards,
-   and with several stages on each place (`chunks`); the best of these are improved likewise.
+1. Pipelines that are all alike are enumerated by an estimate, the best of them cut exactly and played (`alike`, `cut`).
+2. A bound that no plan can beat (`cover`, `spread`): where a plan comes near enough to it, nothing more is done.
+3. For every size of micro-batch, and for more and more state in more and more parts: the shapes of pipelines that fit (`shapes`). The
+   relaxed knapsack over them says which matter.
+4. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
+5. The best of these mixes are played, and improved step by step (`improve`).
+6. Those that would be faster if their pipelines never waited but for their gradients are tried with several stages on each place
+   (`chunks`); the best of these are improved likewise.
 
-Steps 1 to 3 find cuts and counts that are best for slowest stages; played time is what plans are compared by, always.
+Steps 1, 3 and 4 find cuts and counts that are best for slowest stages; played time is what plans are compared by, always.
 """
 
 from __future__ import annotations
