@@ -57,6 +57,7 @@ _STARTS = 3  # mixes that are improved
 _STARTS_OF_FEW = 24  # on few devices
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
+_OTHERS = 6  # that are weighed to be told
 _RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
 _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
@@ -146,15 +147,26 @@ class Search:
             by_pool = {pool.name: float(price) for pool, price in zip(self.fleet.pools, prices, strict=True)}
         most = self.space.max_templates
         aim = Aim(score=score, by_time=by_time, prices=prices, by_pool=by_pool, budget=budget, most_templates=most)
-        return self._run(aim)
+        best = self._run(aim)
+        if best is not None and not self.stopped:
+            self._weigh_others()
+        return best
+
+    def _weigh_others(self) -> None:
+        """Some pipelines of other places, which bounds have passed over: what they take is told beside the best plan."""
+        others: dict[object, Mix] = {}
+        for mix in self._proposed:
+            places = (tuple(sorted((home.pool, home.widths) for home in t.homes)) for t, _ in mix)
+            others.setdefault(frozenset(places), mix)
+        for mix in islice(others.values(), _OTHERS):
+            if mix not in self.weighed and not self._late():
+                self.weigh(mix, schedules=self._plain)
 
     def _run(self, aim: Aim) -> Weighed | None:
         # Over many devices pipelines are longer than what is enumerated, and all alike they leave too many over.
         best = None if self.fleet.devices > MANY_DEVICES else self._alike(aim)
         self._bound(self._limits(1, aim), best)
         if self._enough(best, aim):
-            for mix in islice(self._proposed, _RESCHEDULED):  # others, to be told beside it
-                self.weigh(mix, schedules=self._plain)
             return best
         columns: dict[Template, None] = {}
         best = self._mixed(best, columns, aim)
