@@ -17,7 +17,7 @@ from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
 from heterodyne.search.drafts import Draft, Drafting, even_draft
 from heterodyne.search.line_drafts import LineDrafts
-from heterodyne.search.lines import Line, groupings
+from heterodyne.search.lines import groupings
 from heterodyne.search.planned import CUTTING_PAYS, FOLDING_PAYS, Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict
 from heterodyne.search.runs import Runs
@@ -43,7 +43,8 @@ class Pipelines:
     )
 
     def candidates(self, below_s: float) -> tuple[Candidate, ...]:
-        """Pipelines over all devices, over all but one, and the even cut.
+        """A pipeline over all devices, or where these do not fit over all but one, and the even cut. Others leave out devices where that is
+        faster (`search.by_class`).
 
         ``below_s``: what a plan has to be weighed below.
         """
@@ -59,14 +60,7 @@ class Pipelines:
                 name = f"a pipeline over {self._who(usable)}"
                 return (Candidate(name=name, kind="pipeline", why_not=str(error)),)
         tried = drafts[: _MOST_SIZES if self._small(drafts[0]) else 1]
-        found = [self._best(tried, below_s)]
-        limit = min(below_s, found[0].weighed_s)
-        for devices in self._fewer(drafts[0].line):
-            fewer = self._drafts_or_none(devices)
-            if fewer and fewer[0].estimate_s < min(limit * CUTTING_PAYS, drafts[0].estimate_s):
-                found.append(self._best(fewer[:1], limit))
-                limit = min(limit, found[-1].weighed_s)
-        return (*found, self._even(drafts[0]))
+        return (self._best(tried, below_s), self._even(drafts[0]))
 
     def built(self, draft: Draft) -> list[Built]:
         """Pipelines of a draft, with finer cuts where they pay, and with two stages a place."""
@@ -160,13 +154,6 @@ class Pipelines:
             return self.lines.drafts(devices)
         except InfeasibleError:
             return []
-
-    def _fewer(self, line: Line) -> list[tuple[str, ...]]:
-        """All devices but one, at most four ways, the slowest left out first."""
-        if len(line) < len(self.lines.usable):
-            return []
-        groups = groupings(self.lines.usable, self.lines.kinds)[1:]
-        return sorted(groups, key=lambda group: -sum(self.lines.rate[d] for d in group))[:4]
 
     def _even(self, draft: Draft) -> Candidate:
         """As many blocks for each device, in the order of the cluster, with 1F1B: what is done where nothing is known."""
