@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from heterodyne.cluster.spec import Device
@@ -14,9 +14,10 @@ from heterodyne.plan.plan import Pipeline
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.recompute import recomputed
+from heterodyne.search.runs import Runs
 from heterodyne.units import format_bytes
 
-__all__ = ["Fit", "fit_devices", "nothing_fits"]
+__all__ = ["Fit", "fit_devices", "nothing_fits", "runs_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,29 @@ def _lacks_bytes(model: CostModel, device: Device, pipeline: Pipeline) -> int:
     """Of a device that runs one micro-batch."""
     _, played = predict(model, plan_of(model, pipeline.micro_batches.samples, (pipeline,)), {})
     return played.peak_bytes[model.cluster.rank(device.id)] - device.memory_bytes
+
+
+def runs_of(model: CostModel, fits: Iterable[Fit]) -> dict[str, Runs]:
+    """How those devices that can hold the model best run samples."""
+    return {
+        fit.device.id: Runs(
+            seconds=_seconds(model, fit),
+            sizes=fit.sizes,
+            fixed_s=model.fixed_s(fit.device.id),
+            recompute=fit.recompute,
+        )
+        for fit in fits
+        if fit.sizes
+    }
+
+
+def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
+    """Of forward and backward of a micro-batch, with what is computed again."""
+    compute = model.compute[fit.device.id]
+    if not fit.recompute:
+        return compute.micro_batch_s
+    again = [(block.start, block.stop) for block in map(model.graph.blocks.__getitem__, fit.recompute)]
+    return lambda size: compute.micro_batch_s(size) + sum(compute.seconds("F", ops, int(size)) for ops in again)
 
 
 def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str, *, pipeline: str = "") -> InfeasibleError:
