@@ -98,7 +98,8 @@ def errors_page() -> str:
         "# Errors",
         "",
         "Every error that Heterodyne raises on purpose is a `HeterodyneError`. Its message says what is wrong, where, and what to do. The "
-        "command line prints it without a traceback and exits with status 2. A traceback is a bug of ours: please report it.",
+        "command line prints it without a traceback and exits with status 2 (79 after an `OutOfMemoryError`). "
+        "A traceback is a bug of ours: please report it.",
         "",
         "| error | |",
         "|---|---|",

@@ -16,6 +16,7 @@
     ├── NumericsError        loss or gradients that stay infinite or not a number
     ├── EmulateError         a cluster that this machine cannot emulate
     └── WorkerError          a worker that died, hung or never came, with rank and host
+        └── OutOfMemoryError     a device whose memory ended in mid run, with what it lacked
 
 A message says what is wrong, where, and what to do about it. The command line prints it and exits with status 2,
 and shows no traceback: a traceback means a defect of ours.
@@ -36,6 +37,7 @@ __all__ = [
     "MeasureError",
     "NoGraphError",
     "NumericsError",
+    "OutOfMemoryError",
     "PlanError",
     "UnitError",
     "VerifyError",
@@ -155,3 +157,12 @@ class WorkerError(HeterodyneError):
         self.rank = rank
         self.host = host
         super().__init__(message)
+
+
+class OutOfMemoryError(WorkerError):
+    """A device whose memory ended in mid run; the step was applied on no rank. A job goes on under a plan that asks less of that device.
+
+    ``shortage``: what was seen there (`heterodyne.runtime.records.shortages.Shortage`); None on the other ranks.
+    """
+
+    shortage: object = None

@@ -170,6 +170,9 @@ class TrainingSection(Section):
     matrices may be rounded to TF32 where a device has units for it; devices that have none then compute others.
 
     ``max_skipped_steps``: a step whose loss or gradient is not finite is skipped; more than so many in a row end the run.
+
+    ``on_out_of_memory``: what happens when the memory of a device ends in mid run. ``replan``: the step is applied nowhere, and the run
+    goes on from there under a plan that asks no more of that device than it was seen to have; ``stop``: it ends with what it lacked.
     """
 
     steps: Positive = 100
@@ -180,6 +183,7 @@ class TrainingSection(Section):
     validate_every: Whole = 0
     validation_samples: Positive = 64
     max_skipped_steps: Whole = 5
+    on_out_of_memory: Literal["replan", "stop"] = "replan"
     compile: bool = False
     deterministic: bool = True
     tf32: bool = False
@@ -364,7 +368,8 @@ _DECISIVE = ("model", "data", "training", "optimizer")
 _ANY_TIME = frozenset({
     ("data", "cache"), ("data", "prefetch"), ("data", "validation"), ("data", "workers"), ("model", "loss_count"),
     ("training", "steps"), ("training", "validate_every"), ("training", "validation_samples"),
-    ("training", "max_skipped_steps"), ("training", "compile"), ("training", "deterministic"),
+    ("training", "max_skipped_steps"), ("training", "on_out_of_memory"),
+    ("training", "compile"), ("training", "deterministic"),
 })  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,17 @@ from torch.nn import functional as F
 
 import heterodyne as hd
 from heterodyne.api.loop.callbacks import Callback
-from heterodyne.errors import CaptureError, CheckpointError, DataError, HeterodyneError
+from heterodyne.errors import (
+    CaptureError,
+    CheckpointError,
+    DataError,
+    HeterodyneError,
+    InfeasibleError,
+    OutOfMemoryError,
+)
 from heterodyne.job import OptimizerSection
 from heterodyne.report.html import write_report
+from heterodyne.runtime.records.shortages import note_shortage, read_shortages
 
 CLASSES = 3
 NOTING_TRACKER = """
@@ -166,6 +175,19 @@ def test_a_loop_with_a_criterion_a_scheduler_and_a_run_directory(tmp_path: Path)
     optimizer.step()
     torch.testing.assert_close(weights, dict(plain.state_dict()))
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2, 3]
+
+    def fails(*_: object) -> None:
+        raise MemoryError("tried to allocate 2.00 GiB")
+
+    again = start(classifier(1), resume=True)
+    again.optimizer.register_step_pre_hook(fails)
+    with pytest.raises(OutOfMemoryError, match="in step 3, in 0STEP"), again:
+        again.step(batches[2])
+    (shortage,) = read_shortages(run / "out-of-memory.jsonl")
+    assert (shortage.step, shortage.asked_bytes) == (2, 2**31)
+    note_shortage(run / "out-of-memory.jsonl", replace(shortage, used_bytes=1, free_bytes=0))
+    with pytest.raises(InfeasibleError, match=r"no plan is left that asks for less:\n.*2 GiB were asked for"):
+        start(classifier(1), resume=True)
 
 
 class Head(nn.Module):

@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -112,16 +111,17 @@ class Accelerator:
         uuid = f"{self.name}-{os.getpid()}-{index}"  # another process has other hardware
         return Properties(name=f"Test {self.name}", total_memory=self._memory_bytes, uuid=uuid)
 
-    def on_ticket(self, resolve: Callable[[int], None], done: Callable[[int], bool]) -> None:
-        """``resolve(ticket)`` blocks until a ticket is done and raises if it failed; ticket -1: all there are. ``done(ticket)`` asks."""
+    def on_ticket(self, resolve: Callable[[int], float], done: Callable[[int], bool]) -> None:
+        """``resolve(ticket)`` blocks until a ticket is done, says when it was, and raises if it failed; ticket -1: all there are.
+        ``done(ticket)`` asks.
+        """
 
         def call(ticket: int) -> float:
             try:
-                resolve(ticket)
+                return resolve(ticket)
             except Exception as error:  # noqa: BLE001  # C++ raises it again
                 self._library.accelerator_fail(str(error).encode())
                 return -1.0
-            return time.monotonic()
 
         self._callback = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_int64)(call)
         self._asked = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(lambda ticket: int(done(ticket)))

@@ -42,6 +42,7 @@ class Operation:
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self.over = threading.Event()
+        self.ended_s = 0.0
 
     def do(self) -> None:
         for dep in self.deps:
@@ -55,6 +56,7 @@ class Operation:
         except Exception as error:  # noqa: BLE001  # a fault of this file, and no peer's
             self._error = error
         self._run, self.deps = None, []  # or tensors would stay as long as the ticket
+        self.ended_s = time.monotonic()
         self.over.set()
 
     def apply(self) -> None:
@@ -74,6 +76,7 @@ class DeviceQueues:
         self.accelerator = accelerator
         self.communicators: dict[str, CommunicatorQueue] = {}
         self.operations: dict[int, Operation] = {}
+        self._ended_s: dict[int, float] = {}  # of those that are gone
         self._tickets = itertools.count(1)
         self._host: HostWait | None = None
         self._published = False
@@ -112,7 +115,9 @@ class DeviceQueues:
                 self._publish()
                 self._published = False
 
-    def _resolve(self, ticket: int) -> None:
+    def _resolve(self, ticket: int) -> float:
+        if ticket in self._ended_s:
+            return self._ended_s[ticket]
         named = () if ticket not in self.operations else (self.operations[ticket],)  # one that is forgotten is over
         operations = list(self.operations.values()) if ticket < 0 else list(named)
         for operation in operations:
@@ -124,7 +129,10 @@ class DeviceQueues:
                 )
             operation.apply()
         if ticket < 0:
-            self.operations = {n: operation for n, operation in self.operations.items() if operation not in operations}
+            gone = {n: operation for n, operation in self.operations.items() if operation in operations}
+            self._ended_s |= {n: operation.ended_s for n, operation in gone.items()}
+            self.operations = {n: operation for n, operation in self.operations.items() if n not in gone}
+        return max((operation.ended_s for operation in operations), default=0.0)
 
     def _is_done(self, ticket: int) -> bool:
         operation = self.operations.get(ticket)

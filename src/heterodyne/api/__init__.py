@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from heterodyne.api.again import Training, train_here
     from heterodyne.api.checkpoint_conversion import convert_checkpoint, require_first_version
     from heterodyne.api.distributed import Distributed
     from heterodyne.api.distributing import distribute
@@ -39,6 +40,7 @@ _HOMES = {
     "Distributed": "heterodyne.api.distributed",
     "Session": "heterodyne.api.session",
     "Simulated": "heterodyne.api.simulate",
+    "Training": "heterodyne.api.again",
     "Trackers": "heterodyne.runtime.records.trackers.trackers",
     "batches": "heterodyne.api.global_batches",
     "capture": "heterodyne.frontend",
@@ -50,6 +52,7 @@ _HOMES = {
     "open_session": "heterodyne.api.session",
     "plan_job": "heterodyne.api.plan",
     "simulate_job": "heterodyne.api.simulate",
+    "train_here": "heterodyne.api.again",
     "train_job": "heterodyne.api.train",
     "verify_job": "heterodyne.api.verify",
 }
@@ -61,6 +64,7 @@ __all__ = [
     "Session",
     "Simulated",
     "Trackers",
+    "Training",
     "batches",
     "capture",
     "convert_checkpoint",
@@ -71,6 +75,7 @@ __all__ = [
     "plan_job",
     "require_first_version",
     "simulate_job",
+    "train_here",
     "train_job",
     "verify_job",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from heterodyne.api.as_it_is import AsItIs
 from heterodyne.api.compiled import uncompiled, with_compiled
 from heterodyne.api.distributed import Distributed
+from heterodyne.api.learned_memory import as_learned
 from heterodyne.api.loop.arguments import chosen_optimizer, require_sound, wanted_plan
 from heterodyne.api.loop.batches import BatchLike, batch_format
 from heterodyne.api.loop.callbacks import Callback
@@ -21,6 +23,7 @@ from heterodyne.api.loop.names import Names
 from heterodyne.api.loop.run_records import RunRecords, open_run
 from heterodyne.api.loop.weights_back import WeightsAtEnd
 from heterodyne.api.loop.whole import copies_of, whole_model
+from heterodyne.api.memory_ends import lacked_so_far, noted_shortage, told_with_shortages
 from heterodyne.api.optimizer_reach import reach_everywhere, reach_of_section
 from heterodyne.api.precision import resolved
 from heterodyne.api.preparation import Settings, capture_everywhere, make_worker, prepare
@@ -31,6 +34,7 @@ from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
 from heterodyne.runtime.weights.trainable import trainable_parameters
@@ -96,7 +100,8 @@ def distribute(
         loss_count: what the loss divides by, for a model that torch.export gives no graph of: ``samples`` (a mean over samples that all
             count alike), ``sum``, or a function of a batch, or part of one, that counts. Such a model is trained by data parallelism.
         run_dir: a new directory for metrics, plan, timelines and checkpoints, which ``heterodyne report`` reads.
-        resume: the run directory may be that of a run, which goes on from its newest checkpoint if it has one.
+        resume: the run directory may be that of a run, which goes on from its newest checkpoint if it has one. The plan then asks no more
+            of a device than it was seen to have when its memory ended.
         trackers: that get the metrics beside the run directory, as in ``metrics.trackers`` of a job: ``["tensorboard", {"wandb":
             {"project": "mine"}}]``. One that hangs or fails costs a warning.
         callbacks: called on every rank after steps, validations and saves.
@@ -122,6 +127,11 @@ def distribute(
     with ExitStack() as stack, torch.random.fork_rng(devices=[]):
         here = stack.enter_context(open_session(deterministic=deterministic, tf32=tf32)) if session is None else session
         run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
+        shortages: tuple[Shortage, ...] = ()
+        if run is not None:
+            stack.enter_context(noted_shortage(here, run))
+            shortages = () if given is not None else lacked_so_far(here, run)  # a plan that is given is obeyed
+            here = replace(here, cluster=as_learned(here.cluster, shortages))
         precisions = resolved(here, precision)
         own_precision = precision_of(precisions, here.cluster.devices[here.rank].kind)
         as_it_is = AsItIs(
@@ -147,14 +157,15 @@ def distribute(
             compile=compile,
             reach=reach_of_section(section) if factory is None else reach_everywhere(here, factory, parameters),
         )
-        prepared = prepare(
-            here,
-            captured,
-            whole_model(running, captured, example),
-            settings,
-            given=given,
-            profile=profile,
-        )
+        with told_with_shortages(shortages):
+            prepared = prepare(
+                here,
+                captured,
+                whole_model(running, captured, example),
+                settings,
+                given=given,
+                profile=profile,
+            )
         recorder = Recorder(rank=here.rank, device=here.device)
         worker = make_worker(
             here,

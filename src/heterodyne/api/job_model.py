@@ -74,10 +74,12 @@ def open_data(session: Session, job: Job, base: Path) -> DataSource:
     return data
 
 
-def capture_job(session: Session, job: Job, base: Path, data: DataSource) -> JobModel:
-    """Capture the model of the job without its weights. Raises JobError, CaptureError or DataError."""
+def capture_job(session: Session, job: Job, base: Path, data: DataSource, *, example_of: int = 0) -> JobModel:
+    """Capture the model of the job without its weights. ``example_of``: the step of whose batch the example is. Raises JobError,
+    CaptureError or DataError.
+    """
     model = session.together(lambda: build(job.model, base=base, device="meta"))
-    example = session.together(lambda: _example(data))
+    example = session.together(lambda: _example(data, example_of))
 
     def whole(device: torch.device) -> nn.Module:
         return build(job.model, base=base, seed=job.training.seed).to(device)
@@ -131,8 +133,8 @@ def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recor
     )
 
 
-def _example(data: DataSource) -> Mapping[str, Tensor]:
-    example = data.batch(0).samples(0, min(_EXAMPLE_SAMPLES, data.batch_size))
+def _example(data: DataSource, step: int) -> Mapping[str, Tensor]:
+    example = data.batch(step).samples(0, min(_EXAMPLE_SAMPLES, data.batch_size))
     if not isinstance(example, Mapping):
         raise DataError(
             f"the samples of data.dataset make a {type(example).__name__} of tensors; let each be a dict, by the names of the "

@@ -148,11 +148,13 @@ def _planned(
     fleet = _known(fleet)
     costs = costs_of(fleet)
     fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
+    software = software_of(wishes.framework)
     planner = FleetPlanner(
         fleet=fleet,
         costs=costs,
         global_batch=job.training.global_batch_size,
-        blocking=not software_of(wishes.framework).overlap_sends,
+        blocking=not software.overlap_sends,
+        overlap=software.overlap_gradients,
     )
     plan = planner.plan if wishes.export is None else _exports(job, planner, wishes.export, out).plan
     with watched(wishes.seconds, say) as watch:

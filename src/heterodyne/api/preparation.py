@@ -42,6 +42,7 @@ from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.materialise import Stored
 from heterodyne.runtime.weights.optimizer import adamw_in_8_bits
 from heterodyne.runtime.worker import OptimizerFactory, Worker
+from heterodyne.search.contenders import NEAR
 from heterodyne.search.planned import Planned, Strategy
 from heterodyne.search.planner import plan as search_plan
 from heterodyne.units import counted, format_seconds
@@ -239,6 +240,7 @@ def prepare(
 
     rehearsed: Mapping[str, float] = {}
     sizes, while_faster = _sizes(captured.graph, settings)
+    near = NEAR if given is None and profile is None and settings.parallelism.rehearsal_s else 1.0
 
     def search(known: Profile) -> Planned:
         return search_plan(
@@ -254,6 +256,7 @@ def prepare(
             strategy=settings.parallelism.strategy,
             given=given,
             rehearsed=rehearsed,
+            near=near,
             whole_weights=settings.reach.reach != "element",
         )
 

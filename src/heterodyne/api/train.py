@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
 
 from heterodyne.api.job_model import capture_job, job_worker, open_data, settings_of
+from heterodyne.api.learned_memory import as_learned, longest_step
+from heterodyne.api.memory_ends import (
+    lacked_so_far,
+    noted_shortage,
+    rescued_if_memory_ends,
+    told_while_building,
+    told_with_shortages,
+)
 from heterodyne.api.preparation import Prepared, prepare
 from heterodyne.api.printing import show, show_planned
 from heterodyne.api.run_files import environment, write_plan_files
 from heterodyne.api.session import Session, open_session
 from heterodyne.cluster.profile import Profile
-from heterodyne.errors import HeterodyneError
+from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.json_files import read_json
@@ -32,14 +40,14 @@ from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.runtime.records.run_directory import RUNS, RunDirectory
 from heterodyne.runtime.records.run_lock import occupied
+from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
 from heterodyne.text_files import write_text
 
 __all__ = ["train_job"]
 
-_RUNS = Path("runs")
 _INTERRUPTED = 130
 
 
@@ -52,17 +60,21 @@ def train_job(
     given: Plan | None,
     run_dir: Path | None,
     resume: bool,
+    restarted: bool = False,
 ) -> int:
     """Train a job on the devices of the session. Returns 0, or 130 if it was stopped on request.
 
     ``name`` is that of the run directory where none is given. With ``resume`` the run goes on from its newest whole checkpoint;
-    the plan that it was made under is kept if the cluster is the same.
+    the plan that it was made under is kept if the cluster is the same. ``restarted``: the directory may not be there yet.
     """
     arithmetic = open_session(cluster_file, deterministic=job.training.deterministic, tf32=job.training.tf32)
-    with arithmetic as session, ExitStack() as stack:
-        run = _run_directory(session, name, run_dir, resume=resume)
-        with _gone_if_unused(session, run), _alone_in(session, run):
-            session.say(f"run directory {run.path}")
+    with arithmetic as opened, ExitStack() as stack:
+        run = _run_directory(opened, name, run_dir, resume=resume, restarted=restarted)
+        with _gone_if_unused(opened, run), _alone_in(opened, run), noted_shortage(opened, run):
+            opened.say(f"run directory {run.path}")
+            shortages = lacked_so_far(opened, run) if resume else ()
+            learned = () if given is not None else shortages  # a plan that is given is obeyed
+            session = replace(opened, cluster=as_learned(opened.cluster, learned))
             data = stack.enter_context(closing(open_data(session, job, base)))
             found = _checkpoint(session, run) if resume else None
             if found is not None:
@@ -70,16 +82,17 @@ def train_job(
             if found is not None and _is_complete(session, run, job, found):
                 session.say(f"all {found.step} steps are done and {run.path} is complete: there is nothing left to do")
                 return 0
-            source = capture_job(session, job, base, data)
+            source = capture_job(session, job, base, data, example_of=longest_step(shortages) or 0)
             graph = source.captured.graph
             if given is not None:
                 given = bind(given, graph, session.cluster)
-            kept, profile = _kept(session, run, graph, given) if resume else (None, None)
+            kept, profile = _kept(session, run, graph, given, shortages) if resume else (None, None)
             if given is None:
                 given = kept
-            prepared = prepare(
-                session, source.captured, source.whole, settings_of(job, session), given=given, profile=profile
-            )
+            with told_with_shortages(shortages):
+                prepared = prepare(
+                    session, source.captured, source.whole, settings_of(job, session), given=given, profile=profile
+                )
             if prepared.planned is not None:
                 show_planned(prepared.planned)
             if kept is None:  # else it stands there as it was, with the reasons of that time
@@ -92,11 +105,12 @@ def train_job(
             return _INTERRUPTED if outcome.interrupted else 0
 
 
-def _run_directory(session: Session, name: str, given: Path | None, *, resume: bool) -> RunDirectory:
+def _run_directory(session: Session, name: str, given: Path | None, *, resume: bool, restarted: bool) -> RunDirectory:
     def choose() -> RunDirectory:
-        if resume:
-            return RunDirectory.latest(_RUNS, name) if given is None else RunDirectory.existing(given)
-        return RunDirectory.create_next(_RUNS, name) if given is None else RunDirectory.create(given)
+        with suppress(*([CheckpointError] if restarted else [])):
+            if resume:
+                return RunDirectory.latest(RUNS, name) if given is None else RunDirectory.existing(given)
+        return RunDirectory.create_next(RUNS, name) if given is None else RunDirectory.create(given)
 
     return session.agreement.on_rank0(choose)
 
@@ -157,17 +171,25 @@ def _is_complete(session: Session, run: RunDirectory, job: Job, found: Checkpoin
 
 
 def _kept(
-    session: Session, run: RunDirectory, graph: ModelGraph, given: Plan | None
+    session: Session, run: RunDirectory, graph: ModelGraph, given: Plan | None, shortages: Sequence[Shortage]
 ) -> tuple[Plan | None, Profile | None]:
-    """The plan of the run so far, unless another one is given, and what was measured for it; for this model and this cluster."""
+    """The plan of the run so far, unless another one is given, and what was measured for it; for this model and this cluster.
+
+    After ``shortages`` the cluster has learned that devices have less memory, for which the model is planned again, and not measured.
+    """
+    longer = longest_step(shortages) is not None
 
     def read() -> tuple[Plan | None, Profile | None, str]:
         try:
             plan, profile = Plan.load(run.plan), Profile.load(run.profile)
         except HeterodyneError:
             return None, None, "the run so far has no plan yet: measuring anew"
+        if plan.model != graph.fingerprint and longer:
+            return None, None, "planning again for longer samples, of which nothing is known yet: measuring anew"
         if plan.model != graph.fingerprint:
             return None, None, "the model has been changed since the run was planned: measuring anew"
+        if plan.cluster != session.cluster.fingerprint and shortages and _measured_here(profile, session):
+            return None, profile, "planning again: no device is given more than it was seen to have"
         if plan.cluster != session.cluster.fingerprint:
             return None, None, "the cluster is not the one of the run so far: measuring anew"
         if given is not None and differences(plan, given):
@@ -177,6 +199,10 @@ def _kept(
     plan, profile, told = session.agreement.on_rank0(read)
     session.say(told)
     return plan, profile
+
+
+def _measured_here(profile: Profile, session: Session) -> bool:
+    return list(profile.devices) == [device.id for device in session.cluster.devices]
 
 
 def _write_job(run: RunDirectory, job: Job, base: Path) -> None:
@@ -214,7 +240,8 @@ def _train(
     first = session.rank == 0
     with session.phase("building the model"):
         recorder = Recorder(rank=session.rank, device=session.device)
-        worker = job_worker(session, job, base, prepared, recorder)
+        with told_while_building(session, prepared):
+            worker = job_worker(session, job, base, prepared, recorder)
     reporter: Reporter = reporter_for(sys.stderr, total=job.training.steps) if first else SilentReporter(0)
     ideal = None if prepared.planned is None else sum(prepared.planned.rates.values())
     trainer = Trainer(
@@ -229,8 +256,10 @@ def _train(
         phase=session.phase,
     )
     if found is not None:
-        trainer.resume(found)
-    outcome = trainer.train()
+        with told_while_building(session, prepared):
+            trainer.resume(found)
+    with rescued_if_memory_ends(session, trainer.rescue):
+        outcome = trainer.train()
     trainer.export()
     with session.phase("gathering the timeline"):
         timeline = recorder.timeline(session.communicator, [device.id for device in session.cluster.devices])

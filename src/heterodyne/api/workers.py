@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,17 +16,26 @@ from heterodyne.processes import WorkerSpec, launch_workers
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.units import counted, format_bytes
 
-__all__ = ["on_every_device"]
+__all__ = ["command_of", "on_every_device", "run_workers", "workers_here"]
 
 _WORKERS_PER_CORE = 32
 _WORKER_BYTES = 2**27  # resident, once torch is loaded
 
 
 def on_every_device(arguments: Sequence[str], cluster_file: Path | None) -> int | None:
-    """Run ``heterodyne ARGUMENTS`` once for each device of this machine; None if this process can do it alone.
+    """Run ``heterodyne ARGUMENTS`` once for each device of this machine; None if this process can do it alone, see `workers_here`.
+
+    Returns the exit status of the workers.
+    """
+    count = workers_here(cluster_file)
+    return None if count is None else run_workers(count, arguments)
+
+
+def workers_here(cluster_file: Path | None) -> int | None:
+    """How many workers to start on this machine, a device each; None if this process can do it alone.
 
     That is so if a launcher made it a worker already, or if there is one device only. The devices are those of the cluster
-    file; without one the accelerators, or else the CPU. Returns the exit status of the workers.
+    file; without one the accelerators, or else the CPU.
 
     Raises ClusterError for a file with several nodes: a launcher that reaches them (torchrun, Slurm) must start the workers. And for one
     with more devices than this machine could run workers.
@@ -53,11 +63,19 @@ def on_every_device(arguments: Sequence[str], cluster_file: Path | None) -> int 
                 "the workers with torchrun",
                 path=str(cluster_file),
             )
-    if count == 1:
-        return None
+    return None if count == 1 else count
+
+
+def run_workers(count: int, arguments: Sequence[str], explain: Callable[[int], str | None] = lambda _: None) -> int:
+    """``heterodyne ARGUMENTS`` on so many; the exit status. ``explain``: what is known of the end of a rank that failed."""
+    command = command_of(arguments)
+    return launch_workers([WorkerSpec(command=command, explain=partial(explain, rank)) for rank in range(count)])
+
+
+def command_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """``heterodyne ARGUMENTS`` as a program and its arguments."""
     # -P: what lies in the current directory must not stand in for a library
-    command = (sys.executable, "-P", "-m", "heterodyne", *arguments)
-    return launch_workers([WorkerSpec(command=command)] * count)
+    return (sys.executable, "-P", "-m", "heterodyne", *arguments)
 
 
 def _most_workers() -> int:

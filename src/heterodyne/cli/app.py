@@ -1,6 +1,7 @@
 """Where the verbs come together, and where errors become one message and an exit status.
 
-Exit status: 0 done; 1 the check that was asked for failed (``verify``); 2 something is wrong and the message says what; 130 Ctrl-C;
+Exit status: 0 done; 1 the check that was asked for failed (``verify``); 2 something is wrong and the message says what; 79 a device was
+out of memory and the run is not to go on by itself; 130 Ctrl-C;
 `GAVE_UP_ON_A_PEER` from a worker that ends because another one did.
 """
 

@@ -14,7 +14,6 @@ __all__ = ["command"]
 
 
 def command(
-    context: typer.Context,
     job: JobArgument,
     cluster: ClusterOption = None,
     plan: PlanOption = None,
@@ -26,19 +25,38 @@ def command(
 ) -> int:
     """Train, and leave a report.
 
-    Build, capture, measure, plan and train; on one machine a worker a device is started. Ctrl-C ends the step and writes a
+    Build, capture, measure, plan and train; on one machine a worker a device is started. A run that is out of memory goes on under
+    another plan (training.on_out_of_memory). Ctrl-C ends the step and writes a
     checkpoint; with --resume the run goes on from its newest one, bit for bit as if never stopped.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
     wanted = Job.load(job, tuple(overrides or ()))
     given = plan_at(plan)
-    from heterodyne.api import on_every_device
+    from heterodyne.api import Training, train_here
 
-    launched = on_every_device(context.obj, cluster)
-    if launched is not None:
-        return launched
-    from heterodyne.api import train_job
+    def train(training: Training) -> int:
+        from heterodyne.api import train_job
 
-    return train_job(
-        wanted, wanted.base(job), name=job.stem, cluster_file=cluster, given=given, run_dir=run_dir, resume=resume
+        return train_job(
+            wanted,
+            wanted.base(job),
+            name=job.stem,
+            cluster_file=cluster,
+            given=given,
+            run_dir=training.run_dir,
+            resume=training.resume or training.restarted,
+            restarted=training.restarted,
+        )
+
+    return train_here(
+        Training(
+            job=job,
+            cluster=cluster,
+            plan=plan,
+            run_dir=run_dir,
+            resume=resume,
+            overrides=tuple(overrides or ()),
+            on_out_of_memory=wanted.training.on_out_of_memory,
+        ),
+        train,
     )

@@ -20,7 +20,7 @@ from heterodyne.text_files import write_text
 
 __all__ = ["WHOLE", "BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 WHOLE: Final = "*"  # the kind under which the whole model stands among its blocks
 
 
@@ -28,7 +28,8 @@ WHOLE: Final = "*"  # the kind under which the whole model stands among its bloc
 class BlockSample:
     """Forward and backward of one block at one micro-batch size.
 
-    ``saved_bytes`` is what the block keeps from forward to backward; ``spread`` that of forward plus backward.
+    ``saved_bytes`` is what the block keeps from forward to backward, but for ``copied_bytes``, the narrow copies of weights that autocast
+    makes for each forward, whatever its size; ``spread`` is that of forward plus backward.
     ``peak_bytes`` is the most that forward and backward held at any moment beyond weights and gradients, 0 where the device does
     not say (CPU). ``extrapolated``: not measured, but continued from the smaller sizes (out of time or of memory).
     ``input_s`` and ``weight_s`` are the two halves of a backward that is run in halves, both 0 where that was not measured.
@@ -45,6 +46,7 @@ class BlockSample:
     extrapolated: bool = False
     input_s: Seconds = 0.0
     weight_s: Seconds = 0.0
+    copied_bytes: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)

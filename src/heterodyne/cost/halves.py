@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from heterodyne.graph.ir import ModelGraph
+from heterodyne.graph.ir import ModelGraph, Op
 from heterodyne.graph.size import ZERO, Size
 
 __all__ = ["Halves"]
+
+_LINEAR = frozenset({"aten.linear.default", "aten.addmm.default"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,19 +41,28 @@ class Halves:
         return tuple(op.flops_backward + own * -1.0 for op, own in zip(self.graph.ops, self.weight_flops, strict=True))
 
     def weight_bytes(self, start: int, stop: int) -> Size:
-        """What W of the ops ``[start, stop)`` needs: what enters an op with weights, and the gradient of what leaves it."""
+        """What W of the ops ``[start, stop)`` needs: what enters a linear layer, and the gradient of what leaves it. Gradients of other
+        weights are made in I."""
         made = {op.name: op for op in self.graph.ops}
         given = {entry.name: entry.spec.bytes for entry in self.graph.inputs}
         entering: dict[str, Size] = {}
         leaving = []
-        for op, learns in zip(self.graph.ops[start:stop], self.learns[start:stop], strict=True):
-            if learns:
+        for op in self.graph.ops[start:stop]:
+            if self.waits(op):
                 for name in op.inputs:
                     entering[name] = (
                         Size.total(s.bytes for s in made[name].outputs) if name in made else given.get(name, ZERO)
                     )
                 leaving += [spec.bytes for spec in op.outputs]
         return Size.total([*entering.values(), *leaving])
+
+    def waits(self, op: Op) -> bool:
+        """Whether the gradients of its weights are left for W: those of linear layers are."""
+        return op.target in _LINEAR and op.name in self._learning
+
+    @cached_property
+    def _learning(self) -> frozenset[str]:
+        return frozenset(op.name for op, learns in zip(self.graph.ops, self.learns, strict=True) if learns)
 
     @cached_property
     def _flows(self) -> dict[str, bool]:

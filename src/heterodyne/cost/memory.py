@@ -6,6 +6,7 @@ size, not proportional to the share. Every term leans upwards; a plan that fits 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from heterodyne.graph.ir import Block, ModelGraph, Parameter, dtype_bytes
 from heterodyne.graph.size import Size
 from heterodyne.plan.boxes import Box
 
-__all__ = ["DeviceMemory", "MemoryAssumptions", "MemoryUse"]
+__all__ = ["DeviceMemory", "MemoryAssumptions", "MemoryUse", "gradient_bytes"]
 
 Ops: TypeAlias = tuple[int, int]
 """The ops ``[start, stop)`` of a graph."""
@@ -42,12 +43,14 @@ class MemoryAssumptions:
             its tensors, 12 of them after the first step; 48 are counted.
         fragmentation: the part of the tensors' bytes that the allocator loses to rounding and gaps. PyTorch's caching
             allocator rounds large blocks to 2 MiB; 5% is counted.
+        block_bytes: that allocators of devices hand out at least: a bias, or the count of steps that AdamW keeps of each parameter.
     """
 
     context_bytes: Mapping[str, int] = field(default_factory=lambda: dict(_CONTEXT_BYTES))
     other_context_bytes: int = 2**30
     growth_bytes: int = 48 * 2**20
     fragmentation: float = 0.05
+    block_bytes: int = 512
 
     def context(self, backend: str) -> int:
         return self.context_bytes.get(backend, self.other_context_bytes)
@@ -58,11 +61,14 @@ class MemoryUse:
     """Bytes of one device, part by part.
 
     Args:
-        parameters: parameters and buffers, and their bf16 copies that autocast keeps.
-        gradients, optimizer: of the trainable parameters.
+        parameters: parameters and buffers.
+        gradients: of the trainable parameters, in fp32 at least.
+        optimizer: with the fp32 masters of parameters in 16 bits.
         buckets: gradients on their way. They are reduced in place, in flat buckets; the largest parameter is counted on top, whose
-            gradient autograd hands over before it is copied in. What collectives work in is of the framework, or of the host.
-        activations: what one micro-batch keeps from forward to backward; 0 without one.
+            gradient autograd hands over before it is copied in; not where the workspace was measured, which has it. What collectives
+            work in is of the framework, or of the host.
+        activations: what one micro-batch keeps from forward to backward, the narrow copies of weights that autocast makes for it among
+            that; 0 without one.
         workspace: what comes and goes inside an op on top of that.
         update: what comes and goes inside clipping and the optimizer step, when activations and workspace are gone. Both work in
             place; one more copy of the largest parameter is counted.
@@ -100,9 +106,8 @@ class MemoryUse:
         own = round(part * self.gradients)
         made = replace(
             self,
-            gradients=min(self.gradients, gradients + (own if again else 0)),
+            gradients=min(self.gradients, max(own, gradients + (own if again else 0))),
             parameters=min(self.parameters, self.parameters - round((1 - part) * trained) + parameters),
-            update=max(0, self.update - gradients - parameters) + (0 if again else own),
         )
         lost = self.lost * made.tensors / self.tensors if self.tensors else self.lost
         return replace(made, lost=round(lost))
@@ -174,25 +179,39 @@ class DeviceMemory:
         if size == 0:
             return 0
         start, stop = ops or (0, len(self.graph.ops))
-        by_graph = self._kept_by_graph(start, stop, size, kept)
+        by_graph, copies = self._kept_by_graph(start, stop, size, kept), self._copies(start, stop, kept)
         if not self._saved:
-            return round(by_graph)
+            return round(by_graph + copies)
         whole = self._saved_by_all
         assert whole is not None  # there are curves
         if (start, stop) == (0, len(self.graph.ops)) and kept is None:
-            return round(whole(size))
+            return round(whole(size) + copies)
         if not self._all_in(self._saved):
             all_by_graph = self.graph.bytes_saved()(size)
-            return round(whole(size) * by_graph / all_by_graph if all_by_graph > 0 else whole(size))
+            return round(whole(size) * (by_graph / all_by_graph if all_by_graph > 0 else 1.0) + copies)
         summed = sum(self._saved[block.kind](size) for block in self.graph.blocks)
         parts = sum(self._saved[b.kind](size) * self._part(b, start, stop, size, kept) for b in self.graph.blocks)
-        return round(parts * (max(1.0, whole(size) / summed) if summed > 0 else 1.0))
+        return round(parts * (max(1.0, whole(size) / summed) if summed > 0 else 1.0) + copies)
 
     def _kept_by_graph(self, start: int, stop: int, size: int, kept: Mapping[str, float] | None) -> float:
         ops = self.graph.ops[start:stop]
         if kept is None:
             return Size.total(op.bytes_saved for op in ops)(size)
         return sum(op.bytes_saved(size) * kept[op.name] for op in ops)
+
+    def _copies(self, start: int, stop: int, kept: Mapping[str, float] | None) -> float:
+        """Of the narrow copies of weights that autocast makes: of all that are read, or less where less was measured."""
+        if not self.recipe.autocast:
+            return 0.0
+        numel = {p.name: p.numel for p in self.graph.parameters}
+        read = {name: op.name for op in self.graph.ops[start:stop] for name in op.parameters if name in numel}
+        by_graph = sum(2 * numel[name] * (1.0 if kept is None else kept[op]) for name, op in read.items())
+        measured = {} if self.profile is None else self.profile.blocks
+        kinds = [block.kind for block in self.graph.blocks if block.start < stop and start < block.stop]
+        if any(kind not in measured for kind in kinds):
+            kinds = [WHOLE] if WHOLE in measured else []
+        known = sum(max((sample.copied_bytes for sample in measured[kind]), default=0) for kind in kinds)
+        return min(by_graph, known) if kinds and self._saved else by_graph
 
     def _part(self, block: Block, start: int, stop: int, size: int, kept: Mapping[str, float] | None) -> float:
         """The part of what a block keeps that its ops in ``[start, stop)`` keep."""
@@ -210,31 +229,44 @@ class DeviceMemory:
         """Measured bytes beyond weights, gradients and saved activations, for each kind; empty where the device does not tell its peak."""
         measured = {} if self.profile is None else self.profile.blocks
         known = {
-            kind: Curve.envelope((s.micro_batch_size, max(0, s.peak_bytes - s.saved_bytes)) for s in samples)
+            kind: Curve.envelope(
+                (s.micro_batch_size, max(0, s.peak_bytes - s.saved_bytes - s.copied_bytes)) for s in samples
+            )
             for kind, samples in measured.items()
             if samples and all(s.peak_bytes > 0 for s in samples)
         }
         return known if WHOLE in known or self._all_in(known) else {}
 
-    def workspace(self, size: int, ops: Ops | None = None, moved: Mapping[str, float] | None = None) -> int:
+    def workspace(
+        self, size: int, ops: Ops | None = None, moved: Mapping[str, float] | None = None, *, again: bool = False
+    ) -> int:
         """Bytes that come and go inside a backward: measured, else gradients of inputs and outputs of the largest op, twice.
 
         Twice, since where paths join (skip connections) a second gradient waits for the first. Measured is the model in one piece, or
         else, and for a stage, the worst of its blocks. ``moved``: the bytes that each op reads and writes here; what was measured
-        shrinks as the largest of them does.
+        shrinks as the largest of them does. ``again``: the worst of its blocks counts as well: blocks are
+        computed again one by one, or gradients come while activations go, so it is not only the moment that matters at which most is kept.
         """
         if size == 0:
             return 0
         start, stop = ops or (0, len(self.graph.ops))
         known = self._transient
-        if known and (WHOLE not in known or ((start, stop) != (0, len(self.graph.ops)) and self._all_in(known))):
+        whole = known[WHOLE](size) * self._shrunk(start, stop, size, moved) if WHOLE in known else 0.0
+        all_ops = (start, stop) == (0, len(self.graph.ops))
+        if known and (WHOLE not in known or ((again or not all_ops) and self._all_in(known))):
             blocks = [block for block in self.graph.blocks if block.start < stop and start < block.stop]
-            return round(
-                max((known[b.kind](size) * self._shrunk(b.start, b.stop, size, moved) for b in blocks), default=0.0)
-            )
+            worst = max((known[b.kind](size) * self._shrunk(b.start, b.stop, size, moved) for b in blocks), default=0.0)
+            return round(max(worst + self._gradients_that_wait(blocks), whole if all_ops else 0.0))
         if known:
-            return round(known[WHOLE](size) * self._shrunk(start, stop, size, moved))
+            return round(whole)
         return round(2 * self._largest_op(start, stop, size, moved))
+
+    def _gradients_that_wait(self, blocks: Sequence[Block]) -> int:
+        """Of parameters that several blocks read: autograd holds the gradient from one until it has that from the others."""
+        readers = Counter(
+            name for block in blocks for name in {n for op in self.graph.ops_of(block) for n in op.parameters}
+        )
+        return sum(gradient_bytes(p) for p in self.graph.parameters if p.trainable and readers[p.name] > 1)
 
     def _largest_op(self, start: int, stop: int, size: int, moved: Mapping[str, float] | None = None) -> float:
         """The most bytes that one op reads and writes; ``moved`` may leave out ops."""
@@ -273,13 +305,13 @@ class DeviceMemory:
         """
         held = self.held(stages, boxes)
         trainable = [p for p in held if p.trainable]
-        gradients = sum(p.bytes for p in trainable)
-        # States of narrow parameters are kept in fp32.
+        gradients = sum(gradient_bytes(p) for p in trainable)
+        # States of narrow parameters are kept in fp32, and there is a master of each.
         optimizer = round(sum(max(4, dtype_bytes(p.dtype)) * self.recipe.state_values(p.shape) for p in trainable))
-        weights = {p.name for p in self.graph.parameters}
-        autocast = 2 * sum(p.numel for p in held if p.name in weights) if self.recipe.autocast else 0
-        parameters = sum(p.bytes for p in held) + autocast
-        buckets = max((max(p.bytes, 4 * p.numel) for p in trainable), default=0)
+        optimizer += sum(4 * p.numel for p in trainable if dtype_bytes(p.dtype) < 4)
+        parameters = sum(p.bytes for p in held)
+        largest = max(map(gradient_bytes, trainable), default=0)
+        buckets = 0 if self._transient else largest
         ranges = [None] if stages is None else list(stages)
         activations = sum(self.activations(size, ops) for ops in ranges)
         return MemoryUse(
@@ -289,14 +321,19 @@ class DeviceMemory:
             buckets=buckets,
             activations=activations,
             workspace=max((self.workspace(size, ops) for ops in ranges), default=0),
-            update=max((max(p.bytes, 4 * p.numel) for p in trainable), default=0),
-            lost=self.lost(parameters + optimizer + gradients + buckets + activations),
+            update=largest,
+            lost=self.lost(parameters + optimizer + gradients + buckets + activations, len(held) + 4 * len(trainable)),
             context=self._context,
         )
 
-    def lost(self, tensors: float) -> int:
-        """What the allocator loses beside so many bytes of tensors."""
-        return round(self.assumptions.fragmentation * tensors)
+    def lost(self, tensors: float, count: int = 0) -> int:
+        """What the allocator loses beside so many bytes of tensors, of which so many are small."""
+        return round(self.assumptions.fragmentation * tensors) + self.assumptions.block_bytes * count
+
+
+def gradient_bytes(parameter: Parameter) -> int:
+    """Of its gradient, which is summed in fp32 at least."""
+    return max(parameter.bytes, 4 * parameter.numel)
 
 
 def _box_shape(box: Box, shape: Sequence[int]) -> tuple[int, ...]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from heterodyne.cluster.profile import DeviceProfile, Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.again import Again, parts_again
+from heterodyne.cost.arriving import Arriving, at_most, by_block
 from heterodyne.cost.balance import operations_a_byte
 from heterodyne.cost.collective import Collectives
+from heterodyne.cost.coming import Coming
 from heterodyne.cost.compute import Compute, Pass, compute_of
 from heterodyne.cost.exchange import Wires
 from heterodyne.cost.gathered import gathered
@@ -254,8 +256,7 @@ class CostModel:
         dropped = [memory.activations(size, part.ops) for part in again]
         inputs = sum(self._read_by(part.ops)(size) for part in again)
         inputs += sum(a.kept_bytes(self.graph, size, saved) for a, saved in zip(again, dropped, strict=True))
-        # What a part makes again stands beside what behind it was kept of the first time, and has its gradient.
-        made_again = [2 * self._read_by((part.ops[1], len(self.graph.ops)))(size) for part in again]
+        made_again = [self._beside(part.ops, ops, size) for part in again]
         crossing = entering(size) + leaving(size)
         kept = max(0, memory.activations(size, ops) - sum(dropped)) + inputs + crossing
         return (
@@ -283,6 +284,11 @@ class CostModel:
         """Operations that it does while its memory moves a byte."""
         each = self.cluster.device(device)
         return operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
+
+    def _beside(self, part: Ops, ops: Ops, size: int) -> float:
+        """Bytes of what was kept of the first time behind a part that is made again, which makes it too, and of its gradient. What leaves
+        the stage is counted as that."""
+        return 2 * self._read_by((part[1], len(self.graph.ops)))(size) if part[1] < ops[1] else 0.0
 
     def _narrow(self, one: str, other: str) -> bool:
         """Whether two devices send each other activations in 16 bits."""
@@ -359,24 +365,25 @@ class CostModel:
         device, mine = at.device, at.stages
         rank, measured = self.cluster.rank(device), self.measured(device)
         costs, workspace = {}, 0
+        coming = Coming.of(self, at, buckets, state, plan)
         for number in mine:
             # What a stage of the same rank has made is there already.
             into = Size.total(c.bytes for c in crossing if number in c.consumers and c.producer not in mine)
             out = Size.total(c.bytes for c in crossing if c.producer == number)
-            costs[number], needed = self._stage_of(at, number, into, out)
+            arriving = coming.of_stage(number)
+            stage, needed = self._stage_of(at, number, into, out, bool(arriving.first or arriving.last))
+            costs[number] = self._with_arriving(at, number, stage, arriving)
             if mine[number].offload_activations:
                 costs[number], passing = self._on_host(at, number, costs[number])
                 needed += passing
             workspace = max(workspace, needed)
         ranges = tuple(stage.ops for stage in mine.values())
-        # Room is made for messages ahead, and what is sent stays until it has left.
-        under_way = MESSAGES_AHEAD * sum(
-            max(route.bytes, default=0) for route in travel if rank in (route.destination[0], route.source[0])
-        )
         on_host = any(stage.offload for stage in mine.values())
-        fixed = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
-        if plan.zero:
-            fixed = self.shared_out(fixed, plan, device, buckets, state)
+        alone = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
+        fixed = self.shared_out(alone, plan, device, buckets, state) if plan.zero else alone
+        lost = self.device_memory[device].lost
+        begins = alone.parameters - round((1 - state) * coming.trained) if plan.zero > 2 else alone.parameters
+        comes = fixed.gradients + fixed.parameters - begins if plan.zero > 1 else coming.alone
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(at, bucket) for bucket in buckets if device in bucket.owners},
@@ -385,9 +392,54 @@ class CostModel:
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
             fixed_bytes=fixed.fixed,
-            workspace_bytes=under_way + workspace,
+            workspace_bytes=_under_way(travel, rank) + workspace,
             update_bytes=fixed.update,
+            coming_bytes=comes + lost(comes),
+            gathered_bytes=coming.gathered,
+            reductions=coming.reductions,
         )
+
+    def _with_arriving(self, at: Position, number: int, costs: StageCosts, arriving: Arriving) -> StageCosts:
+        """With the gradients that come in its first backward, and what the last one adds."""
+        if not arriving.first and not arriving.last:
+            return costs
+        ops, lost = at.stages[number].ops, self.device_memory[at.device].lost
+        remade = {part.ops for part in parts_again(self.graph, ops, at.stages[number].recompute, ())}
+        first, last = (by_block(self.graph, ops, of) for of in (arriving.first, arriving.last))
+        most: dict[int, tuple[int, int]] = {}
+        for size in set(at.sizes(number)):
+            held = {part: float(self.kept_by(at, number, size, part)) for part, _ in first}
+            kept = [0.0 if part in remade else own for part, own in held.items()]
+            again = [own + self._beside(part, ops, size) if part in remade else 0.0 for part, own in held.items()]
+            of_first = at_most(kept, [made for _, made in first], again) if size else 0.0
+            of_last = at_most(kept, [made for _, made in last], [0.0] * len(kept)) if size else 0.0
+            most[size] = round(of_first) + lost(of_first), round(of_last) + lost(of_last)
+        made, summed = sum(arriving.first.values()), sum(arriving.last.values())
+        now = self._made_in_first_half(ops, arriving.first)
+        return replace(
+            costs,
+            made_bytes=round(made) + lost(made),
+            input_made_bytes=round(now) + lost(now),
+            first_bytes=tuple(most[size][0] for size in at.sizes(number)),
+            summed_bytes=round(summed) + lost(summed),
+            last_bytes=tuple(most[size][1] for size in at.sizes(number)),
+        )
+
+    def kept_by(self, at: Position, number: int, size: int, part: Ops) -> int:
+        """Bytes that a part of a stage keeps from forward to backward."""
+        if not size:
+            return 0
+        memory, together = self.device_memory[at.device], self.in_parts(at.pipeline, number, at.row(number))
+        if together is None:
+            return memory.activations(size, part)
+        member = at.stages[number].rows[at.row(number)].index(at.device)
+        return KeptInParts(stage=together, member=member, memory=memory).activations(size, part)
+
+    def _made_in_first_half(self, ops: Ops, gradients: Mapping[str, float]) -> float:
+        """Those that no linear layer alone makes."""
+        here = self.graph.ops[ops[0] : ops[1]]
+        early = {name for op in here if not self._halves.waits(op) for name in op.parameters}
+        return sum(size for name, size in gradients.items() if name in early)
 
     def shared_out(self, use: MemoryUse, plan: Plan, device: str, buckets: Sequence[Bucket], state: float) -> MemoryUse:
         """With what it shares with others: where gradients are sharded too, or parameters, it keeps that part of them."""
@@ -405,7 +457,9 @@ class CostModel:
         again = any(pipeline.stages[number].recompute for number in mine)
         return use.shared_out(state, gradients=whole.gradients, parameters=parameters, trained=trained, again=again)
 
-    def _stage_of(self, at: Position, number: int, entering: Size, leaving: Size) -> tuple[StageCosts, int]:
+    def _stage_of(
+        self, at: Position, number: int, entering: Size, leaving: Size, arriving: bool
+    ) -> tuple[StageCosts, int]:
         """The costs of a stage on one of its devices, and what comes and goes inside its passes."""
         stage, memory, sizes = at.pipeline.stages[number], self.device_memory[at.device], at.sizes(number)
         largest = max(sizes, default=0)
@@ -420,7 +474,7 @@ class CostModel:
                 entering=entering,
                 leaving=leaving,
             )
-            return costs, memory.workspace(largest, stage.ops)
+            return costs, memory.workspace(largest, stage.ops, again=arriving or bool(stage.recompute))
         row = stage.rows[at.row(number)]
         kept = KeptInParts(stage=together, member=row.index(at.device), memory=memory)
         costs = member_costs(
@@ -511,6 +565,16 @@ class CostModel:
                 )
                 ready.append((number, fraction))
         return tuple(ready)
+
+
+def _under_way(travel: Sequence[Route], rank: int) -> int:
+    """Room is made for messages ahead of each rank that sends any, and what is sent stays until it has left."""
+    largest: dict[tuple[int, int], int] = {}
+    for route in travel:
+        ends = route.source[0], route.destination[0]
+        if rank in ends:
+            largest[ends] = max(largest.get(ends, 0), *route.bytes)
+    return MESSAGES_AHEAD * sum(largest.values())
 
 
 def _held(stages: Sequence[Ops] | None, boxes: Boxes) -> _Held:

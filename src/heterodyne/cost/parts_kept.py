@@ -6,7 +6,7 @@ gathered for it, and an earlier op the slice that it was gathered from, both are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from heterodyne.cost.again import Again
@@ -16,11 +16,14 @@ from heterodyne.cost.memory import DeviceMemory
 from heterodyne.cost.parts import Layouts, Parts
 from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import Op, Ref
-from heterodyne.graph.sharding import Layout
+from heterodyne.graph.sharding import Exchange, Layout
 
 __all__ = ["KeptInParts", "copied_bytes"]
 
 Ops = tuple[int, int]
+_KEEP_NO_RESULT = frozenset(
+    {"addmm", "linear", "mm", "bmm", "matmul", "convolution", "add", "sub", "mul", "layer_norm", "embedding"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,13 +55,13 @@ class KeptInParts:
         return again.kept_bytes(self.stage.graph, samples, 0.0, lambda op: parts.of_op(op).written[self.member])
 
     def between_halves(self, samples: int) -> float:
-        """What W needs: what enters an op with weights, and the gradient of what leaves it."""
+        """What W needs: what enters a linear layer, and the gradient of what leaves it."""
         graph, (start, stop) = self.stage.graph, self.stage.ops
         parts = self.stage.parts(samples)
         entering: set[tuple[Ref, Layouts]] = set()
         leaving: set[tuple[Ref, Layouts]] = set()
-        for op, learns in zip(graph.ops[start:stop], self.stage.halves.learns[start:stop], strict=True):
-            if learns:
+        for op in graph.ops[start:stop]:
+            if self.stage.halves.waits(op):
                 entering.update(tensor for tensor in parts.read_by(op) if tensor[0].name not in graph.given)
                 leaving.update(parts.made_by(op))
         return sum(self._own(ref, layouts, samples) for ref, layouts in (*entering, *leaving))
@@ -94,16 +97,45 @@ class KeptInParts:
 def copied_bytes(parts: Parts, ops: Iterable[Op], member: int) -> float:
     """Of tensors that were laid out otherwise for one of some ops that keeps them, and that are not counted as kept by it."""
     readers = {op.name: op for op in ops}
+    followers: dict[str, list[Op]] = {}
+    for op in parts.sharding.graph.ops:
+        for name in dict.fromkeys(op.inputs):
+            followers.setdefault(name, []).append(op)
     total = 0.0
     for axis, exchange in [(axis, each) for axis, own in enumerate(parts.along) for each in own.sharding.exchanges]:
         reader = readers.get(exchange.before or "")
         if reader is None or not _makes_a_copy(exchange.have, exchange.want):
             continue
-        if reader.bytes_saved(parts.samples) < exchange.bytes(parts.samples):
+        if not _is_counted(parts, exchange, axis, followers) and _is_kept_as_it_was(parts, exchange):
             layouts = list(parts.lies(exchange.tensor))
             layouts[axis] = exchange.want
             total += parts.bytes_of(exchange.tensor) * parts.of_tensor(exchange.tensor, *layouts)[member]
     return total
+
+
+def _is_counted(parts: Parts, exchange: Exchange, axis: int, readers: Mapping[str, Sequence[Op]]) -> bool:
+    """Whether an op that reads it as it lies then, or a view of that, is counted for what it keeps of it."""
+    size = exchange.bytes(parts.samples)
+    left = [
+        op
+        for op in readers.get(exchange.tensor.name, ())
+        if any(ref == exchange.tensor and layouts[axis] == exchange.want for ref, layouts in parts.read_by(op))
+    ]
+    while left:
+        op = left.pop()
+        if op.bytes_saved(parts.samples) >= size:
+            return True
+        if not op.bytes_written(parts.samples):
+            left += readers.get(op.name, ())
+    return False
+
+
+def _is_kept_as_it_was(parts: Parts, exchange: Exchange) -> bool:
+    """Whether the op that made it may keep it. Products and sums keep nothing of what they make."""
+    made = parts.sharding.graph.op_by_name.get(exchange.tensor.name)
+    while made is not None and made.inputs and not made.bytes_written(parts.samples):
+        made = parts.sharding.graph.op_by_name.get(made.inputs[0])
+    return made is None or made.target.split(".")[1] not in _KEEP_NO_RESULT
 
 
 def _makes_a_copy(have: Layout, want: Layout) -> bool:

@@ -19,6 +19,10 @@ class StageCosts:
         recomputed_bytes: what R adds to that.
         redone_bytes: the most that comes and goes inside a B or I that makes again what was not kept.
         weight_bytes: what is left of all that between I and W.
+        made_bytes: of gradients that the first backward leaves behind (W, where it comes in halves, but for ``input_made_bytes`` of I).
+        first_bytes: the most that comes and goes inside the first backward, ``made_bytes`` and ``redone_bytes`` among that, on top of what
+            was there before.
+        last_bytes, summed_bytes: the same for the last backward, of sums that are made apart from the gradients.
         gradient_bytes: gradients that come from other ranks and leave for other ranks, while B or I runs.
         host_bytes: what is in the memory of the host from F to B or I.
         together: the ranks that hold parts of this stage and meet inside of F, B, I and R, this one included; their seconds are then those
@@ -37,6 +41,11 @@ class StageCosts:
     weight_bytes: tuple[int, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
     host_bytes: tuple[int, ...] = ()
+    made_bytes: int = 0
+    input_made_bytes: int = 0
+    first_bytes: tuple[int, ...] = ()
+    summed_bytes: int = 0
+    last_bytes: tuple[int, ...] = ()
     together: tuple[int, ...] = ()
     exchanges: StageCosts | None = None
 

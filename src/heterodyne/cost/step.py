@@ -9,9 +9,28 @@ from heterodyne.cost.routes import Route
 from heterodyne.cost.stage import StageCosts
 from heterodyne.plan.program import COLLECTIVES, Action
 
-__all__ = ["RankCosts", "StepCosts"]
+__all__ = ["RankCosts", "Reduction", "StepCosts"]
 
 _PASSES = {"F": "forward_s", "B": "backward_s", "I": "input_s", "W": "weight_s", "R": "recompute_s"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """A bucket of gradients that a rank shares out with others, each of whom keeps a part of the sums.
+
+    ``bytes``: all of it; ``own``: what is kept. ``stage``: of which one backward alone makes it, and which leaves ``own``; None: several
+    do, so all of it is there from the first on, or, if not ``made``, none does, and it is there while it is reduced. ``opens``,
+    ``closes``: the ops of the model at which that backward comes to the first and to the last of it; ``released``: what it has let go of
+    when it comes to the first.
+    """
+
+    bytes: int
+    own: int
+    stage: int | None
+    made: bool
+    opens: int = 0
+    closes: int = 0
+    released: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +45,10 @@ class RankCosts:
         overhead_s: what a step takes besides its actions, spent at its start.
         overlap: seconds of compute lost per second of a collective in flight, in [0, 1].
         fixed_bytes: what does not depend on the micro-batches.
+        coming_bytes: the part of that which is not there when a step begins: gradients that no buffer waits for, parameters that are
+            gathered.
+        gathered_bytes: of each stage whose parameters are shared out, by bucket, what its UNSHARD brings.
+        reductions: of each bucket of gradients that are shared out, in order.
         workspace_bytes: what comes and goes inside a pass.
         update_bytes: what comes and goes inside CLIP and STEP.
     """
@@ -39,6 +62,9 @@ class RankCosts:
     fixed_bytes: int = 0
     workspace_bytes: int = 0
     update_bytes: int = 0
+    coming_bytes: int = 0
+    gathered_bytes: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    reductions: Mapping[int, Reduction] = field(default_factory=dict)
 
     @property
     def compute_s(self) -> float:

@@ -86,8 +86,9 @@ class BlockRun:
         self._forget_input_gradients()
         return start, middle, begin, end
 
-    def memory(self) -> tuple[int, int, float]:
-        """Bytes kept from forward to backward, the peak beyond weights and gradients (0 where nobody counts), seconds of a run.
+    def memory(self) -> tuple[tuple[int, int], int, float]:
+        """Bytes kept from forward to backward (see `bytes_kept`), the peak beyond weights and gradients (0 where nobody counts), seconds
+        of a run.
 
         Afterwards the block has run, and its gradients exist.
         """

@@ -13,13 +13,12 @@ from heterodyne.eager import run_eager
 __all__ = ["bytes_kept"]
 
 
-def bytes_kept(forward: Callable[[], object], weights: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages that ``forward`` saves for its backward, without those of the weights.
-
-    The narrow copies of weights that autocast makes count as weights: they do not grow with the batch and are
-    made once for all micro-batches in flight.
+def bytes_kept(forward: Callable[[], object], weights: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Bytes of the distinct storages that ``forward`` saves for its backward, without those of the weights; and of those, apart, that are
+    narrow copies of weights, which autocast makes: each forward makes its own, but they do not grow with the batch.
     """
-    copies = _Copies(weights)
+    weights = list(weights)
+    copies, own = _Copies(weights), {weight.untyped_storage().data_ptr() for weight in weights}
     kept: dict[int, torch.UntypedStorage] = {}  # holds the storages, so that no address comes to mean two of them
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,7 +28,8 @@ def bytes_kept(forward: Callable[[], object], weights: Iterable[torch.Tensor]) -
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), copies, run_eager():
         forward()
-    return sum(storage.nbytes() for place, storage in kept.items() if place not in copies.storages)
+    copied = sum(storage.nbytes() for place, storage in kept.items() if place in copies.storages and place not in own)
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in copies.storages), copied
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -96,13 +96,16 @@ def extrapolate(samples: Sequence[BlockSample], size: int) -> BlockSample:
         slope = (value - float(getattr(before, field_name))) / (last.micro_batch_size - before.micro_batch_size)
         return value + max(0.0, slope) * (size - last.micro_batch_size)
 
+    # What does not grow with the batch must not grow here, where there is but one sample to go by.
+    fixed = last.copied_bytes if len(samples) == 1 else 0
     return BlockSample(
         micro_batch_size=size,
         forward_s=onward("forward_s"),
         backward_s=onward("backward_s"),
         spread=max(s.spread for s in samples),
         saved_bytes=round(onward("saved_bytes")),
-        peak_bytes=round(onward("peak_bytes")),
+        copied_bytes=last.copied_bytes,
+        peak_bytes=round(onward("peak_bytes") - fixed * (size / last.micro_batch_size - 1)),
         extrapolated=True,
         input_s=onward("input_s"),
         weight_s=onward("weight_s"),
@@ -238,7 +241,7 @@ class _Survey:
 
 
 def _measure_one(run: BlockRun, size: int, bench: Workbench, budget_s: float, leniency: float) -> BlockSample:
-    kept, peak, run_s = run.memory()
+    (kept, copied), peak, run_s = run.memory()
     timing = bench.time(run, budget_s=budget_s, run_s=run_s, leniency=leniency)
     forward, _, backward = timing.laps
     return BlockSample(
@@ -247,6 +250,7 @@ def _measure_one(run: BlockRun, size: int, bench: Workbench, budget_s: float, le
         backward_s=backward,
         spread=timing.spread,
         saved_bytes=kept,
+        copied_bytes=copied,
         peak_bytes=peak,
     )
 

@@ -2,10 +2,17 @@
 
 from heterodyne.processes.launch import WorkerSpec, launch_workers, to_standard_error
 from heterodyne.processes.signals import StopRequest, stop_requests
-from heterodyne.processes.status import GAVE_UP_ON_A_PEER, describe_exit, shell_status, worker_exit_status
+from heterodyne.processes.status import (
+    GAVE_UP_ON_A_PEER,
+    OUT_OF_MEMORY,
+    describe_exit,
+    shell_status,
+    worker_exit_status,
+)
 
 __all__ = [
     "GAVE_UP_ON_A_PEER",
+    "OUT_OF_MEMORY",
     "StopRequest",
     "WorkerSpec",
     "describe_exit",

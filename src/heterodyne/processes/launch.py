@@ -25,7 +25,7 @@ from heterodyne.processes.logs import temporary_logs
 from heterodyne.processes.mark import marked_environment, new_mark
 from heterodyne.processes.port import reserve_port
 from heterodyne.processes.signals import StopRequest, stop_requests
-from heterodyne.processes.status import GAVE_UP_ON_A_PEER, STOPPED, TOLD, describe_exit, shell_status
+from heterodyne.processes.status import GAVE_UP_ON_A_PEER, OUT_OF_MEMORY, STOPPED, TOLD, describe_exit, shell_status
 
 __all__ = ["WorkerSpec", "launch_workers", "to_standard_error"]
 
@@ -200,7 +200,7 @@ def _wait(
     _signal(remaining, signal.SIGTERM)
     _wait_for(remaining, grace_s, lambda: False)
     # Its message is what the user should read, and rank 0 has shown it already, as its own or as that of a peer.
-    told = status == TOLD and (culprit.rank == 0 or workers[0].returncode == GAVE_UP_ON_A_PEER)
+    told = status in (TOLD, OUT_OF_MEMORY) and (culprit.rank == 0 or workers[0].returncode == GAVE_UP_ON_A_PEER)
     if not told:
         say(_report(culprit, status, len(remaining)))
     return shell_status(status), not told

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import signal
 
-from heterodyne.errors import HeterodyneError, WorkerError
+from heterodyne.errors import HeterodyneError, OutOfMemoryError, WorkerError
 
-__all__ = ["GAVE_UP_ON_A_PEER", "STOPPED", "TOLD", "describe_exit", "shell_status", "worker_exit_status"]
+__all__ = [
+    "GAVE_UP_ON_A_PEER",
+    "OUT_OF_MEMORY",
+    "STOPPED",
+    "TOLD",
+    "describe_exit",
+    "shell_status",
+    "worker_exit_status",
+]
 
 GAVE_UP_ON_A_PEER = 71
 """Exit status of a worker that is well itself and ends because another one died or hangs (EX_OSERR of sysexits.h)."""
 
 TOLD = 2
 """Exit status of a worker that ends with an error that it has told in a message for people."""
+
+OUT_OF_MEMORY = 79
+"""Exit status of a worker whose device has run out of memory, which it has told: another plan may go on (no number of sysexits.h)."""
 
 STOPPED = 130
 """Exit status of a worker that has stopped in good order because somebody asked for it."""
@@ -41,4 +52,6 @@ def worker_exit_status(error: BaseException, rank: int) -> int:
         return shell_status(-signal.SIGINT)
     if isinstance(error, WorkerError) and error.rank is not None and error.rank != rank:
         return GAVE_UP_ON_A_PEER
+    if isinstance(error, OutOfMemoryError):
+        return OUT_OF_MEMORY
     return TOLD if isinstance(error, HeterodyneError) else 1

@@ -117,6 +117,8 @@ class Executor:
         self._actions = program.ranks[rank]
         self._names = {action: str(action) for action in self._actions}
         self.doing = ""  # the action that is under way, or was last
+        self.updating = False  # from the first weight that a step changes until the caller has counted the step
+        self.inputs: Mapping[str, Tensor] = {}  # of the latest forward
         self._loss_stage = loss_stage
         self._gradients = gradients
         self._weights = weights
@@ -253,6 +255,7 @@ class Executor:
         inputs = step.slices[index] if stage == self._loss_stage and index in step.slices else None
         if inputs is None:
             inputs = step.source.samples(first, count)
+        self.inputs = inputs
         inputs = {**inputs, **step.weights.divisors}
         loss = step.parts.stages.forward(stage, index, inputs, step.number, range(first, first + count))
         if loss is not None:
@@ -282,6 +285,7 @@ class Executor:
         if learning_rate is not None:
             for group in self._optimizer.param_groups:
                 set_rate(group, learning_rate)
+        self.updating = True
         self._weights.step(self._optimizer)
 
 

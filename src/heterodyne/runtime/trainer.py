@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,8 @@ from heterodyne.processes.heap import give_back_memory
 from heterodyne.processes.signals import StopRequest, stop_requests
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
-from heterodyne.runtime.checkpoint.random_state import restore_random_state
+from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, taken
+from heterodyne.runtime.checkpoint.rescue import Moment, Rescue
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.records.metrics import StepRecord, Validation
@@ -37,6 +39,7 @@ from heterodyne.runtime.records.sinks import Sinks
 from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.weights.held_state import Held
 
 __all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker", "identity_of"]
 
@@ -93,6 +96,12 @@ class TrainingWorker(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take of the state of all what is needed here."""
+
+    def held(self) -> Held | None:
+        """The part of that state that this rank has, without asking others; None in the middle of an update."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around copies of what is held, in a thread beside that of the steps."""
 
     def weights(self) -> Mapping[str, Any]:
         """The state dict of the whole model, on rank 0."""
@@ -160,6 +169,17 @@ class Trainer:
         )
         self._identity = identity_of(job, data)
         self._done = 0
+        self._generators = (0, taken())  # the steps that were done, and what was drawn from then on
+        self._rescue = Rescue(
+            run.checkpoints,
+            rank=agreement.rank,
+            size=agreement.size,
+            run=agreement.on_rank0(lambda: secrets.token_hex(8)),
+            identity=self._identity,
+            plan=plan.dump(),
+            moment=self._moment,
+            still=self._is_still,
+        )
         self._saved: int | None = None
         self._skipped = SkippedSteps(job.training.max_skipped_steps, self._say_first)
         self._unproved: int | None = None  # a checkpoint whose weights have given no loss yet
@@ -209,6 +229,13 @@ class Trainer:
             peak_memory_bytes=tuple(self._ranks.gather_or_raise(self._peak_memory_bytes)),
         )
 
+    def rescue(self) -> None:
+        """Write what this rank holds of the state after the last step that was done; from any thread, also while this rank waits for
+        others in a step that will not end. Whoever resumes finds it, if all ranks have written. Raises nothing.
+        """
+        with self._worker.aside():
+            self._rescue.write()
+
     def export(self) -> Path:
         """Write the weights as they are now into the run's ``model/``; where they are. Raises CheckpointError."""
         with self._phase("writing the weights"):
@@ -248,17 +275,29 @@ class Trainer:
         told.shared = True
         return told
 
+    def _moment(self) -> Moment | None:
+        done, generators = self._generators
+        held = self._worker.held()
+        if held is None or held.state["step"] != done:
+            return None
+        return Moment(step=done, held=held, random=random_state(generators))
+
+    def _is_still(self, moment: Moment) -> bool:
+        return self._worker.held() is not None and self._generators[0] == moment.step
+
     def _peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self._worker.device) - self._worker.borrowed_bytes
 
     def _step(self, sinks: Sinks | None) -> None:
         started = time.perf_counter()
+        self._generators = (self._done, taken())
         batch = self._data.batch(self._done)
         if self._ranks.size > 1 and is_looked_at(self._done):
             require_same(self._ranks.gather_or_raise(lambda: digest(batch)), self._done, given=False)
         result = self._worker.step(batch)
         step_s = time.perf_counter() - started
         self._done += 1
+        self._generators = (self._done, taken())
         samples_per_s = self._data.batch_size / step_s
         ideal, length = self._ideal_samples_per_s, self._data.sequence_length
         record = StepRecord(
@@ -321,6 +360,7 @@ class Trainer:
             if restored.random is not None:
                 restore_random_state(restored.random)
         self._done = self._saved = self._unproved = restored.step
+        self._generators = (self._done, taken())
 
     def _require_finite(self, step: int) -> None:
         """Raises CheckpointError, on every rank, for a state that no run of this library has written."""

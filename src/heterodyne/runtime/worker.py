@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.exact.weighting import Weights, part_statistics
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.failed_lookups import told_with_place
-from heterodyne.runtime.out_of_memory import told_with_stage
+from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stage
 from heterodyne.runtime.placement import Place, Placement
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at
@@ -44,6 +45,7 @@ from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets
+from heterodyne.runtime.weights.held_state import Held
 from heterodyne.runtime.weights.host_room import require_host_room
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
@@ -249,6 +251,8 @@ class Worker:
             say=say,
         )
         self._stages.parts()
+        self._before: dict[str, Tensor] = {}  # statistics as they were before the step under way
+        self._settled = None if communicator.device.type == "cpu" else torch.Event(communicator.device)
         self._executor = Executor(
             rank=self.rank,
             program=program,
@@ -275,9 +279,8 @@ class Worker:
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
         work = self._work(batch, number)
-        before = {name: buffer.clone() for name, buffer in self._statistics.items()}
-        doing = told_with_stage(self.device, self.plan, self.graph, self._place, number, lambda: self._executor.doing)
-        with doing, told_with_place(self.module, f"step {number + 1}"):
+        self._before = before = {name: buffer.clone() for name, buffer in self._statistics.items()}
+        with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
             if self._later is not None and is_looked_at(number):
                 self._later.require(work.source, self._place.spans(), number)
             loss = self._executor.run(work)
@@ -290,7 +293,11 @@ class Worker:
                 fault = f"{fault}: fp16 overflows at a loss scale of {scale:g}, the next step has {self._scale.value:g}"
         if not self._place.active and fault is None:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
+        self._before = {}
         self.steps_done = number + 1
+        self._executor.updating = False
+        if self._settled is not None:
+            self._settled.record()
         return StepResult(
             step=number,
             loss=loss,
@@ -303,6 +310,37 @@ class Worker:
             overflow=overflow,
             fault=fault,
         )
+
+    def _told_of_memory(self, number: int | None) -> AbstractContextManager[None]:
+        return told_with_stage(
+            self.device,
+            self.plan,
+            self.graph,
+            self._place,
+            number,
+            lambda: "evaluation" if number is None else self._executor.doing,
+            lambda: longer_than_planned(self._executor.inputs, self.graph),
+        )
+
+    def held(self) -> Held | None:
+        """The part of the state after `steps_done` steps that this rank answers for, without asking other ranks; None in the middle of
+        an update. From any thread, also while a step waits for others.
+        """
+        if self._executor.updating:
+            return None
+        held = self._state.held(self._before)
+        return replace(held, state={**held.state, **self._progress()})
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Copies of what is `held` are made beside what the device waits for."""
+        if self._settled is None:
+            yield
+            return
+        stream = torch.Stream(self.device)
+        stream.wait_event(self._settled)
+        with stream:
+            yield
 
     def _fault(self, work: Step, loss: float, statistics: Mapping[str, Tensor]) -> str:
         """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""
@@ -342,7 +380,7 @@ class Worker:
         source = self._source(batch, "evaluation")
         if not source.size:
             raise DataError("the batch to evaluate has no samples: leave empty batches out")
-        with told_with_place(self.module, "evaluation"):
+        with self._told_of_memory(None), told_with_place(self.module, "evaluation"):
             return evaluate(
                 self.module,
                 source,

@@ -104,12 +104,11 @@ class Builder:
         return self.model.of(plan_of(self.model, pipeline.micro_batches.samples, (pipeline,)))
 
     def _stages(self, draft: Draft) -> Pipeline:
-        places = [draft.line[place] for place in draft.place_of]
+        devices = [draft.line[place] for place in draft.place_of]
         return Pipeline(
             micro_batches=draft.micro_batches,
             stages=tuple(
-                stage_of(ops, place.devices, place.shares)
-                for ops, place in zip(pairwise(draft.borders), places, strict=True)
+                stage_of(ops, (device,)) for ops, device in zip(pairwise(draft.borders), devices, strict=True)
             ),
         )
 

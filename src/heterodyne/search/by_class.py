@@ -6,7 +6,6 @@ devices, simulated and weighed like every other candidate.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +19,11 @@ from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.search.by_speed import shares_by
 from heterodyne.search.classes import class_cluster, class_names
+from heterodyne.search.fleet.plan import FleetPlan
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import written_plan
-from heterodyne.search.planned import Candidate, Kind
+from heterodyne.search.planned import Candidate, Kind, Strategy, serves
 from heterodyne.search.split import Split
 
 __all__ = ["ByClass"]
@@ -34,44 +34,43 @@ _MOST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ByClass:
-    """``split``: makes and weighs stages in parts; ``able``: what runs for the model."""
+    """``split``: makes and weighs stages in parts; ``able``: what runs for the model; ``strategy``: what is asked for."""
 
     split: Split
     able: Capabilities
+    strategy: Strategy = "auto"
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """The fastest by the search; none where each class has one device, since then there is nothing to count."""
-        if not self.counts:
-            return ()
-        names = self.classes
-        cluster = class_cluster(self._model, names)
-        fleet = fleet_of(cluster)
-        planner = FleetPlanner(fleet=fleet, costs=self._layers(names), global_batch=self.split.samples)
-        try:
-            found = planner.plan(space=self._space())
-        except InfeasibleError:
-            return ()  # what each device lacks is said of the other candidates
-        weighed = []
-        for own in (found.best, *found.runners_up)[:_MOST]:
-            try:
-                bound = bind(written_plan(own.plan, fleet), self._model.graph, cluster)
-            except PlanError:
-                continue  # whole nodes of unlike sizes: counts alone do not say whether they can be filled
-            weighed.append(self._weighed(bound))
+        """The fastest that it finds, simulated."""
+        weighed = [self._weighed(plan) for plan in self.plans]
         possible = [candidate for candidate in weighed if candidate.step_s is not None]
         possible += [turns for candidate in possible for turns in self.split.overlapped(candidate)]
         return (min(possible, key=lambda c: c.weighed_s),) if possible else tuple(weighed[:1])
 
     @cached_property
-    def classes(self) -> dict[str, str]:
-        """Of each device."""
-        return class_names(self._model)
+    def plans(self) -> tuple[Plan, ...]:
+        """The fastest by the search that serve, best first; none where pipelines must be alike, which it does not know of."""
+        if not self.able.allow("unlike_pipelines", "unequal_counts"):
+            return ()
+        names = class_names(self._model)
+        cluster = class_cluster(self._model, names)
+        fleet = fleet_of(cluster)
+        planner = FleetPlanner(fleet=fleet, costs=self._layers(names), global_batch=self.split.samples)
 
-    @property
-    def counts(self) -> bool:
-        """Whether there is something to count: several devices of a class, and replicas that need not be alike."""
-        several = max(Counter(self.classes.values()).values()) > 1
-        return several and self.able.allow("unlike_pipelines", "unequal_counts")
+        def accepts(plan: FleetPlan) -> bool:
+            return serves(_kind(written_plan(plan, fleet)), self.strategy)
+
+        try:
+            found = planner.plan(space=self._space(), accepts=accepts)
+        except InfeasibleError:
+            return ()  # what each device lacks is said of the other candidates
+        bound = []
+        for own in filter(lambda own: accepts(own.plan), (found.best, *found.runners_up)):
+            try:
+                bound.append(bind(written_plan(own.plan, fleet), self._model.graph, cluster))
+            except PlanError:
+                continue  # whole nodes of unlike sizes: counts alone do not say whether they can be filled
+        return tuple(bound[:_MOST])
 
     @property
     def _model(self) -> CostModel:
@@ -122,7 +121,8 @@ def _kind(plan: Plan) -> Kind:
     if "context" in kinds:
         return "context"
     stages = max(len(pipeline.stages) for pipeline in plan.pipelines)
-    return "balanced" if stages == 1 else "pipeline" if len(plan.pipelines) == 1 else "replicas"
+    count = sum(pipeline.replicas for pipeline in plan.pipelines)
+    return "balanced" if stages == 1 else "pipeline" if count == 1 else "replicas"
 
 
 def _name(plan: Plan) -> str:

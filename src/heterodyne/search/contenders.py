@@ -7,9 +7,9 @@ from statistics import median
 
 from heterodyne.search.planned import Candidate, Planned, identity, serves
 
-__all__ = ["near_the_chosen", "still_in"]
+__all__ = ["NEAR", "near_the_chosen", "still_in"]
 
-_NEAR = 1.25
+NEAR = 1.25
 """How much longer than the chosen plan's a step may be foretold, for the plan to be worth a rehearsal."""
 _CLEAR_ROUNDS = 5
 """A plan that was slower than the best one in all of the last so many is not run any more: by chance one in 32 is."""
@@ -21,7 +21,7 @@ def near_the_chosen(planned: Planned, most: int) -> tuple[Candidate, ...]:
         return ()
     near: dict[str, Candidate] = {identity(planned.plan): planned.chosen}
     for candidate in sorted(planned.candidates, key=lambda c: c.weighed_s):
-        close = serves(candidate.kind, planned.strategy) and candidate.weighed_s <= _NEAR * planned.chosen.weighed_s
+        close = serves(candidate.kind, planned.strategy) and candidate.weighed_s <= NEAR * planned.chosen.weighed_s
         if candidate.plan is not None and close:
             near.setdefault(identity(candidate.plan), candidate)
     return tuple(near.values())[:most] if len(near) > 1 else ()

@@ -7,23 +7,25 @@ devices and for subsets of them; each proposal is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from heterodyne.cost.model import CostModel
-from heterodyne.errors import InfeasibleError
+from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.plan.capabilities import Capabilities
-from heterodyne.plan.plan import Pipeline
+from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.search.planned import Candidate, Strategy, serves
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.proposals import Proposal, Proposer
 from heterodyne.search.runs import Runs
+from heterodyne.sim.run import Simulation
 from heterodyne.units import format_seconds
 
 __all__ = ["DataParallel"]
 
 _MOST_REFINEMENTS = 16
+_SHOWS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +65,20 @@ class DataParallel:
                 continue  # the balance of more devices already left the same ones without a share
             seen.add(key)
             proposals.append(proposal)
-        candidates = self._played(proposals)
+        least = {proposal.name: self._least_s(proposal) for proposal in proposals}
+        candidates = self._played(proposals, least)
         # All devices, and the best subset: refining those that are far behind would not bring them to the front.
+        best_s = min((c.weighed_s for c in candidates), default=inf)
         for kind in ("balanced", "fewer"):
-            possible = [c for c in candidates if c.kind == kind and c.step_s is not None]
-            if possible:
-                best = min(possible, key=lambda c: c.step_s or 0.0)
-                candidates[candidates.index(best)] = self._refine(best, proposer)
+            best = min((c for c in candidates if c.kind == kind), key=lambda c: c.weighed_s, default=None)
+            if best is not None and best.step_s is not None:
+                refined = self._refine(best, proposer, least[best.name], best_s)
+                candidates[candidates.index(best)] = refined
+                best_s = min(best_s, refined.weighed_s)
         return tuple(candidates)
 
-    def _played(self, proposals: Sequence[Proposal]) -> list[Candidate]:
+    def _played(self, proposals: Sequence[Proposal], least_s: Mapping[str, float]) -> list[Candidate]:
         """All of them, but subsets that cannot be faster than one that was played: to play one takes a while, and there are many."""
-        least_s = {proposal.name: self._least_s(proposal) for proposal in proposals}
         played: dict[str, Candidate] = {}
         best_s, best_subset_s = inf, inf
         for proposal in sorted(proposals, key=lambda p: (p.kind == "fewer", least_s[p.name])):
@@ -107,12 +111,16 @@ class DataParallel:
             for device, micro_batches in proposal.micro_batches.items()
             for run in (self.runs[device],)
         )
-        made, simulation = predict(self.model, plan_of(self.model, self.samples, pipelines), self.runs)
+        try:
+            made, simulation = predict(self.model, plan_of(self.model, self.samples, pipelines), self.runs)
+        except PlanError as error:  # devices that recompute unlike blocks, where that is mathematics
+            return Candidate(name=proposal.name, kind=proposal.kind, why_not=str(error))
         left_out = tuple(device for device in self.runs if device not in proposal.micro_batches)
         return Candidate(name=proposal.name, kind=proposal.kind, plan=made, simulation=simulation, left_out=left_out)
 
-    def _refine(self, candidate: Candidate, proposer: Proposer) -> Candidate:
-        """Move single samples from those who wait least to those who wait most, as long as the simulated step gets shorter.
+    def _refine(self, candidate: Candidate, proposer: Proposer, least_s: float, best_s: float) -> Candidate:
+        """Move single samples from those who wait least to those who wait most, as long as the simulated step gets shorter, and until no
+        shares of these devices can do better than what is known: ``least_s`` is their bound, ``best_s`` the fastest of all.
 
         The balance sees compute alone. Which reductions hide behind whose last backward shows only when the program is played.
         """
@@ -120,23 +128,31 @@ class DataParallel:
             made, simulation = candidate.plan, candidate.simulation
             if made is None or simulation is None or len(made.pipelines) < 2:
                 return candidate
-            shares = {p.stages[0].devices[0]: p.micro_batches.samples for p in made.pipelines}
-            by_wait = sorted(shares, key=lambda device: simulation.wait_s[self.model.cluster.rank(device)])
-            tries = []
-            for donor in by_wait[:2]:
-                for taker in by_wait[:-4:-1]:
-                    if donor != taker and shares[donor] > 1:
-                        moved = {**shares, donor: shares[donor] - 1, taker: shares[taker] + 1}
-                        tries += self._try(candidate, moved, proposer)
-            best = min(tries, key=lambda c: c.step_s or 0.0, default=candidate)
             # A gain that no measurement could show is not worth a plan that looks arbitrary.
-            if best.step_s is None or best.step_s > simulation.step_s * (1 - 1e-6):
+            below_s = simulation.step_s * (1 - _SHOWS)
+            if least_s >= min(below_s, best_s * (1 - _SHOWS)):
+                return candidate
+            tries = [self._play(moved) for moved in self._moves(made, simulation, candidate, proposer, below_s)]
+            best = min(tries, key=lambda c: c.weighed_s, default=candidate)
+            if best.weighed_s > below_s:
                 return candidate
             candidate = best
         return candidate
 
-    def _try(self, candidate: Candidate, shares: Mapping[str, int], proposer: Proposer) -> list[Candidate]:
-        try:
-            return [self._play(proposer.of_shares(candidate.name, candidate.kind, shares))]
-        except InfeasibleError:
-            return []  # a fixed number of micro-batches bounds the share of a device
+    def _moves(
+        self, made: Plan, simulation: Simulation, candidate: Candidate, proposer: Proposer, below_s: float
+    ) -> Iterator[Proposal]:
+        """The same with a sample moved, where that may take less than ``below_s``."""
+        shares = {p.stages[0].devices[0]: p.micro_batches.samples for p in made.pipelines}
+        by_wait = sorted(shares, key=lambda device: simulation.wait_s[self.model.cluster.rank(device)])
+        for donor in by_wait[:2]:
+            for taker in by_wait[:-4:-1]:
+                if donor == taker or shares[donor] <= 1:
+                    continue
+                moved = {**shares, donor: shares[donor] - 1, taker: shares[taker] + 1}
+                try:
+                    proposal = proposer.of_shares(candidate.name, candidate.kind, moved)
+                except InfeasibleError:
+                    continue  # a fixed number of micro-batches bounds the share of a device
+                if self._least_s(proposal) < below_s:
+                    yield proposal

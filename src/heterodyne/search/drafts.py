@@ -15,13 +15,12 @@ from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.schedules.schedule import stage_places
-from heterodyne.plan.slices import slices
 from heterodyne.search.cuts import Cut, best_cut
-from heterodyne.search.lines import Line, Place
+from heterodyne.search.lines import Line
 from heterodyne.search.points import Points
 from heterodyne.search.tables import Floats, PlaceTable, Tables
 
-__all__ = ["FILLED", "Draft", "Drafting", "even_draft", "sizes_of"]
+__all__ = ["FILLED", "Draft", "Drafting", "even_draft"]
 
 FILLED = 0.7  # of what the other stages take for one micro-batch: the weights' half of a backward can wait for the end
 _TURNS = 2  # on both sides of the middle: where the second stages may begin
@@ -50,7 +49,6 @@ class Drafting:
 
     model: CostModel
     tables: Tables
-    _known: dict[tuple[Place, tuple[int, ...], int], PlaceTable] = field(default_factory=dict, repr=False)
     _sent: dict[tuple[int, ...], Floats] = field(default_factory=dict, repr=False)
 
     @property
@@ -65,13 +63,12 @@ class Drafting:
         """
         count, places = len(micro_batches), len(line)
         borders = [self._border(a, b, micro_batches) for a, b in pairwise(line)]
-        names = [" + ".join(place.devices) for place in line]
         fill = FILLED / max(1, count)
         for most in (count, 1):
-            tables = [self._place(p, micro_batches, min(most, count, places - r)) for r, p in enumerate(line)]
+            tables = [self._table(d, micro_batches, min(most, count, places - r)) for r, d in enumerate(line)]
             step, lack = [t.step_s for t in tables], [t.lack_bytes for t in tables]
             try:
-                cut = best_cut(step, lack, borders, names, fill=fill if exact else 0.0)
+                cut = best_cut(step, lack, borders, line, fill=fill if exact else 0.0)
                 break
             except InfeasibleError:
                 if most == 1 or places >= len(self.points):
@@ -91,7 +88,7 @@ class Drafting:
         places, count = len(line), len(self.points)
         if count - 1 < 2 * places:
             return None
-        step = [self._place(place, micro_batches, 1).step_s for place in line]
+        step = [self._table(device, micro_batches, 1).step_s for device in line]
         back = list(range(places)) if placement == "loop" else list(reversed(range(places)))
         whole = step[0][0]
         middle = int(np.argmin(np.abs(whole - whole[-1] / 2)))
@@ -134,46 +131,21 @@ class Drafting:
         in_flight = (
             min(len(draft.micro_batches), len(draft.line) - place) if len(draft.place_of) == len(draft.line) else 1
         )
-        table = self._place(draft.line[place], draft.micro_batches, in_flight)
+        table = self._table(draft.line[place], draft.micro_batches, in_flight)
         return bool(table.lack_bytes[points[stage], points[stage + 1]] <= 0)
 
-    def _place(self, place: Place, micro_batches: MicroBatches, in_flight: int) -> PlaceTable:
-        """Of a group: the slowest of its devices, and what any of them lacks."""
-        key = place, micro_batches.sizes, in_flight
-        if key not in self._known:
-            sizes = sizes_of(place, micro_batches)
-            tables = [self.tables.table(device, own, in_flight) for device, own in sizes.items()]
-            self._known[key] = (
-                tables[0]
-                if len(tables) == 1
-                else PlaceTable(
-                    step_s=np.maximum.reduce([table.step_s for table in tables]),
-                    lack_bytes=np.maximum.reduce([table.lack_bytes for table in tables]),
-                )
-            )
-        return self._known[key]
+    def _table(self, device: str, micro_batches: MicroBatches, in_flight: int) -> PlaceTable:
+        return self.tables.table(device, Counter(micro_batches.sizes), in_flight)
 
-    def _border(self, before: Place, behind: Place, micro_batches: MicroBatches) -> Floats:
-        """Seconds in which the busiest link between two places is occupied in a step, by point."""
+    def _border(self, before: str, behind: str, micro_batches: MicroBatches) -> Floats:
+        """Seconds in which the link between two devices is occupied in a step, by point."""
         send = self.model.collectives.send
-        s_per_byte = max(
-            max(send(a, b).s_per_byte, send(b, a).s_per_byte) for a in before.devices for b in behind.devices
-        )
-        width = max(len(before.devices), len(behind.devices))
+        s_per_byte = max(send(before, behind).s_per_byte, send(behind, before).s_per_byte)
         if micro_batches.sizes not in self._sent:
             sizes = Counter(micro_batches.sizes)
             each = [[crossing(size) * number for crossing in self.points.crossing] for size, number in sizes.items()]
             self._sent[micro_batches.sizes] = np.sum(np.array(each, dtype=np.float64), axis=0)
-        return self._sent[micro_batches.sizes] * (s_per_byte / width)
-
-
-def sizes_of(place: Place, micro_batches: MicroBatches) -> dict[str, dict[int, int]]:
-    """For each device of a place how many slices of each size it has in a step."""
-    found: dict[str, Counter[int]] = {device: Counter() for device in place.devices}
-    for size, number in Counter(micro_batches.sizes).items():
-        for device, (_, own) in zip(place.devices, slices(size, place.shares), strict=True):
-            found[device][own] += number
-    return {device: dict(sizes) for device, sizes in found.items()}
+        return self._sent[micro_batches.sizes] * s_per_byte
 
 
 def even_draft(line: Line, micro_batches: MicroBatches, points: Points) -> Draft:

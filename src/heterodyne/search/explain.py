@@ -11,7 +11,7 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.state_shards import state_parts
-from heterodyne.search.planned import CLEARLY, Candidate, Planned, Strategy, serves
+from heterodyne.search.planned import Candidate, Planned, Strategy, serves
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["AlternativeRow", "ShareRow", "alternatives", "paragraph", "ratio_in_words", "reason", "shares"]
@@ -116,9 +116,7 @@ def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
         ratio = None if candidate.step_s is None or base <= 0 else candidate.step_s / base
         chosen = candidate is planned.chosen
         note = "chosen" if chosen else candidate.why_not or ("" if ratio is None else ratio_in_words(ratio))
-        if candidate.kind == "wide" and ratio is not None and CLEARLY < ratio < 1:
-            note += ", too little for places of several devices"
-        elif candidate.rehearsed_s is not None:
+        if candidate.rehearsed_s is not None:
             note += f"; {format_seconds(candidate.rehearsed_s)} in rehearsal"
         elif ratio is not None and ratio < 1 and candidate.weighed_s > planned.chosen.weighed_s:
             note += ", too little to cut the model for"

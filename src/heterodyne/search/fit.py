@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from heterodyne.cluster.spec import Device
+from heterodyne.cost.again import parts_again
 from heterodyne.cost.memory import MemoryUse
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
@@ -17,9 +18,10 @@ from heterodyne.search.hosted import can_be_hosted, hosted
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.recompute import recomputed
+from heterodyne.search.runs import Runs
 from heterodyne.units import format_bytes
 
-__all__ = ["Fit", "fit_devices", "nothing_fits", "passes_s"]
+__all__ = ["Fit", "fit_devices", "nothing_fits", "passes_s", "runs_of"]
 
 Way: TypeAlias = Callable[[int], Pipeline]
 """The pipeline that keeps so many bytes less."""
@@ -144,6 +146,40 @@ def _lacks_bytes(model: CostModel, device: Device, pipeline: Pipeline) -> int:
     """Of a device that runs one micro-batch."""
     _, played = predict(model, plan_of(model, pipeline.micro_batches.samples, (pipeline,)), {})
     return played.peak_bytes[model.cluster.rank(device.id)] - device.memory_bytes
+
+
+def runs_of(model: CostModel, fits: Iterable[Fit]) -> dict[str, Runs]:
+    """How those devices that can hold the model best run samples."""
+    return {
+        fit.device.id: Runs(
+            seconds=_seconds(model, fit),
+            sizes=fit.sizes,
+            fixed_s=model.fixed_s(fit.device.id),
+            activations=fit.activations,
+        )
+        for fit in fits
+        if fit.sizes
+    }
+
+
+def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
+    """Of forward and backward of a micro-batch, with what is computed again."""
+    compute = model.compute[fit.device.id]
+    if not fit.activations:
+        return compute.micro_batch_s
+    if fit.activations.hosted:
+        stage = fit.activations.on(stage_of((0, len(model.graph.ops)), (fit.device.id,)))
+
+        def hosted_s(size: float) -> float:
+            if not size:
+                return 0.0
+            return passes_s(model, fit.device.id, Pipeline(micro_batches=MicroBatches((int(size),)), stages=(stage,)))
+
+        return hosted_s
+    again = parts_again(model.graph, (0, len(model.graph.ops)), fit.activations.recompute, fit.activations.keep)
+    return lambda size: (
+        compute.micro_batch_s(size) + sum(model.again_s(fit.device.id, part, int(size)) for part in again)
+    )
 
 
 def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str, *, pipeline: str = "") -> InfeasibleError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from heterodyne.cost.model import CostModel
@@ -29,7 +29,7 @@ def offloading(
     model: CostModel,
     short: Collection[str],
     runs: Mapping[str, Runs],
-    search: Callable[[CostModel], Collection[Candidate]],
+    search: Callable[[CostModel], Iterable[Candidate]],
 ) -> Iterator[Candidate]:
     """What is found where the hosts of these devices keep the state; each with the devices that need it, judged by ``model``.
 

@@ -33,7 +33,6 @@ Kind = Literal[
     "fastest",
     "fewer",
     "pipeline",
-    "wide",
     "replicas",
     "even",
     "split",
@@ -42,9 +41,7 @@ Kind = Literal[
     "given",
 ]
 CLEARLY = 0.95
-"""Places of several devices, and sharded state, are chosen only if so much faster: what the former exchange may turn out not to be cut
-by samples, and what the latter gather hides behind nothing.
-"""
+"""Sharded state is chosen only if so much faster: what is gathered hides behind nothing."""
 
 CUTTING_PAYS = 0.95
 """A model is cut only if that makes a step so much faster than whole models beside each other: what stages cost on top of their
@@ -63,7 +60,7 @@ messages, and how much is known less well than a wait is.
 
 
 _OF_DATA = ("balanced", "equal", "fastest", "fewer")
-_OF_PIPELINES = ("pipeline", "wide", "replicas", "even")
+_OF_PIPELINES = ("pipeline", "replicas", "even")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +90,6 @@ class Candidate:
             return float("inf")
         doubts = (
             CUTTING_PAYS if self.kind in (*_OF_PIPELINES, "split", "context") else 1,
-            CLEARLY if self.kind == "wide" else 1,
             FOLDING_PAYS if self._is_folded else 1,
             IN_TURNS_PAYS if self._in_turns else 1,
             CLEARLY if self.plan is not None and self.plan.zero else 1,

@@ -10,7 +10,7 @@ from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.graph.size import ZERO, Size
 
-__all__ = ["Points", "points_of", "sliceable"]
+__all__ = ["Points", "points_of"]
 
 _MOST_CROSSING = 3.0  # a cut inside a block may send so many times what the lightest cut at its ends sends
 
@@ -89,10 +89,3 @@ def _inside(graph: ModelGraph, block: Block, alive: list[Size], count: int) -> l
         if best and alive[block.start + best](1) <= _MOST_CROSSING * min(ends):
             found.add(best)
     return sorted(found)
-
-
-def sliceable(graph: ModelGraph) -> bool:
-    """Whether all values with a gradient follow the batch in their first dim, so that slices of them can be exchanged."""
-    specs = [op.outputs[0] for op in graph.ops if any(op.differentiable) and op.outputs]
-    # The loss is a number, and is made by the last stage.
-    return all(spec.shape and not spec.shape[0].is_constant for spec in specs[:-1])

@@ -6,6 +6,7 @@ is tried in both directions with the orders that were found, and the best move i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,12 +14,11 @@ from heterodyne.cost.compute import Pass
 from heterodyne.plan.schedules import Orders
 from heterodyne.plan.schedules.clock import Clock
 from heterodyne.plan.schedules.times import Read, StageTimes
-from heterodyne.search.drafts import Draft, Drafting, sizes_of
+from heterodyne.search.drafts import Draft, Drafting
 
 __all__ = ["refined"]
 
 _CLOSE = 1e-6
-_KINDS: tuple[Pass, ...] = ("F", "I", "W")
 
 
 def refined(draft: Draft, drafting: Drafting, orders: Orders, reads: Sequence[Read], *, rounds: int) -> Draft:
@@ -55,15 +55,12 @@ def _makespan(draft: Draft, times: Sequence[StageTimes], orders: Orders, reads: 
 
 
 def _times(draft: Draft, drafting: Drafting, stage: int, points: Sequence[int]) -> StageTimes:
-    """The mean micro-batch of a stage on the slowest device of its place."""
-    first, stop = points[stage], points[stage + 1]
-    count = len(draft.micro_batches)
-    forward, inputs, weights = 0.0, 0.0, 0.0
-    for device, sizes in sizes_of(draft.line[draft.place_of[stage]], draft.micro_batches).items():
-        mean = [0.0, 0.0, 0.0]
-        for size, number in sizes.items():
-            for at, kind in enumerate(_KINDS):
-                sums = drafting.tables.seconds(device, kind, size)
-                mean[at] += number / count * max(0.0, float(sums[stop] - sums[first]))
-        forward, inputs, weights = max(forward, mean[0]), max(inputs, mean[1]), max(weights, mean[2])
-    return StageTimes(forward_s=forward, input_s=inputs, weight_s=weights)
+    """The mean micro-batch of a stage."""
+    device, sizes = draft.line[draft.place_of[stage]], Counter(draft.micro_batches.sizes)
+
+    def mean_s(kind: Pass) -> float:
+        sums = {size: drafting.tables.seconds(device, kind, size) for size in sizes}
+        spent = (max(0.0, float(sums[n][points[stage + 1]] - sums[n][points[stage]])) * sizes[n] for n in sizes)
+        return sum(spent) / len(draft.micro_batches)
+
+    return StageTimes(forward_s=mean_s("F"), input_s=mean_s("I"), weight_s=mean_s("W"))

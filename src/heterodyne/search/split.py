@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
@@ -24,7 +23,7 @@ from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
 from heterodyne.search.by_speed import causal_shares, lighter_pipelines, shares_by
 from heterodyne.search.exchange_price import exchange_price
-from heterodyne.search.planned import Candidate, Kind
+from heterodyne.search.planned import CUTTING_PAYS, IN_TURNS_PAYS, Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict
 from heterodyne.search.runs import Runs
 from heterodyne.search.split_bound import SplitBound
@@ -32,7 +31,8 @@ from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["Split"]
 
-_KINDS: Final[tuple[Literal["split", "context"], ...]] = ("split", "context")
+_Way: TypeAlias = Literal["split", "context"]
+_KINDS: Final[tuple[_Way, ...]] = ("split", "context")
 _MOST_SHIFTS: Final = 4
 _NAMES: Final = {"split": "weights split", "context": "sequences split"}
 
@@ -83,38 +83,39 @@ class Split:
         kinds: Sequence[str] = ("split", "context"),
         *,
         below_s: float = inf,
-        classes: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[Candidate, ...]:
         """Splits of the whole model (``split``: of its weights, ``context``: of its sequences), over all devices and over fewer, alone
         and beside copies of each other; of each the best size of micro-batches.
 
         Args:
             below_s: what the best other plan takes.
-            classes: of devices whose groups of alike ones are searched elsewhere (`search.by_class`).
         """
         found: list[Candidate] = []
         for kind in _KINDS:
             for name, groups in self._groupings() if kind in kinds else ():
-                if classes and all(len({classes[device] for device in group}) == 1 for group in groups):
-                    continue
-                # Sequences are cut where one alone is long; samples of more than one would be shared.
-                sizes = self.tried if kind == "split" else self.tried[:1]
-                least_s = min(self._bound.step_s(kind, groups, size) for size in sizes)
-                if least_s >= 2 * below_s:
-                    why = f"takes at least {format_seconds(least_s)} a step: as if each group were the two that are joined best"
-                    found.append(Candidate(name=f"{_NAMES[kind]} {name}", kind=kind, why_not=why))
-                    continue
-                tried = [
-                    self._of_groups(f"{_NAMES[kind]} {name}{how}", kind, groups, shares, size)
-                    for how, shares in self._ways_to_share(kind, groups)
-                    for size in sizes
-                ]
-                own = _fastest(tried)
-                below_s = min(below_s, own.weighed_s)
-                # What hides is the shorter one of computing and exchanging: half at most.
-                turns = self.overlapped(own) if own.weighed_s < 2 * below_s else []
-                found.append(_fastest([own, *turns]))
+                found.append(self._best(f"{_NAMES[kind]} {name}", kind, groups, below_s))
+                below_s = min(below_s, found[-1].weighed_s)
         return tuple(found)
+
+    def _best(self, name: str, kind: _Way, groups: Sequence[Sequence[str]], below_s: float) -> Candidate:
+        """Of the sizes of micro-batches that may be weighed below so many seconds."""
+        # Sequences are cut where one alone is long; samples of more than one would be shared.
+        least_s = {
+            size: self._bound.weighed_s(kind, groups, size) for size in self.tried[: 2 if kind == "split" else 1]
+        }
+        tried = [
+            self._of_groups(f"{name}{how}", kind, groups, shares, size)
+            for how, shares in self._ways_to_share(kind, groups)
+            for size, least in least_s.items()
+            if least < below_s
+        ]
+        if not tried:
+            why = f"takes at least {format_seconds(min(least_s.values()) * CUTTING_PAYS)} a step"
+            return Candidate(name=name, kind=kind, why_not=why)
+        own = _fastest(tried)
+        # What hides is the shorter one of computing and exchanging: half at most.
+        turns = self.overlapped(own) if own.weighed_s < 2 * IN_TURNS_PAYS * below_s else []
+        return _fastest([own, *turns])
 
     def overlapped(self, candidate: Candidate) -> list[Candidate]:
         """The same with each micro-batch as two halves in turns, where it has two."""
@@ -146,7 +147,7 @@ class Split:
         ]
 
     def _ways_to_share(
-        self, kind: Literal["split", "context"], groups: Sequence[Sequence[str]]
+        self, kind: _Way, groups: Sequence[Sequence[str]]
     ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
         """The shares of the devices of each group: by speed, and where later tokens cost more also with that counted in."""
         speeds = [[self._speed(device) for device in group] for group in groups]
@@ -160,7 +161,7 @@ class Split:
     def _of_groups(
         self,
         name: str,
-        kind: Literal["split", "context"],
+        kind: _Way,
         groups: Sequence[Sequence[str]],
         shares: Sequence[tuple[int, ...]],
         size: int,
@@ -179,7 +180,7 @@ class Split:
         self,
         ops: tuple[int, int],
         devices: Sequence[str],
-        kind: Literal["split", "context"],
+        kind: _Way,
         shares: tuple[int, ...],
     ) -> Stage:
         regions = (Region(layout=Layout(kind=kind, shares=shares)),)
@@ -276,7 +277,12 @@ class Split:
 
     @cached_property
     def _bound(self) -> SplitBound:
-        return SplitBound(model=self.model, samples=self.samples, speed=self._speed, stage=self.stage)
+        return SplitBound(
+            model=self.model,
+            samples=self.samples,
+            in_turns=Capabilities(self.model.graph).allow("overlap"),
+            stage=self.stage,
+        )
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:

@@ -7,56 +7,77 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
+from heterodyne.cost.compute import Pass
+from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import MeasureError, PlanError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Stage
+from heterodyne.search.planned import CUTTING_PAYS, IN_TURNS_PAYS
 
 __all__ = ["SplitBound"]
 
 Kind = Literal["split", "context"]
+_DIRECTIONS: tuple[Pass, ...] = ("F", "B")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitBound:
-    """Two devices exchange less than more of them do: the tensors are the same, and in a ring of n each sends (n - 1) / n of them.
+    """Two devices exchange less than more of them do: the tensors are the same, and in a ring of n each sends (n - 1) / n of them. What two
+    devices do not divide, more do not either, and each of them does it.
 
     Args:
         samples: the global batch.
-        speed: samples of the whole model that a device computes in a second.
+        in_turns: whether halves of micro-batches may run in turns, so that one computes while the other exchanges.
         stage: the whole model on some devices, in one way, with some shares.
     """
 
     model: CostModel
     samples: int
-    speed: Callable[[str], float]
+    in_turns: bool
     stage: Callable[[tuple[int, int], Sequence[str], Kind, tuple[int, ...]], Stage]
-    _exchanged: dict[tuple[Kind, tuple[str, str], int], float] = field(default_factory=dict, repr=False)
+    _pairs: dict[tuple[Kind, tuple[str, str], int], tuple[float, float]] = field(default_factory=dict, repr=False)
 
-    def step_s(self, kind: Kind, groups: Sequence[Sequence[str]], size: int) -> float:
-        """Seconds, under micro-batches of that size: all devices compute all the time, but for what the two of each group that are joined
-        best would exchange."""
-        samples_per_s = 0.0
+    def weighed_s(self, kind: Kind, groups: Sequence[Sequence[str]], size: int) -> float:
+        """Seconds of a step, and what is doubtful about it, under micro-batches of that size: the devices of a group are done with what
+        they compute at the same time, and exchange what the two that are joined best would.
+        """
+        waiting, turning = 0.0, 0.0  # samples/s
         for group in groups:
-            exchanged_s = self._exchanged_s(kind, self._joined_best(group), size) if len(group) > 1 else 0.0
-            samples_per_s += size / (exchanged_s + size / sum(map(self.speed, group)))
-        return self.samples / samples_per_s
+            exchanged_s, undivided = (
+                self._of_pair(kind, self._joined_best(group), size) if len(group) > 1 else (0.0, 0.0)
+            )
+            speed = sum(size / self.model.compute[device].micro_batch_s(size) for device in group)
+            compute_s = size * (1 + (len(group) - 1) * undivided) / speed
+            waiting += size / (compute_s + exchanged_s)
+            turning += size / max(compute_s, exchanged_s)
+        least = self.samples / waiting / CUTTING_PAYS
+        turns = self.in_turns and size > 1
+        return min(least, self.samples / turning / (CUTTING_PAYS * IN_TURNS_PAYS)) if turns else least
 
     def _joined_best(self, group: Sequence[str]) -> tuple[str, str]:
         """The first two of a group whose link is the best."""
         send, size = self.model.collectives.send, self.model.graph.trainable_bytes
         return min(combinations(group, 2), key=lambda pair: send(*pair)(size))
 
-    def _exchanged_s(self, kind: Kind, pair: tuple[str, str], size: int) -> float:
-        """Of forward and backward of one micro-batch; 0 if two cannot share the model."""
+    def _of_pair(self, kind: Kind, pair: tuple[str, str], size: int) -> tuple[float, float]:
+        """Seconds of what two exchange in forward and backward of a micro-batch, and the part of the operations that they do not divide;
+        nothing if they cannot share the model."""
         key = (kind, pair, size)
-        if key not in self._exchanged:
+        if key not in self._pairs:
             stage = self.stage((0, len(self.model.graph.ops)), pair, kind, (1, 1))
             pipeline = Pipeline(micro_batches=MicroBatches((size,)), stages=(stage,))
             try:
                 together = self.model.in_parts(pipeline, 0)
             except (PlanError, MeasureError):
                 together = None
-            ways = () if together is None else [together.together_s(direction, size) for direction in ("F", "B")]
-            self._exchanged[key] = sum(exchanged_s for _, exchanged_s in ways)
-        return self._exchanged[key]
+            self._pairs[key] = (0.0, 0.0) if together is None else _exchanged_and_undivided(together, size)
+        return self._pairs[key]
+
+
+def _exchanged_and_undivided(together: InParts, size: int) -> tuple[float, float]:
+    divided = {name for name, strategy in together.sharding.strategies.items() if strategy.divides}
+    flops = {op.name: op.flops_forward(size) + op.flops_backward(size) for op in together.graph.ops}
+    kept = sum(own for name, own in flops.items() if name not in divided)
+    exchanged_s = sum(together.together_s(direction, size)[1] for direction in _DIRECTIONS)
+    return exchanged_s, kept / max(1.0, sum(flops.values()))

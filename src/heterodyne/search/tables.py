@@ -174,9 +174,8 @@ class Tables:
     def _weights(self) -> _Weights:
         """By walking from every point to the end, each parameter counted where it is first read."""
         count = len(self.points)
-        graph, autocast = self.model.graph, self.model.recipe.autocast
+        graph = self.model.graph
         named: dict[str, Parameter] = {p.name: p for p in (*graph.parameters, *graph.buffers)}
-        own = {p.name for p in graph.parameters}
         read = [
             list(dict.fromkeys(n for op in graph.ops[a:b] for n in op.parameters if n in named))
             for a, b in pairwise(self.points.positions)
@@ -185,8 +184,7 @@ class Tables:
 
         def sizes(p: Parameter) -> tuple[float, float, float, float]:
             wide = max(p.bytes, 4 * p.numel)
-            stored = p.bytes + (2 * p.numel if autocast and p.name in own else 0)
-            return (stored, p.bytes, wide, wide) if p.trainable else (stored, 0, 0, 0)
+            return (p.bytes, p.bytes, wide, wide) if p.trainable else (p.bytes, 0, 0, 0)
 
         of = {name: np.array(sizes(p), dtype=np.float64) for name, p in named.items()}
         base = [of[name] for name in named if name not in anywhere]

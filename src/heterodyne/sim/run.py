@@ -18,7 +18,7 @@ from typing import NamedTuple
 from heterodyne.cost.step import StepCosts
 from heterodyne.plan.program import Action, Program
 from heterodyne.sim.host_memory import host_peak
-from heterodyne.sim.memory import changes, peak
+from heterodyne.sim.memory import in_passes, peak
 from heterodyne.sim.passes import exchange_s
 from heterodyne.sim.tasks import Tasks
 from heterodyne.timeline import Event, Lane, Timeline
@@ -120,11 +120,13 @@ class Simulation:
         costs, actions = self._played.costs.ranks[rank], self._played.program.ranks[rank]
         if costs is None or not actions:
             return ()
-        made = dict(zip(actions, changes(actions, costs), strict=True))
-        alive = costs.fixed_bytes
-        points = [(0.0, alive)]
+        made = in_passes(actions, costs)
+        begin = alive = costs.fixed_bytes - costs.coming_bytes
+        points, step = [(0.0, alive)], 0
         for span in self.spans:
             if span.rank == rank and span.lane == "compute":
+                if span.step > step:
+                    alive, step = begin, span.step
                 during, after = made[span.action]
                 points.append((span.start_s, alive + during))
                 alive += after

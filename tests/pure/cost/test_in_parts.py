@@ -22,7 +22,7 @@ from heterodyne.sim import simulate
 from pure.build import cluster, linear, profile
 from pure.cost.transformer import HIDDEN_BYTES, transformer
 
-BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)
 SAMPLES = 12
 FREE = Exchange(latency_bytes=0)
 KINDS = ("split", "context")

@@ -16,7 +16,7 @@ from pure.build import cluster, device_profile, graph, linear
 
 MODEL = graph(4, saved=10_000)
 DEVICE = cluster(1).devices[0]
-BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)
 
 
 def memory(**changes: object) -> DeviceMemory:
@@ -60,12 +60,22 @@ def test_without_a_share_the_update_remains() -> None:
 def test_states_of_narrow_parameters_are_counted_in_full_precision() -> None:
     half = memory(graph=graph(4, dtype="bfloat16")).use(1)
     assert half.parameters * 2 == memory().use(1).parameters
-    assert half.optimizer == memory().use(1).optimizer
+    assert half.optimizer == memory().use(1).optimizer + 4 * MODEL.parameter_count  # and a master of each
+    assert half.gradients == memory().use(1).gradients
 
 
 def test_autocast_keeps_narrow_copies() -> None:
-    extra = memory(recipe=Recipe(precision="bf16")).use(1).parameters - memory().use(1).parameters
-    assert extra == 2 * MODEL.parameter_count
+    """Each forward makes its own, whatever its size, and keeps them for its backward."""
+    narrow = memory(recipe=Recipe(precision="bf16"))
+    for size in (1, 3):
+        assert narrow.use(size).activations - memory().use(size).activations == 2 * MODEL.parameter_count
+    assert narrow.use(1).parameters == memory().use(1).parameters
+    samples = {
+        kind: tuple(replace(s, copied_bytes=30) for s in of)
+        for kind, of in device_profile(MODEL, linear(1.0), saved=700).blocks.items()
+    }
+    known = replace(narrow, profile=replace(device_profile(MODEL, linear(1.0), saved=700), blocks=samples))
+    assert known.activations(4) == 6 * (4 * 700 + 30)
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
@@ -106,7 +116,7 @@ def test_measured_bytes_are_never_interpolated_below_a_sample() -> None:
 
 
 def test_the_framework_and_the_allocator_take_their_part() -> None:
-    given_ = MemoryAssumptions(context_bytes={"cpu": 1000}, other_context_bytes=5000, fragmentation=0.1)
+    given_ = MemoryAssumptions(context_bytes={"cpu": 1000}, other_context_bytes=5000, fragmentation=0.1, block_bytes=0)
     use, bare = memory(assumptions=given_).use(2), memory().use(2)
     assert use.context == 1000
     assert use.lost == pytest.approx(0.1 * (bare.fixed + bare.activations), abs=1)

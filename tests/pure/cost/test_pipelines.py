@@ -32,7 +32,7 @@ MACHINES = replace(
     ),
 )
 IDS = [device.id for device in MACHINES.devices]
-BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)
 MEASURED = profile(MODEL, MACHINES, [linear(0.6)] * 4, optimizer_s=0.2)
 COSTS = CostModel(graph=MODEL, cluster=MACHINES, profile=MEASURED, memory=BARE)
 CUTS = st.lists(st.integers(1, END - 1), unique=True, max_size=4).map(lambda cuts: (0, *sorted(cuts), END))

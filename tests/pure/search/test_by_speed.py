@@ -17,7 +17,7 @@ from heterodyne.search.planner import plan
 from pure.build import cluster, linear, profile
 from pure.cost.transformer import transformer
 
-BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)
 FAST = Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e12, latency_s=1e-9)
 RATES = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6)
 

@@ -19,7 +19,7 @@ from heterodyne.search import Planned, plan
 from pure.build import ROOMY, cluster, graph, linear, profile
 
 MODEL = graph(4)
-BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)
 
 
 @st.composite

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from heterodyne.search import Planned, plan
-from heterodyne.search.contenders import near_the_chosen, still_in
+from heterodyne.search.contenders import NEAR, near_the_chosen, still_in
 from heterodyne.search.explain import alternatives, paragraph
 from heterodyne.search.planned import Strategy, identity, serves
 from pure.build import cluster, graph, linear, profile
@@ -18,7 +18,7 @@ MODEL = graph(layers=6, width=16)
 def searched(strategy: Strategy = "auto", **rehearsed: float) -> Planned:
     machines = cluster(3)
     known = profile(MODEL, machines, [linear(0.01 / s) for s in (0.7, 0.5, 0.3)], optimizer_s=0.01)
-    return plan(MODEL, machines, known, global_batch_size=24, strategy=strategy, rehearsed=rehearsed)
+    return plan(MODEL, machines, known, global_batch_size=24, strategy=strategy, rehearsed=rehearsed, near=NEAR)
 
 
 def test_of_what_was_rehearsed_the_fastest_is_chosen_whatever_was_foretold() -> None:
@@ -48,7 +48,7 @@ def test_only_plans_that_serve_and_come_near_are_rehearsed_the_chosen_one_first(
         assert 1 < len(near) <= 4
         assert len({identity(c.plan) for c in near if c.plan is not None}) == len(near)
         assert all(serves(c.kind, strategy) for c in near)
-        assert all(c.weighed_s <= 1.25 * found.chosen.weighed_s for c in near)
+        assert all(c.weighed_s <= NEAR * found.chosen.weighed_s for c in near)
 
 
 @pytest.mark.parametrize("strategy", ["equal", "fastest"])

@@ -20,7 +20,7 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.search import balance, plan
 from pure.build import cluster, graph, linear, profile
 
-BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0)
+BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)
 
 
 def capped(speeds: tuple[int, ...], memory: tuple[int, ...]) -> list[list[float]]:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["random_state", "restore_random_state", "unchanged_random_state"]
+__all__ = ["random_state", "restore_random_state", "taken", "unchanged_random_state"]
 
 
-def random_state() -> dict[str, Any]:
-    """Of Python, NumPy, torch, and this rank's accelerator if there is one in use."""
-    version, words, gauss = random.getstate()
-    name, keys, place, has_gauss, numpy_gauss = np.random.get_state()
+def random_state(generators: tuple[Any, ...] | None = None) -> dict[str, Any]:
+    """Of Python, NumPy, torch, and this rank's accelerator if there is one in use; as they are now, or were when these were `taken`."""
+    python, numpy, of_torch, accelerator = taken() if generators is None else generators
+    version, words, gauss = python
+    name, keys, place, has_gauss, numpy_gauss = numpy
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": {
@@ -26,12 +27,22 @@ def random_state() -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "gauss": float(numpy_gauss),
         },
-        "torch": torch.get_rng_state(),
+        "torch": of_torch,
     }
-    module = _accelerator()
-    if module is not None:
-        state["accelerator"] = module.get_rng_state()
+    if accelerator is not None:
+        state["accelerator"] = accelerator
     return state
+
+
+def taken() -> tuple[Any, ...]:
+    """The states of the generators, as they give them: so cheap that each step can begin with it."""
+    module = _accelerator()
+    return (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        None if module is None else module.get_rng_state(),
+    )
 
 
 def restore_random_state(state: dict[str, Any]) -> None:

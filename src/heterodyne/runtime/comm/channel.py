@@ -214,13 +214,20 @@ class Channel:
 
         return self._ranges_on_host(flat, on_host, timed=timed)
 
-    def all_gather_ranges(self, flat: Tensor, ranges: Sequence[Range], *, timed: bool = False) -> Work:
-        """Start to give every rank the i-th range of the i-th rank's flat tensor, in place. See `reduce_scatter_ranges`."""
+    def all_gather_ranges(
+        self, flat: Tensor, ranges: Sequence[Range], *, own: Tensor | None = None, timed: bool = False
+    ) -> Work:
+        """Start to give every rank the i-th range of the i-th rank's flat tensor, in place. See `reduce_scatter_ranges`.
+
+        ``own``: where this rank's range lies besides, and stays as it is meanwhile: it need not be copied.
+        """
         if self._group is None:
             return Work(timed=timed)
         if self.native:
             start, stop = ranges[self.place]
-            gathered = self.all_gather(flat[start:stop].clone(), [high - low for low, high in ranges], flat)
+            gathered = self.all_gather(
+                flat[start:stop].clone() if own is None else own, [high - low for low, high in ranges], flat
+            )
             return Work(gathered, timed=timed)
         group = self._group
         copy = self._found(shared.copies_of(flat, ranges) for shared in self._shared)

@@ -34,6 +34,7 @@ class WatchLimits:
         phase_s: the longest that a phase may take unless it says otherwise; also for the very first action.
         call_s: how long a worker waits in a call that others have not come to before people are told.
         publish_s: how long a worker that gives up stays to let the others read why; rank 0 keeps the store.
+        rescue_s: how long a worker that ends for a lack of memory waits for the others to write what they hold.
         handle_s: how long the main thread may take to end by itself once it asked who is at fault.
     """
 
@@ -45,6 +46,7 @@ class WatchLimits:
     phase_s: float = 600.0
     call_s: float = 15.0
     publish_s: float = 2.0
+    rescue_s: float = 1800.0
     handle_s: float = 5.0
 
     @property
@@ -114,12 +116,15 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Who is at fault (None: nobody in particular), what happened in words, and whether it was only an interruption."""
+    """Who is at fault (None: nobody in particular), what happened in words, and whether it was only an interruption, or a lack of memory,
+    after which what all ranks hold is still good.
+    """
 
     rank: int | None
     host: str | None
     text: str
     interrupted: bool = False
+    out_of_memory: bool = False
 
     @classmethod
     def load(cls, text: str | bytes) -> Failure:

@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
-from heterodyne.errors import HeterodyneError, WorkerError
+from heterodyne.errors import HeterodyneError, OutOfMemoryError, WorkerError
 from heterodyne.processes import GAVE_UP_ON_A_PEER
 from heterodyne.runtime.liveness.device_queue import DeviceQueue, Held
 from heterodyne.runtime.liveness.failure_detector import (
@@ -87,6 +88,7 @@ class Watchdog:
 
         self._doing: tuple[Kind, str, float, float] = ("phase", "starting", time.monotonic(), self._limits.phase_s)
         self._device: DeviceQueue | None = None
+        self._rescue: Callable[[], None] | None = None
         self._phases = 0  # that have begun and not ended
         self._calls = Calls()
         self._called_s = time.monotonic()
@@ -117,10 +119,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self._decide(self._own_failure(error))
-            self._asked.set()
+            self.tell(error)
             if len(self._members) > 1:
-                self._published.wait(self._limits.publish_s)
                 time.sleep(
                     min(self._limits.publish_s, 2 * self._limits.interval_s)
                     if self._rank == self._store_keeper
@@ -137,6 +137,10 @@ class Watchdog:
     def follow(self, device: DeviceQueue) -> None:
         """From now on look at what this rank's device has still to do, too: its host may wait for it anywhere, or be ahead of it."""
         self._device = device
+
+    def before_out_of_memory(self, rescue: Callable[[], None]) -> None:
+        """What this worker does before it ends because any worker is out of memory; from any thread, and perhaps twice."""
+        self._rescue = rescue
 
     def progress(self, state: str) -> None:
         """The main thread begins an action that computes."""
@@ -170,6 +174,16 @@ class Watchdog:
         finally:
             self._calls = self._calls.ended()
 
+    def tell(self, error: BaseException) -> None:
+        """The main thread ends by an error: the others are told, as when the block is left. After a lack of memory this returns when all
+        have written what they hold.
+        """
+        self._decide(self._own_failure(error))
+        self._asked.set()
+        if len(self._members) > 1:
+            self._published.wait(self._limits.publish_s)
+        self._rescued()
+
     def blame(self) -> WorkerError | None:
         """Who is at fault, for a main thread that got an error from a collective; None if everybody seems well.
 
@@ -187,7 +201,10 @@ class Watchdog:
         if self._decided.is_set():
             self._published.wait(self._limits.publish_s)  # another worker may have judged first
         failure = self._failure
-        return None if failure is None else WorkerError(failure.text, rank=failure.rank, host=failure.host)
+        if failure is None:
+            return None
+        kind = OutOfMemoryError if failure.out_of_memory else WorkerError
+        return kind(failure.text, rank=failure.rank, host=failure.host)
 
     def _turn(self, kind: Kind, state: str) -> None:
         now = time.monotonic()
@@ -310,6 +327,7 @@ class Watchdog:
     def _give_up(self, failure: Failure) -> None:
         """End this process, unless its main thread is doing so by itself."""
         self._published.wait(self._limits.publish_s)
+        self._rescued()  # here, because the main thread may hang
         # A moment for the main thread, which may be about to fail of the same cause; and, where the store is kept, for
         # the others to read the failure from here.
         if self._left.wait(self._limits.publish_s) or (self._asked.is_set() and self._left.wait(self._limits.handle_s)):
@@ -321,6 +339,26 @@ class Watchdog:
                 faulthandler.dump_traceback(all_threads=True)
             end_process(1, self._before_exit)
         end_process(_INTERRUPTED if failure.interrupted else GAVE_UP_ON_A_PEER, self._before_exit)
+
+    def _rescued(self) -> None:
+        """Rescue, and wait for the others to do so: whoever launched the workers ends all when the first has ended."""
+        if self._failure is None or not self._failure.out_of_memory:
+            return
+        if self._rescue is not None:
+            self._rescue()
+        until = time.monotonic() + self._limits.rescue_s
+        with suppress(RuntimeError, ValueError):  # the store may be gone, with a rank that waits no more
+            self._pulse_store.set(f"rescued/{self._rank}", "")
+            while time.monotonic() < until and self._rescuing():
+                time.sleep(self._limits.interval_s / 10)
+
+    def _rescuing(self) -> bool:
+        done = self._pulse_store.get_all([f"rescued/{rank}" for rank in range(len(self._members))])
+        mine = self._members[self._rank].machine
+        return any(
+            text is None and (member.machine != mine or member.process_status() is not None)
+            for member, text in zip(self._members, done, strict=True)
+        )
 
     # Failures
 
@@ -335,7 +373,8 @@ class Watchdog:
         if isinstance(error, KeyboardInterrupt):
             return Failure(rank=me.rank, host=me.host, text=f"{me} was interrupted", interrupted=True)
         if isinstance(error, HeterodyneError):  # made for people, and short
-            return self._blame(me, f"failed: {type(error).__name__}: {error}")
+            blamed = self._blame(me, f"failed: {type(error).__name__}: {error}")
+            return replace(blamed, out_of_memory=isinstance(error, OutOfMemoryError))
         first = (str(error).strip().splitlines() or [""])[0]
         return self._blame(me, f"failed: {type(error).__name__}: {first}")
 

@@ -1,7 +1,7 @@
 """The directory of one run, and that no run ever writes over another.
 
 runs/NAME/
-  job.yaml  cluster.json  profile.json  candidates.json  plan.json  metrics.jsonl  timeline-*.jsonl  summary.json
+  job.yaml  cluster.json  out-of-memory.jsonl  profile.json  candidates.json  plan.json  metrics.jsonl  timeline-*.jsonl  summary.json
   checkpoint/step-N/   logs/   tensorboard/   model/
 """
 
@@ -14,7 +14,10 @@ from pathlib import Path
 
 from heterodyne.errors import CheckpointError, HeterodyneError
 
-__all__ = ["RunDirectory"]
+__all__ = ["RUNS", "RunDirectory"]
+
+RUNS = Path("runs")
+"""Where runs are that nobody has named a directory for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class RunDirectory:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def shortages(self) -> Path:
+        return self.path / "out-of-memory.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -109,7 +116,7 @@ class RunDirectory:
     def existing(cls, path: Path) -> RunDirectory:
         """A run to continue, even one that was killed before it had written anything. Raises CheckpointError if it is none."""
         found = cls(path)
-        signs = (found.job, found.plan, found.metrics, found.checkpoints)
+        signs = (found.job, found.plan, found.metrics, found.checkpoints, found.shortages)
         if not path.is_dir() or (any(path.iterdir()) and not any(sign.exists() for sign in signs)):
             raise CheckpointError(
                 f"there is nothing to resume: {path} is no run directory; name one with --run-dir, or leave --resume out"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from heterodyne.errors import WorkerError
+from heterodyne.errors import OutOfMemoryError, WorkerError
 from heterodyne.processes import to_standard_error
 from heterodyne.runtime.liveness.failure_detector import WatchLimits
 from heterodyne.runtime.liveness.members import Member
@@ -97,6 +97,9 @@ def init_distributed(
                 )
                 yield Session(environment=environment, members=members, store=store, watchdog=watchdog)
             except (RuntimeError, WorkerError) as error:
+                if isinstance(error, OutOfMemoryError):
+                    # First, for a backend may end the others as soon as this one's connections close.
+                    watchdog.tell(error)
                 _destroy_in_bounded_time()
                 if "Too many open files" in str(error):
                     raise WorkerError(

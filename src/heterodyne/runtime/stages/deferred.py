@@ -10,6 +10,7 @@ memory traffic than a whole backward has.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -43,11 +44,11 @@ class DeferredWeights(Interception):
         self._later: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """Make the gradients of the weights, in the order in which the backward came to them."""
-        later, self._later = self._later, []
+        """Make the gradients of the weights, in the order in which the backward came to them; what each is made of goes with it."""
+        later, self._later = deque(self._later), []
         with torch.no_grad():
-            for make in later:
-                make()
+            while later:
+                later.popleft()()
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _is_trained(weight) or (bias is not None and bias.requires_grad and not bias.is_leaf):

@@ -41,7 +41,7 @@ class _Flat:
         low, high = self.ranges[self.channel.place]
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         self.flat[low:high].copy_(self.own)
-        self.pending = self.channel.all_gather_ranges(self.flat, self.ranges, timed=timed)
+        self.pending = self.channel.all_gather_ranges(self.flat, self.ranges, own=self.own, timed=timed)
         return self.pending
 
     def wait(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.weights.held_state import Held, held_state
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import load_state_by_name, state_by_name
@@ -107,6 +109,20 @@ class WorkerState:
             "model": kept_model(self._module, self._ownership, self._communicator, self._shards),
             "optimizer": together | {n: v for n, v in own.items() if self._ownership.keeper(n) == rank},
         }
+
+    def held(self, before: Mapping[str, Tensor]) -> Held:
+        """The part that this rank answers for and has; nothing is asked of others, and nothing is copied. ``before``: buffers as they
+        were.
+        """
+        held = held_state(
+            self._module,
+            self._of_optimizer(),
+            self._ownership,
+            self._communicator.rank,
+            shards=self._shards,
+            before=before,
+        )
+        return replace(held, state={**held.state, **self._options()})
 
     def weights(self) -> dict[str, Any]:
         """The whole model's state dict on rank 0, nothing on the others. Collective."""

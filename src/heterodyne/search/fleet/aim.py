@@ -22,6 +22,7 @@ class Aim:
     Args:
         prices: of a device of each pool, in their order; ``by_pool``: the same by name.
         by_time: the score is the step's seconds, so that bounds on them rule plans out.
+        most_templates: that stand beside each other; None: any number.
     """
 
     score: Score
@@ -29,8 +30,11 @@ class Aim:
     prices: Floats | None = None
     by_pool: Mapping[str, float] | None = None
     budget: float = inf
+    most_templates: int | None = None
 
     def within(self, mix: Mix) -> bool:
+        if self.most_templates is not None and len(mix) > self.most_templates:
+            return False
         if self.by_pool is None or self.budget == inf:
             return True
         return sum(n * self.by_pool[p] * d for t, n in mix for p, d in t.devices.items()) <= self.budget * (1 + 1e-9)

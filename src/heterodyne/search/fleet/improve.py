@@ -227,19 +227,24 @@ class Steps:
 def climb(
     start: Weighed,
     start_mix: Mix,
-    steps: Steps,
+    near: Callable[[Mix, int], Iterator[Mix]],
     weigh: Callable[[Mix, float], Weighed | None],
     score: Callable[[Weighed], float],
     could_beat: Callable[[Mix, float], bool],
     proceed: Callable[[], bool],
 ) -> tuple[Weighed, Mix]:
-    """Take the first step that is better until there is none, or ``proceed`` says stop. ``could_beat``: False only if it cannot."""
+    """Take the first step that is better until there is none, or ``proceed`` says stop.
+
+    Args:
+        near: the mixes that are a step away from one that is best at a level.
+        could_beat: False only if it cannot.
+    """
     best, best_mix = start, start_mix
     seen = {start_mix}
     found = True
     while found:
         found = False
-        for mix in steps.from_mix(best_mix, best.plan.zero):
+        for mix in near(best_mix, best.plan.zero):
             if mix in seen or not mix:
                 continue
             seen.add(mix)

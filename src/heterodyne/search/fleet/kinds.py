@@ -18,7 +18,7 @@ from heterodyne.search.fleet.plan import Stage
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Table, Tables
 
-__all__ = ["Chosen", "Kind", "chosen_of", "kinds_of", "undominated", "usable_widths"]
+__all__ = ["Chosen", "Kind", "chosen_of", "fastest", "kinds_of", "undominated", "usable_widths"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +171,9 @@ def chosen_of(kinds: Sequence[Kind], space: Space, per_node: Mapping[str, int]) 
     """
     layers = len(kinds[0].table.costs)
     most = space.cells / (layers + 1) ** 2
-    fastest = _best(kinds, lambda kind: kind.table.forward_s(0, layers) + kind.table.backward_s(0, layers, False))
+    quick = set(map(id, fastest(kinds)))
     leanest = _best(kinds, lambda kind: kind.table.memory(0, layers, recompute=space.recompute, held=1).total)
-    few = [number for number in range(len(kinds)) if number in fastest or number in leanest]
+    few = [number for number in range(len(kinds)) if id(kinds[number]) in quick or number in leanest]
     every = list(range(len(kinds)))
     own = every if len(kinds) * min(layers, space.max_stages) <= most else few
     pairs = own if _pairs([kinds[n] for n in own]) <= most else few
@@ -192,6 +192,15 @@ def chosen_of(kinds: Sequence[Kind], space: Space, per_node: Mapping[str, int]) 
         pools=tuple(space.max_pools if n in triples else 2 if n in pairs else 1 for n in own),
         run=run,
     )
+
+
+def fastest(kinds: Sequence[Kind]) -> list[Kind]:
+    """Of each pool and number of devices the fastest for a whole model."""
+    if not kinds:
+        return []
+    layers = len(kinds[0].table.costs)
+    kept = _best(kinds, lambda kind: kind.table.forward_s(0, layers) + kind.table.backward_s(0, layers, False))
+    return [kind for number, kind in enumerate(kinds) if number in kept]
 
 
 def _best(kinds: Sequence[Kind], figure: Callable[[Kind], float]) -> set[int]:

@@ -154,6 +154,8 @@ def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats
     part = np.minimum(1.0, on_node * np.ceil(layers / stages) / layers)
     each: Floats = _links_s(fleet)[limits.room > 0].max(initial=0.0) * part
     stated = constants().stated
+    if not predictor.overlap:
+        return (gradients + updated) * each
     shown = exposed_s(gradients * each, _BACKWARD * longest_s, stated)
     return shown + returned_s(updated * each, stated)
 

@@ -12,7 +12,7 @@ from heterodyne.cost.layers import Widths
 from heterodyne.plan.schedules import SCHEDULES
 
 __all__ = [
-    "INTERLEAVED", "SPLIT", "ZERO_LEVELS", "FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template", "suits",
+    "INTERLEAVED", "LAYOUTS", "SPLIT", "ZERO_LEVELS", "FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template", "suits",
 ]  # fmt: skip
 
 ScheduleName = Literal["1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble"]
@@ -22,6 +22,7 @@ INTERLEAVED: frozenset[ScheduleName] = frozenset({"Interleaved1F1B", "Interleave
 SPLIT: frozenset[ScheduleName] = frozenset(name for name in get_args(ScheduleName) if SCHEDULES[name].halves)
 """They run the two halves of a backward apart."""
 Layout = Literal["stages", "pipelines"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 ZERO_LEVELS = (0, 1, 2, 3)
 """Of state sharding (ZeRO, Rajbhandari et al., SC 2020): nothing, the state of the optimizer, gradients too, parameters too."""
 

@@ -62,6 +62,7 @@ class FleetPlanner:
     Args:
         network: what goes between devices; by default rings over the wires of the fleet.
         blocking: whether the software that will run the plan waits for its messages between stages.
+        overlap: whether it exchanges gradients while the last backward goes on.
     """
 
     fleet: Fleet
@@ -69,6 +70,7 @@ class FleetPlanner:
     global_batch: int
     network: Network | None = None
     blocking: bool = False
+    overlap: bool = True
     _tables: list[Tables] = field(default_factory=list, repr=False)
 
     @property
@@ -89,6 +91,7 @@ class FleetPlanner:
             network=self.network or Rings(self.fleet),
             global_batch=self.global_batch,
             blocking=self.blocking,
+            overlap=self.overlap,
         )
         return Search(predictor=predictor, space=space, watch=watch or Watch())
 

@@ -20,7 +20,7 @@ from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.plan.schedules.times import StageTimes, blocked
 from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.network import Exchanges, Network
-from heterodyne.search.fleet.plan import ZERO_LEVELS, FleetPlan, Group, Layout, ScheduleName, Template
+from heterodyne.search.fleet.plan import LAYOUTS, ZERO_LEVELS, FleetPlan, Group, Layout, ScheduleName, Template
 from heterodyne.search.fleet.room import Room
 from heterodyne.search.fleet.sharding import at_end_s, beside, of_places, usd
 from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
@@ -40,6 +40,7 @@ class Predictor:
 
     Args:
         blocking: whether a device waits until the next stage has what it sends, and computes nothing meanwhile.
+        overlap: whether gradients are exchanged while the last backward goes on.
     """
 
     fleet: Fleet
@@ -47,6 +48,7 @@ class Predictor:
     network: Network
     global_batch: int
     blocking: bool = False
+    overlap: bool = True
     _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
@@ -85,11 +87,14 @@ class Predictor:
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         key = (template, schedule, layout)
         if key not in self._makespans:
-            stages, sends = self._times(template), self._sends(template, layout)
-            if self.blocking:
-                stages, sends = blocked(stages, sends), [0.0] * len(sends)
+            stages, sends = self._waiting(template, self._sends(template, layout))
             self._makespans[key] = Makespans(stages, sends, schedule, template.chunks, self._played)
         return self._makespans[key]
+
+    def _waiting(self, template: Template, sends: list[float]) -> tuple[Sequence[StageTimes], list[float]]:
+        """The stages and the messages between them, which are a part of the stages where devices wait for them."""
+        stages = self._times(template)
+        return (blocked(stages, sends), [0.0] * len(sends)) if self.blocking else (stages, sends)
 
     def _times(self, template: Template) -> tuple[StageTimes, ...]:
         if template not in self._timed:
@@ -111,6 +116,10 @@ class Predictor:
             for number, table in enumerate(self.stage_tables(template)[:-1])
         ]
 
+    def least_sends(self, template: Template) -> list[float]:
+        """Seconds of a message from each stage to the next one, in the layout in which it takes less."""
+        return [min(own) for own in zip(*(self._sends(template, layout) for layout in LAYOUTS), strict=True)]
+
     def played(self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: int) -> Mapping[Template, Makespans]:
         """Of each template, with what is exchanged beside each of its micro-batches."""
         plain = {template: self.makespans(template, schedule, layout) for template, _ in mix}
@@ -119,7 +128,7 @@ class Predictor:
         exchanges = self.exchanges(mix, layout).of
         found = {}
         for template, own in plain.items():
-            stages = beside(own.stages, exchanges[template], zero)
+            stages = beside(own.stages, exchanges[template], zero, overlap=self.overlap)
             same = stages == list(own.stages)
             found[template] = own if same else Makespans(stages, own.sends, schedule, template.chunks, self._played)
         return found
@@ -139,7 +148,9 @@ class Predictor:
     def _after_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
         exchanges = self.exchanges(mix, layout).of
         replicas = sum(count for _, count in mix)
-        sync_s = max(at_end_s(of_places(own, template.places), zero) for template, own in exchanges.items())
+        sync_s = max(
+            at_end_s(of_places(own, template.places), zero, overlap=self.overlap) for template, own in exchanges.items()
+        )
         # The gradient of an embedding is made last, so nothing hides its sum with that of the head.
         sync_s += max(self._tied_s(template, layout) for template, _ in mix)
         update_s = max(float(self.stage_sums(template).update_s(replicas, zero).max()) for template, _ in mix)
@@ -266,11 +277,13 @@ class Predictor:
         return own if zero < 2 else max(own, self._step_s(mix, groups, schedule, layout, zero - 1))
 
     def bound_s(self, mix: Mix, *, split: bool = True) -> float:
-        """Never more than the step of any `weigh` of these pipelines: messages take no time here, and there is nothing to exchange.
+        """Never more than the step of any `weigh` of these pipelines: messages are those of the better layout, and nothing is exchanged.
 
         ``split``: under schedules that run the halves of a backward apart, too.
         """
         lines = [(self._lines(template, split), count * template.micro_batch) for template, count in mix]
+        if not all(own for own, _ in lines):
+            return inf
         return time_until(lines, [self.global_batch] * len(lines), self.global_batch)
 
     def least_after_s(self, mix: Mix, layouts: Sequence[Layout], zero: Sequence[int]) -> float:
@@ -285,7 +298,7 @@ class Predictor:
 
     def longest_s(self, template: Template) -> float:
         """What the slowest place works on one micro-batch."""
-        return max(_SLACK, *(each for _, each in self._lines(template, True)))
+        return max((max(_SLACK, each) for _, each in self._lines(template, True)), default=inf)
 
     def could_take(self, mix: Mix, seconds: float, *, split: bool = True) -> bool:
         """Whether `bound_s` is within so many seconds."""
@@ -293,14 +306,20 @@ class Predictor:
             return False
         done = 0.0
         for template, count in mix:
-            rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in self._lines(template, split) if e > 0)
+            lines = self._lines(template, split)
+            if not lines:
+                return False
+            rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in lines if e > 0)
             done += count * template.micro_batch * max(0, rounds)
         return done >= self.global_batch
 
     def _lines(self, template: Template, split: bool) -> list[tuple[float, float]]:
+        """See `place_lines`; none where stages are not joined."""
         if (template, split) not in self._bounds:
-            free = [0.0] * (len(template.stages) - 1)
-            self._bounds[template, split] = place_lines(self._times(template), free, template.places, split=split)
+            least = self.least_sends(template)
+            stages, sends = self._waiting(template, least)
+            known = inf not in least
+            self._bounds[template, split] = place_lines(stages, sends, template.places, split=split) if known else []
         return self._bounds[template, split]
 
     def _enough_devices(self, mix: Mix) -> bool:

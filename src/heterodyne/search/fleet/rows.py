@@ -82,7 +82,7 @@ class Rows:
             self._shapes[key] = list(
                 shapes(
                     self.predictor.fleet,
-                    self._worthwhile(),
+                    self.worthwhile(),
                     global_batch=self.predictor.global_batch,
                     sharing=sharing,
                     space=self.space,
@@ -90,7 +90,7 @@ class Rows:
             )
         return self._shapes[key]
 
-    def _worthwhile(self) -> dict[int, tuple[Kind, ...]]:
+    def worthwhile(self) -> dict[int, tuple[Kind, ...]]:
         """Kinds by size of micro-batch; over many devices only where they are faster than in smaller ones."""
         every = {size: self.kinds(size) for size in self.sizes}
         if self.predictor.fleet.devices <= MANY_DEVICES:

@@ -1,32 +1,38 @@
 """The search for the best plan over a fleet.
 
-1. For every size of micro-batch, and for more and more state in more and more parts: the shapes of pipelines that fit (`shapes`).
-2. The relaxed knapsack over them says what no plan can beat; where that is no better than a plan that is known, nothing more is done.
-3. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
-4. The best of these mixes are played under 1F1B and GPipe, and improved step by step (`improve`).
-5. Those that would be faster if their pipelines never waited but for their gradients are tried under the schedules that halve backwards,
-   and with several stages on each place (`chunks`); the best of these are improved likewise.
+1. Pipelines that are all alike are enumerated by an estimate, the best of them cut exactly and played (`alike`, `cut`).
+2. A bound that no plan can beat (`cover`, `spread`): where a plan comes near enough to it, nothing more is done.
+3. For every size of micro-batch, and for more and more state in more and more parts: the shapes of pipelines that fit (`shapes`). The
+   relaxed knapsack over them says which matter.
+4. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
+5. The best of these mixes are played, and improved step by step (`improve`).
+6. Those that would be faster if their pipelines never waited but for their gradients are tried with several stages on each place
+   (`chunks`); the best of these are improved likewise.
 
-Steps 1 to 3 find cuts and counts that are best for slowest stages; played time is what plans are compared by, always.
+Steps 1, 3 and 4 find cuts and counts that are best for slowest stages; played time is what plans are compared by, always.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.aim import Aim, Score
+from heterodyne.search.fleet.alike import Alike
 from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.ascending import ascending
 from heterodyne.search.fleet.columns import Columns
 from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.cover import Cover
+from heterodyne.search.fleet.cut import Cutter
 from heterodyne.search.fleet.improve import Steps, climb
+from heterodyne.search.fleet.kinds import fastest
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.options import Options, Times
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Layout, ScheduleName, Template, suits
@@ -42,17 +48,18 @@ from heterodyne.search.fleet.weighed import Mix, Weighed, mix_of
 
 __all__ = ["Search"]
 
+_ENOUGH = 1.01  # times what no plan can beat, at which a search ends
 _CLEARLY = 0.9
 _WAYS = ((1.0, 1.0), (1.0, 1.1))  # to compare shapes (see `Columns`)
 _WAYS_OF_FEW = ((0.0, 1.0), (1.0, 1.0), (0.0, 1.1), (1.0, 1.25))
 _WAYS_OF_MANY = ((0.0, 1.0), (0.0, 1.1))  # the shapes are those with which little shows
 _STARTS = 3  # mixes that are improved
+_STARTS_OF_FEW = 24  # on few devices
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
+_OTHERS = 6  # that are weighed to be told
 _RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
 _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
-_LATER_STARTS = 3  # mixes that are improved under them
-_LATER_STARTS_OF_FEW = 24
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
 _NEARLY_OF_FEW = 1.3
 _PART_OF_MANY = 20  # of the work, where pipelines are long
@@ -103,6 +110,10 @@ class Search:
         return Columns(predictor=self.predictor, sizes=self.sizes, most=self.space.columns, few=few, ways=ways)
 
     @cached_property
+    def _cutter(self) -> Cutter:
+        return Cutter(predictor=self.predictor, recompute=self.space.recompute)
+
+    @cached_property
     def _mixes(self) -> Mixes:
         return Mixes(predictor=self.predictor, space=self.space)
 
@@ -111,11 +122,14 @@ class Search:
         return self.space.first_schedules
 
     @cached_property
-    def _later(self) -> list[tuple[ScheduleName, ...]]:
-        """The other schedules: those with one stage on each place, then those with several."""
-        plain = tuple(s for s in self.space.schedules if s not in self._first and s not in INTERLEAVED)
-        several = tuple(s for s in self.space.schedules if s in INTERLEAVED and self.space.max_chunks > 1)
-        return [own for own in (plain, several) if own]
+    def _plain(self) -> tuple[ScheduleName, ...]:
+        """Those with one stage on each place."""
+        return tuple(schedule for schedule in self.space.schedules if schedule not in INTERLEAVED)
+
+    @cached_property
+    def _several(self) -> tuple[ScheduleName, ...]:
+        """Those with several."""
+        return tuple(s for s in self.space.schedules if s in INTERLEAVED and self.space.max_chunks > 1)
 
     @property
     def _spent(self) -> int:
@@ -131,28 +145,65 @@ class Search:
         by_pool = None
         if prices is not None:
             by_pool = {pool.name: float(price) for pool, price in zip(self.fleet.pools, prices, strict=True)}
-        aim = Aim(score=score, by_time=by_time, prices=prices, by_pool=by_pool, budget=budget)
-        return self._run(aim)
+        most = self.space.max_templates
+        aim = Aim(score=score, by_time=by_time, prices=prices, by_pool=by_pool, budget=budget, most_templates=most)
+        best = self._run(aim)
+        if best is not None and not self.stopped:
+            self._weigh_others()
+        return best
+
+    def _weigh_others(self) -> None:
+        """Some pipelines of other places, which bounds have passed over: what they take is told beside the best plan."""
+        others: dict[object, Mix] = {}
+        for mix in self._proposed:
+            places = (tuple(sorted((home.pool, home.widths) for home in t.homes)) for t, _ in mix)
+            others.setdefault(frozenset(places), mix)
+        for mix in islice(others.values(), _OTHERS):
+            if mix not in self.weighed and not self._late():
+                self.weigh(mix, schedules=self._plain)
 
     def _run(self, aim: Aim) -> Weighed | None:
-        about = self._bound(self._limits(1, aim))
-        best: Weighed | None = None
+        # Over many devices pipelines are longer than what is enumerated, and all alike they leave too many over.
+        best = None if self.fleet.devices > MANY_DEVICES else self._alike(aim)
+        self._bound(self._limits(1, aim), best)
+        if self._enough(best, aim):
+            return best
         columns: dict[Template, None] = {}
+        best = self._mixed(best, columns, aim)
+        if best is None or self._enough(best, aim):
+            return best
+        if self.space.schedules != self._first and not self._late():
+            self._propose(best, columns, aim)
+        every = list(columns)
+        if self._plain != self._first:
+            best, _ = self._rescheduled(best, self._plain, every, aim)
+        best = self._improved(best, every, aim)
+        if self._several and not self._enough(best, aim):
+            best, found = self._rescheduled(best, self._several, every, aim)
+            best = self._later_improved(best, found, every, aim)
+        return best
+
+    def _enough(self, best: Weighed | None, aim: Aim) -> bool:
+        """Whether no plan is faster by more than a search is for."""
+        return best is not None and aim.by_time and best.predicted.step_s <= self.bound_s * _ENOUGH
+
+    def _mixed(self, best: Weighed | None, columns: dict[Template, None], aim: Aim) -> Weighed | None:
+        """The best of mixes of the shapes that matter, which are added to the columns."""
         about_s = inf
         huge, budgetless = self.fleet.devices > MANY_DEVICES, aim.budget == inf
+        # Over many devices the relaxation says well enough what is worth a search; what levels above 1 exchange it does not know.
+        many = not self.rows.few
         for zero, shards in self.rows.levels():
-            if self._late() or (huge and best is not None and budgetless):
+            if self._late() or (huge and best is not None and budgetless and columns):
                 break
-            # Over many devices the relaxation says well enough what is worth a search; what levels above 1 exchange it does not know.
-            many = not self.rows.few
-            if many and max(zero) > 1 and best is not None and about >= _CLEARLY * about_s:
+            if many and max(zero) > 1 and best is not None and self._about_s(aim) >= _CLEARLY * about_s:
                 break
             limits = self._limits(shards, aim)
             rows = self.rows.of(zero, shards, least=shards)
             if not rows:
                 continue
             options = Options.of(self.predictor, rows)
-            times = options.times(limits, exchanged=self.fleet.devices > MANY_DEVICES)
+            times = options.times(limits, exchanged=huge)
             if times is None or (many and times.about_s >= (_CLEARLY if max(zero) > 1 else 1) * about_s):
                 continue
             about_s = min(about_s, times.about_s)
@@ -160,36 +211,50 @@ class Search:
                 continue  # no plan with these shapes is faster
             if many:
                 limits = times.limits
-            chosen = self._chosen.of(times.options, limits, times.pipelines_s)
-            columns.update(dict.fromkeys(chosen))
+            columns.update(dict.fromkeys(self._chosen.of(times.options, limits, times.pipelines_s)))
             own = list(columns)
-            best = self._played(self._mixes.alike(own, limits, many=huge), best, aim)
+            best = self._played(self._mixes.alike(own, limits, many=huge), best, aim, self._first)
             known_s = 1e3 * times.about_s if best is None else best.predicted.step_s
             own = self._mixes.worth_most(own, limits, known_s)
             mixes = list(dict.fromkeys(self._mixes.unlike(own, limits, times, known_s, many=huge)))
-            best = self._played(mixes, best, aim)
+            best = self._played(mixes, best, aim, self._first)
             if best is not None:
                 pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
-                best = self._played(pairs, best, aim)
-        if best is None:
-            return None
-        best = self._improved(best, list(columns), aim)
-        if self._later and not self._late():
-            self._propose(best, columns, aim)
-            for later in self._later:
-                best = self._rescheduled(best, later, list(columns), aim)
+                best = self._played(pairs, best, aim, self._first)
         return best
 
-    def _bound(self, limits: Limits) -> float:
-        """What no plan can beat becomes known; the result is about what the best comes to by relaxation, where that is known too."""
-        least, about = spread_s(self.rows, limits), inf
-        if least == inf or self.fleet.devices <= MANY_DEVICES:
+    def _alike(self, aim: Aim) -> Weighed | None:
+        """The best of pipelines that are all alike, with the least state sharding with which any fits."""
+        best: Weighed | None = None
+        limits = self._limits(1, aim)
+        for zero in dict.fromkeys((self.rows.low, max(self.space.zero))):
+            alike = Alike(predictor=self.predictor, space=self.space, zero=zero, limits=limits)
+            kinds = {size: fastest(own) for size, own in self.rows.worthwhile().items()}
+            found = alike.best(kinds, self.space.columns)
+            cut = (mix for size, places in found for mix in self._cutter.cut(places, size, zero, limits))
+            best = self._played(list(dict.fromkeys(cut)), best, aim, self._plain)
+            if best is not None:
+                break
+        return best
+
+    def _bound(self, limits: Limits, best: Weighed | None) -> None:
+        """What no plan can beat becomes known. ``best``: a plan that is."""
+        least = spread_s(self.rows, limits)
+        cover = Cover.of(self.rows, limits) if self.fleet.devices <= MANY_DEVICES else None
+        if least == inf or (cover is None and self.fleet.devices <= MANY_DEVICES):
             # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
-            anyhow = [times for rows in self.rows.anyhow() if (times := self._times(rows, limits))]
-            least = min([least, *(times.bound_s for times in anyhow)])
-            about = min([about, *(times.about_s for times in anyhow)])
+            least = min([least, *(times.bound_s for times in self._anyhow(limits))])
+        if cover is not None and best is not None:
+            covered = cover.bound_s(best)
+            least = covered if least == inf else max(least, covered)
         self.bound_s = min(self.bound_s, least)
-        return about
+
+    def _about_s(self, aim: Aim) -> float:
+        """About what the best comes to by relaxation, at any level."""
+        return min((times.about_s for times in self._anyhow(self._limits(1, aim))), default=inf)
+
+    def _anyhow(self, limits: Limits) -> list[Times]:
+        return [times for rows in self.rows.anyhow() if (times := self._times(rows, limits))]
 
     def weigh(
         self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
@@ -254,15 +319,17 @@ class Search:
         mixes: Sequence[Mix],
         best: Weighed | None,
         aim: Aim,
+        schedules: tuple[ScheduleName, ...],
     ) -> Weighed | None:
         """The best of them, and of what is known already. Where it is not time that counts, bounds only say what comes first.
 
         Of equals those with larger micro-batches: they have fewer of them to wait for.
         """
-        split = not SPLIT.isdisjoint(self._first)
+        split = not SPLIT.isdisjoint(schedules)
         ranked = sorted(
             (self.predictor.bound_s(mix, split=split), -sum(t.micro_batch * count for t, count in mix), number)
             for number, mix in enumerate(mixes)
+            if aim.within(mix)
         )
         self._proposed.update((mixes[number], None) for _, _, number in ranked[:_PLAYED])
         limit = self._spent + _PLAYED_STAGES
@@ -273,37 +340,30 @@ class Search:
                 or (aim.by_time and best is not None and bound_s >= best.predicted.step_s)
             ):
                 break
-            if not aim.within(mixes[number]):
-                continue
-            weighed = self.weigh(mixes[number], aim.below_s(best), self._first)
+            weighed = self.weigh(mixes[number], aim.below_s(best), schedules)
             if aim.better(weighed, best):
                 best = weighed
         return best
 
-    def _improved(
-        self,
-        best: Weighed,
-        columns: Sequence[Template],
-        aim: Aim,
-    ) -> Weighed:
+    def _improved(self, best: Weighed, columns: Sequence[Template], aim: Aim) -> Weighed:
+        """From the best mixes, and from the best pipelines that are all alike: a mix may be the better start and the worse end."""
         within = [(mix, w) for mix, w in self.weighed.items() if aim.within(mix)]
-        starts = sorted(within, key=lambda entry: aim.score(entry[1]))[:_STARTS]
-        climbs: list[_Start] = [(mix, start, "1F1B", self._first) for mix, start in starts]
+        ranked = sorted(within, key=lambda entry: aim.score(entry[1]))
+        starts = dict(ranked[: _STARTS_OF_FEW if self.rows.few else _STARTS])
+        starts.update([entry for entry in ranked if len(entry[0]) == 1][:1])
         # Over many devices whole numbers hardly matter, and long pipelines take long to play.
         part = _PART_OF_MANY if self.fleet.devices > MANY_DEVICES else 1
+        climbs = [(mix, start, start.plan.schedule, self._plain) for mix, start in starts.items()]
         return self._climbed(best, climbs, columns, aim, self.space.work // part)
 
     def _rescheduled(
-        self,
-        best: Weighed,
-        later: tuple[ScheduleName, ...],
-        columns: Sequence[Template],
-        aim: Aim,
-    ) -> Weighed:
-        """The best with some schedules that are not tried first, for those that interleave with every number of stages on each place.
+        self, best: Weighed, schedules: tuple[ScheduleName, ...], columns: Sequence[Template], aim: Aim
+    ) -> tuple[Weighed, dict[Mix, Weighed]]:
+        """The best under schedules that are not tried first, and all that were tried; for those that interleave with every number of
+        stages on each place.
 
-        Tried are the best mixes that are known, and those that would be best if their slowest places always worked, those with the least
-        bound first; then the best of them are improved.
+        Tried are the best mix that is known, and then others and those that would be best if their slowest places always worked, those
+        with the least bound first.
         """
         within = [
             mix
@@ -311,44 +371,51 @@ class Search:
             if any(len(t.stages) > 1 for t, _ in mix) and aim.within(mix)
         ]
         small = self.rows.few
-        chosen = sorted((m for m in within if m in self.weighed), key=lambda mix: aim.score(self.weighed[mix]))
-        chosen = chosen[:_RESCHEDULED]
+        known = sorted((m for m in within if m in self.weighed), key=lambda mix: aim.score(self.weighed[mix]))
+        known = known[:_RESCHEDULED]
+        others: list[Mix] = []
         if aim.by_time:
             count = _RESCHEDULED_OF_FEW if small else _RESCHEDULED
-            steady = ascending(within, self._steady_s, self._least_after_s, best.predicted.step_s)
-            chosen += islice(steady, count)
-        chosen = list(dict.fromkeys(chosen))
-        steps = self._steps(columns, "1F1B", later, aim)
-        options: Iterable[Mix] = chosen
-        if not INTERLEAVED.isdisjoint(later):
-            options = [option for mix in chosen for option in steps.interleaved(mix, self._zero_of(mix))]
+            others += islice(ascending(within, self._steady_s, self._least_after_s, best.predicted.step_s), count)
+        steps = self._steps(columns, "1F1B", schedules, aim)
+        options: Iterable[Mix] = dict.fromkeys((*known, *others))
+        if not INTERLEAVED.isdisjoint(schedules):
+            options = [option for mix in options for option in steps.interleaved(mix, self._zero_of(mix))]
+            known = []
         elif small:
             # A size that is best where pipelines wait need not be where they do not.
-            sizes = (o for mix in chosen for o in steps.resized(mix, self._zero_of(mix)))
-            options = list(dict.fromkeys((*chosen, *(mix for mix in sizes if aim.within(mix)))))
+            sizes = (o for mix in options for o in steps.resized(mix, self._zero_of(mix)))
+            options = list(dict.fromkeys((*options, *(mix for mix in sizes if aim.within(mix)))))
         nearly = _NEARLY_OF_FEW if small else _NEARLY
         if aim.by_time:
-            options = [mix for mix in options if self.predictor.could_take(mix, best.predicted.step_s * nearly)]
-            options = ascending(options, self.predictor.bound_s, self._least_after_s, best.predicted.step_s * nearly)
+            limit_s = best.predicted.step_s * nearly
+            options = [mix for mix in options if self.predictor.could_take(mix, limit_s)]
+            options = ascending(options, self.predictor.bound_s, self._least_after_s, limit_s)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
         work = self.space.work if small else self.space.work // _PART_OF_MANY
         limit = self._spent + work
         found: dict[Mix, Weighed] = {}
-        for mix in options:
+        for mix in dict.fromkeys(chain(known[:1], options)):
             if self._late() or self._spent > limit:
                 break
-            if self._fewest_actions(mix, later[0]) > work * _ACTIONS:
+            if self._fewest_actions(mix, schedules[-1]) > work * _ACTIONS:
                 continue
-            weighed = self.weigh(mix, aim.below_s(best, nearly), later)
+            weighed = self.weigh(mix, aim.below_s(best, nearly), schedules)
             if weighed is not None:
                 found[mix] = weighed
                 if aim.score(weighed) < aim.score(best):
                     best = weighed
-        starts = sorted(found.items(), key=lambda entry: aim.score(entry[1]))[
-            : _LATER_STARTS_OF_FEW if small else _LATER_STARTS
-        ]
-        climbs = [(mix, start, start.plan.schedule, later) for mix, start in starts]
-        return self._climbed(best, climbs, columns, aim, work)
+        return best, found
+
+    def _later_improved(
+        self, best: Weighed, found: Mapping[Mix, Weighed], columns: Sequence[Template], aim: Aim
+    ) -> Weighed:
+        """From the best that interleave."""
+        small = self.rows.few
+        count = _STARTS_OF_FEW if small else _STARTS
+        starts = sorted(found.items(), key=lambda entry: aim.score(entry[1]))[:count]
+        climbs = [(mix, start, start.plan.schedule, self._several) for mix, start in starts]
+        return self._climbed(best, climbs, columns, aim, self.space.work // (1 if small else _PART_OF_MANY))
 
     def _propose(self, best: Weighed, columns: dict[Template, None], aim: Aim) -> None:
         """Mixes that could be faster if their pipelines waited less than under the first schedules; also adds to the columns."""
@@ -359,10 +426,12 @@ class Search:
         limits, rows = self._limits(shards, aim), self.rows.of(zero, shards, least=shards)
         mixes = Mixes(predictor=self.predictor, space=self.space, waits=False)
         seconds = best.predicted.step_s
-        if self.rows.few:
+        if self.rows.few and rows:
             options = Options.of(self.predictor, rows)
             columns.update(dict.fromkeys(self._chosen.of(options, limits, seconds, filled=False)))
             self._proposed.update(dict.fromkeys(mixes.alike(list(columns), limits)))
+        if not columns:
+            return
         own = mixes.worth_most(list(columns), limits, seconds)
         self._proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))
 
@@ -412,7 +481,8 @@ class Search:
                 if not could(tried, least, split=split):
                     return False
                 # Over many devices to work out what is exchanged takes longer than to play pipelines.
-                return not self.rows.few or could(tried, least - self._least_after_s(tried), split=split)
+                many = self.fleet.devices > MANY_DEVICES
+                return many or could(tried, least - self._least_after_s(tried), split=split)
 
             def proceed(limit: int = limit) -> bool:
                 return self._spent < limit and not self._late()
@@ -420,7 +490,7 @@ class Search:
             def weigh(tried: Mix, least: float, schedules: tuple[ScheduleName, ...] = schedules) -> Weighed | None:
                 return self.weigh(tried, least if aim.by_time else inf, schedules)
 
-            found, _ = climb(start, mix, steps, weigh, aim.score, could_beat, proceed)
+            found, _ = climb(start, mix, steps.from_mix, weigh, aim.score, could_beat, proceed)
             if aim.score(found) < aim.score(best):
                 best = found
         return best

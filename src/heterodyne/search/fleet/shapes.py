@@ -15,6 +15,7 @@ import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.cut import least_cut
 from heterodyne.search.fleet.grown import Grower, Rules
 from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.kinds import Chosen, Kind, chosen_of
@@ -55,11 +56,7 @@ class Shapes:
         return len(self.longest_s)
 
     def templates(self, rows: Iterable[int], *, few: bool = True) -> list[list[Template]]:
-        """Of each of some rows, with the cut whose slowest stage is fastest, and with those that are best for ``few`` micro-batches.
-
-        Stage i cannot begin before the ones before it have had the first micro-batch, nor end after they have begun the last
-        backward, so n micro-batches take at least H[i] = max(n cost[i], cost[i] + H[i + 1]), which the cut makes least.
-        """
+        """Of each of some rows, with the cut whose slowest stage is fastest, and with those that are best for ``few`` micro-batches."""
         known: Kept[tuple[int, int, int], Floats] = Kept(_COSTS_KEPT)
         found = []
         for row in rows:
@@ -71,7 +68,7 @@ class Shapes:
                 for place, kind in enumerate(chain)
             ]
             counts = [count for count in _FEW if few and count <= self.held_at_most and len(chain) > 1]
-            cuts = dict.fromkeys(_least(costs, count) for count in (None, *counts))
+            cuts = dict.fromkeys(cut for count in (None, *counts) if (cut := least_cut(costs, count)) is not None)
             found.append([self._template([self.kinds[kind] for kind in chain], points) for points in cuts])
         return found
 
@@ -97,29 +94,6 @@ class Shapes:
             held = min(len(chain) - place, self.held_at_most)
             stages.append(kind.stage(start, stop, recompute=not self.sharing.fits(kind, start, stop, held)))
         return Template(micro_batch=self.micro_batch, stages=tuple(stages))
-
-
-def _least(costs: Sequence[Floats], micro_batches: int | None) -> tuple[int, ...]:
-    """The first layer of each stage of the best cut for so many micro-batches (None: for very many), and the number of layers.
-
-    ``costs``: of each stage from the first layers that it may have to the ones of the next stage.
-    """
-    first = len(costs[0])
-    every = np.arange(first)
-    reached = np.full(first, np.inf)
-    reached[-1] = 0.0
-    stops: list[Ints] = []
-    for cost in reversed(costs):
-        after = reached[None, :]
-        ways = np.maximum(cost, after) if micro_batches is None else np.maximum(micro_batches * cost, cost + after)
-        best = np.argmin(ways, axis=1)
-        stops.append(best)
-        reached = ways[every, best]
-    points, own = [0], 0
-    for place, stop in enumerate(reversed(stops), 1):
-        own = int(stop[own])
-        points.append(place + own)
-    return tuple(points)
 
 
 def shapes(

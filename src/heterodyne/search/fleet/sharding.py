@@ -9,11 +9,13 @@
 
 What goes beside a micro-batch hides behind the computing of the neighbouring layers, so that a pass takes the longer of the two, as in
 `predictor.passes`. What comes at the end of gradients hides behind the last backward (`predictor.overlap`); the last bucket never does.
+Software that does not overlap gradients exchanges them in the open, after the backward that made them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from heterodyne.plan.schedules.times import StageTimes
 from heterodyne.predictor.constants import constants
@@ -24,12 +26,12 @@ from heterodyne.search.fleet.network import Exchange, Exchanges
 __all__ = ["at_end_s", "beside", "of_places", "usd"]
 
 
-def at_end_s(exchange: Exchange, zero: int) -> float:
-    """What shows after the pipelines, of the stage where most does.
+def at_end_s(exchange: Exchange, zero: int, *, overlap: bool = True) -> float:
+    """What shows after the pipelines, of the stage where most does. ``overlap``: of gradients with the last backward.
 
     A stage that is done before others of its pipeline could hide more; a layer's replicas wait for the one that hides least.
     """
-    return float(_at_end_s(exchange, zero).max())
+    return float((_at_end_s if overlap else _in_the_open_s)(exchange, zero).max())
 
 
 def of_places(exchange: Exchange, places: int) -> Exchange:
@@ -51,11 +53,13 @@ def of_places(exchange: Exchange, places: int) -> Exchange:
     )
 
 
-def beside(stages: Sequence[StageTimes], exchange: Exchange, zero: int) -> list[StageTimes]:
+def beside(stages: Sequence[StageTimes], exchange: Exchange, zero: int, *, overlap: bool = True) -> list[StageTimes]:
     """The passes of a micro-batch of each stage with what is exchanged beside them; the stage itself where all of that hides."""
     if zero < 2:
         return list(stages)
     scattered = exchange.scattered_layers_s.tolist()
+    if zero == 2 and not overlap:
+        return [replace(stage, weight_s=stage.weight_s + own) for stage, own in zip(stages, scattered, strict=True)]
     gathered = exchange.gathered_layers_s.tolist() if zero > 2 else [0.0] * len(scattered)
     return [_beside(*own) for own in zip(stages, gathered, scattered, strict=True)]
 
@@ -89,3 +93,10 @@ def _at_end_s(own: Exchange, zero: int) -> Floats:
     if zero == 1:
         return exposed_s(own.scattered_s, own.backward_s, stated) + returned_s(own.updated_s, stated)
     return last_bucket_s(own.scattered_s, stated) + (returned_s(own.updated_s, stated) if zero == 2 else 0.0)
+
+
+def _in_the_open_s(own: Exchange, zero: int) -> Floats:
+    """Of each, where nothing hides: at level 2 gradients are exchanged in every backward, at level 3 beside it."""
+    if zero == 0:
+        return own.reduced_s
+    return own.scattered_s + own.updated_s if zero == 1 else own.updated_s if zero == 2 else _at_end_s(own, zero)

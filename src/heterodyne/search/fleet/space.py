@@ -18,7 +18,8 @@ class Space:
         pools: by name; None: all.
         schedules: of which a plan has one; at least one that has one stage a place.
         max_chunks: stages on each place, under the schedules that interleave them.
-        max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_pipelines``: beside each other.
+        max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_pipelines``: beside each other; ``max_templates``: kinds of these
+            (1: all pipelines are alike).
         max_width, max_context, max_data: of a stage (`Widths`).
         runnable: only stages that this library runs: experts lie in parts only where their layers do.
         micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
@@ -36,6 +37,7 @@ class Space:
     max_context: int = 1024
     max_data: int = 1024
     max_pipelines: int | None = None
+    max_templates: int | None = None
     runnable: bool = False
     micro_batches: tuple[int, ...] | None = None
     recompute: bool = True

@@ -113,6 +113,16 @@ def drawn(chance: random.Random, *, devices: int = 6, blocks: int = 8, ways: int
     return Fleet(name="small", pools=tuple(pools)), costs, chance.choice([4, 8, 24, 64])
 
 
-def search_of(fleet: Fleet, costs: Drawn, global_batch: int, space: Space | None = None) -> Search:
-    predictor = Predictor(fleet=fleet, tables=Tables(costs), network=Rings(fleet), global_batch=global_batch)
+def search_of(
+    fleet: Fleet, costs: Drawn, global_batch: int, space: Space | None = None, *, waits: bool = False
+) -> Search:
+    """``waits``: for messages between stages, and for gradients, which are exchanged in the open."""
+    predictor = Predictor(
+        fleet=fleet,
+        tables=Tables(costs),
+        network=Rings(fleet),
+        global_batch=global_batch,
+        blocking=waits,
+        overlap=not waits,
+    )
     return Search(predictor=predictor, space=space or Space())

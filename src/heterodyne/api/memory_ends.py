@@ -1,0 +1,93 @@
+"""What a job does when the memory of a device ends: note what was lacked, keep what all ranks hold, and know of both when it goes on."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from heterodyne.api.learned_memory import infeasible
+from heterodyne.api.preparation import Prepared
+from heterodyne.api.session import Session
+from heterodyne.errors import HeterodyneError, InfeasibleError, OutOfMemoryError
+from heterodyne.runtime.checkpoint.rescue import rescued
+from heterodyne.runtime.out_of_memory import told_with_stage
+from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
+
+__all__ = ["lacked_so_far", "noted_shortage", "rescued_if_memory_ends", "told_while_building", "told_with_shortages"]
+
+
+@contextmanager
+def noted_shortage(session: Session, run: RunDirectory) -> Iterator[None]:
+    """What this rank lacks is written into the run directory, where the next plan looks for it. Collective."""
+    attempt = session.agreement.on_rank0(lambda: secrets.token_hex(4))
+    try:
+        yield
+    except OutOfMemoryError as error:
+        if isinstance(error.shortage, Shortage):
+            try:
+                note_shortage(run.shortages, replace(error.shortage, attempt=attempt))
+            except OSError as refused:
+                raise HeterodyneError(
+                    f"{error}. {run.shortages} cannot be written ({refused.strerror}), so the run does not go on by itself"
+                ) from error
+        raise
+
+
+@contextmanager
+def rescued_if_memory_ends(session: Session, rescue: Callable[[], None]) -> Iterator[None]:
+    """If any rank is out of memory, this one writes what it holds; it may hang in an exchange, so that its watchdog does it."""
+    if session.watchdog is not None:
+        session.watchdog.before_out_of_memory(rescue)
+        yield
+        return
+    try:
+        yield
+    except OutOfMemoryError:
+        rescue()
+        raise
+
+
+@contextmanager
+def told_while_building(session: Session, prepared: Prepared) -> Iterator[None]:
+    """A lack of memory for the model itself is told as one in a step is."""
+    place = Placement.of(prepared.plan, session.cluster).places[session.rank]
+    graph = prepared.captured.graph
+    with told_with_stage(session.device, prepared.plan, graph, place, None, lambda: "building the model"):
+        yield
+
+
+def lacked_so_far(session: Session, run: RunDirectory) -> tuple[Shortage, ...]:
+    """What devices have lacked in this run; and what its ranks held in memory at the last time becomes a checkpoint, if it is whole."""
+
+    def read() -> tuple[tuple[Shortage, ...], str]:
+        shortages = read_shortages(run.shortages)
+        step, why_not = rescued(run.checkpoints)
+        if step is not None:
+            return shortages, f"all that the ranks held in memory after step {step} is kept as a checkpoint"
+        done = None if not shortages or shortages[-1].step is None else shortages[-1].step
+        if not why_not or done is None:
+            return shortages, ""
+        return shortages, (
+            f"what the ranks held in memory is lost ({why_not}): steps are done again from the newest checkpoint on, up to step {done}"
+        )
+
+    with session.phase("reading what the ranks held"):
+        shortages, told = session.agreement.on_rank0(read)
+    if told:
+        session.say(told)
+    return shortages
+
+
+@contextmanager
+def told_with_shortages(shortages: Sequence[Shortage]) -> Iterator[None]:
+    """That no plan fits is told with what devices have lacked."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if not shortages:
+            raise
+        raise infeasible(error, shortages) from error

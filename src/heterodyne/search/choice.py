@@ -1,0 +1,45 @@
+"""Which of what was weighed is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from heterodyne.cost.recipe import Recipe
+from heterodyne.errors import InfeasibleError
+from heterodyne.plan.precision import in_words
+from heterodyne.search.fit import Fit, nothing_fits
+from heterodyne.search.planned import Candidate, Strategy, serves
+
+__all__ = ["chosen_of"]
+
+_AS_FAST = 1.01
+"""In a rehearsal, which takes too few steps to tell less."""
+
+
+def chosen_of(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:
+    """The fastest of those that serve, doubt counted in; of equals the one that leaves out fewest devices, then the first. Where some
+    were rehearsed, the first of those that nearly were the fastest then.
+
+    Raises InfeasibleError.
+    """
+    only = len({c.kind for c in candidates} & {"balanced", "equal", "fewer", "fastest"}) == 1
+    serving = [c for c in candidates if serves(c.kind, strategy, only=only)]
+    possible = [c for c in serving if c.step_s is not None]
+    # What the author of the model has marked is what was asked for, also where something else were faster.
+    possible = [c for c in possible if c.kind == "marked"] or possible
+    if any(c.kind == "marked" for c in serving) and not any(c.kind == "marked" for c in possible):
+        why = "; ".join(f"{c.name}: {c.why_not}" for c in serving if c.kind == "marked")
+        raise InfeasibleError(f"the model cannot run as it is marked: {why}")
+    rehearsed = [c.rehearsed_s for c in possible if c.rehearsed_s is not None]
+    if rehearsed:
+        least_s = min(rehearsed) * _AS_FAST
+        possible = [c for c in possible if c.rehearsed_s is not None and c.rehearsed_s <= least_s]
+    if possible:
+        return min(possible, key=lambda c: (c.weighed_s, len(c.left_out)))
+    if not any(fit.sizes for fit in fits):
+        why = next((c.why_not for c in serving if c.kind == "pipeline"), "")
+        raise nothing_fits(fits, recipe.optimizer, in_words(recipe.precision), pipeline=why)
+    raise InfeasibleError(
+        f"no plan with strategy {strategy!r}: "
+        + ("; ".join(f"{c.name}: {c.why_not}" for c in serving) or "pipelines need two devices and two ops at least")
+    )

@@ -1,0 +1,201 @@
+"""Every way to spread a batch that is weighed, in an order in which the best come early, and none whose bound says that it cannot win.
+
+Whole models first: they are weighed soonest, and nothing that cuts a model can be faster than if all devices computed all the time
+(`search.bound`). Where that cannot beat them, nothing else is made, and this is said. Otherwise the search over classes of devices
+(`search.by_class`) knows most; pipelines and splits go on from what it has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import TypeAlias
+
+from heterodyne.cost.model import CostModel
+from heterodyne.plan.capabilities import Capabilities, Feature
+from heterodyne.search.bound import all_at_work_s
+from heterodyne.search.by_class import ByClass
+from heterodyne.search.data_parallel import DataParallel
+from heterodyne.search.fit import Fit, fit_devices, runs_of
+from heterodyne.search.line_drafts import LineDrafts
+from heterodyne.search.offload import offloading, short_of_memory
+from heterodyne.search.parameter_sharding import ParameterSharding
+from heterodyne.search.pipelines import Pipelines
+from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, Strategy
+from heterodyne.search.replicas import Replicas
+from heterodyne.search.runs import Runs
+from heterodyne.search.split import Split
+from heterodyne.search.state_sharding import StateSharding
+from heterodyne.units import format_seconds
+
+__all__ = ["Families"]
+
+_WITHIN = 1.01
+"""So near to its bound a plan is taken: predictions are not better."""
+_OF_PARTS = ("pipeline", "split", "context")
+_Counts: TypeAlias = tuple[int, ...] | tuple[None]
+"""Numbers of micro-batches that are tried one after the other until one can be; None: any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Families:
+    """Args:
+    able: what runs exactly for the model.
+    samples: the global batch; sizes: of micro-batches that may be taken, rising.
+    sharded: whether state may be sharded.
+    near: how many times as long as the fastest a plan may be foretold to take, and is still looked for.
+    """
+
+    model: CostModel
+    able: Capabilities
+    samples: int
+    sizes: tuple[int, ...]
+    strategy: Strategy
+    near: float = 1.0
+    sharded: bool = True
+
+    @cached_property
+    def fits(self) -> tuple[Fit, ...]:
+        allowed = self.able.allow
+        return fit_devices(
+            self.model,
+            self.sizes,
+            self.samples,
+            recompute=allowed("recompute"),
+            offload=allowed("activation_offload"),
+        )
+
+    @cached_property
+    def runs(self) -> dict[str, Runs]:
+        """How the devices that can hold the model best run samples."""
+        return runs_of(self.model, self.fits)
+
+    def candidates(self, *, on_hosts: bool) -> tuple[Candidate, ...]:
+        """All ways. ``on_hosts``: also those in which hosts keep the optimizer's state of devices that lack the room."""
+        found = [*self._whole_models()]
+        found += self._cut(found)
+        found += self._parameters_sharded(found)
+        found += self._on_hosts(found) if on_hosts else ()
+        sharding = self._sharding
+        return (*found, *(() if sharding is None else sharding.of_plans(found)))
+
+    @cached_property
+    def _sharding(self) -> StateSharding | None:
+        if not self.sharded or not self.able.allow("state_sharding") or self.able.whole_weights:
+            return None
+        bare = fit_devices(self.model, self.sizes, self.samples, recompute=False, offload=False, state=0)
+        return StateSharding(model=self.model, runs=self.runs, fits=bare, samples=self.samples)
+
+    def _whole_models(self) -> Iterator[Candidate]:
+        # Pipelines take larger parts of the batch, so where that is mathematics they cannot be compared with whole models.
+        if self.strategy == "pipeline" and not self.able.allow("unequal_counts"):
+            return
+        of_data: Strategy = "data" if self.strategy in _OF_PARTS else self.strategy
+        yield from DataParallel(model=self.model, runs=self.runs, samples=self.samples).candidates(of_data)
+        if self._sharding is not None:
+            yield from self._sharding.of_whole_models(of_data)
+
+    def _cut(self, found: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Models that are cut, into stages or inside of layers."""
+        graph, strategy = self.model.graph, self.strategy
+        if strategy in ("data", "equal", "fastest") or len(self.model.cluster.devices) < 2 or len(graph.ops) < 2:
+            return
+        why_not = self.able.why_not("several_stages")
+        if why_not is not None:
+            yield Candidate(name="pieces of the model", kind=self._kind, why_not=why_not)
+            return
+        counts = self._counts(found)
+        split = Split(model=self.model, runs=self.runs, samples=self.samples, sizes=self.sizes, count=counts[0])
+        known = [*found]
+        if strategy != "pipeline":
+            known += split.as_marked()
+            yield from known[len(found) :]
+        for number, family in enumerate((self._by_class, self._pipelines, self._splits)):
+            if self._at_work_s / CUTTING_PAYS * _WITHIN >= self._below_s(known):
+                if not number:
+                    why = f"takes at least {format_seconds(self._at_work_s)} a step, if no device ever waits"
+                    yield Candidate(name="the model cut into stages or parts", kind=self._kind, why_not=why)
+                return
+            own = family(split, counts, self._below_s(known))
+            known += own
+            yield from own
+
+    @cached_property
+    def _at_work_s(self) -> float:
+        return all_at_work_s(self.model, self.samples, max(self.sizes))
+
+    def _below_s(self, known: Iterable[Candidate]) -> float:
+        """What a plan has to be weighed below to be worth making: nothing yet, or where one way was asked for, any."""
+        return self.near * min((c.weighed_s for c in known), default=inf) if self.strategy == "auto" else inf
+
+    @property
+    def _kind(self) -> Kind:
+        """Of what stands for all that is cut."""
+        return self.strategy if self.strategy in ("pipeline", "split", "context") else "pipeline"
+
+    def _by_class(self, split: Split, counts: _Counts, below_s: float) -> tuple[Candidate, ...]:
+        """By counting devices, and the pipelines beside each other that it has found made anew, each with an order of its own."""
+        if counts != (None,):
+            return ()
+        by_class = ByClass(split=split, able=self.able, strategy=self.strategy)
+        found = by_class.candidates()
+        if self.strategy in ("split", "context"):
+            return found
+        below_s = min([below_s, *(self.near * c.weighed_s for c in found)])
+        again = Replicas(pipelines=self._lines(None)).candidates(by_class.plans, below_s)
+        return (*found, *again)
+
+    def _pipelines(self, split: Split, counts: _Counts, below_s: float) -> tuple[Candidate, ...]:
+        del split
+        lines: tuple[Candidate, ...] = ()
+        for count in counts if self.strategy in ("auto", "pipeline") else ():
+            lines = self._lines(count).candidates(below_s)
+            if any(c.plan is not None for c in lines):
+                break
+        return lines
+
+    def _lines(self, count: int | None) -> Pipelines:
+        lines = LineDrafts(model=self.model, samples=self.samples, sizes=self.sizes, count=count)
+        return Pipelines(model=self.model, runs=self.runs, lines=lines)
+
+    def _splits(self, split: Split, counts: _Counts, below_s: float) -> tuple[Candidate, ...]:
+        """Of the kinds that are asked for and exact: sequences may be split where weights may not."""
+        del counts
+        features: dict[str, Feature] = {"split": "tensor_parallel", "context": "context_parallel"}
+        asked = tuple(features) if self.strategy == "auto" else (self.strategy,)
+        kinds = [kind for kind in asked if kind in features and self.able.allow(features[kind])]
+        return split.candidates(kinds, below_s=below_s)
+
+    def _counts(self, found: Sequence[Candidate]) -> _Counts:
+        """Where ops mix the samples of a micro-batch, the number of micro-batches is part of the mathematics: that of data parallelism
+        where there is any, else the smallest that fits; anywhere else it is free (None). Never empty."""
+        if self.able.allow("unequal_counts"):
+            return (None,)
+        there = [len(p.micro_batches) for c in found if c.plan is not None for p in c.plan.pipelines]
+        return tuple(there[:1] or sorted({-(-self.samples // size) for size in self.sizes}))
+
+    def _parameters_sharded(self, found: Sequence[Candidate]) -> Iterator[Candidate]:
+        allowed = self.able.allow("parameter_sharding", "several_stages", "empty_share") and not self.able.whole_weights
+        if len(self.runs) == len(self.model.cluster.devices) or not allowed:
+            return
+        if self._at_work_s / CLEARLY < self._below_s(found):
+            again = self.able.allow("recompute", "several_micro_batches")
+            sharded = ParameterSharding(
+                model=self.model, runs=self.runs, samples=self.samples, largest=max(self.sizes), recompute=again
+            )
+            yield sharded.candidate()
+
+    def _on_hosts(self, found: Sequence[Candidate]) -> Iterator[Candidate]:
+        """With the optimizer's state of devices that lack room for it on their hosts."""
+
+        def search(helped: CostModel) -> Iterator[Candidate]:
+            # A model that is cut needs no host, if that can be: its weights and their state are cut too.
+            possible = any(c.plan is not None for c in found) and self.strategy == "auto"
+            other = replace(self, model=helped, strategy="data" if possible else self.strategy, sharded=False)
+            whole = [*other._whole_models()]
+            yield from (*whole, *other._cut(whole))
+
+        if short := short_of_memory(self.model, self.fits):
+            yield from offloading(self.model, short, self.runs, search)

@@ -1,0 +1,237 @@
+"""Pipelines that are all alike: every order of kinds of devices, number of stages and width, by about how long a step of them takes.
+
+The stages of a kind follow each other. A stage of kind k does floor(tau / t_k) of the layers in a time tau, or as many as it has memory
+for where it stands, so the slowest stage of a pipeline takes the least tau in which its stages do all layers: found by bisection, for all
+pipelines at once. To that comes what pipelines wait, what messages take and what shows of gradients. It is an estimate: it says which
+pipelines are worth to be cut exactly and played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterodyne.cost.layers import Widths
+from heterodyne.predictor.constants import constants
+from heterodyne.predictor.overlap import exposed_s, returned_s
+from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.kinds import Kind
+from heterodyne.search.fleet.plan import SPLIT
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.wires import Wires
+
+__all__ = ["Alike", "Places"]
+
+Places = tuple[tuple[str, Widths, int], ...]
+"""Stages of a pipeline, those of a kind together: a pool, how each shares its work, and how many there are."""
+_BISECTIONS = 12
+_BACKWARD = 2 / 3  # about so much of a stage's work
+_NO_TIME_S = 1e-12  # of a layer that costs nothing
+_NUMBERS = 32  # that are worked out for each pipeline
+_PART = 4096  # pipelines that are worked out at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alike:
+    """Of one space. ``zero``: the level at which memory is counted."""
+
+    predictor: Predictor
+    space: Space
+    zero: int
+    limits: Limits
+
+    def best(self, kinds: Mapping[int, Sequence[Kind]], most: int) -> list[tuple[int, Places]]:
+        """So many of those that are fastest, by size of micro-batches and places; the fastest first.
+
+        Args:
+            kinds: that stages may be, by the size of micro-batches.
+        """
+        found: list[tuple[float, int, Places]] = []
+        for size, own in kinds.items():
+            below = found[most - 1][0] if len(found) >= most else np.inf
+            limit = self.space.cells // (_NUMBERS * len(kinds))
+            new = self._of_size(own, size, most, below, limit)
+            found = sorted([*found, *new], key=lambda entry: entry[0])[:most]
+        return [(size, places) for _, size, places in found]
+
+    def _of_size(
+        self, kinds: Sequence[Kind], size: int, most: int, below: float, limit: int
+    ) -> Iterator[tuple[float, int, Places]]:
+        """Those of which less than ``below`` seconds are estimated. Worked out are only pipelines that could be among them if their stages
+        were equally long, by fractions of layers.
+        """
+        if not kinds:
+            return
+        chains, runs = self._chains(kinds, limit)
+        count = self._count(kinds, chains, runs)
+        forward, backward = (
+            np.array([own[-1] for own in part]) for part in zip(*(kind.table.passes for kind in kinds), strict=True)
+        )
+        samples = np.ceil(self.predictor.global_batch / (size * np.maximum(1, count)))
+        pace = 1 / np.maximum(forward + backward, _NO_TIME_S)
+        least = np.where(count > 0, samples / (runs * pace[chains]).sum(axis=1), np.inf)
+        order = np.argsort(least, kind="stable")
+        at, about = order[:0], least[:0]
+        for first in range(0, len(order), _PART):
+            part = order[first : first + _PART]
+            part = part[least[part] < below]
+            if not len(part):
+                break
+            at = np.concatenate([at, part])
+            about = np.concatenate([about, self._about_s(kinds, size, chains[part], runs[part], count[part])])
+            fastest = np.argsort(about, kind="stable")[:most]
+            at, about = at[fastest], about[fastest]
+            below = min(below, float(about[-1]) if len(about) == most else np.inf)
+        for number, seconds in zip(at.tolist(), about.tolist(), strict=True):
+            if seconds < np.inf:
+                stages = zip(chains[number].tolist(), runs[number].tolist(), strict=True)
+                yield seconds, size, tuple((kinds[k].name, kinds[k].widths, run) for k, run in stages if run)
+
+    def _chains(self, kinds: Sequence[Kind], limit: int) -> tuple[Ints, Ints]:
+        """Numbers of kinds, and how many stages each has; 0 of those that there are not. Shape [pipelines, max_pools]."""
+        pools = sorted({kind.pool for kind in kinds})
+        own = {pool: [n for n, kind in enumerate(kinds) if kind.pool == pool] for pool in pools}
+        wide = min(self.space.max_pools, len(pools))
+        orders = {
+            count: [chain for chosen in permutations(pools, count) for chain in product(*(own[p] for p in chosen))]
+            for count in range(1, wide + 1)
+        }
+        stages = min(self.space.max_stages, len(kinds[0].table.costs))
+        for digits in range(stages.bit_length(), 0, -1):
+            grids = {count: _numbers(stages, digits, count) for count in orders}
+            if sum(len(made) * len(grids[count]) for count, made in orders.items()) <= limit:
+                break
+        chains, runs = [], []
+        for count, made in orders.items():
+            missing = ((0, 0), (0, wide - count))
+            chains.append(np.pad(np.repeat(np.array(made), len(grids[count]), axis=0), missing))
+            runs.append(np.pad(np.tile(grids[count], (len(made), 1)), missing))
+        return np.concatenate(chains), np.concatenate(runs)
+
+    def _count(self, kinds: Sequence[Kind], chains: Ints, runs: Ints) -> Ints:
+        """As many pipelines as the limits allow; 0 where these are too few."""
+        limits = self.limits
+        devices, pool = (np.array([getattr(kind, name) for kind in kinds]) for name in ("devices", "pool"))
+        need = runs * devices[chains]
+        found = np.where(runs > 0, limits.room[pool[chains]] // np.maximum(1, need), limits.room.max()).min(axis=1)
+        if limits.prices is not None and np.isfinite(limits.budget):
+            usd = (need * limits.prices[pool[chains]]).sum(axis=1)
+            found = np.minimum(found, limits.budget * (1 + 1e-9) // np.maximum(usd, 1e-12)).astype(np.int64)
+        count: Ints = np.minimum(found, limits.most or found)
+        return np.where(count >= limits.least, count, 0)
+
+    def _about_s(self, kinds: Sequence[Kind], size: int, chains: Ints, runs: Ints, count: Ints) -> Floats:
+        layers = len(kinds[0].table.costs)
+        passes = [kind.table.passes for kind in kinds]
+        forward, backward = (np.array([own[-1] for own in part]) / layers for part in zip(*passes, strict=True))
+        inside, before = self._sends(kinds, chains, runs)
+        after = np.pad(before[:, 1:], ((0, 0), (0, 1)))
+        waits = np.where(runs > 1, inside + np.maximum(inside, np.maximum(before, after)), before + after)
+        joined: NDArray[np.bool_] = np.all(np.isfinite(waits), axis=1)
+        waits = np.where(joined[:, None], waits, 0.0) if self.predictor.blocking else np.zeros(waits.shape)
+        rounds = np.ceil(self.predictor.global_batch / (size * count))
+        behind = runs.sum(axis=1, keepdims=True) - np.cumsum(runs, axis=1)
+        held = np.minimum(behind + (runs + 1) / 2, rounds[:, None])  # by the stages of a kind, about
+        plain, again = (self._room(kinds, chains, held, count, recompute=recompute) for recompute in (False, True))
+        each, more = np.maximum(forward + backward, _NO_TIME_S)[chains], forward[chains]
+        low, high = np.zeros(len(chains)), (each + more).max(axis=1) * layers + waits.max(axis=1)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            left = np.maximum(0.0, middle[:, None] - waits)
+            done = np.maximum(np.minimum(left // each, plain), np.minimum(left // (each + more), again))
+            enough = (runs * done).sum(axis=1) >= layers
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        fits = joined & ((runs * np.maximum(plain, again)).sum(axis=1) >= layers)
+        # Where backwards are halved, a stage that waits for its first forward does what others have left over at the end.
+        split = not SPLIT.isdisjoint(self.space.schedules)
+        part = float(np.mean(forward / (forward + backward))) if split else 1.0
+        sent = 0.0 if self.predictor.blocking else 2 * (inside * np.maximum(0, runs - 1) + before).sum(axis=1)
+        shown = self._shown_s(kinds, chains, runs, count, high)
+        about: Floats = high * (rounds + part * (runs.sum(axis=1) - 1)) + sent + shown
+        return np.where(fits, about, np.inf)
+
+    def _room(self, kinds: Sequence[Kind], chains: Ints, held: Floats, count: Ints, *, recompute: bool) -> Floats:
+        """Layers for which a stage has memory, if all are like one in the middle."""
+        if recompute and not self.space.recompute:
+            return np.zeros(chains.shape)
+        figures = []
+        for kind in kinds:
+            middle = len(kind.table.costs) // 2
+            own = kind.table.memory(middle, middle + 1, recompute=recompute, held=1, replicas=2, zero=self.zero)
+            parts = list(zip((own.optimizer, own.gradients, own.parameters), (1, 2, 3), strict=True))
+            shared = 2 * sum(part for part, level in parts if self.zero >= level)
+            whole = sum(part for part, level in parts if self.zero < level)
+            figures.append((kind.memory_bytes - own.passing, whole, shared, own.activations))
+        most, whole, shared, each = np.array(figures).T
+        need = whole[chains] + shared[chains] / count[:, None] + held * each[chains]
+        found: Floats = np.maximum(0, most[chains] // np.maximum(need, 1.0))
+        return found
+
+    def _sends(self, kinds: Sequence[Kind], chains: Ints, runs: Ints) -> tuple[Floats, Floats]:
+        """Seconds of a message between two stages of a kind, and from the kind before. Shape [pipelines, max_pools]."""
+        fleet, wires = self.predictor.fleet, Wires(self.predictor.fleet)
+        pools = [fleet.pools[kind.pool] for kind in kinds]
+        sent = kinds[0].table.output_bytes(len(kinds[0].table.costs) // 2)
+        devices, per_node = np.array([kind.devices for kind in kinds]), np.array([p.devices_per_node for p in pools])
+        part = np.minimum(1.0, runs * devices[chains] / per_node[chains])  # of a node's link
+        latency, rate = np.full((2, len(kinds), len(kinds)), np.inf)
+        near = np.full(len(kinds), np.inf)
+        for a, own in enumerate(pools):
+            within = wires.inside(own)
+            near[a] = np.inf if within is None else within.latency_s + sent / within.bandwidth_bytes_per_s
+            for b, other in enumerate(pools):
+                wire = wires.between(own.name, other.name)
+                if wire is not None:
+                    latency[a, b], rate[a, b] = wire.latency_s, sent / wire.bandwidth_bytes_per_s
+        inside = np.where(
+            runs * devices[chains] <= per_node[chains],
+            near[chains],
+            latency[chains, chains] + rate[chains, chains] / np.maximum(part, 1e-9),
+        )
+        before = np.zeros(inside.shape)
+        one, two = chains[:, :-1], chains[:, 1:]
+        before[:, 1:] = latency[one, two] + rate[one, two] / np.maximum(1e-9, np.minimum(part[:, :-1], part[:, 1:]))
+        return np.where(runs > 1, inside, 0.0), np.where(runs > 0, before, 0.0)
+
+    def _shown_s(self, kinds: Sequence[Kind], chains: Ints, runs: Ints, count: Ints, tau: Floats) -> Floats:
+        """About what shows of gradients, if every stage has its part of the layers by its pace."""
+        layers, wires = len(kinds[0].table.costs), Wires(self.predictor.fleet)
+        figures = []
+        for kind in kinds:
+            pool, table = self.predictor.fleet.pools[kind.pool], kind.table
+            wire = wires.between(pool.name, pool.name)
+            forward, backward = table.passes
+            pace = 1 / max(_NO_TIME_S, forward[-1] + backward[-1])
+            figures.append(
+                (
+                    pace,
+                    table.reduced_bytes(0, layers) / layers / (np.inf if wire is None else wire.bandwidth_bytes_per_s),
+                )
+            )
+        pace, each_s = np.array(figures).T
+        own = runs * pace[chains]
+        part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
+        once = np.where(runs > 0, part * each_s[chains], 0.0).max(axis=1) * (1 - 1 / count)
+        stated = constants().stated
+        if not self.predictor.overlap:
+            return np.asarray(2 * once)
+        return np.asarray(exposed_s(once, _BACKWARD * tau, stated) + returned_s(once, stated))
+
+
+def _numbers(most: int, digits: int, count: int) -> Ints:
+    """So many numbers of stages, at most ``most`` together: all that have so many binary digits and zeros behind them.
+
+    Shape [ways, count].
+    """
+    one = sorted(
+        {n << shift for n in range(1, 1 << digits) for shift in range(most.bit_length()) if n << shift <= most}
+    )
+    grid = np.stack(np.meshgrid(*[np.array(one)] * count, indexing="ij"), axis=-1).reshape(-1, count)
+    found: Ints = grid[grid.sum(axis=1) <= most]
+    return found

@@ -1,0 +1,131 @@
+"""Drafts of pipelines: for some devices the best order in a line and the best cut, for each number of micro-batches.
+
+Drafts cost table look-ups, and are drawn for all orders of up to five devices, beyond that for five seeds and one round of swaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from heterodyne.cost.model import CostModel
+from heterodyne.errors import InfeasibleError
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.search.classes import first_of, interchangeable
+from heterodyne.search.drafts import Draft, Drafting
+from heterodyne.search.lines import orders, swaps
+from heterodyne.search.points import points_of
+from heterodyne.search.runs import Runs
+from heterodyne.search.tables import Tables
+
+__all__ = ["LineDrafts"]
+
+_MOST_POINTS = 220
+_MOST_INSIDE = 4
+_FINER = 0.99  # cuts inside blocks are taken if they are so much shorter
+_CLOSE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineDrafts:
+    """Args:
+    sizes: the micro-batch sizes that may be taken.
+    count: the number of micro-batches that the mathematics asks for, None where it is free.
+    """
+
+    model: CostModel
+    samples: int
+    sizes: tuple[int, ...]
+    count: int | None = None
+
+    @cached_property
+    def drafting(self) -> Drafting:
+        return self._drafting(0)
+
+    @cached_property
+    def _finer(self) -> Drafting:
+        """With cuts inside the blocks as well."""
+        blocks = len(self.model.graph.blocks)
+        return self._drafting(max(0, min(_MOST_INSIDE, (_MOST_POINTS - blocks) // max(1, blocks))))
+
+    def _drafting(self, inside: int) -> Drafting:
+        points = points_of(self.model.graph, inside=inside)
+        return Drafting(model=self.model, tables=Tables(model=self.model, points=points, like=first_of(self.kinds)))
+
+    @cached_property
+    def usable(self) -> tuple[str, ...]:
+        """The devices that can hold at least some stage."""
+        tables = self._finer.tables
+        return tuple(d.id for d in self.model.cluster.devices if tables.holds_any(d.id, min(self.sizes)))
+
+    @cached_property
+    def kinds(self) -> dict[str, int]:
+        return interchangeable(self.model)
+
+    @cached_property
+    def rate(self) -> dict[str, float]:
+        """Samples/s of the whole model on each device, at the best of the sizes."""
+        compute = self.model.compute
+        return {
+            d.id: Runs(seconds=compute[d.id].micro_batch_s, sizes=self.sizes).rate for d in self.model.cluster.devices
+        }
+
+    def drafts(self, devices: Sequence[str], samples: int | None = None) -> list[Draft]:
+        """The best draft for each size of micro-batch, best first. Raises InfeasibleError if none fits."""
+        samples = self.samples if samples is None else samples
+        memory = {d.id: d.memory_bytes for d in self.model.cluster.devices}
+        most = len(self.drafting.points) - 1
+        kept = sorted(sorted(devices, key=lambda d: -self.rate[d])[:most], key=list(devices).index)
+        lines = orders(kept, self.kinds, memory, self.rate)
+        failure: InfeasibleError | None = None
+        for drafting in (self.drafting, self._finer):  # where memory is short, cuts inside blocks may be what helps
+            best: dict[MicroBatches, Draft] = {}
+            for micro_batches in self._micro_batches(samples):
+                for line in lines:
+                    try:
+                        draft = drafting.draft(line, micro_batches)
+                    except InfeasibleError as error:
+                        failure = error
+                        continue
+                    before = best.get(micro_batches)
+                    if before is None or draft.estimate_s < before.estimate_s * (1 - _CLOSE):
+                        best[micro_batches] = draft
+            if best:
+                ranked = sorted(best.values(), key=lambda draft: draft.estimate_s)
+                return [self._swapped(drafting, ranked[0]), *ranked[1:]]
+        raise failure or InfeasibleError(
+            f"{samples} samples cannot be cut into {self.count} micro-batches of at most {max(self.sizes)}"
+        )
+
+    def fine(self, draft: Draft) -> tuple[Draft, Drafting]:
+        """The same line cut with more care: inside blocks if that pays."""
+        options: list[tuple[Draft, Drafting]] = []
+        for drafting in (self.drafting, self._finer) if len(draft.line) > 1 else (self.drafting,):
+            try:
+                cut = drafting.draft(draft.line, draft.micro_batches, exact=True)
+            except InfeasibleError:
+                continue  # the other cuts are those that the draft was drawn with
+            if not options or cut.estimate_s < options[0][0].estimate_s * _FINER:
+                options.insert(0, (cut, drafting))
+        return options[0]
+
+    def _swapped(self, drafting: Drafting, draft: Draft) -> Draft:
+        """One round of swaps of two places."""
+        best = draft
+        for line in swaps(draft.line, self.kinds):
+            try:
+                tried = drafting.draft(line, draft.micro_batches)
+            except InfeasibleError:
+                continue
+            if tried.estimate_s < best.estimate_s * (1 - _CLOSE):
+                best = tried
+        return best
+
+    def _micro_batches(self, samples: int) -> list[MicroBatches]:
+        if self.count is not None:
+            fits = self.count <= samples <= self.count * max(self.sizes)
+            counts = [self.count] if fits else []
+        else:
+            counts = sorted({-(-samples // min(size, samples)) for size in self.sizes}, reverse=True)
+        return [MicroBatches(tuple(sorted(MicroBatches.of_count(samples, count).sizes))) for count in counts]
