@@ -24,6 +24,7 @@ from heterodyne.search.offload import offloading, short_of_memory
 from heterodyne.search.parameter_sharding import ParameterSharding
 from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, Strategy
+from heterodyne.search.predict import overflow
 from heterodyne.search.replicas import Replicas
 from heterodyne.search.runs import Runs
 from heterodyne.search.split import Split
@@ -93,9 +94,29 @@ class Families:
         if self.strategy == "pipeline" and not self.able.allow("unequal_counts"):
             return
         of_data: Strategy = "data" if self.strategy in _OF_PARTS else self.strategy
-        yield from DataParallel(model=self.model, runs=self.runs, samples=self.samples).candidates(of_data)
+        yield from self._replicas(of_data)
         if self._sharding is not None:
             yield from self._sharding.of_whole_models(of_data)
+
+    def _replicas(self, strategy: Strategy) -> tuple[Candidate, ...]:
+        """Data parallelism, of smaller micro-batches where the program shows that a device has no room for those that fit by themselves."""
+        runs = dict(self.runs)
+        while True:
+            found = DataParallel(model=self.model, runs=runs, samples=self.samples).candidates(strategy)
+            over = {device for c in found for device in self._over(c)}
+            if not over:
+                return found
+            for device in over:
+                if len(runs[device].sizes) > 1:
+                    runs[device] = replace(runs[device], sizes=runs[device].sizes[:-1])
+                else:
+                    del runs[device]
+
+    def _over(self, candidate: Candidate) -> Iterable[str]:
+        """The devices that lack memory for it."""
+        if candidate.plan is None or candidate.simulation is None:
+            return ()
+        return overflow(self.model, candidate.plan, candidate.simulation)
 
     def _cut(self, found: Sequence[Candidate]) -> Iterator[Candidate]:
         """Models that are cut, into stages or inside of layers."""
