@@ -189,7 +189,8 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
 
 
 def _of_recompute(stage: Stage, graph: ModelGraph) -> list[str]:
-    broken = []
+    twice = [index for index, count in Counter(stage.recompute).items() if count > 1]
+    broken = [f"recomputes block {index} more than once: write each block once" for index in twice]
     for index in stage.recompute:
         if not 0 <= index < len(graph.blocks):
             broken.append(f"recomputes block {index}; the model has blocks 0 to {len(graph.blocks) - 1}")

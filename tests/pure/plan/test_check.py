@@ -65,7 +65,21 @@ FAULTS = {
     "has region '*' 2 times": of_stage(PLAN, regions=(region("*"), region("*"))),
     "has no region '*'": of_stage(PLAN, regions=()),
     "recomputes block 9; the model has blocks 0 to 3": of_stage(PLAN, recompute=(9,)),
+    "recomputes block 0 more than once": of_stage(PLAN, recompute=(0, 0)),
     "state_shares": of_stage(PLAN, state_shares=(1,)),
+    "give it the same in all of its stages": of_plan(
+        zero=3,
+        pipelines=(
+            PLAN.pipelines[0].model_copy(
+                update={
+                    "stages": tuple(
+                        PLAN.pipelines[0].stages[0].model_copy(update={"state_shares": (n,)}) for n in (1, 2)
+                    )
+                }
+            ),
+            PLAN.pipelines[1],
+        ),
+    ),
     "has 'overlap', and exchanges nothing": of_stage(PLAN, overlap=True),
 }
 
