@@ -85,6 +85,7 @@ def makers() -> dict[str, Callable[[int], tuple[nn.Module, dict[str, Tensor]]]]:
         "attention": _attention,
         "sum": _sum,
         "weighted": _weighted,
+        "seen": _seen,
         "t5": _t5,
         "vit": _vit,
         "unet": _unet,
@@ -158,6 +159,25 @@ class Summed(nn.Module):
     def forward(self, points: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         found = self.layers(points).squeeze(-1)
         return F.mse_loss(found, targets, reduction="sum"), found
+
+
+class Seen(nn.Module):
+    """What it reads of its weights last are views that it makes first, some of views, one of weights of another; one has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.places = nn.Parameter(torch.randn(9, 6))
+        self.bias = nn.Parameter(torch.randn(6, 6).t())
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
+        turned, places, bias = self.head.weight.t(), self.places[:6], self.bias.reshape(-1)
+        rows = places.unsqueeze(0)
+        hidden = torch.tanh(self.first(points))
+        hidden = torch.tanh(hidden @ rows[0] + bias[:6])
+        hidden = torch.tanh(hidden * 0.7) @ places
+        return F.cross_entropy(hidden @ turned + self.head.bias, labels) + self.none.sum()
 
 
 class Weighted(nn.Module):
@@ -581,6 +601,10 @@ def _mixed(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def _sum(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     return Summed(), {"points": torch.randn(samples, 4), "targets": torch.randn(samples)}
+
+
+def _seen(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return Seen(), {"points": torch.randn(samples, 4), "labels": torch.randint(5, (samples,))}
 
 
 def _weighted(samples: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -126,6 +126,8 @@ def train(
         ("gpt2", unlike, 1, (1, 2, 4, 3), 4096, ADAFACTOR),
         ("gpt2", layered, 3, (3, 0, 2), 2**20, ADAMW),
         ("t5", layered, 3, (1, 5, 7), 1, ADAFACTOR),
+        ("seen", layered, 3, (3, 0, 2), 1, ADAMW),
+        ("seen", wide, 3, (0, 1, 5, 3), 1, SGD),
         ("gpt2", recomputed, 3, (2, 3, 1, 5), 4096, ADAMW),
     ],
 )
@@ -146,6 +148,7 @@ def test_training_goes_where_one_device_goes(
         assert got == pytest.approx(losses, rel=BAR)
         assert [n for n in of_norm if n is not None] == pytest.approx(norms if of_norm[0] is not None else [], rel=BAR)
         assert compare(0.0, weights, 0.0, state).largest <= BAR
+        assert {n: t.shape for n, t in weights.items()} == {n: t.shape for n, t in state.items()}
     if spread is replicas:
         trained = sum(p.numel() for p in build(graph, 1).module.parameters())
         assert [kept for *_, kept in found[:3]] == pytest.approx(

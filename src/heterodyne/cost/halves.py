@@ -44,7 +44,7 @@ class Halves:
         """What W of the ops ``[start, stop)`` needs: what enters a linear layer, and the gradient of what leaves it. Gradients of other
         weights are made in I."""
         made = {op.name: op for op in self.graph.ops}
-        given = {entry.name: entry.spec.bytes for entry in self.graph.inputs}
+        given = {entry.symbol: entry.spec.bytes for entry in self.graph.inputs}
         entering: dict[str, Size] = {}
         leaving = []
         for op in self.graph.ops[start:stop]:

@@ -67,7 +67,7 @@ def _op(
         name=node.name,
         target=str(node.target),
         inputs=tuple(
-            role.name if role else source.name
+            role.symbol if role else source.name
             for source, role in roles
             if (role.kind == "input" if role else bool(tensors_of(source)))
         ),
@@ -129,7 +129,7 @@ def _tensor_or_size(traced: Traced, node: fx.Node) -> Argument:
         known = node.meta.get("val")
         return size_of(known) if isinstance(known, int | torch.SymInt) else str(node.target)
     role = traced.roles.get(producer)
-    name = role.name if role is not None else producer.name
+    name = role.symbol if role is not None else producer.name
     if node is not producer:
         return ref_of(node)
     return Ref(name) if isinstance(node.meta["val"], Tensor) else tuple(Ref(name, i) for i in range(len(tensors)))

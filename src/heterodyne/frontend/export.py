@@ -39,6 +39,7 @@ from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_choices_by_size
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
+from heterodyne.frontend.symbols import free_name
 from heterodyne.frontend.word_sets import ordered_word_sets
 from heterodyne.graph import ModuleOnly
 from heterodyne.model_output import loss_of
@@ -59,10 +60,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a placeholder stands for. ``name`` is canonical: of tied parameters the first name."""
+    """What a placeholder stands for. ``name`` is canonical: of tied parameters the first name; ``symbol``: its name in the graph."""
 
     kind: Literal["parameter", "buffer", "constant", "input"]
     name: str
+    symbol: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "symbol", self.symbol or self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +253,9 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
 def _roles(program: ExportedProgram, example: Example, canonical: dict[str, str]) -> list[Role]:
     roles: list[Role] = []
     inputs = iter(example.names)
-    for spec in program.graph_signature.input_specs:
+    specs = program.graph_signature.input_specs
+    stored = {name.removeprefix(_PREFIX) for spec in specs if (name := spec.target)}
+    for spec in specs:
         name = (spec.target or "").removeprefix(_PREFIX)
         if spec.kind is InputKind.PARAMETER:
             roles.append(Role("parameter", canonical[name]))
@@ -257,7 +264,8 @@ def _roles(program: ExportedProgram, example: Example, canonical: dict[str, str]
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             roles.append(Role("constant", name))
         elif spec.kind is InputKind.USER_INPUT:
-            roles.append(Role("input", next(inputs)))
+            given = next(inputs)
+            roles.append(Role("input", given, free_name(given, stored)))
         else:
             what = f"the model holds {name!r}, a {spec.kind.name.lower()}, which is not a tensor"
             raise NoGraphError(f"{what}; keep it out of forward", reason=what)

@@ -7,7 +7,7 @@ loss divides by, whether forward draws random numbers, and whether it has BatchN
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn, TypeAlias
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.export import tied_names
+from heterodyne.frontend.symbols import free_name
 from heterodyne.frontend.trace import Captured
 from heterodyne.graph import Block, Input, Loss, ModelGraph, Op, Parameter, Ref, Size, TensorSpec
 from heterodyne.graph.size import ZERO
@@ -73,10 +74,13 @@ def opaque(
     parameters = tuple(_stored(n, p, aliases, trainable=p.requires_grad) for n, p in model.named_parameters())
     buffers = tuple(_stored(n, b, aliases, trainable=False) for n, b in model.named_buffers())
     scalar = TensorSpec(shape=(), dtype="float32")
+    stored = {entry.name for entry in (*parameters, *buffers)}
+    inputs = _inputs(example, stored)
+    op_name = free_name(MODULE, stored.union(entry.symbol for entry in inputs))
     op = Op(
-        name=MODULE,
+        name=op_name,
         target=MODULE,
-        inputs=example.names,
+        inputs=tuple(entry.symbol for entry in inputs),
         parameters=tuple(entry.name for entry in (*parameters, *buffers)),
         outputs=(scalar,),
         differentiable=(True,),
@@ -91,15 +95,15 @@ def opaque(
     )
     graph = ModelGraph(
         name=name or type(model).__name__,
-        inputs=_inputs(example),
+        inputs=inputs,
         parameters=parameters,
         buffers=buffers,
         ops=(op,),
         blocks=(Block(index=0, name=MODULE, kind=MODULE, start=0, stop=1),),
         loss=loss,
-        batch_statistics=(MODULE,) if batch_norm else (),
-        random=(MODULE,) if random else (),
-        output=Ref(MODULE),
+        batch_statistics=(op_name,) if batch_norm else (),
+        random=(op_name,) if random else (),
+        output=Ref(op_name),
         opaque=reason,
     )
     return Opaque(graph=graph, loss_count=count)
@@ -126,7 +130,7 @@ def read_count(given: CountGiven) -> CountedBy:
     return CountedBy(count=count, loss=loss)
 
 
-def _inputs(example: Example) -> tuple[Input, ...]:
+def _inputs(example: Example, stored: Collection[str]) -> tuple[Input, ...]:
     return tuple(
         Input(
             name=name,
@@ -135,6 +139,7 @@ def _inputs(example: Example) -> tuple[Input, ...]:
                 dtype=_dtype(dtype),
             ),
             batch_dim=0 if follows else None,
+            symbol=free_name(name, stored),
         )
         for name, shape, dtype, follows in zip(
             example.names, example.shapes, example.dtypes, example.follows, strict=True

@@ -196,7 +196,7 @@ class _ShardedWriter(Writer):
 
     def _ref(self, node: fx.Node) -> Ref:
         role = self._pieces.traced.roles.get(node)
-        return ref_of(node) if role is None else Ref(role.name)
+        return ref_of(node) if role is None else Ref(role.symbol)
 
     def _forget(self, node: fx.Node) -> None:
         """What was converted of memory that has been written into is out of date."""

@@ -38,6 +38,7 @@ from heterodyne.frontend.skeleton import require_initialised
 from heterodyne.frontend.split_loss import split_loss
 from heterodyne.frontend.stage_program import StageProgram, stage_program
 from heterodyne.frontend.stage_values import Pieces
+from heterodyne.frontend.symbols import name_ops
 from heterodyne.graph import Block, Input, Loss, ModelGraph, Parameter, require_pieces
 from heterodyne.graph.draws import require_samples_own_draws
 from heterodyne.graph.sharding import Sharding
@@ -112,7 +113,6 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     refuse_closures(exported, model)
     refuse_embedding_gradients(exported)
     traced = put_together(exported)
-    statistics = batch_statistics(traced)
     traced, loss, counter, coupled = _read_loss(
         traced, example, dict(model.named_buffers()), lambda batch: trace(model, batch, name=name).loss_count
     )
@@ -122,6 +122,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
             f"the loss {why}, and {'; '.join(map(str, traced.module_only))}: the first needs the graph of the model to run, the second the "
             "module. Write the backward as ops that PyTorch differentiates, or divide all terms of the loss by one count."
         )
+    name_ops(traced.ops, {role.symbol for role in traced.roles.values()})
     observed = observe(traced)
     buffers = dict(model.named_buffers())
     graph = ModelGraph(
@@ -134,7 +135,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
         ops=describe(traced, observed, _written_memory(traced, observed), _sample_dims(traced)),
         blocks=find_blocks(traced, observed),
         loss=loss,
-        batch_statistics=statistics,
+        batch_statistics=batch_statistics(traced),
         random=random_ops(traced),
         task_graphs=traced.annotations.task_graphs,
         constants=tuple(_constant(name, value) for name, value in traced.constants.items()),
@@ -167,10 +168,11 @@ def _read_loss(
 
 
 def _inputs(traced: Traced, example: Example) -> tuple[Input, ...]:
-    nodes = {role.name: node for node, role in traced.roles.items() if role.kind == "input"}
+    nodes = {role.name: (node, role) for node, role in traced.roles.items() if role.kind == "input"}
     return tuple(
-        Input(name=name, spec=spec_of(nodes[name].meta["val"]), batch_dim=0 if follows else None)
+        Input(name=name, spec=spec_of(node.meta["val"]), batch_dim=0 if follows else None, symbol=role.symbol)
         for name, follows in zip(example.names, example.follows, strict=True)
+        for node, role in (nodes[name],)
     )
 
 
@@ -181,7 +183,7 @@ def _sample_dims(traced: Traced) -> dict[fx.Node, int | None]:
 def _written_memory(traced: Traced, observed: dict[fx.Node, Observed]) -> dict[fx.Node, str]:
     """For each node that lies in memory which is written into, what that memory is called."""
     memory = shared_memory(traced.graph, observed)
-    named = {memory.group_of[n]: role.name for n, role in traced.roles.items() if role.kind != "input"}
+    named = {memory.group_of[n]: role.symbol for n, role in traced.roles.items()}
     return {node: named.get(group, group.name) for node, group in memory.group_of.items() if memory.writers.get(group)}
 
 

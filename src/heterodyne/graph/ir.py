@@ -66,11 +66,18 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """A tensor that the user passes in. ``batch_dim`` is None for one that does not follow the batch."""
+    """A tensor that the user passes in. ``batch_dim`` is None for one that does not follow the batch.
+
+    ``symbol``: its name in the graph; another one than ``name`` where a parameter or buffer has that.
+    """
 
     name: str
     spec: TensorSpec
     batch_dim: int | None
+    symbol: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "symbol", self.symbol or self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +104,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor that an op reads: an output of the op ``name``, or the input, parameter, buffer or constant of that name."""
+    """A tensor that an op reads: an output of the op ``name``, or the input, parameter, buffer or constant of that name.
+
+    No two of these have one name, whatever the user calls them: parameters, buffers and constants keep theirs, an input that is called
+    as one of them has another `Input.symbol`, and so have ops.
+    """
 
     name: str
     output: int = 0
@@ -112,9 +123,9 @@ class Op:
     """One op of the graph.
 
     Args:
-        name: unique in the graph.
+        name: unique in the graph, among all tensors (`Ref`).
         target: the operator, as ``aten.linear.default``.
-        inputs: names of the ops and inputs that it reads, in order.
+        inputs: names of the ops and symbols of the inputs that it reads, in order.
         parameters: names of the parameters and buffers that it reads (canonical names, not aliases).
         outputs: one spec for each tensor that it returns.
         differentiable: for each of them, whether gradients flow through it.
@@ -250,6 +261,16 @@ class ModelGraph:
     module_only: tuple[ModuleOnly, ...] = ()
     opaque: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if two tensors go by one name: what is said of the one would be taken for the other."""
+        stored = (*self.parameters, *self.buffers, *self.constants)
+        named = Counter([*(p.name for p in stored), *(i.symbol for i in self.inputs), *(op.name for op in self.ops)])
+        twice = [name for name, count in named.items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"the graph of {self.name} has more than one tensor of each of these names: {', '.join(twice)}"
+            )
+
     def __hash__(self) -> int:
         # Much is kept by graph; to hash thousands of ops for each look-up would take longer than to find the answer.
         return hash(self.fingerprint)
@@ -259,6 +280,9 @@ class ModelGraph:
         """16 hex digits that change with ops, shapes, parameters or loss; not with where the source code stands."""
         content = asdict(self)
         del content["opaque"]
+        for entry in content["inputs"]:
+            if entry["symbol"] == entry["name"]:
+                del entry["symbol"]
         for op in content["ops"]:
             del op["source"]
             if not op["in_memory"]:
@@ -304,7 +328,7 @@ class ModelGraph:
         stored = (*self.parameters, *self.buffers, *self.constants)
         return {
             **{p.name: (TensorSpec(shape=tuple(map(Size.of, p.shape)), dtype=p.dtype),) for p in stored},
-            **{entry.name: (entry.spec,) for entry in self.inputs},
+            **{entry.symbol: (entry.spec,) for entry in self.inputs},
             **{op.name: op.outputs for op in self.ops},
         }
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from heterodyne.graph.ir import ModelGraph, Op, Ref
+from heterodyne.graph.ir import Input, ModelGraph, Op, Ref
 
 __all__ = ["Taken", "ValueBound", "value_bounds"]
 
@@ -62,9 +62,10 @@ def value_bounds(graph: ModelGraph) -> tuple[ValueBound, ...]:
     found: dict[tuple[object, ...], ValueBound] = {}
     for op in graph.ops:
         for ref, what, size, ignore, fixed in _looked_up(graph, op):
-            for field, path in _origins(graph, ref):
-                if field in written or graph.spec(Ref(field)).dtype not in _INTEGERS:
+            for entry, path in _origins(graph, ref):
+                if entry.symbol in written or entry.spec.dtype not in _INTEGERS:
                     continue
+                field = entry.name
                 last = max((place for place, step in enumerate(path) if step.op.kind in _TAKES), default=-1)
                 bound = ValueBound(
                     field=field,
@@ -107,7 +108,7 @@ def _is_fixed(graph: ModelGraph, size: int) -> bool:
     return size not in of_inputs and any(size in parameter.shape for parameter in graph.parameters)
 
 
-def _origins(graph: ModelGraph, ref: Ref) -> Iterator[tuple[str, tuple[Taken, ...]]]:
+def _origins(graph: ModelGraph, ref: Ref) -> Iterator[tuple[Input, tuple[Taken, ...]]]:
     """The input that the values of a tensor come from, and the ops on the way; nothing if they are computed."""
     path: list[Taken] = []
     while (op := graph.op_by_name.get(ref.name)) is not None:
@@ -120,5 +121,6 @@ def _origins(graph: ModelGraph, ref: Ref) -> Iterator[tuple[str, tuple[Taken, ..
             return
         path.insert(0, Taken(op=op, output=ref.output))
         ref = source
-    if any(entry.name == ref.name for entry in graph.inputs):
-        yield ref.name, tuple(path)
+    for entry in graph.inputs:
+        if entry.symbol == ref.name:
+            yield entry, tuple(path)

@@ -18,6 +18,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import ModelGraph, Parameter, dtype_bytes
 from heterodyne.graph.sharding import Sharding
+from heterodyne.graph.views import parameters_seen_through
 from heterodyne.plan.boxes import Box, Slice, numel, refined
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.sharded_stage import shard_stage
@@ -135,11 +136,14 @@ def planned_buckets(plan: Plan, graph: ModelGraph) -> tuple[Bucket, ...]:
 
 
 def stages_reading(pipeline: Pipeline, graph: ModelGraph) -> tuple[frozenset[str], ...]:
-    """Of each stage the names of the parameters that its ops read."""
-    return tuple(
-        frozenset(name for op in graph.ops[stage.ops[0] : stage.ops[1]] for name in op.parameters)
-        for stage in pipeline.stages
-    )
+    """Of each stage the names of the parameters that its ops read, as they are or through views that an earlier stage has made."""
+    seen = parameters_seen_through(graph)
+    found = []
+    for stage in pipeline.stages:
+        ops = graph.ops[stage.ops[0] : stage.ops[1]]
+        of_views = (seen[name] for op in ops for name in op.inputs if name in seen)
+        found.append(frozenset(name for op in ops for name in op.parameters).union(*of_views))
+    return tuple(found)
 
 
 def gradient_buckets(

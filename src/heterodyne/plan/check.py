@@ -191,9 +191,13 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
 
 
 def _of_recompute(stage: Stage, graph: ModelGraph) -> list[str]:
-    broken = []
     named = [("recomputes", index) for index in stage.recompute]
     named += [("offloads activations of", index) for index in stage.offload_activations]
+    broken = [
+        f"{does} block {index} more than once: write each block once"
+        for (does, index), n in Counter(named).items()
+        if n > 1
+    ]
     for does, index in named:
         if not 0 <= index < len(graph.blocks):
             broken.append(f"{does} block {index}; the model has blocks 0 to {len(graph.blocks) - 1}")

@@ -25,6 +25,21 @@ def faults_of_state(plan: Plan) -> Iterator[str]:
                 yield (
                     f"{where} has {len(stage.state_shares)} state_shares for {len(stage.devices)} devices: give each device one"
                 )
+    if plan.zero:
+        yield from _faults_of_unlike_shares(plan)
+
+
+def _faults_of_unlike_shares(plan: Plan) -> Iterator[str]:
+    """A device has one share, whichever of its stages is looked at."""
+    said: dict[str, dict[int, str]] = {}
+    for number, pipeline in enumerate(plan.pipelines):
+        for index, stage in enumerate(pipeline.stages):
+            shares = stage.state_shares or (1,) * len(stage.devices)
+            for device, share in zip(stage.devices, shares, strict=False):
+                said.setdefault(device, {}).setdefault(share, f"{share} in pipeline {number}, stage {index}")
+    for device, places in said.items():
+        if len(places) > 1:
+            yield f"device {device!r} has state_shares {' and '.join(places.values())}: give it the same in all of its stages"
 
 
 def faults_of_state_shards(plan: Plan, graph: ModelGraph) -> Iterator[str]:

@@ -43,6 +43,13 @@ def _micro_batches(value: object) -> object:
     return MicroBatches.parse(value) if isinstance(value, str) else value
 
 
+def _written_as_whole(value: object) -> object:
+    """In Python true and 1.0 are among 0, 1, 2 and 3."""
+    if isinstance(value, bool | float):
+        raise ValueError(f"{str(value).lower()} is no whole number")
+    return value
+
+
 class Region(PlanPart):
     """A TaskGraph of a stage. ``task_graph`` names an annotation; ``*`` is everything that has none."""
 
@@ -217,7 +224,7 @@ class Plan(PlanPart):
     precision: Precisions = "fp32"
     schedule: str = "1F1B"
     bucket_bytes: Positive = 4 * 2**20
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_written_as_whole)] = 0
     placement: Literal["stages", "pipelines"] = "stages"
     pipelines: tuple[Pipeline, ...]
     idle: tuple[str, ...] = ()

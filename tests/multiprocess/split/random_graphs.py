@@ -23,6 +23,11 @@ from torch.nn import functional as F
 import heterodyne as hd
 from heterodyne.frontend import Captured, trace
 
+NAMES = (
+    "t", "linear", "matmul", "add", "mul", "transpose", "permute", "view", "flatten", "softmax", "cat", "expand", "slice_1", "select",
+    "reshape", "sum_1", "mean", "embedding", "relu", "cross_entropy_loss",
+)  # fmt: skip
+"""What ops are called in a graph. A model may call its weights so."""
 BATCHES = (5, 3)  # sizes that nothing else has in common
 WIDTHS = (1, 2, 3, 4, 6, 8, 12)
 CLASSES = (2, 5, 6, 8)
@@ -96,7 +101,7 @@ class Written(nn.Module):
         self._code = compile(program.text, "<program>", "exec")
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        known = {**_KNOWN, **inputs, **dict(self.named_parameters()), **dict(self.named_buffers())}
+        known = {**_KNOWN, **dict(self.named_parameters()), **dict(self.named_buffers()), **inputs, "self": self}
         exec(self._code, known)
         loss: Tensor = known["loss"]
         return loss
@@ -190,7 +195,9 @@ class Author:
         found = [value.name for value in self.parameters if value.shape == shape]
         if found and self.chance(0.4):
             return str(self.one_of(found))
-        return self._stored(self.parameters, Value(f"w{len(self.parameters)}", shape))
+        free = [name for name in NAMES if name not in self._runs[0]]
+        name = self.one_of(free) if free and self.chance(0.3) else f"w{len(self.parameters)}"
+        return self._stored(self.parameters, Value(name, shape))
 
     def buffer(self, *shape: int, below: int = 0) -> str:
         return self._stored(self.buffers, Value(f"c{len(self.buffers)}", shape, below))
@@ -314,6 +321,23 @@ def of_weights(a: Author) -> bool:
         f"torch.stack([{weight}, {other}]).mean(0)",
     ))  # fmt: skip
     return a.apply(f"F.linear({x}, {made})")
+
+
+def tied(a: Author) -> bool:
+    """Weights that are read twice, the second time the other way round, as they are or through views of them."""
+    x = a.real(2, 3, 4)
+    if a.rank(x) - 1 not in a.free_dims(x):
+        return False
+    width = a.shape(x)[-1]
+    weight = a.parameter(a.one_of(WIDTHS), width)
+    turned, made = a.name(), a.name()
+    return a.write(*a.one_of((
+        (f"{made} = F.linear({x}, {weight}).relu() @ {weight}",),
+        (f"{turned} = {weight}.t()", f"{made} = torch.tanh({x} @ {turned}) @ {turned}.t()"),
+        (f"{turned} = {weight}.t()", f"{made} = {x} + ({x} @ {turned}) @ {weight}"),
+        (f"{turned} = {weight} * 0.5", f"{made} = F.linear(F.linear({x}, {turned}), {weight}.mT)"),
+        (f"{turned} = {weight}.detach()", f"{made} = F.linear({x}, {weight}) @ {turned}"),
+    )))  # fmt: skip
 
 
 def linear_back(a: Author) -> bool:
@@ -733,8 +757,8 @@ def without_a_rule(a: Author) -> bool:
 
 OPS: tuple[Callable[[Author], bool], ...] = (
     *[linear, arithmetic, other_shape] * 3,
-    *[product, norm, ones, pieces, cut_out, reduced, pointwise, in_place, attention, by_hand] * 2,
-    of_weights, linear_back, lookup, positions, softmax, convolution, pooling, joined, filled, random_numbers, numbers, without_a_rule,
+    *[product, norm, ones, pieces, cut_out, reduced, pointwise, in_place, attention, by_hand, of_weights, tied] * 2,
+    linear_back, lookup, positions, softmax, convolution, pooling, joined, filled, random_numbers, numbers, without_a_rule,
 )  # fmt: skip
 
 

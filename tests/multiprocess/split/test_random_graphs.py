@@ -16,18 +16,21 @@ from hypothesis import strategies as st
 
 from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.errors import CaptureError
+from heterodyne.graph.cut import stage_ops
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.check import violations
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Exchange, Plan
+from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.worker import Worker
 from multiprocess.pool import Pool, World
-from multiprocess.split.random_graphs import Program, Written, captured_program, program
+from multiprocess.split.random_graphs import Program, Value, Written, captured_program, program
 from multiprocess.test_exactness_pipelines import BAR, SEED, STEP, with_box
 from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan
+from pure.graph.sharding.consistency import inconsistencies
 
 GRAPHS = int(os.environ.get("HETERODYNE_RANDOM_GRAPHS", "3"))
 KINDS = ("split", "context", "replicate")
@@ -48,7 +51,7 @@ class Lie:
 
 
 def lies(graph: ModelGraph, random: Random) -> list[Lie]:
-    """In parts, by its sequence, and both beside replicated regions, on as many devices."""
+    """In parts, by its sequence, and both beside replicated regions, on as many devices; those of them that can run."""
     members = random.choice((2, 2, 3))
 
     def shares() -> tuple[int, ...]:
@@ -66,7 +69,8 @@ def lies(graph: ModelGraph, random: Random) -> list[Lie]:
         )
 
     whole = [lie("split", mixed=False), lie("context", mixed=False)]
-    return [*whole, lie("replicate", mixed=True), lie(random.choice(KINDS), mixed=True)] if graph.task_graphs else whole
+    mixed = [lie("replicate", mixed=True), lie(random.choice(KINDS), mixed=True)] if graph.task_graphs else []
+    return [way for way in (*whole, *mixed) if _runs(way, graph)]
 
 
 def plan_of(graph: ModelGraph, way: Lie) -> Plan:
@@ -143,11 +147,38 @@ def test_any_graph_in_parts_gives_the_gradients_of_one_device(pool: Pool, seed: 
     assume(written is not None)
     assert written is not None
     try:
-        graph = captured_program(written).graph
+        captured_program(written)
     except CaptureError:
         assume(False)
-    ways = [lie for lie in lies(graph, Random(seed)) if _runs(lie, graph)]
+    ways = lies(captured_program(written).graph, Random(seed))
     assume(ways)
+    require_exact(pool, written, ways)
+
+
+def test_names_of_the_user_are_not_taken_for_those_of_ops(pool: Pool) -> None:
+    """Weights and an input that are called as ops are, and an input and a buffer that share a name."""
+    program = Program(
+        seed=0,
+        inputs=(Value("x", (5, 6)), Value("scale", (6,)), Value("add", (5, 6)), Value("labels", (5,), below=8)),
+        parameters=(Value("t", (6, 4)), Value("linear", (8, 6)), Value("w", (7, 6))),
+        buffers=(Value("scale", (6,)),),
+        lines=(
+            "x = x * scale[:, None] + add",
+            "x = x + torch.relu(x @ t) @ t.t() * self.scale",
+            "x = x + F.linear(x, w) @ w",
+            "loss = F.cross_entropy((x @ linear.t()).flatten(0, 1), labels.flatten())",
+        ),
+    )
+    require_exact(pool, program, lies(captured_program(program).graph, Random(0)))
+
+
+def require_exact(pool: Pool, written: Program, ways: list[Lie]) -> None:
+    """On devices that hold it in parts the gradients are those of one device."""
+    graph = captured_program(written).graph
+    for way in ways:
+        sharding = shard_stage(graph, plan_of(graph, way).pipelines[0], 0)
+        assert sharding is not None
+        assert not inconsistencies(sharding, graph, stage_ops(graph, 0, len(graph.ops))), f"{way}\n{written}"
     errors = pool.run(len(ways[0].shares), errors_of, written, ways)
     for way, *of_ranks in zip(ways, *errors, strict=True):
         assert all(error <= BAR for error in of_ranks), f"{of_ranks}\n{way}\n{written}"

@@ -89,7 +89,21 @@ FAULTS = {
     "keeps 'gelu', and no op of the blocks that it recomputes": of_stage(PLAN, recompute=(1,), keep=("linear", "gelu")),
     "offloads activations of block 9; the model has blocks 0 to 3": of_stage(PLAN, offload_activations=(9,)),
     "recomputes blocks 1 and offloads their activations": of_stage(PLAN, recompute=(1, 2), offload_activations=(0, 1)),
+    "recomputes block 0 more than once": of_stage(PLAN, recompute=(0, 0)),
     "state_shares": of_stage(PLAN, state_shares=(1,)),
+    "give it the same in all of its stages": of_plan(
+        zero=3,
+        pipelines=(
+            PLAN.pipelines[0].model_copy(
+                update={
+                    "stages": tuple(
+                        PLAN.pipelines[0].stages[0].model_copy(update={"state_shares": (n,)}) for n in (1, 2)
+                    )
+                }
+            ),
+            PLAN.pipelines[1],
+        ),
+    ),
     "has 'overlap', and exchanges nothing": of_stage(PLAN, overlap=True),
 }
 

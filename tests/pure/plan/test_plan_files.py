@@ -49,6 +49,8 @@ def edited(**changes: object) -> str:
         (edited(global_batch_size="4"), "global_batch_size"),
         (edited(devices=["a"]), "devices: Extra inputs"),
         (edited(precision="fp8"), "precision"),
+        (edited(zero=True), "zero: true is no whole number"),
+        (edited(zero=1.0), "zero"),
         (edited(pipelines=[{"micro_batches": "4", "stages": []}]), "COUNTxSIZE"),
         (edited(pipelines=[{"micro_batches": "1x4"}]), "pipelines.0.stages: Field required"),
     ],

@@ -139,7 +139,7 @@ class _Search:
     def choice(self) -> Choice:
         """The cheapest way through all ops."""
         problem = self._problem
-        given = dict.fromkeys([Ref(i.name) for i in problem.graph.inputs], WHOLE)
+        given = dict.fromkeys([Ref(i.symbol) for i in problem.graph.inputs], WHOLE)
         given |= dict.fromkeys([Ref(constant.name) for constant in problem.graph.constants], WHOLE)
         given |= problem.given
         steps, last = self._steps(given)

@@ -91,7 +91,8 @@ class ShardedParameters:
         self._buckets = [(bucket, channel) for bucket, channel in buckets if channel and bucket.index in ranges]
         self._ranges = ranges
         self._readers = readers
-        self._shared = frozenset(name for bucket, _ in self._buckets for name in bucket.parameters)
+        # One without elements is there as it is: nobody has a part of it.
+        self._shared = frozenset(name for bucket, _ in self._buckets for name in bucket.parameters if name in slices)
         self._slices = slices
         self._of_stage: dict[int, list[_Flat]] = {}
 
@@ -108,15 +109,18 @@ class ShardedParameters:
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """All are kept; these are the parameters of the model."""
         for bucket, channel in self._buckets:
-            kept = [self.own[name] for name in bucket.parameters]
+            names = [name for name in bucket.parameters if name in self._shared]
+            if not names:
+                continue
+            kept = [self.own[name] for name in names]
             own = torch.cat(kept)
-            sizes = [parameters[name].numel() for name in bucket.parameters]
+            sizes = [parameters[name].numel() for name in names]
             flat = own.new_empty(sum(sizes))
             begins = accumulate(sizes, initial=0)
-            of = [(parameters[name], begin) for name, begin in zip(bucket.parameters, begins, strict=False)]
+            of = [(parameters[name], begin) for name, begin in zip(names, begins, strict=False)]
             made = _Flat(flat=flat, own=own, ranges=self._ranges[bucket.index], channel=channel, parts=of)
             flat.untyped_storage().resize_(0)
-            self.own |= dict(zip(bucket.parameters, own.split_with_sizes([part.numel() for part in kept]), strict=True))
+            self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
             for stage in self._readers.get(bucket.index, ()):
                 self._of_stage.setdefault(stage, []).append(made)
 

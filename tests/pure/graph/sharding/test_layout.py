@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.graph.sharding import COPY, SUM, WHOLE, Layout, Price, conversion, cut
+from pure.graph.sharding.consistency import gradient_of
 
 LAYOUTS = (WHOLE, COPY, SUM, cut(0), cut(1), cut(0, by=1))
-GRADIENT_OF = {WHOLE: WHOLE, COPY: SUM, SUM: COPY}
-
-
-def gradient_of(layout: Layout) -> Layout:
-    return GRADIENT_OF.get(layout, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
