@@ -184,7 +184,7 @@ def told(rig: Rig, plan: Plan) -> str:
     matrices = next(
         (ref, layout)
         for ref, layout in zip(op.operands, strategy.operands, strict=True)
-        if layout.kind == "cut" and graph.spec(ref).shape[0].is_constant
+        if layout.kind == "shard" and graph.spec(ref).shape[0].is_constant
     )
     sizes = sharding.sizes(*matrices, plan.global_batch_size)
     return f"{' + '.join(map(str, sizes))}, {'tokens travel' if strategy.name == 'ne' else 'tokens are gathered'}"

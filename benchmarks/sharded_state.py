@@ -87,13 +87,13 @@ def collectives(size: Size, out: Path) -> None:
 
     import heterodyne as hd
     from heterodyne.runtime.comm import ring
-    from heterodyne.runtime.comm.channel import Channel
+    from heterodyne.runtime.comm.process_group import ProcessGroup
 
     with hd.open_session() as session:
         communicator = session.communicator
         ranks = communicator.world_size
         group = dist.new_group(list(range(ranks)), backend="gloo")
-        channel = Channel(range(ranks), group, device=torch.device("cpu"), via_host=False)
+        process_group = ProcessGroup(range(ranks), group, device=torch.device("cpu"), via_host=False)
         flat = torch.zeros(size.elements)
         own = ranges_of(SHARES, size.elements)
         largest = max(stop - start for start, stop in own)
@@ -101,11 +101,11 @@ def collectives(size: Size, out: Path) -> None:
         even, of_padded = ranges_of((1,) * ranks, size.elements), ranges_of((1,) * ranks, wide.numel())
         part, whole = torch.zeros(size.elements // ranks), torch.zeros(size.elements // ranks * ranks)
         run: dict[str, Callable[[], object]] = {
-            "reduce-scatter in parts": lambda: channel.reduce_scatter_ranges(flat, own).wait(),
-            "reduce-scatter padded": lambda: channel.reduce_scatter_ranges(wide, of_padded).wait(),
-            "all-gather in parts": lambda: channel.all_gather_ranges(flat, own).wait(),
-            "all-gather padded": lambda: channel.all_gather_ranges(wide, of_padded).wait(),
-            "reduce-scatter equal": lambda: channel.reduce_scatter_ranges(flat, even).wait(),
+            "reduce-scatter in parts": lambda: process_group.reduce_scatter_ranges(flat, own).wait(),
+            "reduce-scatter padded": lambda: process_group.reduce_scatter_ranges(wide, of_padded).wait(),
+            "all-gather in parts": lambda: process_group.all_gather_ranges(flat, own).wait(),
+            "all-gather padded": lambda: process_group.all_gather_ranges(wide, of_padded).wait(),
+            "reduce-scatter equal": lambda: process_group.reduce_scatter_ranges(flat, even).wait(),
             "a plain send": lambda: plain_send(flat, communicator.rank),
             GLOO_HEAD: lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         }
@@ -123,7 +123,7 @@ def collectives(size: Size, out: Path) -> None:
         measured = in_rounds(run, communicator, rounds=size.rounds, steps=1)
         if communicator.rank == 0:
             out.write_text(json.dumps({**measured.seconds, "sent bytes": by_rank}))
-        channel.close()
+        process_group.close()
 
 
 def plain_send(flat: Any, rank: int) -> None:

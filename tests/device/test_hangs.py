@@ -10,8 +10,8 @@ import torch
 
 from device.test_exactness import A
 from heterodyne.processes import GAVE_UP_ON_A_PEER
-from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.comm.p2p import P2P
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.liveness.device_queue import DeviceQueue
 from heterodyne.runtime.rendezvous.distributed import init_distributed
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
@@ -33,7 +33,7 @@ def train_and_hang(environment: WorkerEnvironment, kind: str, whose: int) -> Non
     ops = len(graph.ops)
     if kind == "split":
         stages = (StageOf(ops, (0, 1), (1, 1), kind="split"),)
-        where, name = Channel, "all_gather"
+        where, name = ProcessGroup, "all_gather"
     else:
         stages = (StageOf(ops // 2, (0,), (1,)), StageOf(ops, (1,), (1,)))
         where, name = P2P, "send"

@@ -43,7 +43,7 @@ def test_devices_are_found_with_and_without_properties(pool: Pool) -> None:
 def timeouts(world: World) -> tuple[timedelta, set[timedelta]]:
     """Of the default group, and of those that are made for a job."""
     with Communicator(rank=world.rank, world_size=world.world_size, device=torch.device(world.device)) as communicator:
-        communicator.channel(range(world.world_size))
+        communicator.process_group(range(world.world_size))
         communicator.p2p()
         default, *made = (timeout_of(group) for group in dist.distributed_c10d._world.pg_map)
         return default, set(made)

@@ -19,7 +19,7 @@ from heterodyne.errors import CaptureError
 from heterodyne.experts import mixture
 from heterodyne.frontend import Captured, capture, loss_of, trace
 from heterodyne.graph import ModelGraph, Op, Ref
-from heterodyne.graph.sharding import COPY, SUM, Sharding, cut
+from heterodyne.graph.sharding import COPY, PARTIAL, Sharding, sharded
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Exchange, Layout, Region, Stage
 from heterodyne.plan.plan import Pipeline as Planned
@@ -284,7 +284,7 @@ def test_where_all_have_the_tokens_each_makes_its_part_of_all() -> None:
     found = in_parts(graph, "split", (2, 1), latency_bytes=10**6)
     (op, _) = mixtures(graph)
     strategy = found.strategies[op.name]
-    assert (strategy.operands, strategy.outputs) == ((COPY, COPY, COPY, cut(0), cut(0)), (SUM,))
+    assert (strategy.operands, strategy.outputs) == ((COPY, COPY, COPY, sharded(0), sharded(0)), (PARTIAL,))
     assert found.stored("model.layers.0.mlp.experts.gate_up_proj") == (0, (3, 1))
     assert found.stored("model.layers.0.mlp.experts.down_proj") == (0, (3, 1))
 
@@ -306,13 +306,16 @@ def test_tokens_that_travel_and_experts_have_units_of_their_own() -> None:
     found = in_parts(graph, "replicate", (3, 0, 1), latency_bytes=0)
     (op,) = mixtures(graph)
     strategy = found.strategies[op.name]
-    assert (strategy.operands, strategy.outputs) == ((cut(0), cut(0), cut(0), cut(0, 1), cut(0, 1)), (cut(0),))
+    assert (strategy.operands, strategy.outputs) == (
+        (sharded(0), sharded(0), sharded(0), sharded(0, 1), sharded(0, 1)),
+        (sharded(0),),
+    )
     tokens, experts = (
         found.families.of[ref, strategy.operands[at]] for at, ref in enumerate(op.operands) if at in (0, 3)
     )
     assert (tokens.units.coefficients, experts.units.coefficients) == ((0, 1), (EXPERTS,))
-    assert found.sizes(op.operands[0], cut(0), 5) == (24, 0, 6)
-    assert found.sizes(op.operands[3], cut(0, 1), 5) == found.sizes(op.operands[4], cut(0, 1), 5) == (3, 0, 1)
+    assert found.sizes(op.operands[0], sharded(0), 5) == (24, 0, 6)
+    assert found.sizes(op.operands[3], sharded(0, 1), 5) == found.sizes(op.operands[4], sharded(0, 1), 5) == (3, 0, 1)
 
 
 def test_fewer_experts_than_devices_are_not_cut() -> None:

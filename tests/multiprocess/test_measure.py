@@ -148,10 +148,10 @@ def links(world: World, budget_s: float) -> tuple[list[int], int, list[str]]:
     bench = Workbench(device=CPU, sampling=QUICK, say=said.append, now=lambda: 1e6 * world.rank)
     ids = [f"d{r}" for r in range(world.world_size)]
     with communicator_of(world) as peers:
-        channel = peers.channel(range(world.world_size))
-        assert channel is not None
+        process_group = peers.process_group(range(world.world_size))
+        assert process_group is not None
         peers.barrier()  # without time there is nothing else that a rank that still connects is waited for
-        reduces = measure_all_reduce(peers, channel, ids, bench, budget_s=budget_s)
+        reduces = measure_all_reduce(peers, process_group, ids, bench, budget_s=budget_s)
         sends = measure_sends(peers, ids, bench, budget_s=budget_s)
         return [s.bytes for s in reduces], len(sends), said
 
@@ -171,11 +171,11 @@ def exchanges(world: World, budget_s: float) -> tuple[tuple[LinkSample, ...], li
     said: list[str] = []
     bench = Workbench(device=CPU, sampling=QUICK, say=said.append)
     with communicator_of(world) as peers:
-        channel = peers.channel(range(world.world_size))
-        assert channel is not None
+        process_group = peers.process_group(range(world.world_size))
+        assert process_group is not None
         peers.barrier()
         return measure_exchanges(
-            peers, channel, [f"d{r}" for r in range(world.world_size)], bench, budget_s=budget_s
+            peers, process_group, [f"d{r}" for r in range(world.world_size)], bench, budget_s=budget_s
         ), said
 
 

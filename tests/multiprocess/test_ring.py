@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from heterodyne.runtime.comm import ring
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from multiprocess.pool import Pool, World
 
 CPU = torch.device("cpu")
@@ -45,22 +45,22 @@ def around(world: World, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Te
     """The own sums, everything gathered, and how many elements were sent for each."""
     group = dist.new_group(list(range(world.world_size)), backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    channel = Channel(range(world.world_size), group, device=CPU, via_host=False)
+    process_group = ProcessGroup(range(world.world_size), group, device=CPU, via_host=False)
     flat = torch.arange(sum(sizes), dtype=torch.float32) + 1000 * world.rank
     scattered: list[int] = []
     gathered: list[int] = []
     send = ring.dist.isend
     try:
         ring.dist.isend = counted(scattered)
-        channel.reduce_scatter_ranges(flat, ranges_of(sizes)).wait()
+        process_group.reduce_scatter_ranges(flat, ranges_of(sizes)).wait()
         ring.dist.isend = send
         low, high = ranges_of(sizes)[world.rank]
         own = flat[low:high].clone()
         ring.dist.isend = counted(gathered)
-        channel.all_gather_ranges(flat, ranges_of(sizes)).wait()
+        process_group.all_gather_ranges(flat, ranges_of(sizes)).wait()
     finally:
         ring.dist.isend = send
-        channel.close()
+        process_group.close()
     return own, flat, sum(scattered), sum(gathered)
 
 
@@ -81,16 +81,16 @@ def shared(world: World, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Te
     from heterodyne.runtime.comm.communicator import Communicator
 
     with Communicator(rank=world.rank, world_size=world.world_size, device=CPU) as communicator:
-        channel = communicator.channel(range(world.world_size))
-        assert channel is not None
-        (flat,) = channel.buffers([(sum(sizes), torch.float32)])
+        process_group = communicator.process_group(range(world.world_size))
+        assert process_group is not None
+        (flat,) = process_group.buffers([(sum(sizes), torch.float32)])
         flat.copy_(torch.arange(sum(sizes), dtype=torch.float32) + 1000 * world.rank)
-        channel.reduce_scatter_ranges(flat, ranges_of(sizes)).wait()
+        process_group.reduce_scatter_ranges(flat, ranges_of(sizes)).wait()
         low, high = ranges_of(sizes)[world.rank]
         own = flat[low:high].clone()
         narrow = flat.view(torch.bfloat16)[: flat.numel()]
         narrow[low:high] = world.rank + 1
-        channel.all_gather_ranges(narrow, ranges_of(sizes)).wait()
+        process_group.all_gather_ranges(narrow, ranges_of(sizes)).wait()
         return own, narrow.clone()
 
 

@@ -36,8 +36,8 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 def test_each_way_to_call_it_is_served(name: str) -> None:
     x, w, b = torch.randn(5, 3, 2), torch.randn(3), torch.randn(3)
     mean, var = torch.zeros(3), torch.ones(3)
-    channel: Any = Twin()
-    with GlobalBatchNorm(channel):
+    process_group: Any = Twin()
+    with GlobalBatchNorm(process_group):
         found = CALLS[name](x, mean, var, w, b)
     both = torch.cat([x, x])
     of_both = [torch.zeros(3), torch.ones(3)]

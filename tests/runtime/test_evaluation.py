@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.runtime.evaluation import evaluation_parts
-from heterodyne.runtime.placement import Place, Placement
+from heterodyne.runtime.placement import Placement, RankRole
 
 sizes = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=6).filter(lambda s: any(s))
 
@@ -17,7 +17,7 @@ def test_every_sample_is_taken_once_in_parts_that_fit_and_shares_that_are_the_pl
     sizes: list[list[int]], batch: int
 ) -> None:
     places = tuple(
-        Place(rank=rank, device=str(rank), pipeline=rank, micro_batches=MicroBatches(tuple(own)))
+        RankRole(rank=rank, device=str(rank), pipeline=rank, micro_batches=MicroBatches(tuple(own)))
         for rank, own in enumerate(sizes)
     )
     parts = evaluation_parts(Placement(places=places), batch)

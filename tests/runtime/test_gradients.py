@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.plan.buckets import Bucket, Part
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.gradients import GradientBuckets
@@ -18,7 +18,7 @@ from heterodyne.runtime.weights.gradients import GradientBuckets
 CPU = torch.device("cpu")
 
 
-class Doubling(Channel):
+class Doubling(ProcessGroup):
     """Stands for two ranks with the same gradients; notes what is launched, and what autograd was doing then."""
 
     def __init__(self, log: list[str]) -> None:
@@ -55,10 +55,10 @@ def buckets_of(names: list[tuple[str, ...]]) -> list[Bucket]:
     ]
 
 
-def gradients_of(model: nn.Module, names: list[tuple[str, ...]], channel: Channel | None) -> GradientBuckets:
+def gradients_of(model: nn.Module, names: list[tuple[str, ...]], process_group: ProcessGroup | None) -> GradientBuckets:
     recorder = Recorder(rank=0, device=CPU, on=False)
     everything = frozenset(name for own in names for name in own)
-    buckets = [(bucket, channel) for bucket in buckets_of(names)]
+    buckets = [(bucket, process_group) for bucket in buckets_of(names)]
     return GradientBuckets(dict(model.named_parameters()), buckets, recorder, {0: everything})
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from heterodyne.cost.exchange import Round, rounds, to_everyone
 from heterodyne.cost.parts import Parts
 from heterodyne.graph.ir import Op, Ref
-from heterodyne.graph.sharding import WHOLE, Exchange
+from heterodyne.graph.sharding import REPLICATE, Exchange
 from heterodyne.graph.sharding.layout import Collective
 from heterodyne.graph.sharding.rule import Rule
 from heterodyne.graph.sharding.rules import rule_of
@@ -65,7 +65,7 @@ def _converted(exchange: Exchange, kind: Collective | None, parts: Parts, *, bac
         return ()
     ref, have, want = exchange.tensor, exchange.have, exchange.want
     before, after = (
-        parts.sharding.sizes(ref, layout, parts.samples) if layout.kind == "cut" else () for layout in (have, want)
+        parts.sharding.sizes(ref, layout, parts.samples) if layout.kind == "shard" else () for layout in (have, want)
     )
     return rounds(
         kind,
@@ -90,7 +90,7 @@ def _on_mesh(meeting: Meeting, parts: Parts, axis: int, ref: Ref) -> Meeting:
     if len(parts.along) == 1:
         return meeting
     sizes = [own.members for own in parts.along]
-    layouts = [WHOLE if number == axis else layout for number, layout in enumerate(parts.lies(ref))]
+    layouts = [REPLICATE if number == axis else layout for number, layout in enumerate(parts.lies(ref))]
     held = parts.of_tensor(ref, *layouts)
     groups = lines(range(parts.members), sizes)[axis]
 
@@ -139,7 +139,7 @@ def _there_and_back(op: Op, rule: Rule, parts: Parts) -> Meeting:
         next(
             parts.sharding.sizes(ref, layout, parts.samples)
             for ref, layout, dims in zip(op.operands, strategy.operands, rule.operands, strict=True)
-            if layout.kind == "cut" and dims[layout.dim] == letter
+            if layout.kind == "shard" and dims[layout.dim] == letter
         )
         for letter in strategy.name
     )

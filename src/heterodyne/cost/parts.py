@@ -83,7 +83,7 @@ class Parts:
         if len(layouts) > 1:
             return _product([own.of_tensor(ref, layout) for own, layout in zip(self.along, layouts, strict=True)])
         (layout,) = layouts
-        if layout.kind != "cut":
+        if layout.kind != "shard":
             return (1.0,) * self.members
         if (ref, layout) not in self._cuts:
             sizes = self.sharding.sizes(ref, layout, self.samples)
@@ -123,7 +123,7 @@ class Parts:
         first is sent.
         """
         strategy = self.sharding.strategies[op.name]
-        tensors = [(ref, layout) for ref, (layout,) in (*self.read_by(op), *self.made_by(op)) if layout.kind == "cut"]
+        tensors = [(ref, layout) for ref, (layout,) in (*self.read_by(op), *self.made_by(op)) if layout.kind == "shard"]
         if not strategy.divides or not tensors:
             return (1.0,) * self.members
         read = [tensor for tensor in tensors if tensor[0].name != op.name]

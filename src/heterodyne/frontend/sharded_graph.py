@@ -214,7 +214,7 @@ class _ShardedWriter(Writer):
         """The shape of what is returned names this device's slice."""
         name = operator_name(node)
         layout = strategy.outputs[0]
-        if layout.kind != "cut":
+        if layout.kind != "shard":
             return
         if name == "repeat_interleave" and "output_size" in copy.kwargs:
             copy.kwargs = {**copy.kwargs, "output_size": None}
@@ -253,21 +253,21 @@ class _ShardedWriter(Writer):
             self._attention(copy, self._slot(axis, ref_of(node), strategy.outputs[0]))
         elif node.name in self._pieces.graph.random:
             layout = strategy.outputs[0]
-            assert layout.kind == "cut"
+            assert layout.kind == "shard"
             number = self._slot(axis, ref_of(node), layout)
             if copy.op == "call_method":  # of a slice along another axis already
                 self._call_within(copy, number)
             else:
                 self._call(copy, "drawn", number, self._function(copy.target))
-        elif name == "mean" and strategy.outputs[0].kind == "sum":
+        elif name == "mean" and strategy.outputs[0].kind == "partial":
             self._call(copy, "part_of_mean", number)
-        elif name == "embedding" and strategy.operands[0].kind == "cut" and strategy.operands[0].dim == 0:
+        elif name == "embedding" and strategy.operands[0].kind == "shard" and strategy.operands[0].dim == 0:
             self._call(copy, "embedding", number)
         elif name in ("softmax", "log_softmax") and strategy.name == "Z":
             self._call(copy, name, number)
-        elif name == "cross_entropy_loss" and strategy.outputs[0].kind != "cut":
+        elif name == "cross_entropy_loss" and strategy.outputs[0].kind != "shard":
             self._call(copy, "cross_entropy", number)
-        elif strategy.outputs[0].kind == "sum" and argument(node, "reduction") == _MEAN:
+        elif strategy.outputs[0].kind == "partial" and argument(node, "reduction") == _MEAN:
             self._call(copy, "part_of_mean_loss", number, self._function(copy.target))
         elif name == "experts" and "e" in strategy.name:
             number = self._slot(axis, self._operand_refs(node)[_MATRICES], strategy.operands[_MATRICES])
@@ -320,10 +320,10 @@ class _ShardedWriter(Writer):
 def _cuts(node: fx.Node, strategy: Strategy, operands: Sequence[Ref]) -> Iterator[tuple[Ref, Layout]]:
     """The tensors that an op reads or returns cut, those that it reads first."""
     for ref, layout in zip(operands, strategy.operands, strict=True):
-        if layout.kind == "cut":
+        if layout.kind == "shard":
             yield ref, layout
     for place, layout in enumerate(strategy.outputs):
-        if layout.kind == "cut":
+        if layout.kind == "shard":
             yield Ref(ref_of(node).name, place), layout
 
 

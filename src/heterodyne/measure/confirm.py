@@ -12,7 +12,7 @@ from heterodyne.errors import MeasureError
 from heterodyne.measure.block_run import BlockProgram, BlockRun
 from heterodyne.measure.links import measure_all_reduce
 from heterodyne.measure.notes import told_once, words_of
-from heterodyne.measure.peers import Channel, Peers
+from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.sampling import Timing
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes, format_seconds
@@ -46,7 +46,7 @@ def changes(
     programs: Mapping[str, BlockProgram],
     device_ids: Sequence[str],
     peers: Peers,
-    channel: Channel | None,
+    process_group: ProcessGroup | None,
     bench: Workbench,
 ) -> list[str]:
     """What is no longer as the profile says, in sentences; empty if it holds. Every rank gets the same answer.
@@ -61,9 +61,9 @@ def changes(
         found = told_once(device_ids, peers.all_gather_object(mine))
         if not found:
             break
-    if not found and channel is not None:
+    if not found and process_group is not None:
         for _ in range(_TRIES):
-            found = _link_change(profile, device_ids, peers, channel, bench)
+            found = _link_change(profile, device_ids, peers, process_group, bench)
             if not found:
                 break
     return found
@@ -95,13 +95,13 @@ def _difference(before: BlockSample, timing: Timing, name: str) -> str | None:
 
 
 def _link_change(
-    profile: Profile, device_ids: Sequence[str], peers: Peers, channel: Channel, bench: Workbench
+    profile: Profile, device_ids: Sequence[str], peers: Peers, process_group: ProcessGroup, bench: Workbench
 ) -> list[str]:
     known = [s for s in profile.links if s.op == "all_reduce" and set(s.devices) == set(device_ids)]
     if not known:
         return []
     then = known[len(known) // 2]
-    fresh = measure_all_reduce(peers, channel, device_ids, bench, message_bytes=[then.bytes])
+    fresh = measure_all_reduce(peers, process_group, device_ids, bench, message_bytes=[then.bytes])
     ratio = fresh[0].seconds / then.seconds if fresh else float("inf")
     if 1 / (1 + LINK_TOLERANCE) <= ratio <= 1 + LINK_TOLERANCE:
         return []

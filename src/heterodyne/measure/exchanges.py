@@ -15,7 +15,7 @@ import torch
 
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.measure.links import matrix_product
-from heterodyne.measure.peers import Channel, Peers
+from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.workbench import Workbench
 
 __all__ = ["PART_BYTES", "measure_exchanges"]
@@ -31,7 +31,7 @@ _LEAST_S: Final = 1e-7
 
 def measure_exchanges(
     peers: Peers,
-    channel: Channel,
+    process_group: ProcessGroup,
     devices: Sequence[str],
     bench: Workbench,
     *,
@@ -65,7 +65,7 @@ def measure_exchanges(
             for _ in range(times):
                 work()
             start = clock.mark()
-            channel.all_to_all(*exchanged)()
+            process_group.all_to_all(*exchanged)()
             marks.append((start, clock.mark()))
         return fmean(clock.seconds(start, stop) for start, stop in marks)
 

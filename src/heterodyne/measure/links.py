@@ -14,7 +14,7 @@ import torch
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
 from heterodyne.measure.clock import Clock
-from heterodyne.measure.peers import P2P, Channel, Peers
+from heterodyne.measure.peers import P2P, Peers, ProcessGroup
 from heterodyne.measure.sampling import Sampling, Timing, summarise
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
@@ -49,7 +49,7 @@ class Repeats:
 
 def measure_all_reduce(
     peers: Peers,
-    channel: Channel,
+    process_group: ProcessGroup,
     devices: Sequence[str],
     bench: Workbench,
     *,
@@ -67,10 +67,10 @@ def measure_all_reduce(
     deadline = bench.now() + budget_s
     for index, size in enumerate(sorted(message_bytes)):
         bench.progress(f"all-reduce of {format_bytes(size)}", index + 1, len(message_bytes))
-        (tensor,) = channel.buffers([(size // 4, torch.float32)])
+        (tensor,) = process_group.buffers([(size // 4, torch.float32)])
 
         def reduce(tensor: torch.Tensor = tensor) -> None:
-            channel.all_reduce(tensor).wait()
+            process_group.all_reduce(tensor).wait()
 
         expected_s = samples[-1].seconds * size / samples[-1].bytes if samples else 0.0
         timing = _together(peers, reduce, bench, source=0, left_s=deadline - bench.now(), expected_s=expected_s)
@@ -147,7 +147,7 @@ def _sends(
 
 def measure_overlap(
     peers: Peers,
-    channel: Channel,
+    process_group: ProcessGroup,
     bench: Workbench,
     *,
     message_bytes: int = 4 * 2**20,
@@ -162,11 +162,11 @@ def measure_overlap(
     if peers.world_size < 2:
         return 0.0
     clock = bench.stopwatch
-    (tensor,) = channel.buffers([(message_bytes // 4, torch.float32)])
+    (tensor,) = process_group.buffers([(message_bytes // 4, torch.float32)])
     work = matrix_product(bench.device) if compute is None else compute
 
     def reduce() -> None:
-        channel.all_reduce(tensor).wait()
+        process_group.all_reduce(tensor).wait()
 
     def compute_s(times: int, runs: int, *, beside: bool) -> float:
         """Seconds of ``times`` computations, the mean of ``runs``; the time to wait for the collective is not in it."""
@@ -174,7 +174,7 @@ def measure_overlap(
         total = 0.0
         for _ in range(runs):
             start = clock.mark()
-            pending = channel.all_reduce(tensor) if beside else None
+            pending = process_group.all_reduce(tensor) if beside else None
             for _ in range(times):
                 work()
             end = clock.mark()

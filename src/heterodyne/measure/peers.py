@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-__all__ = ["P2P", "Channel", "Peers", "RecvWork", "Work"]
+__all__ = ["P2P", "Peers", "ProcessGroup", "RecvWork", "Work"]
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-class Channel(Protocol):
+class ProcessGroup(Protocol):
     """Collectives among some ranks, in one order."""
 
     def buffers(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ class Peers(Protocol):
         """The picklable value of one rank."""
         ...
 
-    def channel(self, ranks: Sequence[int]) -> Channel | None: ...
+    def process_group(self, ranks: Sequence[int]) -> ProcessGroup | None: ...
 
     def p2p(self) -> P2P:
         """How training sends tensors from rank to rank. Collective."""

@@ -26,7 +26,7 @@ from heterodyne.measure.kernels import measure_blocks
 from heterodyne.measure.links import MESSAGE_BYTES, measure_all_reduce, measure_overlap, measure_sends
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.optimizer_step import measure_optimizer
-from heterodyne.measure.peers import Channel, Peers
+from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.workbench import Workbench
 from heterodyne.processes.heap import give_back_memory
@@ -136,7 +136,9 @@ class _Session:
         self._say = say or (lambda _: None)
         self._notes: list[str] = []
         self._ids = [d.id for d in request.cluster.devices]
-        self._channel: Channel | None = peers.channel(range(peers.world_size)) if peers.world_size > 1 else None
+        self._process_group: ProcessGroup | None = (
+            peers.process_group(range(peers.world_size)) if peers.world_size > 1 else None
+        )
         self._bench = Workbench(
             device=request.device,
             precision=request.precision,
@@ -154,8 +156,8 @@ class _Session:
 
     def close(self) -> None:
         """Give back what the links were measured with."""
-        if self._channel is not None:
-            self._channel.close()
+        if self._process_group is not None:
+            self._process_group.close()
 
     def profile(self, cache: Cache | None, *, refresh: bool) -> Profile:
         mine = (torch.__version__, torch.get_num_threads(), self._request.precision)
@@ -204,7 +206,7 @@ class _Session:
             self._say(f"the kept profile {key} is not complete; measuring again")
             return None
         try:
-            changed = changes(found, self._request.programs, self._ids, self._peers, self._channel, self._bench)
+            changed = changes(found, self._request.programs, self._ids, self._peers, self._process_group, self._bench)
         except MeasureError as error:
             changed = [str(error)]
         if changed:
@@ -258,17 +260,17 @@ class _Session:
         )
 
     def _links(self) -> tuple[tuple[LinkSample, ...], float]:
-        if self._channel is None:
+        if self._process_group is None:
             return (), 0.0
         reduces = measure_all_reduce(
-            self._peers, self._channel, self._ids, self._bench, budget_s=self._budget("all-reduce")
+            self._peers, self._process_group, self._ids, self._bench, budget_s=self._budget("all-reduce")
         )
         sends = measure_sends(self._peers, self._ids, self._bench, budget_s=self._budget("transfers"))
         exchanges = measure_exchanges(
-            self._peers, self._channel, self._ids, self._bench, budget_s=self._budget("exchanges")
+            self._peers, self._process_group, self._ids, self._bench, budget_s=self._budget("exchanges")
         )
         quick = [s.bytes for s in reduces if s.seconds <= _OVERLAP_S] or [min(MESSAGE_BYTES)]
-        overlap = measure_overlap(self._peers, self._channel, self._bench, message_bytes=max(quick))
+        overlap = measure_overlap(self._peers, self._process_group, self._bench, message_bytes=max(quick))
         return reduces + sends + exchanges, overlap
 
     def _budget(self, what: str) -> float:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from heterodyne.errors import PlanError
 from heterodyne.graph.cut import crossings, stage_ops
 from heterodyne.graph.ir import ModelGraph, Op, Ref
-from heterodyne.graph.sharding import COPY, SUM, Layout, Mode, Price, Problem, Sharding, cut, shard, shard_along
+from heterodyne.graph.sharding import COPY, PARTIAL, Layout, Mode, Price, Problem, Sharding, shard, shard_along, sharded
 from heterodyne.graph.size import Size
 from heterodyne.plan.plan import Pipeline, Stage
 
@@ -63,7 +63,7 @@ def _problem_of(
         price=_price(stage),
     )
     borders = {**given, **wanted}
-    fixed = {(ref, layout): Size.per_sample(1) for ref, layout in borders.items() if layout.kind == "cut"}
+    fixed = {(ref, layout): Size.per_sample(1) for ref, layout in borders.items() if layout.kind == "shard"}
     return problem, tuple(region.layout.shares for region in regions), fixed
 
 
@@ -108,14 +108,14 @@ def _borders(graph: ModelGraph, starts: Sequence[int], number: int) -> tuple[dic
             op = graph.op_by_name[crossing.name]
             into.update({Ref(op.name, place): _at_the_border(op, place, number) for place in range(len(op.outputs))})
     if number == len(starts) - 1:
-        wanted[graph.output or Ref(graph.ops[-1].name)] = SUM
+        wanted[graph.output or Ref(graph.ops[-1].name)] = PARTIAL
     return given, wanted
 
 
 def _at_the_border(op: Op, place: int, number: int) -> Layout:
     dim = op.samples[place] if op.samples else None  # a graph need not tell
     if dim is not None:
-        return cut(dim)
+        return sharded(dim)
     if all(size.is_constant for size in op.outputs[place].shape):
         return COPY
     raise PlanError(

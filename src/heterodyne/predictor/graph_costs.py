@@ -137,7 +137,7 @@ def _shape(op: Op, size: int, parts: Parts | None) -> list[float]:
     """Of what an op makes on a device."""
     shape = [float(dim(size)) for dim in op.outputs[0].shape] or [1.0]
     strategy = None if parts is None else parts.sharding.strategies.get(op.name)
-    if parts is not None and strategy is not None and strategy.outputs[0].kind == "cut":
+    if parts is not None and strategy is not None and strategy.outputs[0].kind == "shard":
         layout = strategy.outputs[0]
         shape[layout.dim] *= max(parts.of_tensor(Ref(op.name, 0), layout))
     return shape

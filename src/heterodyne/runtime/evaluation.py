@@ -11,9 +11,9 @@ from torch import nn
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.program import Action
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.weighting import Weights, known_loss, part_statistics, weighted_sum
-from heterodyne.runtime.placement import Place, Placement
+from heterodyne.runtime.placement import Placement, RankRole
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.stage_builder import StageRuntime
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
@@ -30,7 +30,7 @@ def evaluate(
     parts: StageRuntime,
     loss_count: LossCount,
     gradients: bool,
-    control: Channel,
+    control: ProcessGroup,
     sharded: ShardedParameters | None = None,
 ) -> tuple[float, float]:
     """The loss of the whole batch, and what it counts, on every rank. Collective over ``control``.
@@ -39,22 +39,22 @@ def evaluate(
     (torch.autograd.grad), so autograd is on. ``sharded``: parameters to gather, stage by stage.
     """
     stages, transfers = parts.stages, parts.transfers
-    place = placement.places[rank]
-    first, sizes = (0, ()) if place.pipeline is None else evaluation_parts(placement, source.size)[place.pipeline]
+    role = placement.places[rank]
+    first, sizes = (0, ()) if role.pipeline is None else evaluation_parts(placement, source.size)[role.pipeline]
     if loss_count.together:
         sizes = (sum(sizes),)
-    spans = place.spans_of(first, sizes) if place.last else ()
+    spans = role.spans_of(first, sizes) if role.last else ()
     _, own = part_statistics(loss_count, source, spans, dict(module.named_buffers()))
-    weights = Weights(loss_count, own, source.size, control, answers=place.answers)
+    weights = Weights(loss_count, own, source.size, control, answers=role.answers)
     losses: dict[int, float] = {}
-    if place.pipeline is not None:
+    if role.pipeline is not None:
         if transfers is not None:
             transfers.begin([_sends(other, len(sizes)) for other in placement.places], sizes)
         stages.begin()
         with eval_mode(module), stages.evaluating(), torch.set_grad_enabled(gradients):
             for index in range(len(sizes)):
-                for stage in place.stages:
-                    start, samples = place.spans_of(first, sizes, stage)[index]
+                for stage in role.stages:
+                    start, samples = role.spans_of(first, sizes, stage)[index]
                     with nullcontext() if sharded is None else sharded.unsharded(stage):
                         if not samples and not loss_count.together:
                             continue
@@ -76,7 +76,7 @@ def evaluate(
 
 def evaluation_parts(placement: Placement, size: int) -> dict[int, tuple[int, tuple[int, ...]]]:
     """For each pipeline its first sample and the sizes of its parts: shares as in the plan, parts no larger than its micro-batches."""
-    pipelines = {place.pipeline: place.micro_batches for place in placement.places if place.pipeline is not None}
+    pipelines = {role.pipeline: role.micro_batches for role in placement.places if role.pipeline is not None}
     planned = sum(micro_batches.samples for micro_batches in pipelines.values())
     reached = given = 0
     parts = {}
@@ -89,9 +89,9 @@ def evaluation_parts(placement: Placement, size: int) -> dict[int, tuple[int, tu
     return parts
 
 
-def _sends(place: Place, parts: int) -> tuple[Action, ...]:
+def _sends(role: RankRole, parts: int) -> tuple[Action, ...]:
     """What a rank sends, in order."""
-    return tuple(Action(stage, "SEND_F", index) for index in range(parts) for stage in place.stages)
+    return tuple(Action(stage, "SEND_F", index) for index in range(parts) for stage in role.stages)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from heterodyne.plan.program import REDUCTIONS, Action, Program
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.exact.weighting import Weights, known_loss, weighted_sum
 from heterodyne.runtime.liveness.failure_detector import BETWEEN_STEPS
@@ -107,7 +107,7 @@ class Executor:
         weights: MasterWeights,
         optimizer: torch.optim.Optimizer,
         clipping: Clipping,
-        control: Channel,
+        control: ProcessGroup,
         sharded: ShardedParameters | None = None,
         scale: LossScale | None = None,
         recorder: Recorder,

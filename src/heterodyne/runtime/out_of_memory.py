@@ -13,7 +13,7 @@ from torch import Tensor
 from heterodyne.errors import OutOfMemoryError, UnitError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
-from heterodyne.runtime.placement import Place
+from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.units import format_bytes, parse_bytes
 
@@ -28,7 +28,7 @@ def told_with_stage(
     device: torch.device,
     plan: Plan,
     graph: ModelGraph,
-    place: Place,
+    role: RankRole,
     step: int | None,
     doing: Callable[[], str],
     longer: Callable[[], bool] = lambda: False,
@@ -43,11 +43,11 @@ def told_with_stage(
             raise
         said = " ".join(str(error).split())
         where = doing() or "its begin"
-        where = (where if step is None else f"step {step + 1}, in {where}") + _held(plan, graph, place)
-        shortage = _shortage(device, plan, place, step, where, said, longer=longer())
+        where = (where if step is None else f"step {step + 1}, in {where}") + _held(plan, graph, role)
+        shortage = _shortage(device, plan, role, step, where, said, longer=longer())
         told = OutOfMemoryError(
-            f"rank {place.rank} ({place.device}) ran out of memory in {where}{_in_use(device)}: {said}. {_remedy(plan, place)}",
-            rank=place.rank,
+            f"rank {role.rank} ({role.device}) ran out of memory in {where}{_in_use(device)}: {said}. {_remedy(plan, role)}",
+            rank=role.rank,
         )
         told.shortage = shortage
         raise told from error
@@ -65,7 +65,7 @@ def longer_than_planned(inputs: Mapping[str, Tensor], graph: ModelGraph) -> bool
 
 
 def _shortage(
-    device: torch.device, plan: Plan, place: Place, step: int | None, where: str, said: str, *, longer: bool
+    device: torch.device, plan: Plan, role: RankRole, step: int | None, where: str, said: str, *, longer: bool
 ) -> Shortage:
     used, free = _used_and_free(device)
     asked = _ASKED.search(said)
@@ -74,15 +74,15 @@ def _shortage(
         with suppress(UnitError):
             asked_bytes = max(1, parse_bytes(f"{asked[1]} {asked[2].replace('bytes', 'B')}"))
     return Shortage(
-        device=place.device,
-        rank=place.rank,
+        device=role.device,
+        rank=role.rank,
         step=step,
         where=where,
         used_bytes=used,
         asked_bytes=asked_bytes,
         # What it was refused, it had not; the rest is too finely cut.
         free_bytes=min(free, asked_bytes - 1),
-        predicted_bytes=0 if plan.predicted is None else plan.predicted.memory_bytes.get(place.device, 0),
+        predicted_bytes=0 if plan.predicted is None else plan.predicted.memory_bytes.get(role.device, 0),
         longer=longer,
     )
 
@@ -99,13 +99,13 @@ def _used_and_free(device: torch.device) -> tuple[int, int]:
     return int(torch.accelerator.memory_allocated(device)), free
 
 
-def _held(plan: Plan, graph: ModelGraph, place: Place) -> str:
+def _held(plan: Plan, graph: ModelGraph, role: RankRole) -> str:
     """Which stages this rank has, and from which block to which."""
-    if place.pipeline is None:
+    if role.pipeline is None:
         return ""
     words = []
-    for number in place.stages:
-        start, stop = plan.pipelines[place.pipeline].stages[number].ops
+    for number in role.stages:
+        start, stop = plan.pipelines[role.pipeline].stages[number].ops
         blocks = [block.name for block in graph.blocks if block.start < stop and block.stop > start]
         words.append(f"stage {number}" + (f", {blocks[0]} to {blocks[-1]}" if blocks else ""))
     return f" ({'; '.join(words)})"
@@ -118,8 +118,8 @@ def _in_use(device: torch.device) -> str:
     return f", with {format_bytes(used)} in use and {format_bytes(most)} at most so far"
 
 
-def _remedy(plan: Plan, place: Place) -> str:
-    sizes = plan.pipelines[place.pipeline].micro_batches.sizes if place.pipeline is not None else ()
+def _remedy(plan: Plan, role: RankRole) -> str:
+    sizes = plan.pipelines[role.pipeline].micro_batches.sizes if role.pipeline is not None else ()
     largest = max(sizes, default=1)
     smaller = (
         f"micro-batches of {largest // 2} in place of {largest} samples keep about half as much (parallelism.micro_batch_sizes); "

@@ -11,11 +11,11 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Plan, Stage
 from heterodyne.plan.precision import Precision, precision_of, together
 
-__all__ = ["Place", "Placement"]
+__all__ = ["Placement", "RankRole"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankRole:
     """One rank. ``pipeline``: its number, None for an idle rank.
 
     Args:
@@ -68,12 +68,12 @@ class Place:
 class Placement:
     """All ranks, in order."""
 
-    places: tuple[Place, ...]
+    places: tuple[RankRole, ...]
 
     @classmethod
     def of(cls, plan: Plan, cluster: Cluster) -> Placement:
         places = {
-            device.id: Place(rank=rank, device=device.id, precision=precision_of(plan.precision, device.kind))
+            device.id: RankRole(rank=rank, device=device.id, precision=precision_of(plan.precision, device.kind))
             for rank, device in enumerate(cluster.devices)
         }
         for number, (first, pipeline) in enumerate(zip(plan.first_samples(), plan.pipelines, strict=True)):
@@ -82,7 +82,7 @@ class Placement:
                 of_each = [precision_of(plan.precision, cluster.device(device).kind) for device in devices]
                 width = max(len(pipeline.stages[stage].rows[0]) for stage in held)
                 for position, device in enumerate(devices):
-                    places[device] = Place(
+                    places[device] = RankRole(
                         rank=cluster.rank(device),
                         device=device,
                         pipeline=number,
@@ -100,12 +100,12 @@ class Placement:
     @property
     def active(self) -> tuple[int, ...]:
         """The ranks that hold up-to-date weights and reduce gradients."""
-        return tuple(place.rank for place in self.places if place.active)
+        return tuple(role.rank for role in self.places if role.active)
 
     @property
     def sharing(self) -> tuple[int, ...]:
         """The ranks that have samples."""
-        return tuple(place.rank for place in self.places if place.micro_batches.samples)
+        return tuple(role.rank for role in self.places if role.micro_batches.samples)
 
     @property
     def leader(self) -> int:
@@ -114,6 +114,6 @@ class Placement:
 
     def micro_steps(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each j the spans of the j-th micro-batches of all pipelines, in order of the samples: what is one batch to BatchNorm."""
-        spans = [place.spans() for place in self.places if place.last and place.answers]
+        spans = [role.spans() for role in self.places if role.last and role.answers]
         count = max(len(own) for own in spans)
         return tuple(tuple(sorted(own[j] for own in spans if j < len(own) and own[j][1])) for j in range(count))

@@ -29,7 +29,7 @@ from heterodyne.runtime.exact.weighting import Weights, part_statistics
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.failed_lookups import told_with_place
 from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stage
-from heterodyne.runtime.placement import Place, Placement
+from heterodyne.runtime.placement import Placement, RankRole
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source
@@ -171,7 +171,7 @@ class Worker:
         self._values = ValuesInRange(graph)
         trained = list(trainable_parameters(module, graph))
         every = bucket_channels(plan, graph, cluster, communicator)
-        buckets = [(bucket, channel) for bucket, channel in every if self._place.device in bucket.owners]
+        buckets = [(bucket, process_group) for bucket, process_group in every if self._role.device in bucket.owners]
         ranges = ranges_by_rank(plan, graph, cluster, whole_weights=whole_weights)
         of_each = {name: self.ownership.updated(self.rank, name) for name in trained}
         slices = {name: own for name, own in of_each.items() if own is not None}
@@ -193,7 +193,7 @@ class Worker:
         self._statistics = {n: b for n, b in self._buffers.items() if graph.batch_statistics and not b.is_meta}
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
-        on_host = any(plan.pipelines[self._place.pipeline or 0].stages[number].offload for number in self._place.stages)
+        on_host = any(plan.pipelines[self._role.pipeline or 0].stages[number].offload for number in self._role.stages)
         if any(stage.offload for pipeline in plan.pipelines for stage in pipeline.stages):
             require_host_room(self._parameters, communicator, on_host=on_host)
         if self._sharded is not None:
@@ -211,7 +211,7 @@ class Worker:
             self._parameters,
             buckets,
             self.recorder,
-            completed_gradients(program.ranks[self.rank], plan, graph, self._place),
+            completed_gradients(program.ranks[self.rank], plan, graph, self._role),
             {name: self.ownership.box(self.rank, name) for name in self._parameters},
             ranges,
             weights=self._masters if plan.zero > 1 else None,
@@ -227,13 +227,13 @@ class Worker:
             shards=shards,
             drifts=len({(d.backend, d.kind) for d in cluster.devices}) > 1,
             leader=self.placement.leader,
-            followers=[place.rank for place in self.placement.places if not place.micro_batches.samples],
+            followers=[role.rank for role in self.placement.places if not role.micro_batches.samples],
             keeps_options=not isinstance(optimizer, OptimizerSection),
         )
         self._later = (
             None
             if graph.opaque is None
-            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=self._place.precision)
+            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=self._role.precision)
         )
         self._stages = StageBuilder(
             module,
@@ -256,7 +256,7 @@ class Worker:
         self._executor = Executor(
             rank=self.rank,
             program=program,
-            loss_stage=self._place.stages[-1] if self._place.last else None,
+            loss_stage=self._role.stages[-1] if self._role.last else None,
             gradients=self._gradients,
             weights=self._masters,
             sharded=self._sharded,
@@ -282,7 +282,7 @@ class Worker:
         self._before = before = {name: buffer.clone() for name, buffer in self._statistics.items()}
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
             if self._later is not None and is_looked_at(number):
-                self._later.require(work.source, self._place.spans(), number)
+                self._later.require(work.source, self._role.spans(), number)
             loss = self._executor.run(work)
         fault = self._fault(work, loss, before) if work.skipped else None
         scale = None if self._scale is None else self._scale.value
@@ -291,7 +291,7 @@ class Worker:
             self._scale.update(overflow=work.skipped)
             if overflow:
                 fault = f"{fault}: fp16 overflows at a loss scale of {scale:g}, the next step has {self._scale.value:g}"
-        if not self._place.active and fault is None:
+        if not self._role.active and fault is None:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
         self._before = {}
         self.steps_done = number + 1
@@ -302,7 +302,7 @@ class Worker:
             step=number,
             loss=loss,
             lr=float(self.optimizer.param_groups[0]["lr"]) if work.learning_rate is None else work.learning_rate,
-            samples=self._place.micro_batches.samples,
+            samples=self._role.micro_batches.samples,
             count=work.weights.total,
             seconds=time.perf_counter() - started_s,
             norm=work.grad_norm,
@@ -316,7 +316,7 @@ class Worker:
             self.device,
             self.plan,
             self.graph,
-            self._place,
+            self._role,
             number,
             lambda: "evaluation" if number is None else self._executor.doing,
             lambda: longer_than_planned(self._executor.inputs, self.graph),
@@ -348,7 +348,7 @@ class Worker:
             self._statistics[name].copy_(value)
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None} | self._masters.own_gradients
         weights: dict[str, Tensor] = {**self._parameters, **({} if self._sharded is None else self._sharded.own)}
-        own = findings(self.graph, weights, gradients, list(work.losses.values()), self._place.stages)
+        own = findings(self.graph, weights, gradients, list(work.losses.values()), self._role.stages)
         return first_fault(self.graph, self._communicator.all_gather_object(own), loss)
 
     def gradients(self, batch: GlobalBatchLike, step: int = 0) -> tuple[float, dict[str, Tensor]]:
@@ -358,7 +358,7 @@ class Worker:
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
         loss = self._executor.run(self._work(batch, step), update=False)
-        if not self._place.active:
+        if not self._role.active:
             return loss, {}
         here = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         return loss, here | self._gradients.gather_gradients()
@@ -441,7 +441,7 @@ class Worker:
             self._scale.load_state_dict(state["loss_scale"])
 
     def close(self) -> None:
-        """Take the hooks off the model, and leave the channels that this worker made. The communicator stays open."""
+        """Take the hooks off the model, and leave the process groups that this worker made. The communicator stays open."""
         self._gradients.close()
         self._masters.close()
         self._communicator.close()
@@ -453,7 +453,7 @@ class Worker:
     @property
     def precision(self) -> Precision:
         """That this rank computes in."""
-        return self._place.precision
+        return self._role.precision
 
     @property
     def runs_compiled(self) -> bool:
@@ -466,7 +466,7 @@ class Worker:
         return self._communicator.borrowed_bytes
 
     @property
-    def _place(self) -> Place:
+    def _role(self) -> RankRole:
         return self.placement.places[self.rank]
 
     def _work(self, batch: GlobalBatchLike, number: int) -> Step:
@@ -477,16 +477,16 @@ class Worker:
                 "pass global batches of that size (a DataLoader leaves out a shorter last one with drop_last=True), or plan again"
             )
         require_none_unfrozen(self.module, self._trained)
-        place = self._place
-        slices, own = part_statistics(self._loss_count, source, place.spans() if place.last else (), self._buffers)
+        role = self._role
+        slices, own = part_statistics(self._loss_count, source, role.spans() if role.last else (), self._buffers)
         # Where the devices of the last stage lie in parts, all of them count the same samples.
-        answers = place.answers
+        answers = role.answers
         return Step(
             number=number,
             source=source,
             parts=self._parts(source),
-            sizes=place.micro_batches.sizes,
-            spans={stage: place.spans(stage) for stage in place.stages},
+            sizes=role.micro_batches.sizes,
+            spans={stage: role.spans(stage) for stage in role.stages},
             slices=slices,
             weights=Weights(self._loss_count, own, source.size, self._communicator.control, answers=answers),
             learning_rate=None if self._section is None else learning_rate(self._section, number, self._total_steps),
@@ -530,13 +530,13 @@ class Worker:
             ]
             for name in self._parameters
         }
-        channel = self._communicator.channel(self.placement.active)
-        return Clipping(self._masters, self._parameters, counted, largest, channel)
+        process_group = self._communicator.process_group(self.placement.active)
+        return Clipping(self._masters, self._parameters, counted, largest, process_group)
 
 
 def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> LossScale | None:
     """None where nothing is computed in fp16. Raises PlanError where nothing would notice an overflow."""
-    narrow = any(place.active and place.precision == "fp16" for place in placement.places)
+    narrow = any(role.active and role.precision == "fp16" for role in placement.places)
     if not narrow and not any(p.trainable and p.dtype == "float16" for p in graph.parameters):
         return None
     if not all(any(action.kind == "CLIP" for action in actions) for actions in program.ranks if actions):

@@ -45,8 +45,8 @@ def each_of(world: World, job: Callable[[Counting, Case], Found], cases: list[Ca
     """What this member finds in each case, in one group of all ranks."""
     device = torch.device("cpu")
     with Communicator(rank=world.rank, world_size=world.world_size, device=device, timeout_s=20.0) as communicator:
-        channel = communicator.channel(range(world.world_size))
-        found = [job(Counting(channel, world.rank, world.world_size), case) for case in cases]
+        process_group = communicator.process_group(range(world.world_size))
+        found = [job(Counting(process_group, world.rank, world.world_size), case) for case in cases]
         communicator.barrier()  # who leaves early may cut off who still connects
     return found
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from heterodyne.graph.ir import ModelGraph, Ref
-from heterodyne.graph.sharding import Sharding, cut
+from heterodyne.graph.sharding import Sharding, sharded
 from heterodyne.plan.kept import names_of
 from heterodyne.plan.sharded_stage import shard_stage
 from multiprocess.models import BRANCHED, EXPERTS, MIXING, captured
@@ -94,7 +94,7 @@ def test_layers_of_torch_itself(pool: Pool, name: str, shares: tuple[int, ...]) 
     layouts = sharding_of(graph, pipeline).layouts
     matrices = [p.name for p in graph.parameters if p.name.endswith(("in_proj_weight", "linear1.weight"))]
     assert matrices
-    assert all(layouts[Ref(name)].kind == "cut" for name in matrices)
+    assert all(layouts[Ref(name)].kind == "shard" for name in matrices)
     require_exact(pool, name, spread(len(shares), pipeline))
 
 
@@ -204,7 +204,7 @@ def test_experts_in_parts(pool: Pool, name: str, shares: tuple[int, ...]) -> Non
     matrices = [p.name for p in graph.parameters if len(p.shape) == 3]
     assert len(matrices) == 4, "two in each layer"
     if name != "moe_indexed":  # which takes the matrices of a choice out of all of them
-        assert {sharding.layouts[Ref(matrix)] for matrix in matrices} == {cut(0)}
+        assert {sharding.layouts[Ref(matrix)] for matrix in matrices} == {sharded(0)}
     require_exact(pool, name, spread(len(shares), pipeline))
 
 

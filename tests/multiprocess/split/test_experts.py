@@ -124,7 +124,7 @@ def joined(world: World) -> Iterator[Group]:
     """The group of all ranks."""
     device = torch.device("cpu")
     with Communicator(rank=world.rank, world_size=world.world_size, device=device, timeout_s=20.0) as communicator:
-        yield Group(communicator.channel(range(world.world_size)), world.rank, world.world_size)
+        yield Group(communicator.process_group(range(world.world_size)), world.rank, world.world_size)
         communicator.barrier()  # not all of these jobs send something, and who leaves early may cut off who still connects
 
 

@@ -1,6 +1,6 @@
 """How tensors lie on the devices of a stage: what ops allow, what is chosen, and where the cuts are."""
 
-from heterodyne.graph.sharding.layout import COPY, SUM, WHOLE, Conversion, Layout, conversion, cut
+from heterodyne.graph.sharding.layout import COPY, PARTIAL, REPLICATE, Conversion, Layout, conversion, sharded
 from heterodyne.graph.sharding.nested import nested, shard_along, turns
 from heterodyne.graph.sharding.price import Price
 from heterodyne.graph.sharding.problem import Mode, Problem
@@ -9,8 +9,8 @@ from heterodyne.graph.sharding.sharding import Exchange, Narrow, Sharding, shard
 
 __all__ = [
     "COPY",
-    "SUM",
-    "WHOLE",
+    "PARTIAL",
+    "REPLICATE",
     "Conversion",
     "Exchange",
     "Layout",
@@ -21,9 +21,9 @@ __all__ = [
     "Sharding",
     "Strategy",
     "conversion",
-    "cut",
     "nested",
     "shard",
     "shard_along",
+    "sharded",
     "turns",
 ]

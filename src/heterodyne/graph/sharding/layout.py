@@ -1,15 +1,15 @@
 """How a tensor lies on the devices of a stage, and what it takes to lay it out otherwise.
 
-Four layouts are enough for forward and backward, since each says where the gradient lies too:
+Four layouts are enough for forward and backward, since each says where the gradient lies too. In the words of DTensor's placements:
 
-    WHOLE    the same tensor on each device; so is its gradient
-    COPY     the same tensor on each device; each has a part of its gradient, and the parts add up
-    SUM      each device has a part, and the parts add up; the gradient is the same on each
-    cut(d)   each device has a slice of dim d; its gradient is cut alike
+    REPLICATE    Replicate, and so is its gradient
+    COPY         Replicate, and its gradient Partial: each device has a part, and the parts add up (Megatron's copy to the region)
+    PARTIAL      Partial (sum): each device has a part, and the parts add up; the gradient is Replicate
+    sharded(d)   Shard(d): each device has a slice of dim d; its gradient is sharded alike
 
-So a gradient lies as its tensor does, but that of a COPY as a SUM and that of a SUM as a COPY. Slices are contiguous, in the order of the
-devices, and need not be alike. What each conversion exchanges is the table in `conversion`; Shoeybi et al., "Megatron-LM", 2019,
-section 3, has those between WHOLE, COPY and SUM (its operators f and g), Korthikanti et al., 2022, those with cut.
+So a gradient lies as its tensor does, but that of a COPY as a PARTIAL and that of a PARTIAL as a COPY. Slices are contiguous, in the order
+of the devices, and need not be equal. What each conversion exchanges is the table in `conversion`; Shoeybi et al., "Megatron-LM", 2019,
+section 3, has those between REPLICATE, COPY and PARTIAL (its operators f and g), Korthikanti et al., 2022, those with sharded.
 """
 
 from __future__ import annotations
@@ -17,31 +17,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["COPY", "SUM", "WHOLE", "Collective", "Conversion", "Layout", "conversion", "cut", "reduced_at_once"]
+__all__ = [
+    "COPY",
+    "PARTIAL",
+    "REPLICATE",
+    "Collective",
+    "Conversion",
+    "Layout",
+    "conversion",
+    "reduced_at_once",
+    "sharded",
+]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """``kind`` and, of a cut, the dim, and by which of the stage's lists of shares it is cut."""
+    """``kind`` and, of a shard, the dim, and by which of the stage's lists of shares it is cut."""
 
-    kind: Literal["whole", "copy", "sum", "cut"]
+    kind: Literal["replicate", "copy", "partial", "shard"]
     dim: int = -1
     by: int = 0
 
     def __str__(self) -> str:
-        return f"cut({self.dim})" + "'" * self.by if self.kind == "cut" else self.kind
+        return f"sharded({self.dim})" + "'" * self.by if self.kind == "shard" else self.kind
 
 
-WHOLE: Final = Layout("whole")
+REPLICATE: Final = Layout("replicate")
 COPY: Final = Layout("copy")
-SUM: Final = Layout("sum")
+PARTIAL: Final = Layout("partial")
 
 
-def cut(dim: int, by: int = 0) -> Layout:
+def sharded(dim: int, by: int = 0) -> Layout:
     """Slices of a dim, counted from 0."""
-    return Layout("cut", dim, by)
+    return Layout("shard", dim, by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +69,19 @@ class Conversion:
 
 _FREE: Final = Conversion(None, None)
 _BETWEEN: Final = {
-    ("whole", "copy"): Conversion(None, "all_reduce"),
-    ("whole", "sum"): _FREE,  # the first device keeps it, the others have zeros
-    ("whole", "cut"): Conversion(None, "all_gather"),
-    ("copy", "whole"): _FREE,  # of the gradients, which are alike, the first device's counts
-    ("copy", "sum"): _FREE,
-    ("copy", "cut"): _FREE,
-    ("sum", "whole"): Conversion("all_reduce", None),
-    ("sum", "copy"): Conversion("all_reduce", "all_reduce"),
-    ("sum", "cut"): Conversion("reduce_scatter", "all_gather"),
-    ("cut", "whole"): Conversion("all_gather", None),
-    ("cut", "copy"): Conversion("all_gather", "reduce_scatter"),
-    ("cut", "sum"): _FREE,  # each device's slice among zeros
-    ("cut", "cut"): Conversion("all_to_all", "all_to_all"),
+    ("replicate", "copy"): Conversion(None, "all_reduce"),
+    ("replicate", "partial"): _FREE,  # the first device keeps it, the others have zeros
+    ("replicate", "shard"): Conversion(None, "all_gather"),
+    ("copy", "replicate"): _FREE,  # of the gradients, which are alike, the first device's counts
+    ("copy", "partial"): _FREE,
+    ("copy", "shard"): _FREE,
+    ("partial", "replicate"): Conversion("all_reduce", None),
+    ("partial", "copy"): Conversion("all_reduce", "all_reduce"),
+    ("partial", "shard"): Conversion("reduce_scatter", "all_gather"),
+    ("shard", "replicate"): Conversion("all_gather", None),
+    ("shard", "copy"): Conversion("all_gather", "reduce_scatter"),
+    ("shard", "partial"): _FREE,  # each device's slice among zeros
+    ("shard", "shard"): Conversion("all_to_all", "all_to_all"),
 }
 
 

@@ -58,7 +58,7 @@ def turns(have: Sequence[Layout], want: Sequence[Layout]) -> list[Turn]:
 def nested(layouts: Sequence[Layout], axis: int) -> bool:
     """Whether an axis cuts the dim that one outside of it cuts."""
     own = layouts[axis]
-    return own.kind == "cut" and any(outer.kind == "cut" and outer.dim == own.dim for outer in layouts[:axis])
+    return own.kind == "shard" and any(outer.kind == "shard" and outer.dim == own.dim for outer in layouts[:axis])
 
 
 def _taken(outer: Sequence[Sharding], problem: Problem) -> frozenset[tuple[str, str]]:
@@ -66,7 +66,7 @@ def _taken(outer: Sequence[Sharding], problem: Problem) -> frozenset[tuple[str, 
     dims: dict[Ref, set[int]] = {}
     for sharding in outer:
         for ref, layout in _layouts(sharding, problem):
-            if layout.kind == "cut":
+            if layout.kind == "shard":
                 dims.setdefault(ref, set()).add(layout.dim)
     found: set[tuple[str, str]] = set()
     for op in problem.ops if outer else ():
@@ -97,5 +97,5 @@ def _done_together(op: Op, rule: Rule, strategy: Strategy) -> bool:
     """Whether members need something of each other inside of the op, or weigh their parts by it."""
     if not strategy.divides:
         return False
-    weighed = strategy.outputs[0].kind == "sum" and (op.kind == "mean" or op.argument("reduction") is not None)
+    weighed = strategy.outputs[0].kind == "partial" and (op.kind == "mean" or op.argument("reduction") is not None)
     return weighed or strategy.name in rule.exchanged or strategy.name in rule.together

@@ -14,7 +14,7 @@ from math import gcd
 from typing import Final
 
 from heterodyne.graph.ir import Argument, Op, TensorSpec
-from heterodyne.graph.sharding.layout import COPY, SUM, WHOLE, Layout, cut
+from heterodyne.graph.sharding.layout import COPY, PARTIAL, REPLICATE, Layout, sharded
 from heterodyne.graph.size import Size
 
 __all__ = ["IN_PARTS", "LETTERS", "WHOLLY", "Call", "Rule", "Strategy", "but_samples", "common_units"]
@@ -85,17 +85,19 @@ class Rule:
 
     def strategy(self, letter: str, by: int = 0) -> Strategy:
         """With ``letter`` cut, by the ``by``-th list of shares."""
-        otherwise_out = WHOLE if letter in self.exchanged else SUM
+        otherwise_out = REPLICATE if letter in self.exchanged else PARTIAL
         missing = [
-            SUM if letter in self.summed and place in self.added else COPY for place in range(len(self.operands))
+            PARTIAL if letter in self.summed and place in self.added else COPY for place in range(len(self.operands))
         ]
         return Strategy(
             name=letter,
             operands=tuple(
-                cut(dims.index(letter), by) if letter in dims else otherwise
+                sharded(dims.index(letter), by) if letter in dims else otherwise
                 for dims, otherwise in zip(self.operands, missing, strict=True)
             ),
-            outputs=tuple(cut(dims.index(letter), by) if letter in dims else otherwise_out for dims in self.outputs),
+            outputs=tuple(
+                sharded(dims.index(letter), by) if letter in dims else otherwise_out for dims in self.outputs
+            ),
         )
 
     def both(self, pair: str, by: Sequence[int]) -> Strategy:
@@ -104,7 +106,7 @@ class Rule:
 
         def laid_out(dims: str) -> Layout:
             named = next((x for x in pair if x in dims), None)
-            return COPY if named is None else cut(dims.index(named), lists[named])
+            return COPY if named is None else sharded(dims.index(named), lists[named])
 
         return Strategy(
             pair, tuple(laid_out(dims) for dims in self.operands), tuple(laid_out(dims) for dims in self.outputs)
@@ -113,7 +115,7 @@ class Rule:
     @property
     def whole(self) -> Strategy:
         """With nothing cut."""
-        return Strategy(WHOLLY, tuple(WHOLE for _ in self.operands), tuple(WHOLE for _ in self.outputs))
+        return Strategy(WHOLLY, tuple(REPLICATE for _ in self.operands), tuple(REPLICATE for _ in self.outputs))
 
     @property
     def in_parts(self) -> tuple[Strategy, ...]:
@@ -121,8 +123,8 @@ class Rule:
         return tuple(
             Strategy(
                 IN_PARTS,
-                tuple(SUM if place in linear else COPY for place in range(len(self.operands))),
-                tuple(SUM for _ in self.outputs),
+                tuple(PARTIAL if place in linear else COPY for place in range(len(self.operands))),
+                tuple(PARTIAL for _ in self.outputs),
             )
             for linear in self.linear
         )

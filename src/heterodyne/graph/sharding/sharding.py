@@ -88,7 +88,7 @@ class Sharding:
     def stored(self, name: str) -> tuple[int, tuple[int, ...]] | None:
         """For a parameter or buffer that is cut its dim and the sizes of the slices; None for one that every device has."""
         layout = self.layouts.get(Ref(name))
-        if layout is None or layout.kind != "cut":
+        if layout is None or layout.kind != "shard":
             return None
         return layout.dim, self.sizes(Ref(name), layout, 1)
 

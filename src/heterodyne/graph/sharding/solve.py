@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import Op, Ref
-from heterodyne.graph.sharding.layout import COPY, SUM, WHOLE, Layout, cut
+from heterodyne.graph.sharding.layout import COPY, PARTIAL, REPLICATE, Layout, sharded
 from heterodyne.graph.sharding.price import Price
 from heterodyne.graph.sharding.problem import Problem
 from heterodyne.graph.sharding.rule import Strategy
@@ -31,7 +31,7 @@ BEAM: Final = 48
 _CHAMPIONS: Final = 3
 """With how many of the cheapest states each is compared."""
 
-_OTHERS: Final = (WHOLE, COPY, SUM)
+_OTHERS: Final = (REPLICATE, COPY, PARTIAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +139,8 @@ class _Search:
     def choice(self) -> Choice:
         """The cheapest way through all ops."""
         problem = self._problem
-        given = dict.fromkeys([Ref(i.symbol) for i in problem.graph.inputs], WHOLE)
-        given |= dict.fromkeys([Ref(constant.name) for constant in problem.graph.constants], WHOLE)
+        given = dict.fromkeys([Ref(i.symbol) for i in problem.graph.inputs], REPLICATE)
+        given |= dict.fromkeys([Ref(constant.name) for constant in problem.graph.constants], REPLICATE)
         given |= problem.given
         steps, last = self._steps(given)
         try:
@@ -335,13 +335,13 @@ class _Search:
 
     def _offers(self, one: Layout, other: Layout, *, flows: bool) -> bool:
         """Whether all strategies that read the other layout may read the one; those of some ops depend on what is cut already."""
-        return (self._one_list or other.kind != "cut") and (flows or one != WHOLE)
+        return (self._one_list or other.kind != "shard") and (flows or one != REPLICATE)
 
     def _layouts(self, dims: int) -> Iterator[Layout]:
         """All that may be asked for."""
         yield from _OTHERS
         for by in self._lists:
-            yield from (cut(dim, by) for dim in range(dims))
+            yield from (sharded(dim, by) for dim in range(dims))
 
     def _wanted_cost(self, state: _State, alive: Sequence[Ref]) -> int:
         total = 0

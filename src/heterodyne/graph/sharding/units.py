@@ -106,7 +106,7 @@ def _by_letter(op: Op, rule: Rule, strategy: Strategy) -> dict[str, list[_Slot]]
     refs = (*op.operands, *(Ref(op.name, place) for place in range(len(op.outputs))))
     layouts = (*strategy.operands, *strategy.outputs)
     for ref, layout, dims in zip(refs, layouts, (*rule.operands, *rule.outputs), strict=True):
-        if layout.kind == "cut":
+        if layout.kind == "shard":
             found.setdefault(dims[layout.dim], []).append((ref, layout))
     return found
 

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Final, NamedTuple, TypeAlias
 
 from heterodyne.graph.ir import Argument, Op, Ref, TensorSpec
-from heterodyne.graph.sharding.layout import COPY, WHOLE, Layout, conversion
+from heterodyne.graph.sharding.layout import COPY, REPLICATE, Layout, conversion
 from heterodyne.graph.sharding.price import Price
 from heterodyne.graph.sharding.problem import Mode, Problem
 from heterodyne.graph.sharding.rule import Rule, Strategy
@@ -49,7 +49,7 @@ class Tensor(NamedTuple):
 
     def may_be(self, have: Layout, want: Layout) -> bool:
         """Whether it may be laid out so for the op that reads it. Of what is tied a copy would take the change for itself."""
-        return have == want or not self.tied or ({have, want} <= {WHOLE, COPY} and not self.flows)
+        return have == want or not self.tied or ({have, want} <= {REPLICATE, COPY} and not self.flows)
 
 
 class Way(NamedTuple):
@@ -112,7 +112,7 @@ class Ways:
         for place, want in zip(self.operands, strategy.operands, strict=True):
             tensor = self.tensors[place]
             # A parameter or buffer lies as its first reader wants it.
-            have, converted = after[place] or (want if want.kind == "cut" else COPY, frozenset())
+            have, converted = after[place] or (want if want.kind == "shard" else COPY, frozenset())
             after[place] = have, converted
             if have == want or (want in converted and not tensor.tied):
                 continue
@@ -176,7 +176,7 @@ class Ways:
         """Masks, positions and the like: whole tensors without gradients, which are as well cut later, where they are read, for nothing."""
         if any(self.op.differentiable) or any(tensor.stored for tensor in self.tensors):
             return False
-        return all(one is not None and one[0] == WHOLE for one in held)
+        return all(one is not None and one[0] == REPLICATE for one in held)
 
     def _lists(self, letter: str, held: tuple[Held | None, ...]) -> list[int]:
         """The lists of shares by which a letter may be cut: its region's own, and those by which an operand is cut there already."""
@@ -189,7 +189,7 @@ class Ways:
     def _cuts(self, letter: str, held: tuple[Held | None, ...]) -> list[Layout]:
         """How operands lie that are cut along a letter already."""
         lies = [(held[place], dims) for place, dims in zip(self.operands, self.rule.operands, strict=True)]
-        return [one[0] for one, dims in lies if one and one[0].kind == "cut" and dims[one[0].dim] == letter]
+        return [one[0] for one, dims in lies if one and one[0].kind == "shard" and dims[one[0].dim] == letter]
 
     def _follows_the_batch(self, letter: str) -> bool:
         specs = [self.tensors[place].spec for place in self.operands] + list(self.op.outputs)
@@ -199,7 +199,7 @@ class Ways:
     def _cuts_a_weight(self, strategy: Strategy) -> bool:
         """Whether it divides a trained parameter of two dims or more."""
         operands = zip(self.operands, strategy.operands, strict=True)
-        return any(layout.kind == "cut" and self.tensors[place].weight for place, layout in operands)
+        return any(layout.kind == "shard" and self.tensors[place].weight for place, layout in operands)
 
 
 def tensor_of(ref: Ref, problem: Problem, *, tied: bool) -> Tensor:

@@ -1,6 +1,6 @@
-"""Who talks to whom: the workers of one job and the channels between them.
+"""Who talks to whom: the workers of one job and the process groups between them.
 
-Gradients, batch statistics and control have a `Channel` each, so that their orders never cross.
+Gradients, batch statistics and control have a `ProcessGroup` each, so that their orders never cross.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterodyne.errors import WorkerError
-from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.comm.p2p import P2P, Lane
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.shared_memory import neighbourhood
 
 __all__ = ["Communicator", "platform_of"]
@@ -68,14 +68,14 @@ def _default_timeout() -> timedelta | None:
 
 
 class Communicator:
-    """Makes the channels between the workers of one job, and carries control messages.
+    """Makes the process groups between the workers of one job, and carries control messages.
 
     Args:
         rank, world_size: this worker's place. With more than one rank, torch.distributed has been initialised.
         device: this worker's device.
         timeout_s: a collective that takes longer fails; None: that of the default group, not of each backend.
 
-    Making one, and `channel`, are collective: every rank does it, in the same order.
+    Making one, and `process_group`, are collective: every rank does it, in the same order.
     """
 
     def __init__(self, *, rank: int, world_size: int, device: torch.device, timeout_s: float | None = None) -> None:
@@ -87,17 +87,17 @@ class Communicator:
         self.world_size = world_size
         self.device = device
         self._timeout = _default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
-        self._channels: list[Channel] = []
+        self._process_groups: list[ProcessGroup] = []
         self._p2ps: list[P2P] = []
         self._is_branch = False
         everyone = range(world_size)
         self._control_group = self._group(everyone, "gloo")
-        self.control = Channel(everyone, self._control_group, device=device, via_host=True)
+        self.control = ProcessGroup(everyone, self._control_group, device=device, via_host=True)
         self._devices = self.all_gather_object(_DeviceOfRank.of(device))
         self._neighbourhoods = self.all_gather_object(neighbourhood())
 
-    def channel(self, ranks: Sequence[int]) -> Channel | None:
-        """A channel between those ranks; None if this rank is not one of them."""
+    def process_group(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        """A process group of those ranks; None if this rank is not one of them."""
         backend = self._native_backend(ranks)
         group = self._group(ranks, backend or "gloo")
         if self.rank not in ranks:
@@ -105,8 +105,8 @@ class Communicator:
         homes = {self._neighbourhoods[rank] for rank in ranks}
         on_hosts = {self._devices[rank].platform for rank in ranks} == {"cpu"}
         neighbours = on_hosts and len(homes) == 1 and None not in homes
-        made = Channel(ranks, group, device=self.device, via_host=backend is None, neighbours=neighbours)
-        self._channels.append(made)
+        made = ProcessGroup(ranks, group, device=self.device, via_host=backend is None, neighbours=neighbours)
+        self._process_groups.append(made)
         if backend not in (None, "gloo"):
             made.connect()
         return made
@@ -158,12 +158,12 @@ class Communicator:
         return backend if apart and backend != "gloo" else None
 
     def branch(self) -> Communicator:
-        """The same ranks and the same control channel, and channels of its own: closing it closes those, and no more.
+        """The same ranks and the same control process group, and process groups of its own: closing it closes those, and no more.
 
         Each gloo group has a thread that wakes a hundred times a second, so groups that are done with should go.
         """
         made = copy.copy(self)
-        made._channels, made._p2ps, made._is_branch = [], [], True
+        made._process_groups, made._p2ps, made._is_branch = [], [], True
         return made
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -185,7 +185,7 @@ class Communicator:
     @property
     def borrowed_bytes(self) -> int:
         """Bytes that are resident in this process, but belong to other ranks."""
-        return sum(channel.borrowed_bytes for channel in self._channels)
+        return sum(process_group.borrowed_bytes for process_group in self._process_groups)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -201,12 +201,12 @@ class Communicator:
         dist.recv(tensor, src=source, group=self._control_group)
 
     def close(self) -> None:
-        """Leave all channels, a branch those of its own. The default group of torch.distributed stays, for it was not made here."""
-        for channel in self._channels:
-            channel.close()
+        """Leave all process groups, a branch those of its own. The default group of torch.distributed stays, for it was not made here."""
+        for process_group in self._process_groups:
+            process_group.close()
         for p2p in self._p2ps:
             p2p.close()
-        self._channels.clear()
+        self._process_groups.clear()
         self._p2ps.clear()
         if not self._is_branch:
             self.control.close()

@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from heterodyne.errors import CaptureError
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.interception import Interception, batch_norms
 
 __all__ = ["GlobalBatchNorm"]
@@ -32,15 +32,15 @@ _MOST_CALLS = 1009
 
 
 class GlobalBatchNorm(Interception):
-    """While active, batch norm in training takes its statistics over all ranks of ``channel``.
+    """While active, batch norm in training takes its statistics over all ranks of ``process_group``.
 
     Every rank of the channel must make the same calls in the same order, forward and backward. Each call sends its place, so that a rank
     which has left one out is found out: raises CaptureError then, on all of them.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, process_group: ProcessGroup) -> None:
         super().__init__(batch_norms(self._batch_norm))
-        self._channel = channel
+        self._process_group = process_group
         self._forwards = self._calls = 0
 
     def begin_forward(self) -> None:
@@ -62,7 +62,7 @@ class GlobalBatchNorm(Interception):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         self._calls += 1
         place = (self._forwards * _MOST_CALLS + self._calls) % _PLACES
-        count, mean, var = _global_statistics(input.detach(), self._channel, place)
+        count, mean, var = _global_statistics(input.detach(), self._process_group, place)
         if count < 2:
             raise ValueError(
                 f"batch norm needs more than one value per channel in training, over all workers; got {tuple(input.shape)}"
@@ -71,7 +71,7 @@ class GlobalBatchNorm(Interception):
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
-        normalised: Tensor = _Normalise.apply(input, weight, bias, mean, var, eps, count, self._channel)  # type: ignore[no-untyped-call]
+        normalised: Tensor = _Normalise.apply(input, weight, bias, mean, var, eps, count, self._process_group)  # type: ignore[no-untyped-call]
         return normalised
 
 
@@ -86,14 +86,14 @@ class _Normalise(torch.autograd.Function):
         var: Tensor,
         eps: float,
         count: float,
-        channel: Channel,
+        process_group: ProcessGroup,
     ) -> Tensor:
         dtype = torch.promote_types(input.dtype, torch.float32)
         mean, var = mean.to(dtype), var.to(dtype)
         # The kernel of inference: it normalises with statistics that are given.
         output = F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(var + eps))  # type: ignore[arg-type]  # None is allowed
-        ctx.count, ctx.channel, ctx.bias = count, channel, bias is not None  # type: ignore[attr-defined]
+        ctx.count, ctx.process_group, ctx.bias = count, process_group, bias is not None  # type: ignore[attr-defined]
         return output
 
     @staticmethod
@@ -106,7 +106,7 @@ class _Normalise(torch.autograd.Function):
         of_bias = upstream_wide.sum(dims)
         of_weight = (upstream_wide * normalised).sum(dims)
         sums = torch.stack([of_bias, of_weight]).double()
-        ctx.channel.all_reduce(sums).wait()
+        ctx.process_group.all_reduce(sums).wait()
         per_value = (sums / ctx.count).to(mean.dtype)
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
         of_input = upstream_wide - per_value[0].view(shape)
@@ -120,26 +120,26 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def _global_statistics(input: Tensor, channel: Channel, place: int) -> tuple[float, Tensor, Tensor]:
+def _global_statistics(input: Tensor, process_group: ProcessGroup, place: int) -> tuple[float, Tensor, Tensor]:
     """Count of values a channel, mean [C] and biased variance [C] (float64) over all ranks, which are all at that ``place``.
 
     The places p of R ranks are equal if R sum p^2 = (sum p)^2. With own count n_r, mean m_r, variance v_r:
     sum n_r v_r + n_r m_r^2 - N m^2 = N var, in float64.
     """
-    channels = input.shape[1]
-    count = input.numel() // channels
+    process_groups = input.shape[1]
+    count = input.numel() // process_groups
     dims = [0, *range(2, input.dim())]
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
     var, mean = torch.var_mean(wide, dim=dims, correction=0)
     var, mean = var.double(), mean.double()
     sent = torch.cat([mean * count, (var + mean * mean) * count, mean.new_tensor([count, place, place**2])])
-    channel.all_reduce(sent).wait()
+    process_group.all_reduce(sent).wait()
     total, places, squares = sent[-3:].tolist()
-    if len(channel.ranks) * squares != places**2:
+    if len(process_group.ranks) * squares != places**2:
         raise CaptureError(
             "a rank has reached BatchNorm in a micro-batch in which another has not, so their statistics cannot be those of one device: "
             "move it out of the branch that depends on the data, or put it in eval mode"
         )
-    mean = sent[:channels] / total
-    var = (sent[channels:-3] / total - mean * mean).clamp_(min=0.0)
+    mean = sent[:process_groups] / total
+    var = (sent[process_groups:-3] / total - mean * mean).clamp_(min=0.0)
     return total, mean, var

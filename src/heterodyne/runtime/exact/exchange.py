@@ -14,32 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 
 __all__ = ["SampleExchange"]
 
 
 class SampleExchange:
-    """Among the replicas of ``channel``, in order of their samples in the global batch; None: this one alone.
+    """Among the replicas of ``process_group``, in order of their samples in the global batch; None: this one alone.
 
     Args:
         position: of this replica in that order.
     """
 
-    def __init__(self, channel: Channel | None, position: int) -> None:
-        self._channel = channel
+    def __init__(self, process_group: ProcessGroup | None, position: int) -> None:
+        self._process_group = process_group
         self._position = position
-        self._count = 1 if channel is None else len(channel.ranks)
+        self._count = 1 if process_group is None else len(process_group.ranks)
         self._first = 0
         self._whole = 0
 
     def begin(self, samples: int) -> int:
         """Tell how many samples this replica has; how many all have together. Collective."""
-        where = None if self._channel is None else self._channel.works_on
+        where = None if self._process_group is None else self._process_group.works_on
         counts = torch.zeros(self._count, dtype=torch.int64, device=where)
         counts[self._position] = samples
-        if self._channel is not None:
-            self._channel.all_reduce(counts).wait()
+        if self._process_group is not None:
+            self._process_group.all_reduce(counts).wait()
         each = counts.tolist()
         self._first = [0, *accumulate(each)][self._position]
         self._whole = sum(each)
@@ -47,29 +47,31 @@ class SampleExchange:
 
     def rows(self, tensor: Tensor, dim: int, rows: int) -> Tensor:
         """The samples of all replicas, where ``dim`` has ``rows`` entries for each. Collective, forward only."""
-        if self._channel is None:
+        if self._process_group is None:
             return tensor
         start, length = self._first * rows, self._whole * rows
-        gathered: Tensor = _Rows.apply(tensor, dim, start, length, self._channel, self._count)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Rows.apply(tensor, dim, start, length, self._process_group, self._count)  # type: ignore[no-untyped-call]
         return gathered
 
     def total(self, tensor: Tensor, weight: float) -> Tensor:
         """The sum over the replicas of ``weight * tensor``. Collective, forward only."""
-        if self._channel is None:
+        if self._process_group is None:
             return tensor * weight if tensor.is_floating_point() else tensor
-        total: Tensor = _Total.apply(tensor, weight, self._channel, self._count)  # type: ignore[no-untyped-call]
+        total: Tensor = _Total.apply(tensor, weight, self._process_group, self._count)  # type: ignore[no-untyped-call]
         return total
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, start: int, length: int, channel: Channel, replicas: int) -> Tensor:
+    def forward(
+        ctx: Any, own: Tensor, dim: int, start: int, length: int, process_group: ProcessGroup, replicas: int
+    ) -> Tensor:
         ctx.cut = dim, start, own.shape[dim], replicas
         # Rows of others are zero here, so the sum over the replicas is each row as it was.
         whole = own.new_zeros([length if at == dim else size for at, size in enumerate(own.shape)])
         whole.narrow(dim, start, own.shape[dim]).copy_(own)
         sent = whole.to(torch.uint8) if whole.dtype is torch.bool else whole
-        channel.all_reduce(sent).wait()
+        process_group.all_reduce(sent).wait()
         found = sent.to(own.dtype)
         if not own.is_floating_point():
             ctx.mark_non_differentiable(found)
@@ -83,10 +85,10 @@ class _Rows(torch.autograd.Function):
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, weight: float, channel: Channel, replicas: int) -> Tensor:
+    def forward(ctx: Any, own: Tensor, weight: float, process_group: ProcessGroup, replicas: int) -> Tensor:
         ctx.scale = weight * replicas
         total = own * weight if own.is_floating_point() else own.clone()
-        channel.all_reduce(total).wait()
+        process_group.all_reduce(total).wait()
         if not own.is_floating_point():
             ctx.mark_non_differentiable(total)
         return total

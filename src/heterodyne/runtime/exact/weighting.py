@@ -20,7 +20,7 @@ from torch import Tensor
 
 from heterodyne.errors import DataError
 from heterodyne.loss_count import LossCount
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.slices import BatchSource
 
 __all__ = ["Weights", "known_loss", "part_statistics", "weighted_sum"]
@@ -36,12 +36,18 @@ class Weights:
         count: of the loss.
         own: the statistics of each micro-batch, ``[1 + n]`` each.
         global_batch_size: all there is to know of the batch, where ``count`` does not read the samples.
-        channel: joins all ranks.
+        process_group: joins all ranks.
         answers: what this rank counts is not counted by another one too.
     """
 
     def __init__(
-        self, count: LossCount, own: Sequence[Tensor], global_batch_size: int, channel: Channel, *, answers: bool = True
+        self,
+        count: LossCount,
+        own: Sequence[Tensor],
+        global_batch_size: int,
+        process_group: ProcessGroup,
+        *,
+        answers: bool = True,
     ) -> None:
         self.own = tuple(own)
         self._count = count
@@ -50,7 +56,7 @@ class Weights:
         if count.counts_data:
             nothing = torch.zeros(count.size, dtype=torch.float64)
             self._sum = torch.stack([nothing, *self.own]).sum(0) if answers else nothing
-            self._pending = channel.all_reduce(self._sum)
+            self._pending = process_group.all_reduce(self._sum)
 
     def require_some(self) -> None:
         """Raises DataError if nothing in the whole batch counts: one device would divide by zero."""

@@ -118,7 +118,7 @@ def init_distributed(
 
 
 def _is_of_the_network(error: RuntimeError | WorkerError) -> bool:
-    """Collectives fail with subclasses of RuntimeError or, in gloo, with a plain one that only its text tells apart; channels make a
+    """Collectives fail with subclasses of RuntimeError or, in gloo, with a plain one that only its text tells apart; process groups make a
     WorkerError of it that names nobody.
     """
     if isinstance(error, WorkerError):

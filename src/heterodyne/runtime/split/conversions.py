@@ -89,7 +89,7 @@ def ways_between(
     )
 
 
-_DUAL = {"whole": "whole", "copy": "sum", "sum": "whole", "cut": "cut"}
+_DUAL = {"replicate": "replicate", "copy": "partial", "partial": "replicate", "shard": "shard"}
 """How the gradient of a layout lies. That of a sum is the same on each member; that of a whole is too."""
 
 
@@ -205,19 +205,19 @@ def _moved(group: Group, dim: int, sizes: Sequence[int], others: Sequence[int]) 
 
 
 _STEPS: dict[tuple[str, str], Callable[[Group, int, int, Sequence[int], Sequence[int]], Step]] = {
-    ("whole", "whole"): _identity,
-    ("whole", "copy"): _identity,
-    ("copy", "whole"): _identity,
-    ("whole", "sum"): _kept_by_the_first,
-    ("copy", "sum"): _kept_by_the_first,
-    ("whole", "cut"): _sliced,
-    ("copy", "cut"): _sliced,
-    ("sum", "sum"): _identity,
-    ("sum", "whole"): _reduced,
-    ("sum", "copy"): _reduced,
-    ("sum", "cut"): _scattered,
-    ("cut", "whole"): _gathered,
-    ("cut", "copy"): _gathered,
-    ("cut", "sum"): _among_zeros,
-    ("cut", "cut"): _turned,
+    ("replicate", "replicate"): _identity,
+    ("replicate", "copy"): _identity,
+    ("copy", "replicate"): _identity,
+    ("replicate", "partial"): _kept_by_the_first,
+    ("copy", "partial"): _kept_by_the_first,
+    ("replicate", "shard"): _sliced,
+    ("copy", "shard"): _sliced,
+    ("partial", "partial"): _identity,
+    ("partial", "replicate"): _reduced,
+    ("partial", "copy"): _reduced,
+    ("partial", "shard"): _scattered,
+    ("shard", "replicate"): _gathered,
+    ("shard", "copy"): _gathered,
+    ("shard", "partial"): _among_zeros,
+    ("shard", "shard"): _turned,
 }

@@ -80,7 +80,8 @@ def experts_here(
     """What this member's experts add to the mixture, [N, H]: the sum over the members is the whole of it. Nothing is sent.
 
     ``tokens``, ``indices`` and ``weights`` are the same on each member, and so are their gradients parts that add up: in the
-    words of `heterodyne.graph.sharding.layout`, it takes COPY and gives SUM. Else as `experts_between`, which takes and gives cut(0).
+    words of `heterodyne.graph.sharding.layout`, it takes COPY and gives PARTIAL. Else as `experts_between`, which takes and gives
+    sharded(0).
     """
     route = _route_here(group, indices, sizes)
     rows = permute(tokens, route)

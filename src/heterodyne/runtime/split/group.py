@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heterodyne.graph.sharding.layout import reduced_at_once
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 
 __all__ = ["Group", "Later"]
 
@@ -28,21 +28,23 @@ class Group:
     """The members of a stage, in the order of its devices.
 
     Args:
-        channel: joins them; None: this device is alone, and every collective is the identity.
+        process_group: joins them; None: this device is alone, and every collective is the identity.
         position: of this one.
         size: how many there are.
-        places: of each member its place on the channel, which goes by ranks; None: the order of the devices is theirs.
+        places: of each member its place on the process group, which goes by ranks; None: the order of the devices is theirs.
 
     All calls are collective, in the same order on every member, and block until the result is there; those that begin with
     ``begin_`` return what blocks.
     """
 
-    def __init__(self, channel: Channel | None, position: int, size: int, places: Sequence[int] | None = None) -> None:
-        self._channel = channel
+    def __init__(
+        self, process_group: ProcessGroup | None, position: int, size: int, places: Sequence[int] | None = None
+    ) -> None:
+        self._process_group = process_group
         self.position = position
         self.size = size
         own = list(range(size) if places is None else places)
-        self._members = sorted(range(size), key=own.__getitem__)  # in the order of the channel
+        self._members = sorted(range(size), key=own.__getitem__)  # in the order of the process group
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Send ``parts[j]`` to member j; get from each member i what it has sent here, of shape ``shapes[i]``, of the same dtype."""
@@ -63,9 +65,9 @@ class Group:
     def begin_all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
         """Begin `all_to_all`. What is returned waits for it; until then the parts must stay as they are."""
         own = parts[self.position]
-        if self._channel is None or self.size == 1:
+        if self._process_group is None or self.size == 1:
             return lambda: [own]
-        arriving = self._channel.all_to_all(
+        arriving = self._process_group.all_to_all(
             [parts[member].reshape(-1) for member in self._members], [prod(shapes[member]) for member in self._members]
         )
 
@@ -88,8 +90,8 @@ class Group:
         if self.size == 1:
             return lambda: whole
         parts = whole.split_with_sizes(list(sizes), dim)
-        if self._channel is not None and self._channel.native:
-            summing = self._channel.reduce_scatter([parts[member].reshape(-1) for member in self._members])
+        if self._process_group is not None and self._process_group.native:
+            summing = self._process_group.reduce_scatter([parts[member].reshape(-1) for member in self._members])
             return lambda: summing().view(parts[self.position].shape)
         arriving = self.begin_all_to_all(parts, [parts[self.position].shape] * self.size)
         return lambda: self._added_up(arriving())
@@ -98,9 +100,9 @@ class Group:
         """Begin `all_reduce`. On the host only the first of two exchanges of a large tensor begins here; the second is part of waiting."""
         if self.size == 1:
             return tensor.clone
-        if self._channel is not None and self._channel.native:
+        if self._process_group is not None and self._process_group.native:
             total = tensor.clone(memory_format=torch.contiguous_format)
-            pending = self._channel.all_reduce(total)
+            pending = self._process_group.all_reduce(total)
 
             def reduced() -> Tensor:
                 pending.wait()
@@ -116,9 +118,9 @@ class Group:
         return lambda: self.all_gather(own_sum(), 0, sizes).view(tensor.shape)
 
     def _begin_gather(self, part: Tensor, shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
-        if self._channel is None or self.size == 1 or not self._channel.native:
+        if self._process_group is None or self.size == 1 or not self._process_group.native:
             return self.begin_all_to_all([part] * self.size, shapes)
-        arriving = self._channel.all_gather(part.reshape(-1), [prod(shapes[member]) for member in self._members])
+        arriving = self._process_group.all_gather(part.reshape(-1), [prod(shapes[member]) for member in self._members])
 
         def arrived() -> list[Tensor]:
             flat = dict(zip(self._members, arriving(), strict=True))

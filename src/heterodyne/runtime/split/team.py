@@ -88,7 +88,7 @@ class SplitTeam:
             left.append(dealt(left[-1], axis.shares[0])[group.position])
 
         def sizes(axis: int, ref: Ref, layout: Layout, *, nested: bool = False) -> tuple[int, ...]:
-            if layout.kind != "cut":
+            if layout.kind != "shard":
                 return _NO_SIZES
             return axes[axis].sizes(ref, layout, left[axis] if nested else samples)
 

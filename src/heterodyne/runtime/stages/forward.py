@@ -14,7 +14,7 @@ from heterodyne.graph.draws import require_samples_own_draws
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.model_output import loss_of
 from heterodyne.plan.precision import Precision
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
 from heterodyne.runtime.exact.dropout import Draws, SampleDropout
 from heterodyne.runtime.exact.generators import require_known_draws
@@ -49,7 +49,7 @@ class Forward:
         device: torch.device,
         precision: Precision,
         seed: int,
-        statistics: Channel | None = None,
+        statistics: ProcessGroup | None = None,
     ) -> None:
         self._module = module
         self._device = device

@@ -1,4 +1,4 @@
-"""What one rank works with, put together from a plan: its stages, what it exchanges with others, and its gradients' channels."""
+"""What one rank works with, put together from a plan: its stages, what it exchanges with others, and its gradients' process groups."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.plan.state_shards import Range, sharded_buckets
 from heterodyne.recent import Recent
-from heterodyne.runtime.comm.channel import Channel
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.exchange import SampleExchange
-from heterodyne.runtime.placement import Place, Placement
+from heterodyne.runtime.placement import Placement, RankRole
 from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.team import SplitTeam
 from heterodyne.runtime.stages.deferred import MainGradBuffer
@@ -130,8 +130,8 @@ class StageBuilder:
         self._compile_stages = compile_stages
         self._device = communicator.device
         self._cluster = cluster
-        self._place = placement.places[communicator.rank]
-        self._precisions = [place.precision for place in placement.places]
+        self._role = placement.places[communicator.rank]
+        self._precisions = [role.precision for role in placement.places]
         self._programs = programs
         self._home = home
         self._forward = Forward(
@@ -147,7 +147,7 @@ class StageBuilder:
         self._coupled = graph.loss.reduction == "coupled"
         self._exchange = _exchange(placement, communicator) if self._coupled else SampleExchange(None, 0)
         self._halves = frozenset(action.stage for action in program.ranks[communicator.rank] if action.kind == "W")
-        self._pipeline = None if self._place.pipeline is None else plan.pipelines[self._place.pipeline]
+        self._pipeline = None if self._role.pipeline is None else plan.pipelines[self._role.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
         self._captured = captured_shapes(graph)
         self._teams = _teams(plan, cluster, communicator)
@@ -165,7 +165,7 @@ class StageBuilder:
         if self._coupled:
             return True
         in_pieces = len(self._pieces) > 1 or any(piece.recompute or piece.hosted for piece in self._pieces)
-        return in_pieces or bool(self._halves) or bool(self._place.sharded) or self._divided
+        return in_pieces or bool(self._halves) or bool(self._role.sharded) or self._divided
 
     @property
     def runs_compiled(self) -> bool:
@@ -176,7 +176,7 @@ class StageBuilder:
             return False
         if not self.cut:
             return self._compiled is not None
-        return self._compile_stages and not self._halves and not self._place.sharded
+        return self._compile_stages and not self._halves and not self._role.sharded
 
     def parts(self, batch: Mapping[str, Tensor] | None = None) -> StageRuntime:
         """For inputs of these shapes; None: those that the model was captured with. Raises DataError if the model is another then."""
@@ -214,7 +214,7 @@ class StageBuilder:
         found = {
             number: self._programs(piece.start, piece.stop, starts, batch, self._sharded(piece.stage))
             for number, piece in enumerate(self._pieces)
-            if piece.stage in self._place.stages
+            if piece.stage in self._role.stages
         }
         transfers = self._transfers(found.values(), self._pipeline)
         stages = Stages(
@@ -224,16 +224,16 @@ class StageBuilder:
             transfers=transfers,
             halves=self._halves,
             home=self._home,
-            in_parts=self._place.sharded,
+            in_parts=self._role.sharded,
         )
         return StageRuntime(stages=stages, transfers=transfers)
 
     def _sharded(self, stage: int) -> tuple[Pipeline, int] | None:
         assert self._pipeline is not None
-        return (self._pipeline, stage) if stage in self._place.sharded else None
+        return (self._pipeline, stage) if stage in self._role.sharded else None
 
     def _segments(self, found: Mapping[int, _Program]) -> dict[int, list[Segment]]:
-        segments: dict[int, list[Segment]] = {stage: [] for stage in self._place.stages}
+        segments: dict[int, list[Segment]] = {stage: [] for stage in self._role.stages}
         assert self._pipeline is not None
         for number, program in found.items():
             piece = self._pieces[number]
@@ -269,9 +269,9 @@ class StageBuilder:
             ranks=tuple(tuple(map(self._cluster.rank, stage.devices)) for stage in pipeline.stages),
             stages=pipeline.stages,
         )
-        edges = _edges(programs, [piece.stage for piece in self._pieces], pipeline, self._place)
+        edges = _edges(programs, [piece.stage for piece in self._pieces], pipeline, self._role)
         _require_cuttable(edges, team)
-        return Transfers(rank=self._place.rank, team=team, edges=edges, p2p=self._p2p, precisions=self._precisions)
+        return Transfers(rank=self._role.rank, team=team, edges=edges, p2p=self._p2p, precisions=self._precisions)
 
 
 def captured_shapes(graph: ModelGraph) -> Shapes:
@@ -289,14 +289,14 @@ def shapes_of(batch: Mapping[str, Tensor], captured: Shapes) -> Shapes:
 
 def bucket_channels(
     plan: Plan, graph: ModelGraph, cluster: Cluster, communicator: Communicator
-) -> list[tuple[Bucket, Channel | None]]:
-    """Every bucket of the plan with the channel between its owners; None on ranks that are none of them. Collective."""
+) -> list[tuple[Bucket, ProcessGroup | None]]:
+    """Every bucket of the plan with the process group between its owners; None on ranks that are none of them. Collective."""
     buckets = planned_buckets(plan, graph)
-    channels: dict[tuple[str, ...], Channel | None] = {}
+    process_groups: dict[tuple[str, ...], ProcessGroup | None] = {}
     for bucket in buckets:
-        if bucket.owners not in channels:
-            channels[bucket.owners] = communicator.channel(sorted(map(cluster.rank, bucket.owners)))
-    return [(bucket, channels[bucket.owners]) for bucket in buckets]
+        if bucket.owners not in process_groups:
+            process_groups[bucket.owners] = communicator.process_group(sorted(map(cluster.rank, bucket.owners)))
+    return [(bucket, process_groups[bucket.owners]) for bucket in buckets]
 
 
 def ranges_by_rank(
@@ -310,16 +310,16 @@ def ranges_by_rank(
 
 
 def completed_gradients(
-    actions: Sequence[Action], plan: Plan, graph: ModelGraph, place: Place
+    actions: Sequence[Action], plan: Plan, graph: ModelGraph, role: RankRole
 ) -> dict[int, frozenset[str]]:
     """For each stage of a rank, the parameters whose gradients its last whole backward completes.
 
     A parameter that several of them read is completed by the one that comes last. One that is read where backwards come in
     halves is completed by none: its gradient is there when the last half is done.
     """
-    if place.pipeline is None:
+    if role.pipeline is None:
         return {}
-    stages = plan.pipelines[place.pipeline].stages
+    stages = plan.pipelines[role.pipeline].stages
     last = {action.stage: number for number, action in enumerate(actions) if action.kind in ("B", "W")}
     halves = {action.stage for action in actions if action.kind == "W"}
     by: dict[str, int] = {}
@@ -337,20 +337,20 @@ def completed_gradients(
     }
 
 
-def _statistics(placement: Placement, communicator: Communicator) -> Channel | None:
+def _statistics(placement: Placement, communicator: Communicator) -> ProcessGroup | None:
     """Joins the ranks that hold the same stages and have samples. Collective."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in placement.sharing:
         groups.setdefault(placement.places[rank].stages, []).append(rank)
-    made = [communicator.channel(ranks) for ranks in groups.values()]
-    return next((channel for channel in made if channel is not None), None)
+    made = [communicator.process_group(ranks) for ranks in groups.values()]
+    return next((process_group for process_group in made if process_group is not None), None)
 
 
 def _exchange(placement: Placement, communicator: Communicator) -> SampleExchange:
     """Joins the replicas, in the order of their samples. Collective."""
     order = sorted(placement.sharing, key=lambda rank: placement.places[rank].spans()[0])
-    channel = communicator.channel(sorted(order))
-    return SampleExchange(channel, order.index(communicator.rank) if channel is not None else 0)
+    process_group = communicator.process_group(sorted(order))
+    return SampleExchange(process_group, order.index(communicator.rank) if process_group is not None else 0)
 
 
 def _teams(plan: Plan, cluster: Cluster, communicator: Communicator) -> dict[int, SplitTeam]:
@@ -372,11 +372,11 @@ def _teams(plan: Plan, cluster: Cluster, communicator: Communicator) -> dict[int
 
 
 def _group(ranks: tuple[int, ...], communicator: Communicator) -> Group | None:
-    channel = communicator.channel(sorted(ranks))
+    process_group = communicator.process_group(sorted(ranks))
     if communicator.rank not in ranks:
         return None
     places = [sorted(ranks).index(rank) for rank in ranks]
-    return Group(channel, ranks.index(communicator.rank), len(ranks), places)
+    return Group(process_group, ranks.index(communicator.rank), len(ranks), places)
 
 
 def _pieces(pipeline: Pipeline, graph: ModelGraph) -> list[_Piece]:
@@ -397,7 +397,7 @@ def _pieces(pipeline: Pipeline, graph: ModelGraph) -> list[_Piece]:
     return pieces
 
 
-def _edges(programs: Iterable[_Program], stage_of: Sequence[int], pipeline: Pipeline, place: Place) -> list[Edge]:
+def _edges(programs: Iterable[_Program], stage_of: Sequence[int], pipeline: Pipeline, role: RankRole) -> list[Edge]:
     """What crosses to or from other places. Both ends list the values in the same order."""
     home = pipeline.place_of_stage
     found: dict[tuple[int, int], dict[str, Value]] = {}
@@ -405,7 +405,7 @@ def _edges(programs: Iterable[_Program], stage_of: Sequence[int], pipeline: Pipe
         for value in (*program.receives, *program.sends):
             maker = stage_of[value.producer]
             for reader in {stage_of[consumer] for consumer in value.consumers}:
-                if home[maker] != home[reader] and (maker in place.stages or reader in place.stages):
+                if home[maker] != home[reader] and (maker in role.stages or reader in role.stages):
                     found.setdefault((maker, reader), {})[value.name] = value
     return [
         Edge(maker=maker, reader=reader, values=tuple(sorted(values.values(), key=lambda v: (v.producer, v.name))))

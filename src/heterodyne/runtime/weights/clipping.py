@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.plan.boxes import Box
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.masters import MasterWeights
 
@@ -24,7 +24,7 @@ class Clipping:
         counted: of which parameters this rank adds the norm of which boxes to that of the others; each element is counted once. Of
             what it updates a range of, () is all of that.
         largest: the norm to scale down to; smaller gradients stay as they are. 0: none is scaled, the norm is taken all the same.
-        channel: joins the ranks that count; None: this rank has all parameters, and needs no others.
+        process_group: joins the ranks that count; None: this rank has all parameters, and needs no others.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class Clipping:
         parameters: Mapping[str, nn.Parameter],
         counted: Mapping[str, Sequence[Box]],
         largest: float,
-        channel: Channel | None,
+        process_group: ProcessGroup | None,
     ) -> None:
         self._weights = weights
         self._parameters = parameters
         self._counted = counted
         self._largest = largest
-        self._channel = channel
+        self._process_group = process_group
 
     def clip(self) -> Tensor:
-        """Scale the gradients; the norm before. Collective over the channel."""
-        if self._channel is None:
+        """Scale the gradients; the norm before. Collective over the process group."""
+        if self._process_group is None:
             norm: Tensor = nn.utils.get_total_norm(list(self._weights.gradients().values()))
             if self._largest:
                 nn.utils.clip_grads_with_norm_(self._parameters.values(), self._largest, norm)
@@ -53,10 +53,10 @@ class Clipping:
             for name, gradient in self._weights.gradients().items()
             for box in self._counted.get(name, ())
         ]
-        own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._channel.works_on)
-        # Where the channel works: an accelerator that adds it up by itself is not waited for.
-        total = own.detach().to(self._channel.works_on).double().square()
-        self._channel.all_reduce(total).wait()
+        own = nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._process_group.works_on)
+        # Where the process group works: an accelerator that adds it up by itself is not waited for.
+        total = own.detach().to(self._process_group.works_on).double().square()
+        self._process_group.all_reduce(total).wait()
         norm = total.sqrt()
         if self._largest:
             # Not a number: no gradient is touched, so that those at fault can be told from the others.

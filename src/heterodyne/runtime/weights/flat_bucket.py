@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from heterodyne.plan.boxes import Box, inside, numel
 from heterodyne.plan.buckets import Bucket
 from heterodyne.plan.state_shards import Range
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.masters import gradient_dtype
@@ -51,14 +51,14 @@ class Entry:
 class FlatBucket:
     """``number``: in the plan. ``size``: of the buffer.
 
-    ``comes_and_goes``: gradients are sharded, so the buffer is there only while it is needed. ``ranges``: which each rank of the channel
-    updates, where state is sharded. ``missing``: parameters whose gradient the last backward still owes.
+    ``comes_and_goes``: gradients are sharded, so the buffer is there only while it is needed. ``ranges``: which each rank of the process
+    group updates, where state is sharded. ``missing``: parameters whose gradient the last backward still owes.
     """
 
     number: int
     size: tuple[int, torch.dtype]
     buffer: Tensor | None
-    channel: Channel | None
+    process_group: ProcessGroup | None
     comes_and_goes: bool
     ranges: Sequence[Range] | None = None
     entries: list[Entry] = field(default_factory=list)
@@ -74,9 +74,9 @@ class FlatBucket:
 
     def own(self) -> Iterator[tuple[Entry, Range, Range]]:
         """Of the parameters of which this rank updates anything: which elements, in the bucket and in the parameter."""
-        if self.ranges is None or self.channel is None:
+        if self.ranges is None or self.process_group is None:
             return
-        (low, high), begin = self.ranges[self.channel.place], 0
+        (low, high), begin = self.ranges[self.process_group.place], 0
         for entry in self.entries:
             first, last = max(low, begin), min(high, begin + entry.parameter.numel())
             if first < last:

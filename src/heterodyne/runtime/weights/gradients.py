@@ -25,7 +25,7 @@ from heterodyne.plan.boxes import Box, inside, numel
 from heterodyne.plan.buckets import BUCKETS_UNDER_WAY, Bucket
 from heterodyne.plan.program import Action, ActionKind
 from heterodyne.plan.state_shards import Range
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.flat_bucket import Entry, FlatBucket, size_of, view_of
@@ -39,12 +39,12 @@ class GradientBuckets:
 
     Args:
         parameters: every trainable parameter of this rank by its canonical name, on its device.
-        buckets: those of the plan that hold any of them, with the channel that joins the ranks whose gradients are summed; None, or one of
-            one rank: this worker is alone with them.
+        buckets: those of the plan that hold any of them, with the process group that joins the ranks whose gradients are summed; None, or
+            one of one rank: this worker is alone with them.
         recorder: is told when each reduction starts and ends.
         completed: for each stage, the parameters whose gradients its last backward completes.
         boxes: of the parameters of which this rank has a box.
-        ranges: by number of a bucket whose state is sharded, the range of each rank of its channel.
+        ranges: by number of a bucket whose state is sharded, the range of each rank of its process group.
         weights: what this rank updates, where gradients are sharded too: takes those of its own ranges; None: they are not.
         same_way: every forward goes the same way, so that which parameters get no gradient at all is asked once; else in each step.
 
@@ -57,7 +57,7 @@ class GradientBuckets:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        buckets: Sequence[tuple[Bucket, Channel | None]],
+        buckets: Sequence[tuple[Bucket, ProcessGroup | None]],
         recorder: Recorder,
         completed: Mapping[int, frozenset[str]],
         boxes: Mapping[str, Box] | None = None,
@@ -132,7 +132,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             self._finish(bucket)
         self._reducing.clear()
-        shared = [bucket for bucket in self._buckets if bucket.channel is not None]
+        shared = [bucket for bucket in self._buckets if bucket.process_group is not None]
         if self._unused is None and all(bucket.pending is not None for bucket in shared):
             self._unused = self._find_untouched() - self._frozen
         untouched = self._untouched
@@ -146,8 +146,8 @@ class GradientBuckets:
     def gather(self, number: int) -> None:
         """Start to exchange the weights of a bucket, each rank those that it has updated; they are there after `wait_gathered`."""
         bucket = next(bucket for bucket in self._buckets if bucket.number == number)
-        channel, ranges = bucket.channel, bucket.ranges
-        assert channel is not None  # or it is not gathered
+        process_group, ranges = bucket.process_group, bucket.ranges
+        assert process_group is not None  # or it is not gathered
         assert ranges is not None
         while len(self._gathering) >= BUCKETS_UNDER_WAY:  # a backend needs room for the own range besides
             self._finish_gathering()
@@ -156,7 +156,7 @@ class GradientBuckets:
         for entry, (first, last), (start, stop) in bucket.own():
             carried[first:last].copy_(entry.parameter.detach().reshape(-1)[start:stop])
         started, timed = self._recorder.now(), self._recorder.on
-        pending = channel.all_gather_ranges(carried, ranges, timed=timed)
+        pending = process_group.all_gather_ranges(carried, ranges, timed=timed)
         self._recorder.collective(Action(0, "GATHER", bucket.number), started, pending)
         self._gathering.append((bucket, pending))
 
@@ -183,14 +183,14 @@ class GradientBuckets:
         found: dict[str, Tensor] = {}
         apart = {} if self._weights is None else self._weights.own_gradients
         for bucket in self._buckets:
-            if bucket.ranges is None or bucket.channel is None:
+            if bucket.ranges is None or bucket.process_group is None:
                 continue
             bucket.open()
             assert bucket.buffer is not None
             for entry, (first, last), _ in bucket.own():
                 if entry.name in apart:
                     bucket.buffer[first:last].copy_(apart[entry.name].reshape(-1))
-            bucket.channel.all_gather_ranges(bucket.buffer, bucket.ranges).wait()
+            bucket.process_group.all_gather_ranges(bucket.buffer, bucket.ranges).wait()
             found |= {e.name: e.view for e in bucket.entries if e.view is not None and e.name not in self._untouched}
             bucket.close()
         return found
@@ -218,14 +218,14 @@ class GradientBuckets:
     def _find_untouched(self) -> frozenset[str]:
         """The parameters that no rank has a gradient for."""
         found: set[str] = set()
-        by_channel: dict[Channel | None, list[Entry]] = {}
+        by_group: dict[ProcessGroup | None, list[Entry]] = {}
         for bucket in self._buckets:
-            by_channel.setdefault(bucket.channel, []).extend(bucket.entries)
-        for channel, entries in by_channel.items():
+            by_group.setdefault(bucket.process_group, []).extend(bucket.entries)
+        for process_group, entries in by_group.items():
             filled = [float(entry.filled) for entry in entries]
             touched = torch.tensor(filled, device=entries[0].parameter.device)
-            if channel is not None:
-                channel.all_reduce(touched).wait()
+            if process_group is not None:
+                process_group.all_reduce(touched).wait()
             found |= {entry.name for entry, count in zip(entries, touched.tolist(), strict=True) if not count}
         return frozenset(found)
 
@@ -237,25 +237,27 @@ class GradientBuckets:
             entry.parameter.grad = None
 
     def _allocate(
-        self, buckets: Sequence[tuple[Bucket, Channel | None]], parameters: Mapping[str, nn.Parameter]
+        self, buckets: Sequence[tuple[Bucket, ProcessGroup | None]], parameters: Mapping[str, nn.Parameter]
     ) -> list[FlatBucket]:
-        by_channel: dict[Channel, list[Bucket]] = {}
-        for bucket, channel in buckets:
+        by_group: dict[ProcessGroup, list[Bucket]] = {}
+        for bucket, process_group in buckets:
             for name in bucket.parameters:
                 _require_no_hooks(name, parameters[name])
-            if channel is not None and len(channel.ranks) > 1:
-                by_channel.setdefault(channel, []).append(bucket)
+            if process_group is not None and len(process_group.ranks) > 1:
+                by_group.setdefault(process_group, []).append(bucket)
         buffers: dict[int, Tensor] = {}
-        for channel, of in by_channel.items():
+        for process_group, of in by_group.items():
             stay = [bucket for bucket in of if self._weights is None or bucket.index not in self._ranges]
             sizes = [size_of(bucket, parameters, self._boxes) for bucket in stay]
             if stay:
-                buffers |= {bucket.index: buffer for bucket, buffer in zip(stay, channel.buffers(sizes), strict=True)}
+                buffers |= {
+                    bucket.index: buffer for bucket, buffer in zip(stay, process_group.buffers(sizes), strict=True)
+                }
         flats = []
-        for place, (bucket, channel) in enumerate(buckets):
+        for place, (bucket, process_group) in enumerate(buckets):
             buffer, ranges = buffers.get(bucket.index), self._ranges.get(bucket.index)
             size = size_of(bucket, parameters, self._boxes)
-            shared = channel if channel in by_channel else None
+            shared = process_group if process_group in by_group else None
             comes = shared is not None and buffer is None
             flat = FlatBucket(bucket.index, size, buffer, shared, comes, ranges)
             offset = 0
@@ -323,13 +325,13 @@ class GradientBuckets:
         self._next += 1
 
     def _reduce(self, bucket: FlatBucket) -> Work:
-        if bucket.channel is None or bucket.buffer is None:
+        if bucket.process_group is None or bucket.buffer is None:
             return Work()
         started, timed = self._recorder.now(), self._recorder.on
         if bucket.ranges is None:
-            pending = bucket.channel.all_reduce(bucket.buffer, timed=timed)
+            pending = bucket.process_group.all_reduce(bucket.buffer, timed=timed)
         else:
-            pending = bucket.channel.reduce_scatter_ranges(bucket.buffer, bucket.ranges, timed=timed)
+            pending = bucket.process_group.reduce_scatter_ranges(bucket.buffer, bucket.ranges, timed=timed)
         kind: ActionKind = "REDUCE_GRAD" if bucket.ranges is None else "SCATTER"
         self._recorder.collective(Action(0, kind, bucket.number), started, pending)
         return pending

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from heterodyne.plan.buckets import Bucket
 from heterodyne.plan.state_shards import Range
-from heterodyne.runtime.comm.channel import Channel
+from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 
 __all__ = ["ShardedParameters"]
@@ -32,16 +32,16 @@ class _Flat:
     flat: Tensor
     own: Tensor
     ranges: Sequence[Range]
-    channel: Channel
+    process_group: ProcessGroup
     parts: list[tuple[nn.Parameter, int]]
     users: set[int] = field(default_factory=set)
     pending: Work | None = None
 
     def gather(self, *, timed: bool) -> Work:
-        low, high = self.ranges[self.channel.place]
+        low, high = self.ranges[self.process_group.place]
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         self.flat[low:high].copy_(self.own)
-        self.pending = self.channel.all_gather_ranges(self.flat, self.ranges, own=self.own, timed=timed)
+        self.pending = self.process_group.all_gather_ranges(self.flat, self.ranges, own=self.own, timed=timed)
         return self.pending
 
     def wait(self) -> None:
@@ -67,8 +67,8 @@ class ShardedParameters:
     """The parameters of one rank that it shares out with others.
 
     Args:
-        buckets: of the plan, those of this rank, with the channel that joins their owners.
-        ranges: by number of a bucket, the range of each rank of its channel.
+        buckets: of the plan, those of this rank, with the process group that joins their owners.
+        ranges: by number of a bucket, the range of each rank of its process group.
         readers: by number of a bucket, the stages of this rank that read any of it.
         slices: by name, the elements of a parameter that this rank keeps, row after row; there may be none.
         device: of this rank.
@@ -80,7 +80,7 @@ class ShardedParameters:
 
     def __init__(
         self,
-        buckets: Sequence[tuple[Bucket, Channel | None]],
+        buckets: Sequence[tuple[Bucket, ProcessGroup | None]],
         ranges: Mapping[int, Sequence[Range]],
         readers: Mapping[int, Sequence[int]],
         slices: Mapping[str, Range],
@@ -88,7 +88,9 @@ class ShardedParameters:
     ) -> None:
         self.own: dict[str, Tensor] = {}
         self._device = device
-        self._buckets = [(bucket, channel) for bucket, channel in buckets if channel and bucket.index in ranges]
+        self._buckets = [
+            (bucket, process_group) for bucket, process_group in buckets if process_group and bucket.index in ranges
+        ]
         self._ranges = ranges
         self._readers = readers
         # One without elements is there as it is: nobody has a part of it.
@@ -108,7 +110,7 @@ class ShardedParameters:
     @torch.no_grad()
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """All are kept; these are the parameters of the model."""
-        for bucket, channel in self._buckets:
+        for bucket, process_group in self._buckets:
             names = [name for name in bucket.parameters if name in self._shared]
             if not names:
                 continue
@@ -118,7 +120,7 @@ class ShardedParameters:
             flat = own.new_empty(sum(sizes))
             begins = accumulate(sizes, initial=0)
             of = [(parameters[name], begin) for name, begin in zip(names, begins, strict=False)]
-            made = _Flat(flat=flat, own=own, ranges=self._ranges[bucket.index], channel=channel, parts=of)
+            made = _Flat(flat=flat, own=own, ranges=self._ranges[bucket.index], process_group=process_group, parts=of)
             flat.untyped_storage().resize_(0)
             self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
             for stage in self._readers.get(bucket.index, ()):

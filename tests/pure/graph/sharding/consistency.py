@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from heterodyne.graph import ModelGraph, Op, Ref
-from heterodyne.graph.sharding import COPY, SUM, WHOLE, Layout, Sharding, conversion
+from heterodyne.graph.sharding import COPY, PARTIAL, REPLICATE, Layout, Sharding, conversion
 
-_GRADIENT = {COPY: SUM, SUM: COPY}
+_GRADIENT = {COPY: PARTIAL, PARTIAL: COPY}
 
 
 def gradient_of(layout: Layout) -> Layout:
@@ -32,7 +32,7 @@ def _made(axis: Sharding, graph: ModelGraph, ops: Sequence[Op]) -> Iterator[str]
             if known != layout:
                 yield f"{op.name} makes its output {place} as {layout}, and it is taken for {known}"
     for ref in [Ref(entry.symbol) for entry in graph.inputs] + [Ref(entry.name) for entry in graph.constants]:
-        if axis.layouts.get(ref, WHOLE) != WHOLE:
+        if axis.layouts.get(ref, REPLICATE) != REPLICATE:
             yield f"{ref.name}, which each device has, is taken for {axis.layouts[ref]}"
 
 

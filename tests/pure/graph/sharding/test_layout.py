@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.graph.sharding import COPY, SUM, WHOLE, Layout, Price, conversion, cut
+from heterodyne.graph.sharding import COPY, PARTIAL, REPLICATE, Layout, Price, conversion, sharded
 from pure.graph.sharding.consistency import gradient_of
 
-LAYOUTS = (WHOLE, COPY, SUM, cut(0), cut(1), cut(0, by=1))
+LAYOUTS = (REPLICATE, COPY, PARTIAL, sharded(0), sharded(1), sharded(0, by=1))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

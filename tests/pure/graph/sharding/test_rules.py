@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from heterodyne.graph import Ref, Size
-from heterodyne.graph.sharding import COPY, SUM, WHOLE, cut
+from heterodyne.graph.sharding import COPY, PARTIAL, REPLICATE, sharded
 from heterodyne.graph.sharding.rule import Rule
 from heterodyne.graph.sharding.rules import rule_of
 from pure.graph.sharding.by_hand import B, Made
@@ -36,11 +36,11 @@ def test_a_linear_layer_is_cut_by_columns_by_rows_and_by_what_is_ahead() -> None
     found = rule(made, made.linear(x, 6, 8, bias=True))
     assert letters(found) == "abk,ok,o->abo"
     columns, rows, samples = found.strategy("o"), found.strategy("k", 1), found.strategy("a")
-    assert (columns.operands, columns.outputs) == ((COPY, cut(0), cut(0)), (cut(2),))
-    assert (rows.operands, rows.outputs) == ((cut(2, 1), cut(1, 1), SUM), (SUM,))
-    assert (samples.operands, samples.outputs) == ((cut(0), COPY, COPY), (cut(0),))
-    assert (found.whole.operands, found.whole.outputs) == ((WHOLE, WHOLE, WHOLE), (WHOLE,))
-    assert [s.operands for s in found.in_parts] == [(SUM, COPY, SUM)]
+    assert (columns.operands, columns.outputs) == ((COPY, sharded(0), sharded(0)), (sharded(2),))
+    assert (rows.operands, rows.outputs) == ((sharded(2, 1), sharded(1, 1), PARTIAL), (PARTIAL,))
+    assert (samples.operands, samples.outputs) == ((sharded(0), COPY, COPY), (sharded(0),))
+    assert (found.whole.operands, found.whole.outputs) == ((REPLICATE, REPLICATE, REPLICATE), (REPLICATE,))
+    assert [s.operands for s in found.in_parts] == [(PARTIAL, COPY, PARTIAL)]
 
 
 def test_a_weight_of_one_row_is_no_matrix() -> None:
@@ -135,9 +135,9 @@ def test_a_mean_loss_over_cut_samples_is_a_sum_and_over_cut_classes_is_whole() -
     made = Made()
     logits, labels = made.input(B, 7), made.input(B, dtype="int64")
     found = rule(made, made.op("cross_entropy_loss", self=logits, target=labels, weight=None, reduction=1))
-    assert found.strategy("N").outputs == (SUM,)
-    assert found.strategy("C").outputs == (WHOLE,)
-    assert found.strategy("C").operands == (cut(1), COPY)
+    assert found.strategy("N").outputs == (PARTIAL,)
+    assert found.strategy("C").outputs == (REPLICATE,)
+    assert found.strategy("C").operands == (sharded(1), COPY)
 
 
 @pytest.mark.parametrize(

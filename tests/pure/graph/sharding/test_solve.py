@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from heterodyne.errors import PlanError
 from heterodyne.graph import ModelGraph, Ref
-from heterodyne.graph.sharding import SUM, WHOLE, Layout, Mode, Price, Problem, Sharding, cut, shard
+from heterodyne.graph.sharding import PARTIAL, REPLICATE, Layout, Mode, Price, Problem, Sharding, shard, sharded
 from heterodyne.graph.sharding.solve import solve
 from pure.graph.sharding.by_hand import B, Made, price, problem
 
@@ -52,7 +52,7 @@ def exchanged(found: Sharding, least_bytes: float = 0) -> Counter[str]:
     return Counter(kind for kind in steps if kind is not None)
 
 
-def sharded(made: Made, wanted: dict[Ref, Layout], costs: Price, starts: tuple[int, ...] | list[int] = ()) -> Sharding:
+def solved(made: Made, wanted: dict[Ref, Layout], costs: Price, starts: tuple[int, ...] | list[int] = ()) -> Sharding:
     asked = problem(made.graph(layers=starts), wanted, costs=costs)
     return shard(asked, [(2, 1)], {})
 
@@ -63,7 +63,7 @@ def test_an_mlp_is_cut_by_columns_and_then_by_rows() -> None:
     x = made.op("gelu", B, 16, 64, self=made.input(B, 16, 64))
     active = made.op("gelu", B, 16, 256, self=made.linear(x, 64, 256))
     out = made.linear(active, 256, 64)
-    found = sharded(made, {out: WHOLE}, EXCHANGES_ALONE)
+    found = solved(made, {out: REPLICATE}, EXCHANGES_ALONE)
     assert letters(found, "linear") == ["o", "k"]
     assert found.stored("w0") == (0, (168, 88))
     assert found.stored("w1") == (1, (168, 88))
@@ -74,7 +74,7 @@ def test_what_only_one_device_need_do_is_shared_along_the_sequence_where_repeati
     """Korthikanti et al., 2022: a sum goes into slices, and comes back together ahead of the next matrix."""
     made, loss, starts = layers(3)
     costs = Price(members=2, unevenness=3.0, latency_bytes=1.0, flops_per_byte=1e9, traffic_per_byte=1.0)
-    kinds = exchanged(sharded(made, {loss: SUM}, costs, starts), least_bytes=1e4)
+    kinds = exchanged(solved(made, {loss: PARTIAL}, costs, starts), least_bytes=1e4)
     assert kinds["all_reduce"] == 0
     assert kinds["reduce_scatter"] >= 3
     assert kinds["all_gather"] >= 3
@@ -83,7 +83,7 @@ def test_what_only_one_device_need_do_is_shared_along_the_sequence_where_repeati
 def test_where_beginning_an_exchange_costs_most_there_is_one_for_each_mlp() -> None:
     """But for the last one, whose parts the loss adds up."""
     made, loss, starts = layers(3)
-    assert exchanged(sharded(made, {loss: SUM}, EXCHANGES_ALONE, starts)) == {"all_reduce": 2}
+    assert exchanged(solved(made, {loss: PARTIAL}, EXCHANGES_ALONE, starts)) == {"all_reduce": 2}
 
 
 @pytest.mark.parametrize(("classes", "letter"), [(4096, "o"), (8, "k")])
@@ -97,7 +97,7 @@ def test_a_head_is_cut_by_classes_where_these_are_many_and_by_features_where_the
     flat = made.op("view", B * 16, classes, self=logits, size=())
     labels = made.input(B * 16, dtype="int64")
     loss = made.op("cross_entropy_loss", self=flat, target=labels, weight=None, reduction=1)
-    found = sharded(made, {loss: SUM}, price(latency=1.0, flops_per_byte=1e9))
+    found = solved(made, {loss: PARTIAL}, price(latency=1.0, flops_per_byte=1e9))
     assert letters(found, "linear")[-1] == letter
     assert letters(found, "cross_entropy") == ["C" if letter == "o" else "N"]
 
@@ -109,16 +109,16 @@ def test_samples_are_shared_in_replicated_regions_and_meet_the_split_ones() -> N
     loss = made.op("sum", self=logits)
     graph = made.graph()
     modes = {op.name: Mode("replicate", 0) for op in graph.ops} | {logits.name: Mode("split", 1)}
-    asked = Problem(graph=graph, ops=graph.ops, modes=modes, given={}, wanted={loss: SUM}, samples=6, price=price())
+    asked = Problem(graph=graph, ops=graph.ops, modes=modes, given={}, wanted={loss: PARTIAL}, samples=6, price=price())
     found = shard(asked, [(2, 1), (1, 3)], {})
     assert [found.strategies[ref.name].name for ref in (x, logits, loss)] == ["a", "o", "a"]
     assert found.stored("w1") == (0, (128, 384))
-    assert found.sizes(x, cut(0), 6) == (4, 2)
+    assert found.sizes(x, sharded(0), 6) == (4, 2)
 
 
 def test_a_sequence_is_cut_and_weights_are_whole_in_context() -> None:
     made, loss, starts = layers(2)
-    asked = problem(made.graph(layers=starts), {loss: SUM}, mode=Mode("context"), costs=price(flops_per_byte=1.0))
+    asked = problem(made.graph(layers=starts), {loss: PARTIAL}, mode=Mode("context"), costs=price(flops_per_byte=1.0))
     found = shard(asked, [(2, 1)], {})
     assert {name: strategy.name for name, strategy in found.strategies.items()} == dict.fromkeys(found.strategies, "b")
     assert all(found.stored(p.name) is None for p in made.graph().parameters)
@@ -129,7 +129,7 @@ def test_masks_are_whole_until_they_are_read() -> None:
     x = made.op("gelu", B, 16, 64, self=made.input(B, 16, 64))
     mask = made.op("gt", B, 16, 64, self=made.input(B, 16, 64), other=0, dtype="bool", flows=False)
     out = made.op("mul", B, 16, 64, self=x, other=mask)
-    found = sharded(made, {out: cut(1)}, price())
+    found = solved(made, {out: sharded(1)}, price())
     assert found.strategies[mask.name].name == "whole"
     assert [entry.steps.forward for entry in found.exchanges if entry.tensor == mask] == [None]
 
@@ -140,12 +140,12 @@ def in_place(given: dict[Ref, Layout] | None = None) -> tuple[Made, dict[Ref, La
     x = made.input(B, 8)
     y = made.op("linear", B, 64, memory="y", input=x, weight=made.parameter(64, 8), bias=None)
     done = made.op("cumsum_", B, 64, memory="y", writes=("y",), self=y, dim=1)
-    return made, {made.op("sum", self=done): SUM} | (given or {})
+    return made, {made.op("sum", self=done): PARTIAL} | (given or {})
 
 
 def test_what_is_written_into_in_whole_is_whole_from_the_start() -> None:
     made, wanted = in_place()
-    found = sharded(made, wanted, price(flops_per_byte=1.0))
+    found = solved(made, wanted, price(flops_per_byte=1.0))
     assert letters(found, "linear") == letters(found, "cumsum") == ["whole"]
 
 
@@ -158,8 +158,8 @@ def test_what_comes_in_parts_and_is_written_into_in_whole_is_refused() -> None:
         graph=graph,
         ops=graph.ops[1:],
         modes={done.name: Mode("split")},
-        given={y: cut(0)},
-        wanted={done: cut(0)},
+        given={y: sharded(0)},
+        wanted={done: sharded(0)},
         samples=4,
         price=price(),
     )
@@ -170,7 +170,7 @@ def test_what_comes_in_parts_and_is_written_into_in_whole_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["split", "context"])
 def test_like_layers_are_done_alike_as_if_each_was_searched_for(kind: str) -> None:
     made, loss, starts = layers(5)
-    apart = [solve(problem(made.graph(layers=borders), {loss: SUM}, mode=Mode(kind))) for borders in (starts, [])]  # type: ignore[arg-type]
+    apart = [solve(problem(made.graph(layers=borders), {loss: PARTIAL}, mode=Mode(kind))) for borders in (starts, [])]  # type: ignore[arg-type]
     assert apart[0].strategies == apart[1].strategies
     assert apart[0].cost == apart[1].cost
     of_layers = [[apart[0].strategies[op.name].name for op in made.graph().ops[a:b]] for a, b in pairwise(starts[1:])]
@@ -197,7 +197,7 @@ def stacks(draw: st.DrawFn) -> tuple[ModelGraph, Ref]:
 @settings(max_examples=60)
 @given(
     stacks(),
-    st.sampled_from((WHOLE, SUM, cut(0), cut(2))),
+    st.sampled_from((REPLICATE, PARTIAL, sharded(0), sharded(2))),
     st.sampled_from((1.0, 64.0, 2.0**16)),
     st.sampled_from((1.0, 100.0, 1e6)),
 )
@@ -222,7 +222,7 @@ def test_a_conversion_that_later_reads_make_dearer_rules_no_way_out() -> None:
     x = made.linear(made.op("gelu", B, 8, 16, self=made.linear(x, 16, 16)), 16, 16)
     x = made.op("add", B, 8, 16, self=x, other=made.linear(made.linear(x, 16, 64), 64, 16))
     x = made.linear(made.linear(x, 16, 16), 16, 16)
-    asked = problem(made.graph(), {x: SUM}, costs=price(latency=64.0, flops_per_byte=1.0))
+    asked = problem(made.graph(), {x: PARTIAL}, costs=price(latency=64.0, flops_per_byte=1.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("heterodyne.graph.sharding.solve.BEAM", 10**6)
         patch.setattr("heterodyne.graph.sharding.solve._CHAMPIONS", 0)
@@ -235,7 +235,7 @@ def test_a_conversion_that_later_reads_make_dearer_rules_no_way_out() -> None:
 def told() -> str:
     """All that is decided of a stack, as text."""
     made, loss, starts = layers(3)
-    found = sharded(made, {loss: SUM}, price(), starts)
+    found = solved(made, {loss: PARTIAL}, price(), starts)
     return repr((dict(found.strategies), sorted(map(repr, found.layouts.items())), found.exchanges))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.graph import Ref, Size
-from heterodyne.graph.sharding import SUM, WHOLE, Mode, Sharding, cut, shard
+from heterodyne.graph.sharding import PARTIAL, REPLICATE, Mode, Sharding, shard, sharded
 from heterodyne.graph.sharding.rule import common_units
 from pure.graph.sharding.by_hand import B, Made, price, problem
 
@@ -55,7 +55,7 @@ def attention(heads: int, few: int, size: int = 4) -> tuple[Made, Ref]:
 
 
 def sharding(made: Made, result: Ref, shares: tuple[int, ...]) -> Sharding:
-    asked = problem(made.graph(), {result: WHOLE}, costs=price(len(shares), flops_per_byte=1.0))
+    asked = problem(made.graph(), {result: REPLICATE}, costs=price(len(shares), flops_per_byte=1.0))
     return shard(asked, [shares], {})
 
 
@@ -100,9 +100,9 @@ def test_what_was_agreed_on_at_the_border_holds_inside() -> None:
     x = made.input(B, 6, 8)
     flat = made.op("view", B * 6, 8, self=x, size=())
     out = made.op("gelu", B * 6, 8, self=flat)
-    asked = problem(made.graph(), {out: cut(0)}, mode=Mode("replicate"))
-    found = shard(asked, [(1, 1)], {(out, cut(0)): Size.per_sample(1)})
-    assert found.sizes(out, cut(0), 3) == (12, 6)
+    asked = problem(made.graph(), {out: sharded(0)}, mode=Mode("replicate"))
+    found = shard(asked, [(1, 1)], {(out, sharded(0)): Size.per_sample(1)})
+    assert found.sizes(out, sharded(0), 3) == (12, 6)
 
 
 def test_samples_may_be_fewer_than_devices() -> None:
@@ -110,6 +110,6 @@ def test_samples_may_be_fewer_than_devices() -> None:
     x = made.input(B, 8)
     out = made.op("gelu", B, 8, self=x)
     loss = made.op("sum", self=out)
-    asked = problem(made.graph(), {loss: SUM}, mode=Mode("replicate"), costs=price(3))
+    asked = problem(made.graph(), {loss: PARTIAL}, mode=Mode("replicate"), costs=price(3))
     found = shard(asked, [(1, 1, 1)], {})
-    assert (found.sizes(out, cut(0), 2), found.narrow) == ((1, 0, 1), ())
+    assert (found.sizes(out, sharded(0), 2), found.narrow) == ((1, 0, 1), ())

@@ -11,7 +11,7 @@ from heterodyne.graph.sharding.rules.pointwise import aligned
 
 __all__ = ["LOSSES"]
 
-NONE, MEAN, SUM = 0, 1, 2
+NONE, MEAN, PARTIAL = 0, 1, 2
 """How torch counts its reductions."""
 
 

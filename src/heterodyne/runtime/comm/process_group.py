@@ -1,8 +1,8 @@
-"""A channel: collectives among some ranks, whatever their devices are, in the order in which they are asked for.
+"""A process group that may span unlike devices: collectives among some ranks, in the order in which they are asked for.
 
-If all ranks of a channel have their own device of one type, tensors travel by that device's own backend (nccl, xccl; gloo on CPU). Between
-unlike devices they go through host memory: copied to a pinned buffer, summed by gloo, copied back. CPU workers of one machine sum `buffers`
-of a channel in shared memory.
+If all ranks of a process group have their own device of one type, tensors travel by that device's own backend (nccl, xccl; gloo on CPU).
+Between unlike devices they go through host memory: copied to a pinned buffer, summed by gloo, copied back. CPU workers of one machine sum
+`buffers` of a process group in shared memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from heterodyne.runtime.comm.shared_exchange import SharedExchange
 from heterodyne.runtime.comm.shared_memory import SharedBuffers
 from heterodyne.runtime.comm.work import TorchWork, Work, event_after, timed_by
 
-__all__ = ["Channel"]
+__all__ = ["ProcessGroup"]
 
 Range = tuple[int, int]
 """Elements ``[start, stop)`` of a flat tensor."""
@@ -30,10 +30,10 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Channel:
+class ProcessGroup:
     """Collectives between ``ranks``, in one order. Without a group (one rank only) every collective is the identity.
 
-    Tensors lie where the channel `works_on` or, if that is the host, on this worker's device; `all_reduce` needs a contiguous one.
+    Tensors lie where the process group `works_on` or, if that is the host, on this worker's device; `all_reduce` needs a contiguous one.
     ``neighbours``: all ranks are CPU workers that can share memory.
     """
 
@@ -78,7 +78,7 @@ class Channel:
     def buffers(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Flat buffers of ``(elements, dtype)`` on this worker's device, zero at first, which `all_reduce` sums in the cheapest way.
 
-        Collective, with the same sizes on every rank. They live as long as the channel.
+        Collective, with the same sizes on every rank. They live as long as the process group.
         """
         if self._neighbours and self._group is not None:
             shared = SharedBuffers.allocate(sizes, self.place, self._gather)
@@ -119,7 +119,7 @@ class Channel:
                 tensor.copy_(direct)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        """Begin to send the flat ``parts[j]`` to the j-th rank of the channel; what is returned waits for ``sizes[i]`` elements from
+        """Begin to send the flat ``parts[j]`` to the j-th rank of the process group; what is returned waits for ``sizes[i]`` elements from
         the i-th, and gives them.
 
         One dtype for all; sizes may be 0, and differ from rank to rank. Several may have begun; the parts must stay as they are until
@@ -156,7 +156,7 @@ class Channel:
 
     def all_gather(self, part: Tensor, sizes: Sequence[int], into: Tensor | None = None) -> Callable[[], list[Tensor]]:
         """Begin to give each rank the flat ``part`` of every rank, ``sizes[i]`` elements from the i-th; what is returned waits for them.
-        Where the channel is `native`. ``into``: where they are to lie, one after the other.
+        Where the process group is `native`. ``into``: where they are to lie, one after the other.
         """
         whole = part.new_empty(sum(sizes)) if into is None else into
         parts = list(whole.split_with_sizes(list(sizes)))
@@ -176,7 +176,7 @@ class Channel:
 
     def reduce_scatter(self, parts: Sequence[Tensor], whole: Tensor | None = None) -> Callable[[], Tensor]:
         """Begin to add up the i-th of the flat ``parts`` of all ranks on the i-th; what is returned waits for this rank's. Where the
-        channel is `native`. ``whole``: all parts, if they lie one after the other.
+        process group is `native`. ``whole``: all parts, if they lie one after the other.
         """
         total = torch.empty_like(parts[self.place])
         if len({part.numel() for part in parts}) == 1:
@@ -256,7 +256,7 @@ class Channel:
         dist.barrier(group=self._group)  # all have read what they need
 
     def close(self) -> None:
-        """End the thread of this channel, if it has one, and leave the group."""
+        """End the thread of this process group, if it has one, and leave the group."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._shared.clear()
@@ -273,9 +273,9 @@ class Channel:
         return values
 
     def _in_order(self) -> ThreadPoolExecutor:
-        """One thread: what is sent through a channel keeps its order."""
+        """One thread: what is sent through a process group keeps its order."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="channel")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="process-group")
         return self._thread
 
     def _all_reduce_between_neighbours(self, tensor: Tensor, *, timed: bool) -> Work:
