@@ -263,8 +263,8 @@ class ModelGraph:
 
     def __post_init__(self) -> None:
         """Raises ValueError if two tensors go by one name: what is said of the one would be taken for the other."""
-        stored = (*self.parameters, *self.buffers, *self.constants)
-        named = Counter([*(p.name for p in stored), *(i.symbol for i in self.inputs), *(op.name for op in self.ops)])
+        stored = {p.name for p in (*self.parameters, *self.buffers, *self.constants)}  # some buffers are constants too
+        named = Counter([*stored, *(i.symbol for i in self.inputs), *(op.name for op in self.ops)])
         twice = [name for name, count in named.items() if count > 1]
         if twice:
             raise ValueError(
