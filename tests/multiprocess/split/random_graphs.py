@@ -221,7 +221,7 @@ class Author:
             for run in self._runs:
                 exec("\n".join(lines), run)
             good = all(_usable(*(run[name] for run in self._runs)) for name in self._runs[0])
-        except (RuntimeError, IndexError, ValueError, TypeError):
+        except (RuntimeError, LookupError, ValueError, TypeError):
             good = False
         if not good:
             self._again()  # something may have been written into
@@ -813,7 +813,7 @@ def of_targets(a: Author, hidden: str) -> bool:
 def _ends(a: Author) -> bool:
     try:
         a._again()
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except (RuntimeError, LookupError, ValueError, TypeError):
         return False
     return bool(a._runs[0]["loss"].isfinite()) and a.backward()
 
