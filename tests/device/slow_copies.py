@@ -44,7 +44,11 @@ class SlowCopies:
         target.fill_(_RUBBISH)
         index = self._device.index or 0
         operation: Any = SimpleNamespace(
-            over=threading.Event(), apply=lambda: None, communicator=SimpleNamespace(name="copies"), deps=[]
+            over=threading.Event(),
+            apply=lambda: None,
+            communicator=SimpleNamespace(name="copies"),
+            deps=[],
+            ended_s=0.0,
         )
         operation.deps = self._queues.waited_by_stream(index)
         ticket = self._queues.ticket(operation)
@@ -71,4 +75,5 @@ class SlowCopies:
             target.copy_(source)
         self.done += 1
         operation.deps = []
+        operation.ended_s = time.monotonic()
         operation.over.set()
