@@ -116,6 +116,8 @@ class Mixes:
             times = [known_s - part * once[number] for part in (0.0, 0.5)]
             done = [template.micro_batch * self._most(template, seconds, layout, top) for seconds in times]
             items += [(number, count, count * done[0], count * done[1]) for count in counts]
+        if not items:
+            return []  # nothing is left that the budget or the devices allow
         column, count, could, does = (np.array([item[n] for item in items]) for n in range(4))
         need = devices[column] * count[:, None]
         fits = np.all(need[:, None, :] + need[None, :, :] <= limits.room, axis=2)

@@ -6,10 +6,12 @@ import random
 from dataclasses import replace
 from time import monotonic
 
+import numpy as np
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.errors import ClusterError, InfeasibleError
+from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.explain import family_in_words, meeting_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import Family, Outcome, best_of_all, outcomes
 from heterodyne.search.fleet.objective import Objective
@@ -163,6 +165,12 @@ def test_what_cannot_be_says_what_it_lacks_and_what_would_help() -> None:
         _planner(_pool("fast", 1, memory=0.1), costs=costs).plan()
     with pytest.raises(InfeasibleError, match="not known"):
         _planner(_pool("other", 1), costs=costs).plan()
+
+
+def test_under_limits_that_allow_no_pipeline_nothing_is_paired() -> None:
+    """As in a search for less money, when the budget falls below what one pipeline costs."""
+    search = _planner(_pool("fast", 2), _pool("slow", 2)).search(Space())
+    assert search._mixes.pairs([], Limits(room=np.array([0, 0])), 1.0) == []
 
 
 def test_a_goal_that_needs_prices_asks_for_them() -> None:
