@@ -329,7 +329,7 @@ class Search:
         ranked = sorted(
             (self.predictor.bound_s(mix, split=split), -sum(t.micro_batch * count for t, count in mix), number)
             for number, mix in enumerate(mixes)
-            if aim.within(mix)
+            if mix and aim.within(mix)  # where a time is too short for any count, there is no pipeline in it
         )
         self._proposed.update((mixes[number], None) for _, _, number in ranked[:_PLAYED])
         limit = self._spent + _PLAYED_STAGES

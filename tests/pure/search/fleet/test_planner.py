@@ -11,6 +11,7 @@ import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.errors import ClusterError, InfeasibleError
+from heterodyne.search.fleet.aim import Aim
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.explain import family_in_words, meeting_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import Family, Outcome, best_of_all, outcomes
@@ -171,6 +172,8 @@ def test_under_limits_that_allow_no_pipeline_nothing_is_paired() -> None:
     """As in a search for less money, when the budget falls below what one pipeline costs."""
     search = _planner(_pool("fast", 2), _pool("slow", 2)).search(Space())
     assert search._mixes.pairs([], Limits(room=np.array([0, 0])), 1.0) == []
+    aim = Aim(score=lambda predicted: predicted.step_s, by_time=False)
+    assert search._played([()], None, aim, ("1F1B",)) is None, "no pipeline at all is no plan"
 
 
 def test_a_goal_that_needs_prices_asks_for_them() -> None:
