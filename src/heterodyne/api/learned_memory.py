@@ -29,19 +29,19 @@ def as_learned(cluster: Cluster, shortages: Sequence[Shortage]) -> Cluster:
 def _planned_with(device: Device, shortage: Shortage) -> int:
     """What may be planned with of the device: what it was seen to have, in the measure of the prediction.
 
-    A plan of which P was foretold needed N, more than P, where it failed; so one that shall need what there is, U, is one of which no more
-    than U P / N is foretold. As U < N, that is less than P in any case: the plan that failed does not fit any more. A plan for longer
-    samples, if that was the cause, is foretold anew.
+    The plan that failed had a predicted peak of P bytes and needed N > P, where U were usable. The prediction was too low by N / P, so the
+    next plan may have a predicted peak of U P / N at most. As U < N, that is less than P: the plan that failed does not fit any more. If
+    longer samples were the cause, the next plan is predicted for these, and U is the bound.
     """
     # An accelerator's allocator does not see what the framework occupies there, which plans count; a CPU worker's size is all of it.
     context = 0 if device.backend == "cpu" else MemoryAssumptions().context(device.backend)
-    foretold, needed, usable = (
+    predicted, needed, usable = (
         max(0, shortage.predicted_bytes - context),
         shortage.needed_bytes,
         shortage.usable_bytes,
     )
-    if shortage.predicted_bytes and foretold < needed and not shortage.longer:
-        usable = usable * foretold // needed
+    if shortage.predicted_bytes and predicted < needed and not shortage.longer:
+        usable = usable * predicted // needed
     return context + usable
 
 

@@ -54,9 +54,9 @@ def rescued_if_memory_ends(session: Session, rescue: Callable[[], None]) -> Iter
 @contextmanager
 def told_while_building(session: Session, prepared: Prepared) -> Iterator[None]:
     """A lack of memory for the model itself is told as one in a step is."""
-    place = Placement.of(prepared.plan, session.cluster).places[session.rank]
+    role = Placement.of(prepared.plan, session.cluster).places[session.rank]
     graph = prepared.captured.graph
-    with told_with_stage(session.device, prepared.plan, graph, place, None, lambda: "building the model"):
+    with told_with_stage(session.device, prepared.plan, graph, role, None, lambda: "building the model"):
         yield
 
 

@@ -29,7 +29,6 @@ __all__ = [
     "Part",
     "gradient_buckets",
     "holdings_of",
-    "owners_of",
     "planned_buckets",
     "stages_reading",
 ]
@@ -108,11 +107,6 @@ def _boxes(sharding: Sharding | None, name: str, stage: Stage) -> Sequence[Box]:
     if sharding is None:
         return [()] * len(stage.devices)
     return [tuple(Slice(*cut) for cut in box) for box in sharding.boxes(name)] * len(stage.rows)
-
-
-def owners_of(plan: Plan, graph: ModelGraph) -> dict[str, tuple[str, ...]]:
-    """For each parameter and buffer the devices that hold it or a part of it, in the order of the plan."""
-    return {name: tuple(of) for name, of in holdings_of(plan, graph).items()}
 
 
 def _read_again(graph: ModelGraph) -> dict[str, frozenset[str]]:
