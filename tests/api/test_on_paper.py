@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from heterodyne.api import on_paper
 from heterodyne.cli.app import run
 from heterodyne.plan import Plan
 from heterodyne.plan.capabilities import runs_at_all, uses
@@ -24,6 +25,7 @@ model:
 data: {sequence_length: 1024}
 training: {global_batch_size: 64, precision: bf16}
 """
+SMALL = JOB.replace("num_hidden_layers: 8", "num_hidden_layers: 2").replace("size: 64", "size: 4")
 FLEET = """\
 name: lab
 prices: {A100-SXM-80GB: 1.8, V100-SXM2-32GB: 0.6}
@@ -36,7 +38,7 @@ links:
 TINY = """\
 name: tiny
 nodes:
-  - {name: t, count: 2, devices: [{kind: T4, count: 1, memory: 4 GB}]}
+  - {name: t, count: 2, devices: [{kind: T4, count: 1, memory: 3.2 GB}]}
 links:
   - {between: all, bandwidth: 10 Gb/s, latency: 10 us}
 """
@@ -175,7 +177,7 @@ def test_a_number_of_micro_batches_that_others_do_not_take_is_planned_otherwise(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     four = ("--cluster", "tiny.yaml", "--set", "training.global_batch_size=13", "--export", "megatron")
-    (files / "tiny.yaml").write_text(TINY.replace("count: 2", "count: 4").replace("4 GB", "16 GB"))
+    (files / "tiny.yaml").write_text(TINY.replace("count: 2", "count: 4").replace("3.2 GB", "16 GB"))
     (files / "job.yaml").write_text(JOB.replace("hidden_layers: 8", "hidden_layers: 24"))
     assert run(["plan", "job.yaml", *four]) == 0
     assert "Megatron-LM cannot interleave 13 micro-batches on 4 places; 12 or 16 would do" in capsys.readouterr().err
@@ -194,7 +196,7 @@ def test_a_fleet_that_is_not_there_yet_is_compared_with_the_one_that_is(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--cluster", "tiny.yaml"), r"needs .* GiB on t in stage"),
+        (("--cluster", "tiny.yaml"), r"it lacks .*\n.*\neverything shared out, parameters and gradients take .* once"),
         (("--cluster", "tiny.yaml", "--objective", "money"), "no price is stated for t"),
         (
             ("--cluster", "fleet.yaml", "--budget", "0.1"),
@@ -210,6 +212,7 @@ def test_a_fleet_that_is_not_there_yet_is_compared_with_the_one_that_is(
 def test_what_cannot_be_is_refused_in_one_message(
     files: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
 ) -> None:
+    (files / "job.yaml").write_text(SMALL)
     assert run(["plan", "job.yaml", *options]) == 2
     said = capsys.readouterr().err
     assert said.count("error:") == 1
@@ -311,7 +314,7 @@ def test_what_this_library_does_not_run_is_said_where_nothing_else_fits(
 ) -> None:
     """The rows of one table, with what training keeps of them, fill more than a device."""
     (files / "fleet.yaml").write_text(
-        TINY.replace("T4, count: 1, memory: 4", "A100-SXM-80GB, count: 1, memory: 10").replace("count: 2", "count: 8")
+        TINY.replace("T4, count: 1, memory: 3.2", "A100-SXM-80GB, count: 1, memory: 10").replace("count: 2", "count: 8")
     )
     (files / "job.yaml").write_text(
         JOB.replace("num_hidden_layers: 8", "num_hidden_layers: 1")
@@ -322,5 +325,21 @@ def test_what_this_library_does_not_run_is_said_where_nothing_else_fits(
     assert planned() == 0
     assert "optimizer states sharded over replicas (ZeRO-1)" in capsys.readouterr().out
     monkeypatch.setattr(space, "runs_at_all", lambda feature: feature != "state_sharding")
+    monkeypatch.setattr(on_paper, "FEW_DEVICES", 0)
     assert planned() == 2
     assert "which this version does not run, a step would take" in capsys.readouterr().err
+
+
+def test_what_fits_with_state_on_hosts_alone_is_planned_device_by_device(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "job.yaml").write_text(SMALL)
+    (files / "fleet.yaml").write_text(TINY.replace("count: 2, devices", "count: 1, devices").replace("3.2 GB", "5 GB"))
+    assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--on-paper", "--json"]) == 0
+    out, said = capsys.readouterr()
+    assert "searching device by device" in said
+    assert json.loads(out)["predicted"]["step_s"] > 0
+    plan = Plan.load(files / "plan.json")
+    assert plan.bound
+    assert any(stage.offload for pipeline in plan.pipelines for stage in pipeline.stages)
+    assert all(runs_at_all(use.feature) for use in uses(plan))

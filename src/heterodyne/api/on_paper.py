@@ -11,7 +11,9 @@ from typing import Any
 
 from heterodyne.api.exports import Exports
 from heterodyne.api.fleet_printing import show_change, show_fleet_plan
-from heterodyne.api.paper_costs import captured, costs_of_job, shape_of
+from heterodyne.api.paper_costs import captured, costs_of_job, paper_precisions, shape_of
+from heterodyne.api.paper_devices import FEW_DEVICES, planned_by_device
+from heterodyne.api.printing import show_planned
 from heterodyne.api.watched import watched
 from heterodyne.api.wishes import Wishes
 from heterodyne.cluster.fleet import Fleet
@@ -25,8 +27,9 @@ from heterodyne.job import Job
 from heterodyne.plan.bind import bind
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.plan import Plan
-from heterodyne.plan.precision import Precision, Precisions, of_kind
+from heterodyne.plan.precision import Precision
 from heterodyne.predictor.footprint import usable_bytes
+from heterodyne.predictor.mixed_layers import MixedLayers
 from heterodyne.predictor.software import software_of
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.search.fleet.families import Outcome, best_of_all, outcomes
@@ -58,6 +61,9 @@ def plan_on_paper(
     count = counted(then.devices, "device")
     if wishes.profile is not None:
         say(f"planning on paper for {count}: seconds are those of the profile")
+        costs = costs_of(then)
+        if isinstance(costs, MixedLayers) and (where := costs.in_words(then.kinds)):
+            say(where)
     else:
         say(f"planning on paper for {count}: from datasheets; nothing is measured")
         for kind in () if job.training.precision == "auto" else _without_units(then, job.training.precision):
@@ -69,6 +75,10 @@ def plan_on_paper(
     try:
         planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
     except InfeasibleError as error:
+        if then.devices <= FEW_DEVICES and wishes == Wishes(
+            add=wishes.add, without=wishes.without, links=wishes.links, as_json=wishes.as_json
+        ):
+            return _by_device(job, base, then, wishes, say, out)
         raise _elsewhere(error, job, then, costs_of, wishes, say, out) from error
     if wishes.runnable:
         graph = captured(job, base)
@@ -120,6 +130,27 @@ def plan_on_paper(
     if wishes.picture is not None:
         frontier_picture(found.frontier, wishes.picture, title=f"{job.training.global_batch_size} samples a step")
         say(f"wrote {wishes.picture}")
+    return 0
+
+
+def _by_device(job: Job, base: Path, fleet: Fleet, wishes: Wishes, say: Callable[[str], None], out: Path) -> int:
+    """Where no plan keeps all state on the devices that use it, one that shards it by memory or keeps it on hosts."""
+    say("no plan fits that counts alike devices; searching device by device, with state sharded by memory and on hosts")
+    planned = planned_by_device(job, fleet, captured(job, base))
+    if wishes.as_json:
+        assert planned.plan.predicted is not None  # it was simulated
+        told = {
+            "kind": "plans",
+            "fleet": fleet.name,
+            "devices": fleet.devices,
+            "plan": json.loads(planned.plan.dump()),
+            "predicted": {"step_s": planned.plan.predicted.step_s},
+        }
+        sys.stdout.write(json.dumps(told, indent=1) + "\n")
+    else:
+        show_planned(planned)
+    planned.plan.save(out)
+    say(f"wrote {out}")
     return 0
 
 
@@ -228,15 +259,7 @@ def _require_runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph)
 
 
 def _written(job: Job, fleet: Fleet, found: Weighed, reason: str) -> Plan:
-    return written(found, fleet, precision=_precisions(job, fleet), reason=reason)
-
-
-def _precisions(job: Job, fleet: Fleet) -> Precisions:
-    """Of each kind, as far as datasheets tell."""
-    if job.training.precision != "auto":
-        return job.training.precision
-    found = {kind: of_kind("cuda", bf16_units="bf16" in fleet.accelerator(kind).peak_flops) for kind in fleet.kinds}
-    return found if len(set(found.values())) > 1 else next(iter(found.values()))
+    return written(found, fleet, precision=paper_precisions(job, fleet), reason=reason)
 
 
 def _paper_precision(job: Job) -> Precision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,25 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.cost.measured_layers import MeasuredLayers
 from heterodyne.cost.recipe import Recipe
-from heterodyne.errors import CaptureError, ClusterError, HeterodyneError, JobError, MeasureError, NoGraphError
+from heterodyne.errors import CaptureError, ClusterError, HeterodyneError, JobError, NoGraphError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job, ModelSection
 from heterodyne.json_files import read_json
+from heterodyne.plan.precision import Precisions, of_kind
 from heterodyne.predictor.from_config import transformer_of
 from heterodyne.predictor.graph_costs import graph_layers
 from heterodyne.predictor.layer_costs import predicted_layers
+from heterodyne.predictor.mixed_layers import mixed_layers
 from heterodyne.predictor.software import framework_names, software_of
 
-__all__ = ["captured", "costs_of_job", "shape_of"]
+__all__ = ["captured", "costs_of_job", "paper_precisions", "shape_of"]
 
 
 def costs_of_job(
     job: Job, base: Path, *, profile: Profile | None = None, framework: str | None = None
 ) -> Callable[[Fleet], LayerCosts]:
-    """For any fleet: as measured, where there is a profile; from a shape, where the job gives one; else from the graph of the model, which
-    is captured without its weights.
+    """For any fleet: as measured, where there is a profile, and other kinds by what that teaches of their datasheets; from a shape, where
+    the job gives one; else from the graph of the model, which is captured without its weights.
 
     Args:
         framework: who will run the plan, as far as it changes seconds and bytes; None: this library on PyTorch.
@@ -50,7 +52,8 @@ def costs_of_job(
     )
     if profile is not None:
         measured = MeasuredLayers(graph=captured(job, base), profile=profile, recipe=recipe)
-        return lambda fleet: _all_measured(measured, fleet)
+        known = measured.kinds
+        return lambda fleet: mixed_layers(measured, _with_datasheets(fleet, known=known), software)
     if shape is not None:
         model = transformer_of(shape, seq=job.data.sequence_length)
         return lambda fleet: predicted_layers(model, _with_datasheets(fleet), precision=precision, software=software)
@@ -58,9 +61,9 @@ def costs_of_job(
     return lambda fleet: graph_layers(graph, _with_datasheets(fleet), recipe=recipe, software=software)
 
 
-def _with_datasheets(fleet: Fleet) -> Fleet:
-    """Raises ClusterError for processors, which have none."""
-    bare = [pool.name for pool in fleet.pools if pool.kind == "cpu"]
+def _with_datasheets(fleet: Fleet, *, known: Collection[str] = ()) -> Fleet:
+    """Raises ClusterError for processors, which have none, unless they are ``known``."""
+    bare = [pool.name for pool in fleet.pools if pool.kind == "cpu" and pool.kind not in known]
     if bare:
         raise ClusterError(
             f"no datasheet says what the CPUs of {', '.join(bare)} do: measure one with 'heterodyne measure' and give --profile, or "
@@ -69,14 +72,12 @@ def _with_datasheets(fleet: Fleet) -> Fleet:
     return fleet
 
 
-def _all_measured(measured: MeasuredLayers, fleet: Fleet) -> MeasuredLayers:
-    """Raises MeasureError for a kind of the fleet that the profile lacks: measured and unmeasured seconds are not mixed."""
-    missing = [kind for kind in fleet.kinds if not measured.widths(kind)]
-    if missing:
-        raise MeasureError(
-            f"the profile has no {', '.join(missing)}; measure one device of each kind with 'heterodyne measure', or leave it out"
-        )
-    return measured
+def paper_precisions(job: Job, fleet: Fleet) -> Precisions:
+    """Of each kind, as far as datasheets tell."""
+    if job.training.precision != "auto":
+        return job.training.precision
+    found = {kind: of_kind("cuda", bf16_units="bf16" in fleet.accelerator(kind).peak_flops) for kind in fleet.kinds}
+    return found if len(set(found.values())) > 1 else next(iter(found.values()))
 
 
 def shape_of(section: ModelSection, base: Path) -> Mapping[str, Any] | None:

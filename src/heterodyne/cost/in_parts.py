@@ -128,14 +128,16 @@ class InParts:
         """
         key = (samples, ops)
         if key not in self._lines:
-            self._lines[key] = tuple(self._in_order(self.parts(samples), ops))
+            self._lines[key] = (
+                tuple(self._in_order(self.parts(samples)))
+                if ops == self.ops
+                else tuple(step for step in self._line(samples, self.ops) if ops[0] <= step[0] < ops[1])
+            )
         return self._lines[key]
 
-    def _in_order(self, parts: Parts, ops: Ops) -> Iterator[tuple[int, Meeting | None]]:
+    def _in_order(self, parts: Parts) -> Iterator[tuple[int, Meeting | None]]:
         for op in self._run:
             place = self._places[op.name]
-            if ops != self.ops and not ops[0] <= place < ops[1]:
-                continue
             yield from ((place, conversion(*ahead, parts)) for ahead in self._ahead.get(op.name, ()))
             yield place, None
             inside = within(op, parts)
@@ -143,9 +145,7 @@ class InParts:
                 yield place, inside
         # What leaves the stage is laid out by the part of it that makes it.
         for axis, exchange in self._ahead.get(None, ()):
-            place = self._places.get(exchange.tensor.name, self.ops[0])
-            if ops == self.ops or ops[0] <= place < ops[1]:
-                yield place, conversion(axis, exchange, parts)
+            yield self._places.get(exchange.tensor.name, self.ops[0]), conversion(axis, exchange, parts)
 
     @cached_property
     def _ahead(self) -> dict[str | None, list[tuple[int, Exchange]]]:

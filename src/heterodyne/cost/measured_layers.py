@@ -65,6 +65,15 @@ class MeasuredLayers:
         }
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of devices, that were measured."""
+        return tuple(self._measured)
+
+    def largest(self, device_kind: str) -> int | None:
+        """The largest micro-batch that was measured on a kind; None for one that was not."""
+        return self._sizes.get(device_kind)
+
+    @property
     def layers(self) -> tuple[str, ...]:
         return tuple(block.kind for block in self.graph.blocks)
 

@@ -44,6 +44,7 @@ class Stated(Section):
     sockets: float = Field(gt=0, le=1)
     pcie_gb_per_s: float = Field(gt=0)
     nvlink_gb_per_s: float = Field(gt=0)
+    host_memory_gb_per_s: float = Field(gt=0)
     tuned: float = Field(ge=1)
     tuned_attention: float = Field(ge=1)
     fp8: float = Field(ge=1, le=2)

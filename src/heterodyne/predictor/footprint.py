@@ -12,7 +12,9 @@ from heterodyne.predictor.constants import constants
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
 
-__all__ = ["Footprint", "footprint", "layer_activation_bytes", "loss_workspace_bytes", "usable_bytes"]
+__all__ = [
+    "Footprint", "context_bytes", "footprint", "layer_activation_bytes", "loss_workspace_bytes", "usable_bytes",
+]  # fmt: skip
 
 _MOST_GROUPS = 4
 """All devices, replicas, tensor-parallel neighbours, a pipeline."""
@@ -45,6 +47,11 @@ def usable_bytes(memory_bytes: int) -> int:
     """What a plan may fill of a device's memory, whatever its groups."""
     stated = constants().stated
     return max(1, int((memory_bytes - _kept_bytes(_MOST_GROUPS)) / (1 + stated.fragments)))
+
+
+def context_bytes() -> int:
+    """What a process has on its device before it allocates anything, whatever its groups."""
+    return round(_kept_bytes(_MOST_GROUPS))
 
 
 def footprint(model: Transformer, setup: Setup) -> Footprint:

@@ -19,6 +19,7 @@ from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.recompute import recomputed
 from heterodyne.search.runs import Runs
+from heterodyne.search.shortfall import shortfall
 from heterodyne.units import format_bytes
 
 __all__ = ["Fit", "fit_devices", "nothing_fits", "passes_s", "runs_of"]
@@ -198,8 +199,22 @@ def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str, *, pipelin
     return InfeasibleError(
         "no device can hold a copy of the model:\n  - "
         + "\n  - ".join(fit.say() for fit in fits)
-        + (f"\nnor can they hold it together: {pipeline}" if pipeline else "")
+        + (f"\nnor can they hold it together: {pipeline}\n{_shared_out(fits)}" if pipeline else "")
         + "\nwhat would help: "
         + "; ".join(helps),
         shortfalls={fit.device.id: fit.lacks_bytes for fit in fits},
+    )
+
+
+def _shared_out(fits: Sequence[Fit]) -> str:
+    """What all devices lack together."""
+    use = max((fit.use for fit in fits), key=lambda use: use.parameters + use.gradients + use.optimizer)
+    hosts = all(fit.device.backend != "cpu" for fit in fits)
+    kinds: dict[str, list[int]] = {}
+    for fit in fits:
+        kinds.setdefault(fit.device.kind, []).append(fit.device.memory_bytes - fit.use.context)
+    return shortfall(
+        {kind: (len(rooms), min(rooms)) for kind, rooms in kinds.items()},
+        on_devices=use.parameters + use.gradients + (0 if hosts else use.optimizer),
+        on_hosts=use.optimizer if hosts else 0,
     )

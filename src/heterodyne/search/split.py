@@ -99,6 +99,9 @@ class Split:
 
     def _best(self, name: str, kind: _Way, groups: Sequence[Sequence[str]], below_s: float) -> Candidate:
         """Of the sizes of micro-batches that may be weighed below so many seconds."""
+        why = self._bound.lacking(kind, groups)
+        if why:
+            return Candidate(name=name, kind=kind, why_not=why)
         # Sequences are cut where one alone is long; samples of more than one would be shared.
         least_s = {
             size: self._bound.weighed_s(kind, groups, size) for size in self.tried[: 2 if kind == "split" else 1]

@@ -1,4 +1,6 @@
-"""What no step of devices that share layers or sequences is shorter than, without working out how their tensors lie."""
+"""What no step of devices that share layers or sequences is shorter than, and what they hold at least, without working out how their
+tensors lie.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from heterodyne.errors import MeasureError, PlanError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Stage
 from heterodyne.search.planned import CUTTING_PAYS, IN_TURNS_PAYS
+from heterodyne.units import counted, format_bytes
 
 __all__ = ["SplitBound"]
 
@@ -54,6 +57,18 @@ class SplitBound:
         least = self.samples / waiting / CUTTING_PAYS
         turns = self.in_turns and size > 1
         return min(least, self.samples / turning / (CUTTING_PAYS * IN_TURNS_PAYS)) if turns else least
+
+    def lacking(self, kind: Kind, groups: Sequence[Sequence[str]]) -> str:
+        """Why weights, gradients and optimizer state alone have no room, together or where each device has all of them; "" if they have."""
+        parts = [[device] for group in groups for device in group] if kind == "context" else groups
+        for devices in parts:
+            there = sum(self.model.cluster.device(device).memory_bytes for device in devices)
+            uses = [self.model.memory_use(device, 0) for device in devices]
+            least = min(use.parameters + use.gradients + use.optimizer for use in uses)
+            if least > there:
+                who = f"{devices[0]} has" if len(devices) == 1 else f"{counted(len(devices), 'device')} have"
+                return f"weights, gradients and optimizer state take {format_bytes(least)}, and {who} {format_bytes(there)}"
+        return ""
 
     def _joined_best(self, group: Sequence[str]) -> tuple[str, str]:
         """The first two of a group whose link is the best."""

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
+from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.tables import Memory
+from heterodyne.search.shortfall import shortfall
 from heterodyne.units import format_bytes
 
 __all__ = ["why_not"]
@@ -148,8 +150,21 @@ def _told(tight: _Tight, search: Search) -> str:
     return (
         f"needs {format_bytes(memory.total)} on {tight.kind.name}{width} in stage {tight.stage} of {tight.stages}, where "
         f"a plan may fill {format_bytes(tight.kind.memory_bytes)} of a device: {needs} at micro-batch "
-        f"{tight.micro_batch}; {_remedy(tight, search)}"
+        f"{tight.micro_batch}; {_remedy(tight, search)}. With {_shared_out(tight, search)}"
     )
+
+
+def _shared_out(tight: _Tight, search: Search) -> str:
+    """What all devices of the fleet lack together."""
+    costs = search.tables.costs
+    kind = search.fleet.pools[tight.kind.pool].kind
+    known = [costs.cost(kind, layer, Widths(), tight.micro_batch) for layer in costs.layers]
+    state = sum(each.parameter_bytes + each.state_bytes for each in known if each is not None)
+    rooms: dict[str, tuple[int, int]] = {}
+    for pool in search.fleet.pools:
+        count, least = rooms.get(pool.kind, (0, pool.memory_bytes))
+        rooms[pool.kind] = (count + pool.devices, min(least, pool.memory_bytes))
+    return shortfall(rooms, on_devices=state, on_hosts=0)
 
 
 def _remedy(tight: _Tight, search: Search) -> str:

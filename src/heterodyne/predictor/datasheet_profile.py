@@ -1,0 +1,99 @@
+"""A profile of devices that nobody has measured: what measuring would find, as far as datasheets tell.
+
+With it the search over devices (`search.planner`) plans on paper as it does on devices that are here: unequal shards of state, state and
+activations on hosts, blocks that keep some of their ops. Rates of links are what rings reach of what is promised, as in `network_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.cluster.fleet_cluster import cluster_of
+from heterodyne.cluster.profile import BlockSample, DeviceProfile, Profile
+from heterodyne.cluster.spec import Cluster, Link
+from heterodyne.cost.layers import Widths
+from heterodyne.cost.recipe import Recipe
+from heterodyne.graph.ir import Block, ModelGraph
+from heterodyne.plan.precision import precision_of
+from heterodyne.predictor.constants import constants
+from heterodyne.predictor.devices import networks_of
+from heterodyne.predictor.footprint import context_bytes
+from heterodyne.predictor.graph_costs import GraphLayers, graph_layers
+from heterodyne.predictor.software import Software
+
+__all__ = ["believed_cluster", "datasheet_profile"]
+
+
+def datasheet_profile(
+    graph: ModelGraph, fleet: Fleet, *, sizes: Sequence[int], recipe: Recipe, software: Software | None = None
+) -> Profile:
+    """Of every device of the fleet, for micro-batches of these sizes.
+
+    Raises ClusterError for a kind whose datasheet lacks a number that is needed.
+    """
+    layers = graph_layers(graph, fleet, recipe=recipe, software=software)
+    of_kind = {kind: _of_kind(layers, kind, sizes) for kind in fleet.kinds}
+    devices = {device.id: of_kind[device.kind] for device in cluster_of(fleet).devices}
+    return Profile(key="datasheets", devices=devices, kinds=graph.kind_names)
+
+
+def believed_cluster(fleet: Fleet) -> Cluster:
+    """The devices of a fleet, joined by what collectives reach of its links.
+
+    Raises ClusterError for a kind whose datasheet lacks a number that is needed.
+    """
+    networks, cluster = networks_of(fleet), cluster_of(fleet)
+    of_node = {device.node: networks[device.kind] for device in cluster.devices}
+    inside = [
+        Link(between=(node, node), bandwidth_bytes_per_s=own.inside_bytes_per_s, latency_s=own.inside_latency_s)
+        for node, own in of_node.items()
+    ]
+    reached = constants().fitted.between
+    least_s = constants().fitted.between_latency_us * 1e-6
+    between = [
+        replace(
+            link,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * reached,
+            latency_s=max(link.latency_s, least_s),
+        )
+        for link in cluster.links
+        if link.between[0] != link.between[1]
+    ]
+    return Cluster(name=cluster.name, devices=cluster.devices, links=(*inside, *between))
+
+
+def _of_kind(layers: GraphLayers, kind: str, sizes: Sequence[int]) -> DeviceProfile:
+    stated, memory = constants().stated, layers.chips[kind].memory_bytes_per_s
+    copy_s = 1 / (stated.pcie_gb_per_s * 1e9)
+    passes = layers.recipe.update_passes
+    graph = layers.graph
+    first = {block.kind: block for block in reversed(graph.blocks)}
+    blocks = {name: tuple(_sample(layers, kind, block, size) for size in sizes) for name, block in first.items()}
+    return DeviceProfile(
+        blocks=blocks,
+        optimizer_s_per_byte=passes / memory,
+        # Gradients go to the host and weights come back.
+        host_update_s_per_byte=2 * copy_s + passes / (stated.host_memory_gb_per_s * 1e9),
+        host_copy_s_per_byte=copy_s,
+        context_bytes=context_bytes(),
+    )
+
+
+def _sample(layers: GraphLayers, kind: str, block: Block, size: int) -> BlockSample:
+    cost = layers.cost(kind, block.kind, Widths(), size)
+    assert cost is not None  # one device, a kind of block that there is
+    narrow = precision_of(layers.recipe.precision, kind) != "fp32"
+    copied = sum(2 * parameter.numel for parameter in layers.graph.parameters_of(block)) if narrow else 0
+    return BlockSample(
+        micro_batch_size=size,
+        forward_s=cost.forward_s,
+        backward_s=cost.backward_s,
+        spread=0.0,
+        saved_bytes=cost.kept_bytes,
+        copied_bytes=copied,
+        # The gradients of inputs and those of weights are as many products.
+        input_s=cost.backward_s / 2,
+        weight_s=cost.backward_s / 2,
+    )
