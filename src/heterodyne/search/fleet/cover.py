@@ -12,7 +12,7 @@ It holds for stages of one place that are apart, too. Not counted are waiting, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
 import numpy as np
@@ -36,6 +36,7 @@ _CLOSE = 5e-3  # of a time, the part to which the bound is known
 _COLUMNS = 4  # that are added at once
 _ROUNDS = 40
 _SLACK = 1e-9
+_NO_TIME_S = 1e-12  # of a place that has no layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +67,24 @@ class _Pipelines:
         most: layers in the middle beside the first layer, beside neither end, beside the last one; -1: not even none. Shape
             [3, rows, kinds].
         whole: where a place has all layers. Shape [rows, kinds].
+        layers: in the middle of the model.
     """
 
     samples: Ints
     most: Ints
     whole: NDArray[np.bool_]
+    layers: int
+
+    def within(self, which: NDArray[np.bool_]) -> _Pipelines:
+        """Some of them."""
+        return replace(self, samples=self.samples[which], most=self.most[:, which], whole=self.whole[which])
+
+    def could(self, price: Floats, more: float) -> Floats:
+        """Samples for what a pipeline costs, at most: as if places came in fractions. ``more``: what it costs beside its places."""
+        layers = self.most.max(axis=0)
+        each = np.where(layers > 0, price / np.maximum(1, layers), np.inf).min(axis=1)
+        found: Floats = self.samples / np.maximum(each * self.layers + more, 1e-300)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +225,16 @@ class Cover:
         left: list[Floats] = []
         right: list[float] = []
         for _ in range(_ROUNDS):
-            least, patterns = self._least(rows, prices[:-1][pool] * devices)
+            price = prices[:-1][pool] * devices
+            # As much as pipelines of a row have to be worth for all of them to do the batch.
+            enough = batch * (1 - _SLACK) / max(float(prices @ room), 1e-300)
+            own = rows.within(rows.could(price, float(prices[-1])) >= enough)
+            if not len(own.samples):
+                return False, prices
+            least, patterns = self._least(own, price)
             cost = np.maximum(least + prices[-1], 1e-300)
-            worth = np.where(np.isfinite(least), rows.samples / cost, 0.0)
-            if float(worth.max()) * float(prices @ room) < batch * (1 - _SLACK):
+            worth = np.where(np.isfinite(least), own.samples / cost, 0.0)
+            if float(worth.max()) < enough:
                 return False, prices
             best = np.argsort(-worth, kind="stable")[:_COLUMNS]
             if left and worth[best[0]] <= 1 + _SLACK:
@@ -225,7 +245,7 @@ class Cover:
                 for kind in patterns(row):
                     used[pool[kind]] += devices[kind]
                 left.append(-used)
-                right.append(-float(rows.samples[row]))
+                right.append(-float(own.samples[row]))
             found = linprog(room, A_ub=np.array(left), b_ub=np.array(right), bounds=(0, None), method="highs")
             if found.status != 0 or float(found.fun or 0.0) >= batch:
                 return True, prices
@@ -233,32 +253,34 @@ class Cover:
         return True, prices
 
     def _pipelines(self, places: Sequence[_Places], seconds: float) -> _Pipelines:
+        """With the numbers of micro-batches of which more could not be done by places with as many layers."""
         batch, count = self.rows.predictor.global_batch, len(self._devices)
         samples: list[Ints] = []
         most: list[Ints] = []
         whole: list[NDArray[np.bool_]] = []
         for own in places:
-            number = np.arange(1, ceil(batch / own.size) + 1)
-            work = number[None, :, None, None] * own.seconds[:, None] + own.after_s[:, None]
-            fits = (work <= seconds).sum(axis=-1) - 1
+            last = ceil(batch / own.size)
+            done = _rounds(seconds - own.after_s, own.seconds, last)
+            alone = _rounds(seconds - own.after_whole_s, own.whole_s, last)
+            number = np.unique(np.concatenate([done.ravel(), alone]))
+            number = number[number > 0]
             layers = np.full((3, len(number), count), -1)
-            layers[:, :, own.kinds] = fits
+            layers[:, :, own.kinds] = (done[:, None] >= number[None, :, None, None]).sum(axis=-1) - 1
             all_of = np.zeros((len(number), count), dtype=bool)
-            all_of[:, own.kinds] = number[:, None] * own.whole_s + own.after_whole_s <= seconds
+            all_of[:, own.kinds] = alone >= number[:, None]
             samples.append(np.minimum(batch, number * own.size))
             most.append(layers)
             whole.append(all_of)
-        done, layers, all_of = np.concatenate(samples), np.concatenate(most, axis=1), np.concatenate(whole)
-        # Of those that can be the same, the one that does most.
-        order = np.argsort(-done, kind="stable")
-        key = np.concatenate([layers[0], layers[1], layers[2], all_of], axis=1)[order]
-        _, at = np.unique(key, axis=0, return_index=True)
-        kept = order[np.sort(at)]
-        return _Pipelines(samples=done[kept], most=layers[:, kept], whole=all_of[kept])
+        return _Pipelines(
+            samples=np.concatenate(samples),
+            most=np.concatenate(most, axis=1),
+            whole=np.concatenate(whole),
+            layers=len(self.rows.predictor.tables.costs.layers) - 2,
+        )
 
     def _least(self, rows: _Pipelines, price: Floats) -> tuple[Floats, Callable[[int], list[int]]]:
         """The least price of a pipeline of each row, and the kinds of its places. ``price``: of a place of each kind."""
-        layers = len(self.rows.predictor.tables.costs.layers) - 2
+        layers = rows.layers
         first, inner, last = rows.most
         every = np.arange(len(rows.samples))[:, None]
         reached = np.full((len(every), layers + 1), np.inf)
@@ -301,3 +323,10 @@ class Cover:
                 yield kind, min(count, left)
                 left -= min(count, left)
                 count *= 2
+
+
+def _rounds(seconds: Floats, each_s: Floats, most: int) -> Ints:
+    """Micro-batches that are done in a time, up to a number."""
+    could = np.maximum(0.0, seconds) / np.maximum(each_s, _NO_TIME_S) * (1 + _SLACK)
+    found: Ints = np.minimum(could, most).astype(np.int64)
+    return found

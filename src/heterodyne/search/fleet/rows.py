@@ -55,16 +55,26 @@ class Rows:
             for pool in self.predictor.fleet.pools
             for widths in self.predictor.tables.costs.widths(pool.kind)
         }
-        known = [
-            size
-            for size in wanted
-            if size <= most
-            and any(
-                (table := self.predictor.tables.table(kind, widths, size)) is not None and table.may_stand_alone
-                for kind, widths in sorted(kinds)
+        known: list[int] = []
+        for size in sorted(wanted):
+            tables = (self.predictor.tables.table(kind, widths, size) for kind, widths in sorted(kinds))
+            if size <= most and any(table is not None and table.may_stand_alone for table in tables):
+                if known and not self._holds(size):
+                    break  # what is larger needs no less memory
+                known.append(size)
+        return tuple(known)
+
+    def _holds(self, size: int) -> bool:
+        """Whether each layer has a kind of stage with memory for a micro-batch of it, of all state only a share."""
+        layers, most, zero = self.predictor.tables.costs.layers, self.most_pipelines, max(self.space.zero)
+        return all(
+            any(
+                kind.table.memory(n, n + 1, recompute=again, held=1, replicas=most, zero=zero).total <= kind.memory_bytes
+                for kind in self.kinds(size)
+                for again in {False, self.space.recompute}
             )
-        ]
-        return tuple(sorted(known))
+            for n in map(layers.index, dict.fromkeys(layers))
+        )
 
     def widths(self, pool: str, size: int) -> tuple[Widths, ...]:
         return tuple(kind.widths for kind in self.kinds(size) if kind.name == pool)
