@@ -24,6 +24,7 @@ from heterodyne.cluster import Link
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.predictor.layer_costs import predicted_layers
+from heterodyne.predictor.roofline import product_s
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.planner import plan
 from pure.build import cluster, graph, linear, profile
@@ -88,6 +89,7 @@ def main() -> int:
     for row in rows:
         seconds, loop = [], []
         for _ in range(QUICK_REPEATS if options.quick else REPEATS):
+            product_s.cache_clear()
             fleet = fleet_of(row.fleet)
             planner = FleetPlanner(fleet=fleet, costs=row.costs(fleet), global_batch=row.global_batch)
             began = perf_counter()

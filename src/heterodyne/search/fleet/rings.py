@@ -50,6 +50,10 @@ class Rings:
     def _lines(self) -> Kept[tuple[StageSums, int, Layout], Line]:
         return Kept(_LINES_KEPT)
 
+    @cached_property
+    def _until(self) -> Kept[Template, list[int]]:
+        return Kept(_LINES_KEPT)
+
     def joined(self, a: str, b: str) -> bool:
         return self._wires.between(a, b) is not None or (a == b and self.fleet.pool(a).nodes == 1)
 
@@ -113,7 +117,7 @@ class Rings:
         if layout == "stages":
             return False
         own = template.devices[pool.name]
-        before = sum(home.devices for home in template.homes[: stage % template.places + 1] if home.pool == pool.name)
+        before = self._until.get(template, lambda: _until(template))[stage % template.places]
         if own <= pool.devices_per_node:
             return pool.devices_per_node % own == 0
         return own % pool.devices_per_node == 0 and before % pool.devices_per_node != 0
@@ -129,3 +133,13 @@ class Rings:
         own = stage.devices if layout == "stages" else template.devices[stage.pool]
         # A stage that is wider than a node sends from all of its nodes.
         return max(min(1.0, own / pool.devices_per_node), stage.devices / pool.devices_per_node)
+
+
+def _until(template: Template) -> list[int]:
+    """Of each place, the devices of its pool up to it, its own with them."""
+    count: dict[str, int] = {}
+    found = []
+    for home in template.homes:
+        count[home.pool] = count.get(home.pool, 0) + home.devices
+        found.append(count[home.pool])
+    return found
