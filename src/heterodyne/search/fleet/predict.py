@@ -53,6 +53,7 @@ class Predictor:
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
     _after: Kept[tuple[Mix, Layout, int], tuple[float, float]] = field(default_factory=lambda: Kept(1024), repr=False)
+    _sent: Kept[object, list[float]] = field(default_factory=lambda: Kept(1024), repr=False)
     _exchanged: Kept[tuple[Mix, Layout], Exchanges] = field(default_factory=lambda: Kept(64), repr=False)
     _played: list[int] = field(default_factory=lambda: [0], repr=False)
 
@@ -110,11 +111,14 @@ class Predictor:
         return self._timed[template]
 
     def _sends(self, template: Template, layout: Layout) -> list[float]:
-        """Seconds of a message from each stage to the next one."""
-        return [
-            self.network.send_s(template, number, table.output_bytes(template.stages[number].stop), layout)
-            for number, table in enumerate(self.stage_tables(template)[:-1])
-        ]
+        """Seconds of a message from each stage to the next one: the same for pipelines of the same places that send as much."""
+        stages, tables = template.stages, self.stage_tables(template)
+        sizes = [table.output_bytes(s.stop) for s, table in zip(stages[:-1], tables, strict=False)]
+        places = tuple((home.pool, home.widths) for home in template.homes)
+        return self._sent.get(
+            (places, template.chunks, tuple(sizes), layout),
+            lambda: [self.network.send_s(template, number, size, layout) for number, size in enumerate(sizes)],
+        )
 
     def least_sends(self, template: Template) -> list[float]:
         """Seconds of a message from each stage to the next one, in the layout in which it takes less."""

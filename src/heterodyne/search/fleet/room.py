@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from operator import mul
 from typing import NamedTuple
@@ -99,8 +100,11 @@ class Room:
         """For which there is memory; 0 if there is none for one. Where places have several stages, fewer may need more (see `fits`)."""
         key = (template, schedule, replicas, zero)
         if key not in self._most:
-            most = self._of_several if template.chunks > 1 else self._of_single
-            self._most[key] = most(template, lambda count: self.fits(template, count, schedule, replicas, zero))
+            if template.chunks > 1:
+                fits = partial(self.fits, template, schedule=schedule, replicas=replicas, zero=zero)
+                self._most[key] = self._of_several(template, fits)
+            else:
+                self._most[key] = self._of_single(template, schedule, self._of_one(template, replicas, zero))
         return self._most[key]
 
     def _of_one(self, template: Template, replicas: int, zero: int) -> tuple[_Place, ...]:
@@ -128,14 +132,13 @@ class Room:
             options = [whole, whole // places * places, *range(few // places * places, 0, -places), 1]
         return next(count for count in options if count and fits(count))
 
-    def _of_single(self, template: Template, fits: Callable[[int], bool]) -> int:
-        """One stage on each place, so that more need more."""
-        known, over = 0, self.whole(template) + 1
-        tried = over - 1  # most pipelines have room for all micro-batches, or for none
-        while over - known > 1:
-            if fits(tried):
-                known = tried
-            else:
-                over = tried
-            tried = (known + over) // 2 if known else 1
-        return known
+    def _of_single(self, template: Template, schedule: ScheduleName, places: Sequence[_Place]) -> int:
+        """One stage on each place, so that more need no less: as many as the place holds at the same time that has room for fewest."""
+        most = self.whole(template)
+        held = held_at_most(schedule, template.places, 1, most)
+        for place, ((own,),), home in zip(places, held, template.homes, strict=True):
+            memory_bytes = self.fleet.pool(home.pool).memory_bytes
+            if place.total(((own,),)) > memory_bytes:
+                (each,) = place.each
+                most = min(most, int((memory_bytes - place.always_bytes) / each) if each else 0)
+        return max(0, most)
