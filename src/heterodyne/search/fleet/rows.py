@@ -69,7 +69,8 @@ class Rows:
         layers, most, zero = self.predictor.tables.costs.layers, self.most_pipelines, max(self.space.zero)
         return all(
             any(
-                kind.table.memory(n, n + 1, recompute=again, held=1, replicas=most, zero=zero).total <= kind.memory_bytes
+                kind.table.memory(n, n + 1, recompute=again, held=1, replicas=most, zero=zero).total
+                <= kind.memory_bytes
                 for kind in self.kinds(size)
                 for again in {False, self.space.recompute}
             )

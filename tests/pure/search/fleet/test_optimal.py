@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.plan import INTERLEAVED
+from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
 from heterodyne.search.fleet.weighed import Weighed
@@ -49,6 +50,7 @@ def test_every_plan_that_is_weighed_keeps_memory_devices_and_batch_and_beats_no_
     search.run(_step_s)
     for mix, weighed in search.weighed.items():
         _require_possible(weighed, fleet, costs, samples)
+        _require_full(search, weighed)
         played_s = _step_s(weighed)
         assert search.bound_s <= played_s * (1 + 1e-9)
         after_s = search.predictor.least_after_s(mix, search.space.layouts, search.space.zero)
@@ -58,6 +60,17 @@ def test_every_plan_that_is_weighed_keeps_memory_devices_and_batch_and_beats_no_
         if weighed.plan.schedule in ("1F1B", "GPipe"):
             assert search.predictor.bound_s(mix, split=False) <= played_s * (1 + 1e-9)
             assert search.predictor.could_take(mix, played_s, split=False)
+
+
+def _require_full(search: Search, weighed: Weighed) -> None:
+    """Of the micro-batches for which there is said to be room, one more would not fit."""
+    room, plan = search.predictor.room, weighed.plan
+    for template in (group.template for group in plan.groups if group.template.chunks == 1):
+        for schedule in ("1F1B", "GPipe", "ZBH1", "ZBH2"):
+            most = room.most_micro_batches(template, schedule, plan.pipelines, plan.zero)
+            assert not most or room.fits(template, most, schedule, plan.pipelines, plan.zero)
+            if most < room.whole(template):
+                assert not room.fits(template, most + 1, schedule, plan.pipelines, plan.zero)
 
 
 def _require_possible(weighed: Weighed, fleet: Fleet, costs: Drawn, samples: int) -> None:
