@@ -20,8 +20,9 @@ from heterodyne.cost.overlap import Crossing, OverlapStep, overlapped_s
 from heterodyne.cost.parts import Fractions, Parts
 from heterodyne.graph.cut import stage_ops
 from heterodyne.graph.ir import Block, ModelGraph, Op
-from heterodyne.graph.sharding import Exchange, Sharding
+from heterodyne.graph.sharding import REPLICATE, Exchange, Sharding
 from heterodyne.graph.sharding.dealing import halved
+from heterodyne.graph.sharding.layout import conversion as steps_between
 
 __all__ = ["InParts"]
 
@@ -74,13 +75,43 @@ class InParts:
         key = (kind, samples, ops)
         if key not in self._joint:
             halves = [list(self._steps(kind, size, ops)) for size in self._run_as(samples)]
-            self._joint[key] = self._in_turns_s(halves) if len(halves) > 1 else _one_after_the_other_s(halves[0])
+            if len(halves) > 1:
+                borders_s = 0.0 if kind == "W" or ops not in (None, self.ops) else self._borders_s(samples)
+                whole_s, exchanged_s = self._in_turns_s(halves)
+                self._joint[key] = whole_s + borders_s, exchanged_s + borders_s
+            else:
+                self._joint[key] = _one_after_the_other_s(halves[0])
         return self._joint[key]
 
     def _in_turns_s(self, halves: Sequence[Sequence[OverlapStep]]) -> tuple[float, float]:
         """What is exchanged while others compute does not count."""
         whole_s = overlapped_s(halves, len(self.compute))
         return whole_s, whole_s - joint_s(step for steps in halves for step in steps if isinstance(step, tuple))
+
+    def _borders_s(self, samples: int) -> float:
+        """Of what crosses the borders of the stage: halves share its samples otherwise than the whole, so that it is gathered beside
+        (`frontend.in_turns`), and so is its gradient.
+        """
+        parts, made = self.parts(samples), {op.name for op in self._run}
+        sent: list[Round] = []
+        for axis, own in enumerate(self.sharding.axes):
+            received = {
+                ref: layout
+                for ref, layout in own.layouts.items()
+                if ref.name in self.graph.op_by_name and ref.name not in made
+            }
+            for ref, layout in {**received, **own.wanted}.items():
+                if layout.kind == "shard":
+                    joined = Exchange(
+                        before=None,
+                        tensor=ref,
+                        have=layout,
+                        want=REPLICATE,
+                        steps=steps_between(layout, REPLICATE, differentiable=False),
+                        bytes=self.graph.spec(ref).bytes,
+                    )
+                    sent += conversion(axis, joined, parts).forward
+        return sum(self._exchange_s(tuple(sent))) if sent else 0.0
 
     def alone_s(self, member: int, kind: Pass, samples: int, ops: Ops | None = None) -> float:
         """Seconds in which a member computes in a pass."""

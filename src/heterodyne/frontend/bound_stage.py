@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx
 
 from heterodyne.errors import DataError
+from heterodyne.frontend.in_turns import InTurns
 from heterodyne.frontend.regions import Keeper, Regions, compile_graph
 from heterodyne.frontend.sharded_graph import Members
 from heterodyne.graph import Size
-from heterodyne.graph.sharding.dealing import halved
-from heterodyne.model_output import LOSS
 
-__all__ = ["BoundStage", "InTurns"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class InTurns:
-    """How all of a model runs on two halves of a micro-batch in turns.
-
-    Args:
-        run: the graph for both.
-        dims: of each input, in which dim its samples lie; None: in none.
-        weigh: what the loss of each part counts in that of the whole, by their inputs and sizes.
-    """
-
-    run: fx.GraphModule
-    dims: Mapping[str, int | None]
-    weigh: Callable[[Sequence[Mapping[str, Tensor]], Sequence[int]], list[float]]
-
-    def divided(self, inputs: Mapping[str, Tensor], samples: int) -> tuple[tuple[range, ...], list[dict[str, Tensor]]]:
-        """The samples of each half, and its inputs."""
-        first = halved(samples)[0]
-        parts = (range(first), range(first, samples))
-        return parts, [{name: self._part(name, tensor, part) for name, tensor in inputs.items()} for part in parts]
-
-    def _part(self, name: str, tensor: Tensor, part: range) -> Tensor:
-        dim = self.dims.get(name)
-        return tensor if dim is None else tensor.narrow(dim, part.start, len(part))
+__all__ = ["BoundStage"]
 
 
 class BoundStage:
@@ -87,7 +60,10 @@ class BoundStage:
                     "Pad all batches to the shape of the example that the model was captured with"
                 )
         if self._halves is not None and not self.evaluating and samples > 1:
-            return self._in_halves(self._halves, inputs, samples)
+            assert self._members is not None
+            kept = [owner[name] for owner, name in self._kept]
+            with Regions() as regions:
+                return self._halves(inputs, received, samples, self._members, self.training, regions, *kept)
         with Regions(self._keeper) as regions:
             results = self._run(
                 samples,
@@ -109,16 +85,3 @@ class BoundStage:
         if self._members is None:
             compile_graph(self._run)
         return self._members is None
-
-    def _in_halves(self, halves: InTurns, inputs: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
-        assert self._members is not None
-        parts, of_parts = halves.divided(inputs, samples)
-        own: list[Any] = []
-        for part, given in zip(parts, of_parts, strict=True):
-            own += [len(part), self._members(len(part), part), *[given[name] for name in self._inputs]]
-        with Regions() as regions:
-            results = halves.run.forward(*own, self.training, regions, *[owner[name] for owner, name in self._kept])
-        weights = halves.weigh(of_parts, [len(part) for part in parts])
-        # A half in which nothing counts has no mean, and is no part of the loss.
-        losses = [weight * loss for weight, (loss,) in zip(weights, results, strict=True) if weight]
-        return {LOSS: sum(losses[1:], losses[0]) if losses else results[0][0]}

@@ -26,11 +26,11 @@ from heterodyne.frontend.describe import random_ops
 from heterodyne.frontend.export import Traced, is_op, tensors_of
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.loss import LABELLED, Walk
+from heterodyne.frontend.placed import placed
 from heterodyne.frontend.regions import Regions
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import degree
 from heterodyne.frontend.stage_graph import stage_graph
-from heterodyne.frontend.stage_program import placed
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.model_output import LOSS
 

@@ -10,29 +10,30 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, fx, nn
 
-from heterodyne.errors import CaptureError, PlanError
-from heterodyne.frontend.bound_stage import BoundStage, InTurns
-from heterodyne.frontend.describe import producer_of
-from heterodyne.frontend.export import Role, Traced, tensors_of
+from heterodyne.errors import PlanError
+from heterodyne.frontend.bound_stage import BoundStage
+from heterodyne.frontend.describe import producer_of, ref_of
+from heterodyne.frontend.export import Role, tensors_of
+from heterodyne.frontend.in_turns import Border, InTurns
 from heterodyne.frontend.overlapped_graph import overlapped_graph
+from heterodyne.frontend.placed import placed
 from heterodyne.frontend.sharded_graph import Members, sharded_graph
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import stage_graph
 from heterodyne.frontend.stage_values import Pieces, values_between
 from heterodyne.graph import Value
-from heterodyne.graph.sharding import Sharding
-from heterodyne.graph.sharding.layout import conversion
+from heterodyne.graph.sharding import Sharding, turns
+from heterodyne.graph.sharding.layout import REPLICATE, conversion
 from heterodyne.graph.sharding.numbered import Numbered
 from heterodyne.loss_count import LossCount
 from heterodyne.model_output import DIVISOR, LOSS, SAMPLES
 
-__all__ = ["StageProgram", "Team", "placed", "stage_program"]
+__all__ = ["StageProgram", "Team", "stage_program"]
 
 
 class Team(Protocol):
@@ -82,8 +83,8 @@ class StageProgram:
     ) -> BoundStage:
         """The stage on a device, with the parameters and buffers of the user's own module, of which some may be slices.
 
-        ``team``: the devices of a stage that lies on them in parts. ``overlap``: it is all of the model, and trains with micro-batches
-        as two halves in turns (`heterodyne.frontend.overlapped_graph`). ``keep``: names of its ops that keep what they make for a
+        ``team``: the devices of a stage that lies on them in parts. ``overlap``: it trains with micro-batches as two halves in turns
+        (`heterodyne.frontend.overlapped_graph`). ``keep``: names of its ops that keep what they make for a
         second run.
 
         Parameters are looked up by name at each call, so that the module may be given others; those that the stage does not read may
@@ -106,10 +107,9 @@ class StageProgram:
             run, numbered = sharded_graph(
                 self._pieces, device, self._sharding, nodes=self._nodes, given=given, results=results, keep=keep
             )
-            members = team.members(self._sharding, numbered)
             if overlap:
-                assert not received, "only a stage that is all of the model runs in halves"
-                halves = self._halves(run, numbered, [node.name for node in inputs], dict(module.named_buffers()))
+                halves, numbered = self._halves(run, numbered, inputs, received, dict(module.named_buffers()))
+            members = team.members(self._sharding, numbered)
         positions = () if team is None else team.positions
         return BoundStage(
             run=run,
@@ -129,8 +129,14 @@ class StageProgram:
         return {cut[0]: cut[1][position] for cut, position in cuts if cut is not None}
 
     def _halves(
-        self, run: fx.GraphModule, numbered: Numbered, inputs: Sequence[str], buffers: Mapping[str, Tensor]
-    ) -> InTurns:
+        self,
+        run: fx.GraphModule,
+        numbered: Numbered,
+        inputs: Sequence[fx.Node],
+        received: Sequence[fx.Node],
+        buffers: Mapping[str, Tensor],
+    ) -> tuple[InTurns, Numbered]:
+        """And what the numbers stand for, with those of what crosses."""
         flows, count, graph = self._pieces.graph.flows, self._count, self._pieces.graph
         meets = [conversion(t.have, t.want, differentiable=flows(ref)).meets for ref, t in numbered.steps]
 
@@ -140,11 +146,34 @@ class StageProgram:
             whole = torch.stack(own).sum(0)
             return [count.weight(each, whole) for each in own]
 
-        return InTurns(
-            run=overlapped_graph(run, divided=inputs, exchanged=meets.__getitem__),
+        steps = {step: number for number, step in enumerate(numbered.steps)}
+        named = {node.name: node for node in (*self._nodes, *received)}
+        crossing = {value.name: value for value in (*self.receives, *self.sends)}
+
+        def border(value: Value) -> Border:
+            assert self._sharding is not None
+            if value.batch_dim is None:
+                return Border(name=value.name, dim=None)
+            ref = ref_of(named[value.name])
+            axes = self._sharding.axes
+            own = [
+                axis.wanted.get(ref, axis.layouts[ref]) if value in self.sends else axis.layouts[ref] for axis in axes
+            ]
+            joined, dealt = (
+                tuple(steps.setdefault((ref, turn), len(steps)) for turn in turns(*ways))
+                for ways in ((own, [REPLICATE] * len(axes)), ([REPLICATE] * len(axes), own))
+            )
+            return Border(name=value.name, dim=value.batch_dim, rows=value.rows_a_sample, joined=joined, dealt=dealt)
+
+        halves = InTurns(
+            reads=[self._pieces.traced.roles[node].name for node in inputs],
+            receives=[border(crossing[node.name]) for node in received],
+            sends=[border(value) for value in self.sends],
+            run=overlapped_graph(run, divided=[n.name for n in (*inputs, *received)], exchanged=meets.__getitem__),
             dims={entry.name: entry.batch_dim for entry in graph.inputs},
-            weigh=weigh,
+            weigh=weigh if self.is_last else None,
         )
+        return halves, numbered._replace(steps=tuple(steps))
 
 
 def stage_program(
@@ -237,50 +266,3 @@ def _writers_before(pieces: Pieces, node: fx.Node, stop: int) -> list[fx.Node]:
     if node.op != "placeholder" and node not in pieces.again:
         return []
     return [w for w in pieces.memory.writers_of(node) if w in pieces.again and pieces.position[w] < stop]
-
-
-def _constant(traced: Traced, name: str, module: nn.Module) -> Tensor:
-    """A tensor of the trace that is no parameter or buffer: its values, or those of the attribute of the module that it was."""
-    value = traced.constants[name]
-    if type(value) is not Tensor or value.device.type == "meta":
-        path, _, attribute = name.rpartition(".")
-        found = getattr(module.get_submodule(path), attribute, None) if path in dict(module.named_modules()) else None
-        if not isinstance(found, Tensor):
-            raise CaptureError(
-                f"the constant {name!r} of the model has no values; keep it as a buffer (register_buffer)"
-            )
-        value = found
-    return value.detach()
-
-
-def placed(
-    traced: Traced,
-    node: fx.Node,
-    module: nn.Module,
-    device: torch.device,
-    sliced: Mapping[int, int] = MappingProxyType({}),
-) -> tuple[dict[str, Any], str]:
-    """Where the module keeps a parameter or buffer; a constant is kept here, on the device.
-
-    ``sliced``: of each dim in which the module has a slice of it, the size of that.
-    """
-    role = traced.roles[node]
-    if role.kind == "constant":
-        return {role.name: _constant(traced, role.name, module).to(device)}, role.name
-    path, _, name = role.name.rpartition(".")
-    owner = dict(module.named_modules(remove_duplicate=False)).get(path)
-    kept: dict[str, Any] = {}
-    if owner is not None:
-        kept = owner._parameters if role.kind == "parameter" else owner._buffers
-    found, known = kept.get(name), node.meta["val"]
-    if found is None:
-        raise CaptureError(f"the model has no {role.kind} {role.name!r}; it is not the one that was captured")
-    shape = list(known.shape)
-    for dim, size in sliced.items():
-        shape[dim] = size
-    if found.dtype is not known.dtype or list(found.shape) != shape:
-        raise CaptureError(
-            f"the {role.kind} {role.name!r} is {found.dtype} {list(found.shape)}, and was {known.dtype} {shape} when the "
-            "model was captured; capture it as it is now"
-        )
-    return kept, name

@@ -47,7 +47,6 @@ Feature = Literal[
     "unlike_pipelines",
     "empty_share",
     "overlap",
-    "overlap_in_pipeline",
     "overlap_with_recompute",
     "state_sharding",
     "gradient_sharding",
@@ -105,9 +104,6 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
             remedy="make the micro-batches larger, or make the device idle",
         ),
         "overlap": _Words(name="overlap in halves", remedy="leave 'overlap' out"),
-        "overlap_in_pipeline": _Words(
-            name="overlap in halves inside a pipeline", remedy="leave 'overlap' out, or take one stage"
-        ),
         "overlap_with_recompute": _Words(
             name="overlap in halves with recompute or activations in host memory",
             remedy="leave 'overlap' out, or 'recompute' and 'offload_activations'",
@@ -175,7 +171,7 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="any model",
         why=lambda *_: "this version does not run it",
-        refuses=frozenset({"overlap_in_pipeline", "overlap_with_recompute", "parameter_sharding_over_pipelines"}),
+        refuses=frozenset({"overlap_with_recompute", "parameter_sharding_over_pipelines"}),
     ),
     Trait(
         name="statistics over the batch (BatchNorm)",
@@ -263,8 +259,6 @@ def _of_pipeline(where: str, pipeline: Pipeline, schedule: str) -> Iterator[Use]
     for index, stage in enumerate(stages):
         at = f"{where}, stage {index}"
         yield from _of_stage(at, stage)
-        if stage.overlap and len(stages) > 1:
-            yield Use(feature="overlap_in_pipeline", where=at, how="has 'overlap' in a pipeline of several stages")
         empty = _without_samples(pipeline, stage)
         if empty:
             yield Use(

@@ -123,13 +123,9 @@ class Split:
     def overlapped(self, candidate: Candidate) -> list[Candidate]:
         """The same with each micro-batch as two halves in turns, where it has two."""
         plan = candidate.plan
-        if (
-            plan is None
-            or not Capabilities(self.model.graph).allow("overlap")
-            or any(len(p.stages) > 1 for p in plan.pipelines)
-        ):
+        if plan is None or not Capabilities(self.model.graph).allow("overlap"):
             return []
-        if any(stage.recompute for pipeline in plan.pipelines for stage in pipeline.stages):
+        if any(stage.recompute or stage.offload_activations for p in plan.pipelines for stage in p.stages):
             return []
         pipelines = tuple(
             pipeline.model_copy(
@@ -146,6 +142,7 @@ class Split:
                 f"{candidate.name}, one half of a micro-batch computes while the other communicates",
                 candidate.kind,
                 pipelines,
+                schedule=plan.schedule,
             )
         ]
 

@@ -115,6 +115,19 @@ def test_halves_of_micro_batches_in_turns(pool: Pool, name: str, schedule: str) 
     require_exact(pool, name, spread(2, PipelineOf((3, 1, 2), (stage,)), schedule=schedule))
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "mixtral", "gpt2", "weighted"])
+def test_halves_of_micro_batches_in_turns_inside_a_pipeline(pool: Pool, name: str, schedule: str) -> None:
+    """Devices share the samples of a half otherwise than those of the whole: 3 by (2, 1), and 2 and 1 of them."""
+    ops = len(captured(name).ops)
+    stages = (
+        StageOf(ops // 3, (0, 1), (2, 1), kind="split", overlap=True, free=True),
+        StageOf(2 * ops // 3, (2, 3), (1, 3), kind="split", overlap=True),
+        StageOf(ops, (4, 5), (1, 1), kind="context", overlap=True),
+    )
+    require_exact(pool, name, spread(6, PipelineOf((3, 1, 2), stages), schedule=schedule))
+
+
 @st.composite
 def spreads(draw: st.DrawFn, name: str) -> Spread:
     """Pipelines of up to two stages, each on one to three devices, in parts or by samples, or along two axes; one may be beside."""
@@ -132,7 +145,7 @@ def spreads(draw: st.DrawFn, name: str) -> Spread:
             pair = (draw(st.integers(1, 2)), 1) if second else ()
             start = stages[-1].stop if stages else 0
             kind = draw(st.sampled_from(("split", "split", "context", "replicate")))
-            overlap = count == 1 and width > 1 and kind != "replicate" and draw(st.booleans())
+            overlap = width > 1 and kind != "replicate" and draw(st.booleans())
             whole = [n for n, block in enumerate(graph.blocks) if start <= block.start < block.stop <= stop]
             again = () if overlap else tuple(n for n in whole if draw(st.integers(0, 3)) == 0)
             hosted = () if overlap else tuple(n for n in whole if n not in again and draw(st.integers(0, 3)) == 0)
