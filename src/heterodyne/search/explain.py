@@ -264,7 +264,7 @@ def _turns(pipeline: Pipeline) -> str:
 
 def _sharded(plan: Plan, graph: ModelGraph) -> str:
     """What devices with the same weights share out, and the part that each keeps; nothing where they share out nothing."""
-    parts = ", ".join(f"{device} {part:.0%}" for device, part in state_parts(plan, graph).items() if part < 1)
+    parts = ", ".join(f"{device} {part:.0%}" for device, part in state_parts(plan, graph).items() if round(part, 2) < 1)
     if not parts:
         return ""
     what = {
