@@ -7,7 +7,8 @@ what is left. Everything is as in any job: measured, planned, tried, rehearsed. 
 after its own choice, and the first by prediction alone is among them. All take turns in the same processes; the first step of a turn
 does not count, for in training each step follows another one of the same plan. The same seed gives the same clusters and models.
 
-It needs two cores that nobody else uses: speeds mean nothing on a core that is taken. The load of the machine before each case is told.
+It needs two cores that nobody else uses: speeds mean nothing on a core that is taken. The load of the machine before each case is told,
+and the pace of each device beside the runs over that of its profile: far from 1, the machine has changed and not the prediction.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from emulation import emulated, in_rounds, worker_arguments
 from hand_made import Rig
+from pace import Pace, at_pace
 from results import Results, arguments, spread
 
 from heterodyne.plan.plan import Plan
@@ -42,6 +44,8 @@ ALL_CASES, CASES, QUICK_CASES = (
 )  # each takes more than a minute: workers start, measure and rehearse under a quota
 _ORDER = ("plain", "memory", "links", "plain", "plain")
 """Kinds of cases, over and over."""
+_PACE, _PACE_S, _PACED = "pace", 0.25, 4
+"""Beside the plans the devices compute for themselves, for so long, with so many samples at once."""
 _TOGETHER = 1.7
 """Of two cores; the rest is left to the system."""
 _NEAR = 1.03
@@ -69,7 +73,7 @@ def main() -> int:
     cases = QUICK_CASES if options.quick else ALL_CASES if options.all else CASES
     chance = random.Random(20)
     right = foretold = limited = 0
-    errors: list[float] = []
+    errors, of_pace = list[float](), list[float]()
     for number in range(cases):
         load = os.getloadavg()[0]
         what, speeds, size, links = case(chance, number, quick=options.quick)
@@ -77,6 +81,7 @@ def main() -> int:
         seconds = {way: median(values) for way, values in job["seconds"].items()}
         of_case = {way: job["predicted"][way] / own - 1 for way, own in seconds.items()}
         errors += of_case.values()
+        of_pace += [job["at pace"][way] / own - 1 for way, own in seconds.items()]
         fastest = min(seconds, key=lambda way: seconds[way])
         right += seconds[CHOSEN] <= _NEAR * seconds[fastest]
         first = seconds[job["first by prediction"]] / seconds[fastest]
@@ -93,9 +98,12 @@ def main() -> int:
             first_by_prediction_over_fastest=first,
             fastest_was_rehearsed=fastest in job["rehearsed"],
             errors={job["names"][way]: round(error, 3) for way, error in of_case.items()},
+            paces=[round(pace, 3) for pace in job["paces"]],
             load_before=load,
         )
     results.row("cases in which no device holds the model or links are slow", cases=limited, of=cases)
+    at_pace_error = fmean(map(abs, of_pace))
+    results.row("mean error of the predictions at the pace that the devices have beside the runs", error=at_pace_error)
     results.bar("chosen plans that are the fastest or within 3% of it, of all", right / cases, ">= 0.9")
     results.bar("first by prediction: the fastest or within 3% of it, of all", foretold / cases, ">= 0.75")
     results.bar("mean error of the predictions, all plans that ran", fmean(map(abs, errors)), "<= 0.07")
@@ -195,14 +203,21 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         plans = session.communicator.broadcast_object(plans, 0)
         workers = {way: rig.worker(Plan.parse(text), model_of(size)) for way, (_, text) in plans.items()}
         run = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
+        few = {name: tensor[:_PACED] for name, tensor in batch.items()}
+        pace, paces = Pace(rig, model_of(size), few, seconds=_PACE_S), list[list[float]]()
+        run[_PACE] = lambda: paces.append(pace())
         found = in_rounds(run, session.communicator, rounds=size.rounds, steps=size.steps, settle=1)
         for made in workers.values():
             made.close()
         if session.rank == 0:
             # As they run here: nothing is clipped.
             predicted = {way: rig.predicted(Plan.parse(text)).step_s for way, (_, text) in plans.items()}
+            beside = [median(of_device) for of_device in zip(*paces, strict=True)]
+            at = {way: at_pace(rig, Plan.parse(text), beside) for way, (_, text) in plans.items()}
             told = {
-                "seconds": found.seconds,
+                "seconds": {way: found.seconds[way] for way in plans},
+                "at pace": at,
+                "paces": beside,
                 "first by prediction": first,
                 "rehearsed": rehearsed,
                 "fits whole": fits,
