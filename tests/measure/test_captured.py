@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from heterodyne.api.lone_steps import lone_steps
 from heterodyne.api.measured_draws import MeasuredDraws
 from heterodyne.cluster import BlockSample
 from heterodyne.errors import MeasureError
 from heterodyne.frontend import Captured, loss_of, trace
 from heterodyne.graph.ir import Block
+from heterodyne.job import OptimizerSection
 from heterodyne.measure import Sampling, WholeModel
 from heterodyne.measure.kernels import measure_blocks
 from heterodyne.measure.workbench import Workbench
+from pure.build import cluster
 
 CPU = torch.device("cpu")
 BENCH = Workbench(device=CPU, sampling=Sampling(warm_up=0, sample_s=0, samples=1, section_s=0, most_samples=1))
@@ -139,3 +144,21 @@ def test_dropout_is_measured_as_training_draws_it() -> None:
     assert (first == 0).any()
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def test_lone_steps_train_a_copy_of_the_model(model: Model, batch: dict[str, Tensor], captured: Captured) -> None:
+    made: list[Model] = []
+
+    def build(device: torch.device) -> Model:
+        made.append(copy.deepcopy(model).to(device))
+        return made[-1]
+
+    whole = WholeModel(build=build, inputs=captured.graph.inputs, example=batch, loss=loss_of)
+    session: Any = SimpleNamespace(cluster=cluster(1), rank=0, device=CPU)
+    steps = lone_steps(session, captured, whole, optimizer=OptimizerSection(lr=1e-2), precision="fp32")
+    before = loss_of(model(**batch)).item()
+    with steps(3) as train:
+        for _ in range(3):
+            train()
+    assert loss_of(made[0](**batch)).item() < before
+    assert loss_of(model(**batch)).item() == before
