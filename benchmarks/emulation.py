@@ -57,12 +57,18 @@ class Rounds:
 
 
 def in_rounds(
-    run: Mapping[str, Callable[[], object]], communicator: Communicator, *, rounds: int, steps: int
+    run: Mapping[str, Callable[[], object]], communicator: Communicator, *, rounds: int, steps: int, settle: int = 0
 ) -> Rounds:
-    """Each way takes some steps in each round, so that a machine that gets slower does so for all; the first round warms up."""
+    """Each way takes some steps in each round, so that a machine that gets slower does so for all; the first round warms up.
+
+    ``settle``: steps at the begin of each turn that do not count: they find the caches full of what another way has left, and in training
+    each step follows another one.
+    """
     found = Rounds({way: [] for way in run}, {way: [] for way in run})
     for number in range(rounds + 1):
         for way, step in run.items():
+            for _ in range(settle):
+                step()
             communicator.barrier()
             started = time.perf_counter()
             for _ in range(steps):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Line", "Rig", "cuts_at", "plan_of", "with_best_order"]
 
 Devices = tuple[str, ...]
+_BRIEF_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +152,24 @@ class Rig:
 
     @classmethod
     def automatic(
-        cls, session: Session, model: nn.Module, batch: Mapping[str, Tensor], sizes: tuple[int, ...]
+        cls,
+        session: Session,
+        model: nn.Module,
+        batch: Mapping[str, Tensor],
+        sizes: tuple[int, ...],
+        *,
+        budget_s: float = 60.0,
+        room: Sequence[float] = (),
     ) -> tuple[Rig, Prepared]:
-        """Capture, measure, plan, try and rehearse as in any job. Collective."""
+        """Capture, measure, plan, try and rehearse as in any job. Collective.
+
+        ``room``: what part of the whole model each device may hold beside the framework (`limited`); none: as much as it has.
+        """
         from heterodyne.api.preparation import prepare
 
-        captured, whole, settings = _captured(session, model, batch, sizes, "auto")
+        captured, whole, settings = _captured(session, model, batch, sizes, "auto", budget_s)
+        if room:
+            session = limited(session, captured, whole, settings, room)
         prepared = prepare(session, captured, whole, settings)
         rig = cls(session=session, captured=captured, whole=whole, profile=prepared.profile, settings=settings)
         return rig, prepared
@@ -200,6 +213,23 @@ class Rig:
             seed=0,
             clip_grad_norm=0.0,
         )
+
+
+def limited(
+    session: Session, captured: Captured, whole: WholeModel, settings: Settings, room: Sequence[float]
+) -> Session:
+    """The session on devices with less memory: beside the framework, that part of what training the whole model takes with micro-batches
+    of one sample. Collective."""
+    from heterodyne.api.preparation import measure_everywhere
+
+    brief = replace(settings, parallelism=settings.parallelism.model_copy(update={"measure_s": _BRIEF_S}))
+    profile = measure_everywhere(session, captured, whole, brief, fresh=True)  # what the framework takes
+    costs = CostModel(graph=captured.graph, cluster=session.cluster, profile=profile, recipe=Recipe(clip=False))
+    devices = []
+    for part, device in zip(room, session.cluster.devices, strict=True):
+        use = costs.memory_use(device.id, 1)
+        devices.append(replace(device, memory_bytes=round(use.context + part * (use.total - use.context))))
+    return replace(session, cluster=replace(session.cluster, devices=tuple(devices)))
 
 
 def _mean(values: Sequence[float]) -> float:

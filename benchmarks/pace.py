@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -30,18 +31,21 @@ _PACE = "pace"
 class Pace:
     """How long each worker needs for some work of its own, all at the same time, over how long it needed by the profile. Collective.
 
-    ``batch``: of a size at which the whole model was measured.
+    ``batch``: of a size at which the whole model was measured; ``seconds``: about how long it works each time.
     """
 
-    def __init__(self, rig: Rig, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    def __init__(self, rig: Rig, module: nn.Module, batch: Mapping[str, Tensor], *, seconds: float = 1.0) -> None:
         import torch
 
+        from heterodyne.api.measured_draws import MeasuredDraws
+
+        self._around = MeasuredDraws.of(rig.captured.graph, rig.session.device)
         self._gather = rig.session.communicator.all_gather_object
         self._barrier = torch.distributed.barrier
         self._module, self._batch = module, batch
         compute = rig.costs.compute[rig.session.cluster.devices[rig.session.rank].id]
         mine = compute.micro_batch_s(len(next(iter(batch.values()))))
-        self._count = max(1, round(1 / mine))
+        self._count = max(1, round(seconds / mine))
         self._by_profile = self._gather(self._count * mine)
         self._run()
 
@@ -54,12 +58,18 @@ class Pace:
         return sum(2 * p.nbytes for p in self._module.parameters())
 
     def _run(self) -> float:
+        import torch
+
         from heterodyne.frontend import loss_of
 
+        size = len(next(iter(self._batch.values())))
         self._barrier()
         started = time.perf_counter()
         for _ in range(self._count):
-            loss_of(self._module(**self._batch)).backward()
+            with nullcontext() if self._around is None else self._around.forward(size):
+                loss = loss_of(self._module(**self._batch))
+            with nullcontext() if self._around is None else self._around.backward(size):
+                torch.autograd.backward(loss)
         return time.perf_counter() - started
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from heterodyne.api.lone_steps import lone_steps
+from heterodyne.api.measured_draws import MeasuredDraws
 from heterodyne.cluster import BlockSample
 from heterodyne.errors import MeasureError
 from heterodyne.frontend import Captured, loss_of, trace
 from heterodyne.graph.ir import Block
+from heterodyne.job import OptimizerSection
 from heterodyne.measure import Sampling, WholeModel
 from heterodyne.measure.kernels import measure_blocks
 from heterodyne.measure.workbench import Workbench
+from pure.build import cluster
 
 CPU = torch.device("cpu")
 BENCH = Workbench(device=CPU, sampling=Sampling(warm_up=0, sample_s=0, samples=1, section_s=0, most_samples=1))
@@ -108,3 +115,50 @@ def test_an_example_of_another_model(batch: dict[str, Tensor], captured: Capture
     whole = WholeModel(build=lambda _: Model(), inputs=captured.graph.inputs, example=example, loss=loss_of)
     with pytest.raises(MeasureError, match=r"1 tensors \(ids\), the model the inputs ids, labels"):
         whole.instantiate(1, CPU)
+
+
+def test_dropout_is_measured_as_training_draws_it() -> None:
+    """A block draws the masks of the samples, which are the same each time, and keeps them as the runtime does: as wide as its values."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.seen = nn.Linear(8, 8), list[Tensor]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(F.dropout(self.linear(x), 0.5))
+            return self.seen[-1]
+
+    class Program:
+        module = Dropped()
+
+        def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, list[Tensor]]:
+            del seed
+            return self.module, [torch.ones(batch, 16, 8, device=device)]
+
+    bench = replace(BENCH, around=MeasuredDraws(CPU))
+    (sample,) = measure_blocks({"dropped": Program()}, [3], bench)["dropped"]
+    of_linear, mask = 3 * 16 * 8 * 4, 3 * 16 * 8 * 4
+    assert sample.saved_bytes == of_linear + mask
+    first, *others = Program.module.seen
+    assert (first == 0).any()
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def test_lone_steps_train_a_copy_of_the_model(model: Model, batch: dict[str, Tensor], captured: Captured) -> None:
+    made: list[Model] = []
+
+    def build(device: torch.device) -> Model:
+        made.append(copy.deepcopy(model).to(device))
+        return made[-1]
+
+    whole = WholeModel(build=build, inputs=captured.graph.inputs, example=batch, loss=loss_of)
+    session: Any = SimpleNamespace(cluster=cluster(1), rank=0, device=CPU)
+    steps = lone_steps(session, captured, whole, optimizer=OptimizerSection(lr=1e-2), precision="fp32")
+    before = loss_of(model(**batch)).item()
+    with steps(3) as train:
+        for _ in range(3):
+            train()
+    assert loss_of(made[0](**batch)).item() < before
+    assert loss_of(model(**batch)).item() == before

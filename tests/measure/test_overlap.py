@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,3 +53,19 @@ def test_the_overlap_is_what_is_lost_of_each_second_in_flight(lost: float) -> No
     peers: Any = Together(clock, lost)
     bench = Workbench(device=torch.device("cpu"), sampling=Sampling(sample_s=0.01), clock=clock)
     assert measure_overlap(peers, peers, bench, compute=peers.compute) == pytest.approx(lost, abs=0.02)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_on_a_processor_what_a_collective_computes_is_lost_and_what_it_waits_is_not(copies: bool) -> None:
+    class Copying(Together):
+        def all_reduce(self, tensor: torch.Tensor) -> Together:
+            began = time.process_time()
+            while copies and time.process_time() < began + 2 * COLLECTIVE_S:
+                pass
+            if not copies:
+                time.sleep(2 * COLLECTIVE_S)
+            return self
+
+    peers: Any = Copying(FakeClock(), 0.0)
+    bench = Workbench(device=torch.device("cpu"), sampling=Sampling(sample_s=0.01))
+    assert (measure_overlap(peers, peers, bench) > 0.5) == copies

@@ -15,6 +15,8 @@ from heterodyne.api.as_it_is import AsItIs, capture_as_it_is, require_same_count
 from heterodyne.api.before_measuring import measuring_s, require_room
 from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
 from heterodyne.api.compiled import compile_module, require_compiler, uncompiled
+from heterodyne.api.lone_steps import lone_steps
+from heterodyne.api.measured_draws import MeasuredDraws
 from heterodyne.api.optimizer_reach import OptimizerReach, require_within_reach, strategy_within_reach
 from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.api.rehearsal import rehearse
@@ -165,6 +167,10 @@ def measure_everywhere(
         if len(session.cluster.devices) > 1 and graph.opaque is None and not settings.compile
         else None,
         compile=compile_module if settings.compile else None,
+        around=MeasuredDraws.of(graph, session.device),
+        lone_steps=None
+        if settings.compile or whole.weightless
+        else lone_steps(session, captured, whole, optimizer=settings.optimizer, precision=settings.precision),
     )
     with session.announced(
         f"measuring {counted(session.world_size, 'device')}, which may take {format_seconds(budget_s)}"
@@ -266,6 +272,7 @@ def prepare(
         gather=session.communicator.all_gather_object,
         devices=[d.id for d in session.cluster.devices],
         compile=compile_module if settings.compile else None,
+        around=MeasuredDraws.of(captured.graph, session.device),
     )
 
     def attempt(share: Share) -> float:

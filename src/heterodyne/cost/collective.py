@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
+from math import sqrt
 
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import MeasureError
+from heterodyne.graph.sharding.price import LATENCY_BYTES
 
 __all__ = ["FREE", "AlphaBeta", "Collectives", "fit"]
 
@@ -144,6 +146,22 @@ class Collectives:
             return FREE
         most = (total - min(shares)) / total
         return self.all_reduce(devices).scaled(0.5, 0.5 * most * count / (count - 1))
+
+    def ring_s(self, devices: Sequence[str], shares: Sequence[int], size_bytes: float) -> float:
+        """Seconds of a reduce-scatter or an all-gather of so many bytes as a ring of messages, whatever an all-reduce takes.
+
+        Chunks of c bytes follow each other: N / c latencies, and over the slowest link N - s bytes, and 2 (n - 2) c for the last chunk to
+        come round. A rank sends its first chunks at once, so of two ranks nothing comes round.
+        """
+        total, count = sum(shares), len(shares)
+        if count < 2 or not total or not size_bytes:
+            return 0.0
+        links = [self.send(a, b) for a, b in pairwise([*devices, devices[0]])]
+        slowest = max(link.s_per_byte for link in links)
+        chunk = min(size_bytes, sqrt(size_bytes * LATENCY_BYTES / (2 * (count - 1))))
+        most = size_bytes * (total - min(shares)) / total
+        latencies = max(1.0, most / chunk) * max(link.latency_s for link in links)
+        return latencies + slowest * (most + 2 * (count - 2) * chunk)
 
     def all_reduce(self, devices: Sequence[str]) -> AlphaBeta:
         """An all-reduce among the devices; nothing for one. Raises MeasureError if nothing is known of a link.

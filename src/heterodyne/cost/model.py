@@ -339,7 +339,7 @@ class CostModel:
         if not plan.zero:
             return {"reduce_s": tuple(self.collectives.all_reduce(b.owners)(b.bytes) for b in buckets)}
         shares = state_shares(plan)
-        half = [self.collectives.reduce_scatter(b.owners, [shares[o] for o in b.owners])(b.bytes) for b in buckets]
+        half = [self._half_s(plan, bucket, [shares[owner] for owner in bucket.owners]) for bucket in buckets]
         if plan.zero < 3:
             return {"reduce_s": tuple(half), "gather_s": tuple(half)}
         reads = stages_reading(plan.pipelines[0], self.graph)
@@ -351,6 +351,21 @@ class CostModel:
                 for names in reads
             ),
         }
+
+    def _half_s(self, plan: Plan, bucket: Bucket, shares: Sequence[int]) -> float:
+        """Seconds of the reduce-scatter of a bucket, or of its all-gather.
+
+        Workers on processors of one machine have memory that all of them see for buffers that stay, and all-reduces are measured there;
+        what comes and goes travels as messages.
+        """
+        messages = plan.zero > 1 and all(self.cluster.device(owner).backend == "cpu" for owner in bucket.owners)
+        if messages:
+            return self.collectives.ring_s(bucket.owners, shares, bucket.bytes)
+        return self.collectives.reduce_scatter(bucket.owners, shares)(bucket.bytes)
+
+    def _carried_s(self, device: str, stages: Sequence[Ops], boxes: Boxes, state: float) -> float:
+        """Seconds of the copies that carry new weights where state is shared out: the own ones into the buffer, then all out of it."""
+        return 2 / self.recipe.update_passes * (state + 1) * self.update_s(device, stages, boxes)
 
     def _rank(
         self,
@@ -381,6 +396,7 @@ class CostModel:
         on_host = any(stage.offload for stage in mine.values())
         alone = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
         fixed = self.shared_out(alone, plan, device, buckets, state) if plan.zero else alone
+        carried = self._carried_s(device, ranges, at.boxes, state) if plan.zero in (1, 2) else 0.0
         lost = self.device_memory[device].lost
         begins = alone.parameters - round((1 - state) * coming.trained) if plan.zero > 2 else alone.parameters
         comes = fixed.gradients + fixed.parameters - begins if plan.zero > 1 else coming.alone
@@ -388,7 +404,7 @@ class CostModel:
             stages=costs,
             ready={bucket.index: self._ready(at, bucket) for bucket in buckets if device in bucket.owners},
             clip_s=state * self.clip_s(device, ranges, at.boxes),
-            step_s=state * self.update_s(device, ranges, at.boxes, on_host=on_host),
+            step_s=state * self.update_s(device, ranges, at.boxes, on_host=on_host) + carried,
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
             fixed_bytes=fixed.fixed,

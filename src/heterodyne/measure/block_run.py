@@ -1,6 +1,7 @@
 """One forward and backward of a block, as it runs inside training: gradients accumulate, inputs are fresh.
 
-The backward may come in two halves, as in schedules without bubbles: the gradients of the inputs, then those of the weights.
+The backward may come in two halves, as in schedules without bubbles: the gradients of the inputs, then those of the weights. Where
+training replaces functions of torch (masks of dropout that belong to the samples), so does a block that is timed for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from heterodyne.measure.clock import Clock, Mark
 from heterodyne.measure.kept import bytes_kept
 from heterodyne.plan.precision import Precision
 
-__all__ = ["BlockProgram", "BlockRun", "Halves", "Precision"]
+__all__ = ["BlockProgram", "BlockRun", "Halves", "Precision", "Surroundings"]
 
 
 class BlockProgram(Protocol):
@@ -36,6 +37,15 @@ class Halves(Protocol):
     def run(self) -> None: ...
 
 
+class Surroundings(Protocol):
+    """What training puts around the passes of a micro-batch of so many samples."""
+
+    def forward(self, samples: int) -> AbstractContextManager[object]: ...
+    def backward(self, samples: int) -> AbstractContextManager[object]:
+        """Of the latest forward."""
+        ...
+
+
 class BlockRun:
     """Runs a block again and again; each call returns the marks before forward, after it, before backward and after it."""
 
@@ -49,9 +59,12 @@ class BlockRun:
         seed: int,
         clock: Clock,
         compile: Callable[[nn.Module], None] | None = None,
+        around: Surroundings | None = None,
     ) -> None:
         self._module, inputs = program.instantiate(size, device, seed=seed)
         self._inputs = tuple(inputs)
+        self._size = size
+        self._around = around
         self._device = device
         self._precision = precision
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -81,7 +94,8 @@ class BlockRun:
         cotangents = self._cotangents_of(differentiable)
         begin = self._clock.mark()
         if differentiable:
-            torch.autograd.backward(differentiable, cotangents)
+            with nullcontext() if self._around is None else self._around.backward(self._size):
+                torch.autograd.backward(differentiable, cotangents)
         end = self._clock.mark()
         self._forget_input_gradients()
         return start, middle, begin, end
@@ -109,7 +123,8 @@ class BlockRun:
         return self._clock.seconds(marks[0], marks[-1])
 
     def _forward(self, inputs: tuple[object, ...]) -> object:
-        with _autocast(self._device, self._precision):
+        around = nullcontext() if self._around is None else self._around.forward(self._size)
+        with _autocast(self._device, self._precision), around:
             return self._module(*inputs)
 
     def _fresh(self) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Clock", "DeviceClock", "HostClock", "Mark", "clock_of"]
+__all__ = ["Clock", "DeviceClock", "HostClock", "Mark", "ProcessorClock", "clock_of"]
 
 
 # A moment, set by a clock and understood by that clock alone: seconds for one, an event for another.
@@ -33,6 +33,19 @@ class HostClock:
 
     def mark(self) -> float:
         return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def wait(self) -> None:
+        return
+
+
+class ProcessorClock:
+    """Seconds that all threads of this process have computed on processors: it stands still while the process is stopped or waits."""
+
+    def mark(self) -> float:
+        return time.process_time()
 
     def seconds(self, start: float, end: float) -> float:
         return end - start

@@ -13,7 +13,7 @@ import torch
 
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
-from heterodyne.measure.clock import Clock
+from heterodyne.measure.clock import Clock, HostClock, ProcessorClock
 from heterodyne.measure.peers import P2P, Peers, ProcessGroup
 from heterodyne.measure.sampling import Sampling, Timing, summarise
 from heterodyne.measure.workbench import Workbench
@@ -158,6 +158,9 @@ def measure_overlap(
 
     ``compute`` (default: a product of small matrices) is repeated until it lasts three times the collective, with and without
     the collective beside it, in turn; the difference is what the collective took away. 0 for one rank.
+
+    Where the host computes, what a collective takes is the processor's time that this process spends on it, at the rate at which
+    it gets any: a worker that is held to a part of a core pays from that part for every byte that its threads copy.
     """
     if peers.world_size < 2:
         return 0.0
@@ -191,8 +194,22 @@ def measure_overlap(
     some = max(1, round(bench.sampling.sample_s / max(compute_s(_GUESS, 1, beside=False) / _GUESS, 1e-6)))
     unit_s = compute_s(some, 1, beside=False) / some
     times = max(1, min(100_000, round(_COVER * alone_s / unit_s))) if unit_s > 0 else 1
+    if isinstance(clock, HostClock):
+        return _share_of_processor(alone_s, peers, reduce, lambda: [work() for _ in range(times * runs)], rounds)
     lost = [compute_s(times, runs, beside=True) - compute_s(times, runs, beside=False) for _ in range(rounds)]
     return min(1.0, max(0.0, median(lost) / alone_s)) if alone_s > 0 else 0.0
+
+
+def _share_of_processor(
+    alone_s: float, peers: Peers, reduce: Callable[[], None], compute: Callable[[], object], rounds: int
+) -> float:
+    """Seconds that the processor's work of a collective of ``alone_s`` takes from computing, a second; at most 1."""
+    processor, wall = ProcessorClock(), HostClock()
+    spent = _timed(peers, reduce, 2 * rounds, processor)
+    start, began = processor.mark(), wall.mark()
+    compute()
+    rate = processor.seconds(start, processor.mark()) / max(wall.seconds(began, wall.mark()), 1e-9)
+    return min(1.0, spent / (rate * alone_s)) if alone_s > 0 and rate > 0 else 0.0
 
 
 def _together(

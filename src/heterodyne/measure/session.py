@@ -15,7 +15,7 @@ from heterodyne.cluster.profile import WHOLE, BlockSample, DeviceProfile, LinkSa
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.measure.block_run import BlockProgram, Halves, Precision
+from heterodyne.measure.block_run import BlockProgram, Halves, Precision, Surroundings
 from heterodyne.measure.cache import Cache, profile_key
 from heterodyne.measure.clock import Clock
 from heterodyne.measure.confirm import changes
@@ -28,12 +28,13 @@ from heterodyne.measure.notes import told_once
 from heterodyne.measure.optimizer_step import measure_optimizer
 from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.sampling import Sampling
+from heterodyne.measure.step_overhead import LoneSteps, measure_step_overhead
 from heterodyne.measure.workbench import Workbench
 from heterodyne.processes.heap import give_back_memory
 
 __all__ = ["Request", "measure"]
 
-_BUDGET = {"blocks": 0.65, "optimizer": 0.05, "all-reduce": 0.12, "transfers": 0.12, "exchanges": 0.06}
+_BUDGET = {"blocks": 0.6, "optimizer": 0.05, "overhead": 0.05, "all-reduce": 0.12, "transfers": 0.12, "exchanges": 0.06}
 _OPTIMIZER_BYTES = 256 * 2**20
 _OVERLAP_S = 0.05  # the collective under which computation is timed: long enough to matter, short enough to repeat
 
@@ -53,6 +54,8 @@ class Request:
         budget_s: about the seconds that all of it may take.
         halves: makes what splits a backward into halves; None: backwards are measured as a whole only.
         compile: lets blocks and model run compiled; None: they run as they are.
+        around: what training puts around a forward and a backward; None: nothing.
+        lone_steps: trains the whole model on this device alone; None: what a step takes besides passes and update is not measured.
     """
 
     graph: ModelGraph
@@ -67,6 +70,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     halves: Callable[[], Halves] | None = None
     compile: Callable[[nn.Module], None] | None = None
+    around: Surroundings | None = None
+    lone_steps: LoneSteps | None = None
 
     def __post_init__(self) -> None:
         missing = [kind for kind in self.graph.kinds if kind not in self.programs]
@@ -152,6 +157,7 @@ class _Session:
             progress=progress or (lambda _what, _done, _total: None),
             halves=request.halves,
             compile=request.compile,
+            around=request.around,
         )
 
     def close(self) -> None:
@@ -229,6 +235,7 @@ class _Session:
         optimizer = measured()
         # Where all memory is the host's, nothing is gained by keeping state there.
         apart = any(device.backend != "cpu" for device in self._request.cluster.devices)
+        overhead = self._overhead(optimizer)
         on_host = measured(on_host=True) if apart else 0.0
         copies = measure_host_copies(self._bench, budget_s=self._budget("optimizer")) if apart else 0.0
         links, overlap = self._links()
@@ -240,6 +247,7 @@ class _Session:
             optimizer_s_per_byte=optimizer,
             host_update_s_per_byte=on_host,
             host_copy_s_per_byte=copies,
+            step_overhead_s=overhead,
             overlap=overlap,
             context_bytes=context,
         )
@@ -257,6 +265,25 @@ class _Session:
             memory_bytes=own.memory_bytes,
             needs=self._request.needs,
             counts=Counter(block.kind for block in self._request.graph.blocks),
+        )
+
+    def _overhead(self, optimizer_s_per_byte: float) -> float:
+        request = self._request
+        if request.lone_steps is None or WHOLE not in request.programs:
+            return 0.0
+        size = min(request.micro_batch_sizes)
+        weights = sum(p.bytes for p in request.graph.parameters)
+        trained = sum(p.bytes for p in request.graph.parameters if p.trainable)
+        # Two copies, of which one is trained: its optimizer keeps two values a weight at most.
+        needed = 2 * request.needs(WHOLE, size) + 2 * weights
+        return measure_step_overhead(
+            request.programs[WHOLE],
+            request.lone_steps,
+            size,
+            self._bench,
+            update_s=optimizer_s_per_byte * trained,
+            fits=needed <= request.cluster.devices[self._peers.rank].memory_bytes,
+            budget_s=self._budget("overhead"),
         )
 
     def _links(self) -> tuple[tuple[LinkSample, ...], float]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from heterodyne.cluster.profile import WHOLE
 from heterodyne.errors import MeasureError
-from heterodyne.measure.block_run import BlockProgram, BlockRun, Halves, Precision
+from heterodyne.measure.block_run import BlockProgram, BlockRun, Halves, Precision, Surroundings
 from heterodyne.measure.clock import Clock, Mark, clock_of
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.sampling import Sampling, Timing, sample
@@ -59,6 +59,7 @@ class Workbench:
         seed: of weights and inputs.
         halves: makes what splits a backward into halves; None: backwards are measured as a whole only.
         compile: lets what is measured run compiled, as it will in training; None: it runs as it is.
+        around: what training puts around a forward and a backward; None: nothing.
     """
 
     device: torch.device
@@ -74,6 +75,7 @@ class Workbench:
     seed: int = 0
     halves: Callable[[], Halves] | None = None
     compile: Callable[[nn.Module], None] | None = None
+    around: Surroundings | None = None
 
     @property
     def stopwatch(self) -> Clock:
@@ -92,6 +94,7 @@ class Workbench:
             seed=self.seed,
             clock=self.stopwatch,
             compile=self.compile,
+            around=self.around,
         )
 
     def time(

@@ -120,3 +120,17 @@ def test_a_link_of_which_nothing_is_known_is_named() -> None:
     bare = Cluster(name="bare", devices=MACHINES.devices)
     with pytest.raises(MeasureError, match="between n0/cpu:0 and n0/cpu:1"):
         Collectives(cluster=bare).all_reduce(IDS[:2])
+
+
+def test_a_ring_of_messages_takes_as_long_as_its_messages_whatever_an_all_reduce_takes() -> None:
+    """No faster than all but the smallest range over the slowest link; without latency and of two devices, just that."""
+    quick = reduces(IDS[:2], 0.0, 1e-12)
+    free = Collectives(cluster=MACHINES, samples=(*quick, *sends(IDS[0], IDS[1], 0.0, 2e-9)))
+    assert free.ring_s(IDS[:2], (1, 3), 8e6) == pytest.approx(2e-9 * 6e6)
+    pairs = [
+        sends(a, b, 1e-4, beta) for a, b, beta in zip(IDS, (*IDS[1:], IDS[0]), (1e-9, 2e-9, 3e-9, 1e-9), strict=True)
+    ]
+    ring = Collectives(cluster=MACHINES, samples=tuple(sample for pair in pairs for sample in pair))
+    assert ring.ring_s(IDS, (2, 2, 2, 2), 8e6) > 3e-9 * 6e6
+    assert ring.ring_s(IDS, (2, 2, 2, 2), 8e6) < ring.ring_s(IDS, (1, 3, 2, 2), 8e6)
+    assert ring.ring_s(IDS[:1], (1,), 8e6) == 0

@@ -78,3 +78,14 @@ def test_recipes(recipe: Recipe, states: int, ratio: float) -> None:
 def test_a_device_that_was_not_measured_is_named() -> None:
     with pytest.raises(MeasureError, match="n0/cpu:3 was not measured"):
         CostModel(graph=MODEL, cluster=cluster(4), profile=MEASURED).measured("n0/cpu:3")
+
+
+def test_sharded_state_carries_new_weights_and_what_comes_and_goes_travels_as_messages() -> None:
+    """Two equal shards of an update of 0.2 s, 7 passes: half of it, and 2 passes for the own half into the buffer and for all out of it.
+    Links are free here, an all-reduce is not."""
+    whole = valid_plan(MODEL, MACHINES, [MicroBatches((1, 4)), MicroBatches((1,)), None], bucket_bytes=600)
+    first, second = (COSTS.of(whole.model_copy(update={"zero": zero})) for zero in (1, 2))
+    for costs in (first, second):
+        assert costs.seconds(0, Action(0, "STEP")) == pytest.approx(0.2 * (1 / 2 + 2 / 7 * 3 / 2), rel=0.1)
+    assert min(first.reduce_s) > 2e-4
+    assert max(second.reduce_s) < 1e-9
