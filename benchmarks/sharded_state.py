@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from emulation import emulated, in_rounds, ratios, worker_arguments
+from emulation import EQUAL, emulated, in_rounds, ratios, worker_arguments
+from fsdp2 import FSDP2, OURS, Steps, against_fsdp2
 from results import ROOT, Results, arguments, spread
 
 HERE = Path(__file__)
@@ -38,6 +39,15 @@ class Size:
 
 FULL = Size(elements=7 * 2**20, bytes_per_s=25e6, rounds=6, layers=6, width=384, steps=2)
 QUICK = Size(elements=7 * 2**18, bytes_per_s=12.5e6, rounds=3, layers=2, width=128, steps=2)
+
+FSDP2_FULL = {
+    "links": (Steps(layers=6, width=384, length=64, samples=2, rounds=8, steps=1), "25MB/s", "<= 0.80"),
+    "computing": (Steps(layers=6, width=256, length=128, samples=8, rounds=8, steps=1), None, "<= 1.0"),
+}
+FSDP2_QUICK = {
+    "links": (Steps(layers=3, width=256, length=64, samples=2, rounds=3, steps=1), "25MB/s", "<= 0.80"),
+    "computing": (Steps(layers=3, width=256, length=128, samples=4, rounds=3, steps=1), None, "<= 1.0"),
+}
 
 
 def main() -> int:
@@ -72,7 +82,19 @@ def main() -> int:
     results.row("a step with sharded state", seconds=spread(steps["sharded"]), state_bytes=steps["sharded bytes"])
     results.row("sharded over whole", step_ratio=spread(ratios([steps], "sharded", "whole")))
     results.bar("step with sharded over whole state", median(ratios([steps], "sharded", "whole")), "<= 1.05")
+    beside_fsdp2(results, quick=options.quick)
     return results.write(options.json)
+
+
+def beside_fsdp2(results: Results, *, quick: bool) -> None:
+    """Equal workers, once bound by links and once by computing."""
+    for bound, (size, links, bar) in (FSDP2_QUICK if quick else FSDP2_FULL).items():
+        found = emulated(EQUAL, ["fsdp2"], size, HERE, links=links)
+        both = ratios([found], OURS, FSDP2)
+        for way in (OURS, FSDP2):
+            results.row(f"{way}, bound by {bound}", step_s=spread(found[way]))
+        results.row(f"ours over FSDP2, bound by {bound}", step_ratio=spread(both), gradients_apart=found["apart"])
+        results.bar(f"ZeRO-3 step over FSDP2's, bound by {bound}", median(both), bar)
 
 
 def ranges_of(shares: tuple[int, ...], elements: int) -> list[tuple[int, int]]:
@@ -183,4 +205,7 @@ if __name__ == "__main__":
     given = worker_arguments()
     if given is None:
         sys.exit(main())
-    (collectives if given.ways == ["collectives"] else training)(Size(**given.size), given.out)
+    if given.ways == ["fsdp2"]:
+        against_fsdp2(Steps(**given.size), given.out)
+    else:
+        (collectives if given.ways == ["collectives"] else training)(Size(**given.size), given.out)
