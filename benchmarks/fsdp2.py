@@ -58,9 +58,7 @@ def against_fsdp2(size: Steps, out: Path) -> None:
 
     with hd.open_session() as session:
         ranks = session.world_size
-        tokens = torch.randint(
-            0, 256, (ranks * size.samples, size.length), generator=torch.Generator().manual_seed(1)
-        )
+        tokens = torch.randint(0, 256, (ranks * size.samples, size.length), generator=torch.Generator().manual_seed(1))
         batch = {"input_ids": tokens, "labels": tokens}
         settings: dict[str, Any] = {"optimizer": adamw, "clip_grad_norm": CLIP}
         first = hd.distribute(model(), batch, plan="equal", session=session, measure_s=4, rehearsal_s=0, **settings)

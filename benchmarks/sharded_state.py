@@ -3,7 +3,9 @@
 Shares 1 : 2 : 4 of one flat tensor of fp32 are summed (reduce-scatter) and gathered by three workers in network namespaces of their own,
 all links alike. No way is faster than max over ranks of (N - s) / B: a rank sends all but what it keeps, and B is what a plain send
 reaches over these links. Beside it the usual form, which pads every shard to the largest one, moved by the same ring. Then equal shares
-against gloo's own `reduce_scatter_tensor`. Last a GPT on unequal workers, whole state against sharded state.
+against gloo's own `reduce_scatter_tensor`. Then a GPT on unequal workers, whole state against sharded state. Last a step
+with sharded parameters (ZeRO-3) on equal workers beside that of PyTorch's FSDP2 (`fsdp2.py` says how), once with slow links, where all
+that counts is what is sent and what hides it, and once with none, where it is what processors do besides computing.
 """
 
 from __future__ import annotations

@@ -94,6 +94,36 @@ def shared(world: World, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Te
         return own, narrow.clone()
 
 
+def through_rooms(world: World, sizes: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same of tensors that lie in no shared memory, through rooms that are smaller than some; all begun before any is awaited."""
+    from heterodyne.runtime.comm.communicator import Communicator
+
+    with Communicator(rank=world.rank, world_size=world.world_size, device=CPU) as communicator:
+        process_group = communicator.process_group(range(world.world_size))
+        assert process_group is not None
+        process_group.share_ranges(100_000)
+        assert process_group._rooms is not None
+        low, high = ranges_of(sizes)[world.rank]
+        flats = [torch.arange(sum(sizes), dtype=dtype) + 1000 * world.rank for dtype in (torch.float32, torch.float64)]
+        for pending in [process_group.reduce_scatter_ranges(flat, ranges_of(sizes)) for flat in flats]:
+            pending.wait()
+        own = [flat[low:high].clone() for flat in flats]
+        for pending in [process_group.all_gather_ranges(flat, ranges_of(sizes)) for flat in flats]:
+            pending.wait()
+        return list(zip(own, flats, strict=True))
+
+
+@pytest.mark.parametrize("sizes", CASES)
+def test_what_comes_and_goes_takes_rooms(pool: Pool, sizes: tuple[int, ...]) -> None:
+    ranks = len(sizes)
+    for rank, found in enumerate(pool.run(ranks, through_rooms, sizes)):
+        low, high = ranges_of(sizes)[rank]
+        for own, flat in found:
+            expected = ranks * torch.arange(sum(sizes), dtype=flat.dtype) + 1000 * sum(range(ranks))
+            assert torch.equal(own, expected[low:high])
+            assert torch.equal(flat, expected)
+
+
 @pytest.mark.parametrize("sizes", CASES)
 def test_neighbours_do_the_same_in_shared_memory(pool: Pool, sizes: tuple[int, ...]) -> None:
     ranks, total = len(sizes), sum(sizes)

@@ -2,7 +2,7 @@
 
 If all ranks of a process group have their own device of one type, tensors travel by that device's own backend (nccl, xccl; gloo on CPU).
 Between unlike devices they go through host memory: copied to a pinned buffer, summed by gloo, copied back. CPU workers of one machine sum
-`buffers` of a process group in shared memory.
+`buffers` of a process group in shared memory, and there they exchange ranges of what comes and goes (`share_ranges`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from heterodyne.runtime.comm.ring import all_gather_ring, reduce_scatter_ring
 from heterodyne.runtime.comm.shared_exchange import SharedExchange
 from heterodyne.runtime.comm.shared_memory import SharedBuffers
+from heterodyne.runtime.comm.shared_ranges import SharedRanges
 from heterodyne.runtime.comm.work import TorchWork, Work, event_after, timed_by
 
 __all__ = ["ProcessGroup"]
@@ -52,6 +53,7 @@ class ProcessGroup:
         self._via_host = via_host
         self._neighbours = neighbours
         self._shared: list[SharedBuffers] = []
+        self._rooms: SharedRanges | None = None
         self._exchange: SharedExchange | None = None
         self._exchange_tried = False
         self._thread: ThreadPoolExecutor | None = None
@@ -87,10 +89,16 @@ class ProcessGroup:
                 return shared.own
         return [torch.zeros(elements, dtype=dtype, device=self._device) for elements, dtype in sizes]
 
+    def share_ranges(self, largest: int) -> None:
+        """Let neighbours exchange ranges of tensors of about ``largest`` bytes, that come and go, in shared memory. Collective."""
+        if self._neighbours and self._group is not None and self._rooms is None:
+            self._rooms = SharedRanges.allocate(largest, len(self.ranks), self.place, self._gather)
+
     @property
     def borrowed_bytes(self) -> int:
         """Bytes of other ranks' memory that this process has mapped and used: resident in it, but theirs."""
-        return sum(shared.borrowed_bytes for shared in self._shared)
+        rooms = 0 if self._rooms is None else self._rooms.borrowed_bytes
+        return rooms + sum(shared.borrowed_bytes for shared in self._shared)
 
     def all_reduce(self, tensor: Tensor, *, timed: bool = False) -> Work:
         """Start the sum of ``tensor`` over the ranks, in place. With ``timed``, `Work.ended` is kept."""
@@ -207,10 +215,12 @@ class ProcessGroup:
         add_up = self._found(shared.sum_of(flat, ranges[self.place]) for shared in self._shared)
 
         def on_host(host: Tensor) -> None:
-            if add_up is None:
-                reduce_scatter_ring(group, host, ranges)
-            else:
+            if add_up is not None:
                 self._all_at_once(add_up)
+            elif self._rooms is not None:
+                self._rooms.reduce_scatter(host, ranges)
+            else:
+                reduce_scatter_ring(group, host, ranges)
 
         return self._ranges_on_host(flat, on_host, timed=timed)
 
@@ -233,10 +243,12 @@ class ProcessGroup:
         copy = self._found(shared.copies_of(flat, ranges) for shared in self._shared)
 
         def on_host(host: Tensor) -> None:
-            if copy is None:
-                all_gather_ring(group, host, ranges)
-            else:
+            if copy is not None:
                 self._all_at_once(copy)
+            elif self._rooms is not None:
+                self._rooms.all_gather(host, ranges)
+            else:
+                all_gather_ring(group, host, ranges)
 
         return self._ranges_on_host(flat, on_host, timed=timed)
 
@@ -260,6 +272,9 @@ class ProcessGroup:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._shared.clear()
+        if self._rooms is not None:
+            self._rooms.close()
+            self._rooms = None
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["SharedBuffers", "make_memory", "neighbourhood", "open_memory"]
+__all__ = ["SharedBuffers", "add_up", "make_memory", "neighbourhood", "open_memory"]
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 2**18  # a chunk of all ranks stays in the cache between being added up and being written back
@@ -108,24 +108,37 @@ class SharedBuffers:
     def _add_up(self, index: int, own: Range | None) -> None:
         buffers = self._by_buffer[index]
         first, last = _slice(buffers[0].numel(), self._place, len(buffers)) if own is None else own
-        dtype = torch.float32 if buffers[0].dtype in _LOW else buffers[0].dtype
-        dtype_bytes = buffers[0].element_size()
-        step = max(1, _CHUNK_BYTES // dtype_bytes)
-        room = torch.empty(min(step, max(0, last - first)), dtype=dtype)
-        for start in range(first, last, step):
-            parts = [buffer[start : min(start + step, last)] for buffer in buffers]
-            total = room[: parts[0].numel()]
-            total.copy_(parts[0])
-            for part in parts[1:]:
-                total.add_(part)
-            for part in parts if own is None else [parts[self._place]]:
-                part.copy_(total)
-        self._touched[index, True] = (len(buffers) - 1) * (last - first) * dtype_bytes
+        parts = [buffer[first:last] for buffer in buffers]
+        add_up(parts, parts if own is None else [parts[self._place]])
+        self._touched[index, True] = (len(buffers) - 1) * (last - first) * buffers[0].element_size()
+
+    def of_all(self, index: int) -> list[Tensor]:
+        """A buffer as each rank has it."""
+        return list(self._by_buffer[index])
 
     @property
     def borrowed_bytes(self) -> int:
         """Bytes of other ranks' buffers that are in this process's resident size, though they are not its own."""
         return sum(self._touched.values())
+
+
+def add_up(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """The sum of flat tensors, in their order, into each of others, which may be among them.
+
+    Halves are added up in float32 and rounded once.
+    """
+    dtype = torch.float32 if parts[0].dtype in _LOW else parts[0].dtype
+    step = max(1, _CHUNK_BYTES // parts[0].element_size())
+    elements = parts[0].numel()
+    room = torch.empty(min(step, elements), dtype=dtype)
+    for start in range(0, elements, step):
+        chunks = [part[start : start + step] for part in parts]
+        total = room[: chunks[0].numel()]
+        total.copy_(chunks[0])
+        for chunk in chunks[1:]:
+            total.add_(chunk)
+        for each in into:
+            each[start : start + step].copy_(total)
 
 
 def _slice(elements: int, place: int, places: int) -> tuple[int, int]:

@@ -84,11 +84,11 @@ class FlatBucket:
             begin += entry.parameter.numel()
 
     def open(self) -> None:
-        """Make the buffer, if it is not there; all of it is zero."""
+        """Make the buffer, if it is not there; nothing is in it yet."""
         if not self.comes_and_goes or self.buffer is not None:
             return
         size, dtype = self.size
-        self.buffer = torch.zeros(size, dtype=dtype, device=self.entries[0].parameter.device)
+        self.buffer = torch.empty(size, dtype=dtype, device=self.entries[0].parameter.device)
         begin = 0
         for entry in self.entries:
             entry.view = view_of(self.buffer, begin, entry.parameter, entry.box, by_rows=True)

@@ -249,6 +249,9 @@ class GradientBuckets:
         for process_group, of in by_group.items():
             stay = [bucket for bucket in of if self._weights is None or bucket.index not in self._ranges]
             sizes = [size_of(bucket, parameters, self._boxes) for bucket in stay]
+            if len(stay) < len(of):
+                come = [size_of(bucket, parameters, self._boxes) for bucket in of if bucket not in stay]
+                process_group.share_ranges(max(elements * dtype.itemsize for elements, dtype in come))
             if stay:
                 buffers |= {
                     bucket.index: buffer for bucket, buffer in zip(stay, process_group.buffers(sizes), strict=True)
