@@ -10,6 +10,7 @@ import random
 import threading
 import time
 import weakref
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,24 +25,33 @@ _RUBBISH = 255  # as bytes of a floating point number: not a number
 
 
 class SlowCopies:
-    """``copy`` stands in for `heterodyne.runtime.stages.host_link.copy`.
+    """``copy`` stands in for `heterodyne.runtime.stages.host_link.copy`; one thread does what was asked for, in that order, until `close`.
 
+    ``most_s``: of a delay; ``share``: of the copies that have one, the others are done as soon as they can be.
     ``lost``: ends of copies that were let go of before the copy was done, and before the stream whose memory it is had been told to wait
     for it: on a GPU that memory would be used for something else meanwhile. ``done``: copies.
     """
 
-    def __init__(self, accelerator: Accelerator, device: torch.device, *, seed: int, most_s: float) -> None:
+    def __init__(
+        self, accelerator: Accelerator, device: torch.device, *, seed: int, most_s: float, share: float = 1.0
+    ) -> None:
         self._queues = accelerator.queues
         self._accelerator = accelerator
         self._device = device
         self._chance = random.Random(seed)
-        self._most_s = most_s
+        self._most_s, self._share = most_s, share
         self._helper = torch.Stream(device)  # waits for nothing
+        self._asked: SimpleQueue[tuple[Any, Tensor, Tensor, float] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
         self.lost = 0
         self.done = 0
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        target.fill_(_RUBBISH)
+        if target.device == source.device:
+            target.copy_(source)
+            return
+        target.detach().fill_(_RUBBISH)
         index = self._device.index or 0
         operation: Any = SimpleNamespace(
             over=threading.Event(),
@@ -54,26 +64,32 @@ class SlowCopies:
         ticket = self._queues.ticket(operation)
         for end in (target, source):
             weakref.finalize(end, self._let_go, operation, ticket, on_host=end.device.type == "cpu").atexit = False
-        memory = (
-            target.detach(),
-            source.detach(),
-        )  # which stays, so that what is let go of is not a fault of this process
-        delay_s = self._chance.uniform(0, self._most_s)
-        threading.Thread(target=self._later, args=(operation, *memory, delay_s)).start()
+        delay_s = self._chance.uniform(0, self._most_s) if self._chance.random() < self._share else 0.0
+        # Detached tensors hold the memory, so that what is let go of is not a fault of this process.
+        self._asked.put((operation, target.detach(), source.detach(), delay_s))
         self._accelerator.stream_wait(index, ticket)
 
     def _let_go(self, operation: Any, ticket: int, *, on_host: bool) -> None:
         waits = not on_host and ticket in self._accelerator.stream_tickets(self._device.index or 0)
         self.lost += not operation.over.is_set() and not waits
 
-    def _later(self, operation: Any, target: Tensor, source: Tensor, delay_s: float) -> None:
-        for dep in operation.deps:
-            dep.over.wait()
-            dep.apply()
-        time.sleep(delay_s)
-        with self._helper:
-            target.copy_(source)
-        self.done += 1
-        operation.deps = []
-        operation.ended_s = time.monotonic()
-        operation.over.set()
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            operation, target, source, delay_s = asked
+            for dep in operation.deps:
+                dep.over.wait()
+                dep.apply()
+            if delay_s:
+                time.sleep(delay_s)
+            with self._helper:
+                target.copy_(source)
+            self.done += 1
+            operation.deps = []
+            operation.ended_s = time.monotonic()
+            operation.over.set()
+            del asked, target, source
+
+    def close(self) -> None:
+        """End the thread, when all is done that was asked for."""
+        self._asked.put(None)
+        self._thread.join()

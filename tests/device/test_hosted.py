@@ -33,6 +33,7 @@ def trained(world: World, graph: ModelGraph, spread: Spread, most_s: float | Non
         with mock.patch.object(host_link, "copy", slow.copy):
             losses = [worker.step(case.batch).loss for _ in range(STEPS)]
         torch.accelerator.synchronize(device)
+        slow.close()
     worker.close()
     return losses, 0 if slow is None else slow.done, 0 if slow is None else slow.lost
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from heterodyne.plan.state_shards import Range
+from heterodyne.runtime.stages import host_link
 
 __all__ = ["MasterWeights", "gradient_dtype"]
 
@@ -36,7 +37,8 @@ class MasterWeights:
         ranges: of those whose state is sharded, the elements ``[start, stop)``, row after row, that this rank updates; there may be none.
         shards: what this rank keeps of parameters that are sharded themselves; the others hold what is updated of them.
         on_host: what is updated, and the optimizer's state of it, is kept in the memory of the host: gradients go there for a step, and
-            new weights come back. Copies are waited for, so that no step sees half of one.
+            new weights come back. The update waits until all gradients have come, what the device is asked for next until the weights have;
+            the next gradients leave behind them, so that no update writes what is still on its way.
 
     ``updated``: by name, what the optimizer is made of: a parameter, or the range of it, itself; of one in 16 bits an fp32 copy (its
     master), and a copy on the host of what is kept there. A range has as many dims as its parameter, all but the last of size 1, so that
@@ -147,14 +149,26 @@ class MasterWeights:
             for name, made in self.updated.items()
             if made is not self._parameters[name] or name in self.own_gradients
         }
-        for name, made in apart.items():
-            gradient = self._gradient(name)
-            made.grad = None if gradient is None else gradient.to(made.device)
+        self._hand_over(apart)
         with _laid_out_alike(self.updated.values()):
             optimizer.step()
         for made in apart.values():
             made.grad = None
         self.round()
+
+    def _hand_over(self, apart: Mapping[str, nn.Parameter]) -> None:
+        """Give what is updated its gradients; those that go to the host all set out before the first is waited for."""
+        leaving = None
+        for name, made in apart.items():
+            gradient = self._gradient(name)
+            if gradient is None or gradient.device == made.device:
+                made.grad = gradient
+                continue
+            made.grad = torch.empty_like(gradient, device=made.device, pin_memory=True)
+            host_link.copy(made.grad, gradient)
+            leaving = gradient.device
+        if leaving is not None:
+            torch.accelerator.current_stream(leaving).synchronize()
 
     def settled(self) -> None:
         """What the model has now is what the masters have; what changes it from here on is the user."""
@@ -176,10 +190,10 @@ class MasterWeights:
     def _give(self, name: str, value: torch.Tensor) -> None:
         parameter = self._parameters[name].detach()
         if name in self._shards or name not in self._ranges or parameter.is_contiguous():
-            self._own_weight(name).copy_(value)
+            host_link.copy(self._own_weight(name), value)
             return
         whole = parameter.contiguous()
-        self.own_range(name, whole).copy_(value)
+        host_link.copy(self.own_range(name, whole), value)
         parameter.copy_(whole)
 
     def with_masters(self, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -26,14 +26,14 @@ __all__ = ["ShardedParameters"]
 
 @dataclass(eq=False)
 class _Flat:
-    """``flat``: has memory only while one of ``users`` needs it. ``own``: the range of it that this rank keeps. ``parts``: its parameters,
-    each with its view of ``flat`` and what it is while it is not there."""
+    """``flat``: has memory only while one of ``users`` needs it. ``own``: the range of it that this rank keeps. ``parts``: where its
+    parameters begin."""
 
     flat: Tensor
     own: Tensor
     ranges: Sequence[Range]
     process_group: ProcessGroup
-    parts: list[tuple[nn.Parameter, Tensor, Tensor]]
+    parts: list[tuple[nn.Parameter, int]]
     users: set[int] = field(default_factory=set)
     pending: Work | None = None
 
@@ -49,12 +49,12 @@ class _Flat:
             return
         self.pending.wait()
         self.pending = None
-        for parameter, whole, _ in self.parts:
-            parameter.data = whole
+        for parameter, begin in self.parts:
+            parameter.data = self.flat[begin : begin + parameter.numel()].view(parameter.shape)
 
     def let_go(self) -> None:
-        for parameter, _, hollow in self.parts:
-            parameter.data = hollow
+        for parameter, _ in self.parts:
+            parameter.data = _hollow(parameter, self.flat.device)
         self.flat.untyped_storage().resize_(0)
 
 
@@ -119,10 +119,7 @@ class ShardedParameters:
             sizes = [parameters[name].numel() for name in names]
             flat = own.new_empty(sum(sizes))
             begins = accumulate(sizes, initial=0)
-            of = [
-                (p := parameters[name], flat[begin : begin + p.numel()].view(p.shape), _hollow(p, flat.device))
-                for name, begin in zip(names, begins, strict=False)
-            ]
+            of = [(parameters[name], begin) for name, begin in zip(names, begins, strict=False)]
             made = _Flat(flat=flat, own=own, ranges=self._ranges[bucket.index], process_group=process_group, parts=of)
             flat.untyped_storage().resize_(0)
             self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
