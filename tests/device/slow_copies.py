@@ -29,7 +29,7 @@ class SlowCopies:
 
     ``most_s``: of a delay; ``share``: of the copies that have one, the others are done as soon as they can be.
     ``lost``: ends of copies that were let go of before the copy was done, and before the stream whose memory it is had been told to wait
-    for it: on a GPU that memory would be used for something else meanwhile. ``done``: copies.
+    for it: on a GPU that memory would be used for something else meanwhile. ``done``: copies; ``delayed``: of them.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SlowCopies:
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
         self.lost = 0
-        self.done = 0
+        self.done = self.delayed = 0
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         if target.device == source.device:
@@ -81,6 +81,7 @@ class SlowCopies:
                 dep.apply()
             if delay_s:
                 time.sleep(delay_s)
+                self.delayed += 1
             with self._helper:
                 target.copy_(source)
             self.done += 1
