@@ -20,16 +20,16 @@ from results import ROOT, Results, arguments, spread
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-import torch  # noqa: E402
-from device.slow_copies import SlowCopies  # noqa: E402
-from device.test_exactness import A  # noqa: E402
-from multiprocess.models import build, captured  # noqa: E402
-from multiprocess.pool import Pool, World, accelerator  # noqa: E402
-from multiprocess.test_training_pipelines import SAMPLES, Spread, worker_under  # noqa: E402
-from multiprocess.work import PipelineOf, StageOf  # noqa: E402
+import torch
 
-from heterodyne.graph.ir import ModelGraph  # noqa: E402
-from heterodyne.runtime.stages import host_link  # noqa: E402
+from device.slow_copies import SlowCopies
+from device.test_exactness import A
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.runtime.stages import host_link
+from multiprocess.models import build, captured
+from multiprocess.pool import Pool, World, accelerator
+from multiprocess.test_training_pipelines import SAMPLES, Spread, worker_under
+from multiprocess.work import PipelineOf, StageOf
 
 MODEL = "gpt2"
 MOST_S = 0.003
@@ -96,7 +96,7 @@ def trained(world: World, graph: ModelGraph, size: Size, hosted: bool) -> dict[s
 
 
 def spread_of(graph: ModelGraph, *, hosted: bool) -> Spread:
-    """Two micro-batches on one device; hosted, the activations of all blocks but one, which is computed again, and the optimizer's state."""
+    """Two micro-batches on one device; hosted, the optimizer's state and the activations of all blocks but one, which is run again."""
     ops = len(graph.ops)
     if not hosted:
         return "1F1B", (PipelineOf((5, 4), (StageOf(ops, (0,), (1,)),)),)

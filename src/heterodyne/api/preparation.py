@@ -15,6 +15,7 @@ from heterodyne.api.as_it_is import AsItIs, capture_as_it_is, require_same_count
 from heterodyne.api.before_measuring import measuring_s, require_room
 from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
 from heterodyne.api.compiled import compile_module, require_compiler, uncompiled
+from heterodyne.api.host_activations import host_activation_bytes
 from heterodyne.api.lone_steps import lone_steps
 from heterodyne.api.measured_draws import MeasuredDraws
 from heterodyne.api.optimizer_reach import OptimizerReach, require_within_reach, strategy_within_reach
@@ -437,6 +438,9 @@ def make_worker(
         total_steps=total_steps,
         seed=seed,
         clip_grad_norm=clip_grad_norm,
+        host_activation_bytes=host_activation_bytes(
+            prepared.plan, prepared.program, captured.graph, session.cluster, prepared.profile
+        )[session.rank],
         recorder=recorder,
         watch=session.watchdog,
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,

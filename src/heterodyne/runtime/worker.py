@@ -21,6 +21,7 @@ from heterodyne.plan.boxes import Box, inside
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precision
 from heterodyne.plan.program import Program
+from heterodyne.plan.state_shards import Range
 from heterodyne.plan.traffic import duties
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import evaluate
@@ -116,6 +117,7 @@ class Worker:
         total_steps: that the schedule of the learning rate stretches over.
         seed: of the dropout masks.
         clip_grad_norm: the norm to which CLIP scales the gradient down; 0: it is not scaled.
+        host_activation_bytes: of activations that this rank has in the memory of its host at a time, as was foretold: there must be room.
         recorder: notes what happens when; None: nothing is noted.
         watch: is told what this rank is doing (a `Watchdog`); None: nobody is.
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
@@ -126,7 +128,8 @@ class Worker:
         weights: on rank 0 those of a model without any, by name; None: its module has them, or they are ``stored``.
         say: takes lines for people.
 
-    Raises PlanError if model, program and cluster do not go together, WorkerError if ranks have built different models.
+    Raises PlanError if model, program and cluster do not go together, or a host lacks memory for what is kept there; WorkerError if
+    ranks have built different models.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class Worker:
         total_steps: int,
         seed: int = 0,
         clip_grad_norm: float = 1.0,
+        host_activation_bytes: int = 0,
         recorder: Recorder | None = None,
         watch: Watch | None = None,
         stage_programs: StagePrograms | None = None,
@@ -194,8 +198,9 @@ class Worker:
         self._parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         on_host = any(plan.pipelines[self._role.pipeline or 0].stages[number].offload for number in self._role.stages)
-        if any(stage.offload for pipeline in plan.pipelines for stage in pipeline.stages):
-            require_host_room(self._parameters, communicator, on_host=on_host)
+        if any(stage.offload or stage.offload_activations for p in plan.pipelines for stage in p.stages):
+            kept = sum(_length(slices.get(n, (0, p.numel()))) for n, p in self._parameters.items()) if on_host else 0
+            require_host_room(communicator, elements=kept, activation_bytes=host_activation_bytes)
         if self._sharded is not None:
             self._sharded.bind(self._parameters)
         shards = {} if self._sharded is None else self._sharded.own
@@ -532,6 +537,10 @@ class Worker:
         }
         process_group = self._communicator.process_group(self.placement.active)
         return Clipping(self._masters, self._parameters, counted, largest, process_group)
+
+
+def _length(of: Range) -> int:
+    return of[1] - of[0]
 
 
 def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> LossScale | None:
