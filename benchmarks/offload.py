@@ -5,7 +5,8 @@ as on a GPU; here they are done by a thread, each of them after a delay drawn at
 
 1. A GPT-2 is trained with the activations of its blocks and the optimizer's state on the host, all their copies delayed at random; each
    step has to have loss and norm of the gradient of one device without a host, in all bits. A step that differs is wrong.
-2. Cases of the planner (see `offload_choices`): the way that it takes beside the other ways, each as it takes.
+2. Ten cases in which the planner takes hosts, or does not: its choice and the other way, both run (`offload_choices`, which says what
+   their seconds are).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from results import ROOT, Results, arguments, spread
 sys.path.insert(0, str(ROOT / "tests"))
 
 import torch
+from offload_choices import choices
 
 from device.slow_copies import SlowCopies
 from device.test_exactness import A
@@ -51,6 +53,7 @@ def main() -> int:
     pool = Pool()
     try:
         under_delays(results, pool, QUICK if options.quick else FULL)
+        choices(results, pool, rounds=3 if options.quick else 7)
     finally:
         pool.close()
     return results.write(options.json)
