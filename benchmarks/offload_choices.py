@@ -76,9 +76,9 @@ CASES: Mapping[str, Case] = {
     "a fifth of activations lacks, a slow link": Case(lacks=0.2, rate=8.0),
     "a third of activations lacks, a fast link": Case(lacks=0.35, rate=0.1),
     "a third of activations lacks, a slow link": Case(lacks=0.35, rate=8.0),
-    "no room for the state, one device": Case(lacks=0.5, rate=1.0, of_state=True),
-    "no room for the state of one of two, a fast link": Case(lacks=0.5, rate=0.02, of_state=True, devices=2),
-    "no room for the state of one of two, a slow link": Case(lacks=0.5, rate=4.0, of_state=True, devices=2),
+    "half of the state lacks, one device": Case(lacks=0.5, rate=1.0, of_state=True),
+    "a third of the state of one of two lacks, a fast link": Case(lacks=0.3, rate=0.02, of_state=True, devices=2),
+    "a third of the state of one of two lacks, a slow link": Case(lacks=0.3, rate=4.0, of_state=True, devices=2),
     "room for the state of both, a fast link": Case(lacks=-0.5, rate=0.02, of_state=True, devices=2),
 }
 

@@ -70,6 +70,7 @@ BENCHMARKS = (
     "memory_truth",
     "memory_limits",
     "sharded_state",
+    "offload",
     "simulator_speed",
     "greedy_schedules",
     "simulator_truth",
