@@ -355,11 +355,12 @@ class CostModel:
     def _half_s(self, plan: Plan, bucket: Bucket, shares: Sequence[int]) -> float:
         """Seconds of the reduce-scatter of a bucket, or of its all-gather.
 
-        Workers on processors of one machine have memory that all of them see for buffers that stay, and all-reduces are measured there;
-        what comes and goes travels as messages.
+        All-reduces among processors are measured in the memory that workers of one machine share, or by the backend's own algorithm; what
+        comes and goes travels there too inside a machine, and between machines as our own ring of messages.
         """
-        messages = plan.zero > 1 and all(self.cluster.device(owner).backend == "cpu" for owner in bucket.owners)
-        if messages:
+        owners = [self.cluster.device(owner) for owner in bucket.owners]
+        apart = len({owner.node for owner in owners}) > 1
+        if plan.zero > 1 and apart and all(owner.backend == "cpu" for owner in owners):
             return self.collectives.ring_s(bucket.owners, shares, bucket.bytes)
         return self.collectives.reduce_scatter(bucket.owners, shares)(bucket.bytes)
 
