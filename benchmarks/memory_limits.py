@@ -57,7 +57,7 @@ def main() -> int:
     options = arguments(__doc__)
     results = Results("memory_limits")
     size = (
-        Size(unit=128, width=512, first=0.75, trials=1)
+        Size(unit=128, width=512, first=0.66, trials=1)
         if options.quick
         else Size(unit=768, width=768, first=BAR, trials=3)
     )
