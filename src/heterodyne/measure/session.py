@@ -293,7 +293,7 @@ class _Session:
             size,
             self._bench,
             update_s=optimizer_s_per_byte * trained,
-            fits=needed <= request.cluster.devices[self._peers.rank].memory_bytes,
+            fits=needed <= request.cluster.devices[self._peers.rank].memory_bytes - self._occupied_bytes(),
             budget_s=self._budget("overhead"),
         )
 
