@@ -1,18 +1,26 @@
 """How large a model trains where memory is unequal, under limits that the kernel enforces: a plan for these devices, and equal sharding.
 
-Three workers may keep 4 : 2 : 1 of some memory beside what the framework takes (control groups; who exceeds is killed). A GPT grows layer
-by layer, trained with AdamW in fp32: 16 bytes a parameter. The plan is what `heterodyne` chooses by itself. Equal sharding is FSDP2, which
+Three workers may keep 4 : 2 : 1 of some memory beside what the framework takes (control groups; who exceeds is killed). A GPT of some
+layers, trained with AdamW in fp32: 16 bytes a parameter. The plan is what `heterodyne` chooses by itself. Equal sharding is FSDP2, which
 shards weights, gradients and state alike over all, so that the smallest worker stops it. By the closed form all memories together hold
-sum(memory) / 16 parameters, and equal shards 3 min(memory) / 16.
+sum(memory) / 16 parameters, and equal shards 3 min(memory) / 16. The closed form has no activations, no vocabulary and no graph, so the
+memory is some GiB: what does not grow with the model is then little of it, as on devices of today. The planner is asked for the least
+model that passes the bar, and for smaller ones if that one does not train; then what it chose runs again and again, each time in new
+processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import pickle
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,65 +28,113 @@ from results import ROOT, Results, arguments
 
 HERE = Path(__file__)
 SHARES = (4, 2, 1)
-WIDTH, LENGTH, BATCH, HEADS, VOCABULARY = 384, 32, 8, 6, 256
-LAYER = 12 * WIDTH**2 + 13 * WIDTH
+LENGTH, BATCH, HEADS, VOCABULARY = 8, 4, 8, 256
 BYTES = 16
 STEPS = 3
+BAR = 0.95
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a benchmark: MiB of the smallest worker, the width of the model, the part of the closed form that is asked for first, and
+    how often what was found runs again."""
+
+    unit: int
+    width: int
+    first: float
+    trials: int
+
+    @property
+    def room(self) -> list[int]:
+        return [share * self.unit * 2**20 for share in SHARES]
+
+    @property
+    def layer(self) -> int:
+        return 12 * self.width**2 + 13 * self.width
 
 
 def main() -> int:
     options = arguments(__doc__)
     results = Results("memory_limits")
-    unit, trials = (100, 1) if options.quick else (200, 2)
-    base = {way: base_bytes(way) for way in ("plan", "fsdp")}
+    size = (
+        Size(unit=128, width=512, first=0.66, trials=1)
+        if options.quick
+        else Size(unit=768, width=768, first=BAR, trials=3)
+    )
+    base = {way: base_bytes(way, size) for way in ("plan", "fsdp")}
     results.row("a worker with the framework and no model, bytes", **base)
-    room = [share * unit * 2**20 for share in SHARES]
-    allowed = sum(room) // BYTES // LAYER
-    equal = len(room) * min(room) // BYTES // LAYER
+    allowed = sum(size.room) // BYTES // size.layer
+    equal = len(SHARES) * min(size.room) // BYTES // size.layer
     results.row("by the closed form, layers", all_memories=allowed, equal_shards=equal)
-
-    ours = largest("plan", base, room, allowed)
-    fsdp = largest("fsdp", base, room, allowed)
-    results.row("the largest that trains, layers", plan=ours, fsdp2=fsdp)
-    results.bar("largest model: plan over equal sharding", ours / max(1, fsdp), ">= 1.8")
-    results.bar("largest model: plan over the closed form", ours / allowed, ">= 0.95")
-    lives = [trains("plan", base, room, ours) for _ in range(trials)]
-    dies = [not trains("fsdp", base, room, ours) for _ in range(trials)]
-    results.row(f"at {ours} layers, of {trials} runs", plan_trains=sum(lives), fsdp2_is_killed=sum(dies))
-    results.bar("runs of that plan that train", sum(lives) / trials, ">= 1")
-    results.bar("runs of equal sharding that are killed there", sum(dies) / trials, ">= 1")
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder)
+        ours = next(
+            (n for n in sizes_from(allowed, size.first) if trains("plan", base, size, n, ["--keep", folder])), 0
+        )
+        fsdp = largest_of_fsdp(base, size, equal)
+        results.row("the largest that trains, layers", plan=ours, fsdp2=fsdp)
+        results.bar("largest model: plan over equal sharding", ours / max(1, fsdp), ">= 1.8")
+        results.bar("largest model: plan over the closed form", ours / allowed, f">= {BAR}")
+        ratios = peaks(results, kept)
+        lives = [trains("plan", base, size, ours, ["--use", folder]) for _ in range(size.trials if ours else 0)]
+    dies = not trains("fsdp", base, size, ours)
+    results.row(f"at {ours} layers, of {size.trials} runs", plan_trains=sum(lives), fsdp2_is_killed=int(dies))
+    results.bar("runs of that plan that train", sum(lives) / size.trials, ">= 1")
+    results.bar("runs of equal sharding that are killed there", int(dies), ">= 1")
+    if ratios:
+        results.bar("peak foretold over measured, least of a worker", min(ratios), ">= 1")
+        results.bar("peak foretold over measured, most of a worker", max(ratios), "<= 1.05")
     return results.write(options.json)
 
 
-def largest(way: str, base: dict[str, int], room: list[int], most: int) -> int:
-    """Layers, by bisection."""
-    low, high = 0, most + 1
-    while high - low > max(1, most // 20):
+def sizes_from(allowed: int, first: float) -> Iterator[int]:
+    """That part of what the closed form allows, and then fewer and fewer layers."""
+    most = math.ceil(first * allowed)
+    return (layers for layers in range(most, 0, -max(1, allowed // 14)))
+
+
+def largest_of_fsdp(base: dict[str, int], size: Size, equal: int) -> int:
+    """Layers, by bisection below the closed form."""
+    low, high = 0, equal + 1
+    while high - low > max(1, equal // 10):
         middle = (low + high) // 2
-        low, high = (middle, high) if trains(way, base, room, middle) else (low, middle)
+        low, high = (middle, high) if trains("fsdp", base, size, middle) else (low, middle)
     return low
 
 
-def base_bytes(way: str) -> int:
+def peaks(results: Results, kept: Path) -> list[float]:
+    """Of each worker of the run in which the plan was found, what was foretold over what was measured."""
+    found = [json.loads(file.read_text()) for file in sorted(kept.glob("peak-*.json"))]
+    for rank, (foretold, measured) in enumerate(found):
+        results.row(f"worker {rank}, bytes", foretold=foretold, measured=measured, ratio=foretold / measured)
+    return [foretold / measured for foretold, measured in found]
+
+
+def base_bytes(way: str, size: Size) -> int:
     """What a worker occupies before there is a model, with all that it loads."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "base.json"
-        run(way, 1, ["--out", str(out)])
+        run(way, size, 1, ["--out", str(out)])
         return int(json.loads(out.read_text()))
 
 
-def trains(way: str, base: dict[str, int], room: list[int], layers: int) -> bool:
-    memory = ",".join(f"{base[way] + each} B" for each in room)
-    done = run(way, layers, [], memory=memory).returncode == 0
-    print(f"{way} with {layers} layers: {'trains' if done else 'does not'}", flush=True)
-    return done
+def trains(way: str, base: dict[str, int], size: Size, layers: int, more: Sequence[str] = ()) -> bool:
+    began_s = time.monotonic()
+    memory = ",".join(f"{base[way] + each} B" for each in size.room)
+    done = run(way, size, layers, more, memory=memory)
+    said = done.stderr.decode(errors="replace").strip().splitlines()[-1:] if done.returncode else []
+    verdict = "trains" if done.returncode == 0 else f"does not: {''.join(said)[:200]}"
+    print(f"{way} with {layers} layers ({time.monotonic() - began_s:.0f} s): {verdict}", flush=True)
+    return done.returncode == 0
 
 
-def run(way: str, layers: int, more: list[str], memory: str | None = None) -> subprocess.CompletedProcess[bytes]:
+def run(
+    way: str, size: Size, layers: int, more: Sequence[str], memory: str | None = None
+) -> subprocess.CompletedProcess[bytes]:
     emulate = [sys.executable, "-m", "heterodyne", "emulate", "--speeds", "0.6,0.6,0.6"]
     emulate += [] if memory is None else ["--memory", memory]
-    worker = [sys.executable, str(HERE), "--worker", "--way", way, "--layers", str(layers), *more]
-    return subprocess.run([*emulate, "--", *worker], check=False, capture_output=True, timeout=300)
+    worker = [sys.executable, str(HERE), "--worker", "--way", way, "--layers", str(layers), "--width", str(size.width)]
+    return subprocess.run([*emulate, "--", *worker, *more], check=False, capture_output=True, timeout=500)
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -96,17 +152,46 @@ def worker(options: argparse.Namespace) -> None:
     with hd.open_session() as session:
         meta = options.way == "fsdp" or session.rank
         with torch.device("meta" if meta else "cpu"):
-            model = build(length=LENGTH, width=WIDTH, layers=options.layers, heads=HEADS)
+            model = build(length=LENGTH, width=options.width, layers=options.layers, heads=HEADS)
         if options.way == "fsdp":
             report(options, session.rank, fully_sharded(model, tokens, session))
             return
         section = OptimizerSection(lr=1e-4)
+        known = {}
+        if options.use:
+            known = {"plan": options.use / "plan.json", "profile": pickle.loads((options.use / "profile").read_bytes())}
         trainer = hd.distribute(
-            model, batch, optimizer=section, session=session, measure_s=3, rehearsal_s=0, micro_batch_sizes=(1, 2)
+            model,
+            batch,
+            optimizer=section,
+            session=session,
+            measure_s=3,
+            rehearsal_s=0,
+            micro_batch_sizes=(1, 2),
+            check_s=0,
+            **(known or {"plan": "equal" if options.out else "auto"}),
         )
-        for _ in range(STEPS):
-            trainer.step(batch)
-        report(options, session.rank, BYTES * sum(p.numel() for p in model.parameters() if not p.is_meta))
+        if options.keep and session.rank == 0:
+            (options.keep / "plan.json").write_text(trainer.plan.dump())
+            (options.keep / "profile").write_bytes(pickle.dumps(trainer.profile))
+        steps(trainer, batch, options.keep)
+        # For the base every worker has all of the model, and the buffers of the others are in its size.
+        borrowed = trainer._worker.borrowed_bytes
+        report(options, session.rank, borrowed + BYTES * sum(p.numel() for p in model.parameters() if not p.is_meta))
+
+
+def steps(trainer: Any, batch: dict[str, Any], keep: Path | None) -> None:
+    """Trains, and writes into ``keep`` what this rank was foretold to need at most, and what it did."""
+    from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
+
+    session, planned = trainer._session, trainer._prepared.planned
+    forget_peak_memory(session.device)
+    for _ in range(STEPS):
+        trainer.step(batch)
+    measured = peak_memory_bytes(session.device) - trainer._worker.borrowed_bytes
+    told = session.communicator.broadcast_object(planned and list(planned.chosen.simulation.peak_bytes), 0)
+    if keep:
+        (keep / f"peak-{session.rank}.json").write_text(json.dumps([told[session.rank], measured]))
 
 
 def report(options: argparse.Namespace, rank: int, held: int) -> None:
@@ -132,7 +217,7 @@ def fully_sharded(model: Any, tokens: Any, session: Any) -> int:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     optimizer = AdamW(model.parameters(), lr=1e-4)
-    share = BATCH // session.world_size
+    share = max(1, BATCH // session.world_size)
     own = tokens[session.rank * share : (session.rank + 1) * share]
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -148,5 +233,8 @@ if __name__ == "__main__":
     parser.add_argument("--worker", action="store_true")
     parser.add_argument("--way")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--use", type=Path)
     parser.add_argument("--out", type=Path)
     worker(parser.parse_args())

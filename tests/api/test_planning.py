@@ -52,6 +52,9 @@ class Machines:
         shares = {p.stages[0].devices[0]: p.micro_batches.samples for p in self._plan.pipelines}
         return [shares.get(d.id, 0) * s for d, s in zip(self.cluster.devices, self._seconds, strict=True)]
 
+    def give_back(self) -> None:
+        pass
+
     @contextmanager
     def announced(self, words: str) -> Iterator[None]:
         yield

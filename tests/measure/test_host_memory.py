@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_workers_share_the_machine_and_every_limit_that_they_stand_under() -> No
     # A limit of its own counts whole, one that two of the four share counts half.
     assert worker_memory(seen(box, ("mine", GIB)), [seen(box)] * 3) == 1 * GIB
     assert worker_memory(seen(("half", 4 * GIB)), [seen(("half", 4 * GIB)), seen(), seen()]) == 2 * GIB
+
+
+def test_a_limit_that_was_set_counts_to_the_last_byte() -> None:
+    own = HostMemory(total_bytes=64 * GIB, limits=(("mine", GIB + 4096),))
+    assert worker_memory(own, [own]) == (GIB + 4096) // 2
+    assert worker_memory(replace(own, limits=(("mine", GIB + 4096),)), []) == GIB + 4096
 
 
 def test_a_limit_above_the_share_does_not_count() -> None:

@@ -59,6 +59,25 @@ def test_a_share_of_several_parts_takes_the_sum_of_them() -> None:
     assert try_share([(first, (4, 4)), (second, (4, 2))], bench_of(clock)) == pytest.approx(0.5 * 8 + 0.25 * 6)
 
 
+def test_the_weights_of_one_part_are_gone_when_the_next_is_built() -> None:
+    """A plan that shares out weights leaves no room for all of them, with their gradients, beside each other."""
+    clock = FakeClock()
+    made: list[nn.Module] = []
+    left: list[int] = []
+
+    class Watched(Whole):
+        def instantiate(self, batch: int, device: torch.device) -> tuple[nn.Module, Sequence[torch.Tensor]]:
+            left.append(sum(len(list(module.parameters())) for module in made))
+            module, inputs = super().instantiate(batch, device)
+            made.append(module)
+            return module, inputs
+
+    parts: Any = [(Watched(clock, per_sample_s=0.5), (2,)) for _ in range(3)]
+    try_share(parts, bench_of(clock))
+    assert left == [0, 0, 0]
+    assert not any(list(module.parameters()) for module in made), "nor is the last one kept"
+
+
 def test_a_short_share_is_repeated_and_a_disturbance_outvoted() -> None:
     clock = FakeClock(noise=lambda run: 50.0 if run == 7 else 1.0)
     whole: Any = Whole(clock, per_sample_s=0.1)

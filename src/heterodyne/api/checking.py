@@ -75,6 +75,7 @@ def check_everywhere(session: Session, captured: Captured, whole: WholeModel, *,
 
     with session.phase("checking the captured model"):
         verdict = session.agreement.on_rank0(decide)
+        session.give_back()
     session.say(verdict.line)
     return verdict
 

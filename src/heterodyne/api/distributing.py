@@ -142,7 +142,6 @@ def distribute(
         )
         captured = capture_everywhere(here, module, example, as_it_is, name=type(inside).__name__)
         factory = None if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen)
-        parameters = trainable_parameters(module, captured.graph)
         settings = Settings(
             global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
             precision=precisions,
@@ -155,7 +154,10 @@ def distribute(
                 check_s=check_s,
             ),
             compile=compile,
-            reach=reach_of_section(section) if factory is None else reach_everywhere(here, factory, parameters),
+            reach=reach_of_section(section)
+            if factory is None
+            # Nothing here holds on to the parameters: those that the plan has elsewhere go when the worker is made.
+            else reach_everywhere(here, factory, trainable_parameters(module, captured.graph)),
         )
         with told_with_shortages(shortages):
             prepared = prepare(

@@ -36,7 +36,9 @@ def plan_once(session: Session, search: Search, profile: Profile) -> tuple[Plan,
         found.append(search(profile))
         return found[0].plan.dump()
 
-    return Plan.parse(session.agreement.on_rank0(dumped)), found[0] if found else None
+    text = session.agreement.on_rank0(dumped)
+    session.give_back()
+    return Plan.parse(text), found[0] if found else None
 
 
 def plan_and_try(

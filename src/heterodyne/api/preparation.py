@@ -30,7 +30,8 @@ from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.block_run import BlockProgram
 from heterodyne.measure.cache import Cache, default_folder
-from heterodyne.measure.session import Request, measure
+from heterodyne.measure.host_memory import host_context_bytes
+from heterodyne.measure.session import Request, bytes_to_run, measure
 from heterodyne.measure.trial import Part, try_share
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.measure.workbench import Workbench
@@ -172,6 +173,7 @@ def measure_everywhere(
         lone_steps=None
         if settings.compile or whole.weightless
         else lone_steps(session, captured, whole, optimizer=settings.optimizer, precision=settings.precision),
+        model_bytes=whole.resident_bytes,
     )
     with session.announced(
         f"measuring {counted(session.world_size, 'device')}, which may take {format_seconds(budget_s)}"
@@ -253,7 +255,7 @@ def prepare(
         return search_plan(
             captured.graph,
             session.cluster,
-            known,
+            _with_what_planning_keeps(known, session, whole),
             global_batch_size=settings.global_batch_size,
             micro_batch_sizes=None if while_faster else sizes,
             optimizer=settings.optimizer.name,
@@ -277,6 +279,8 @@ def prepare(
     )
 
     def attempt(share: Share) -> float:
+        if not _has_room(session, captured.graph, share):
+            share = ()
         return try_share([(_part(captured, whole, ops), sizes) for ops, sizes in share], bench)
 
     if profile is not None:
@@ -362,12 +366,35 @@ def _rehearsal_batch(whole: WholeModel, settings: Settings) -> dict[str, Tensor]
     return {i.name: tensor for i, tensor in zip(whole.inputs, tensors, strict=True)}
 
 
+def _with_what_planning_keeps(known: Profile, session: Session, whole: WholeModel) -> Profile:
+    """The profile with what this rank, the one that plans, occupies by now: alternatives and tables of the searches before are kept."""
+    own = session.cluster.devices[session.rank].id
+    before = known.devices[own].context_bytes
+    if session.device.type != "cpu" or not before:
+        return known
+    now = max(before, host_context_bytes() - whole.resident_bytes)
+    return replace(known, devices={**known.devices, own: replace(known.devices[own], context_bytes=now)})
+
+
+def _has_room(session: Session, graph: ModelGraph, share: Share) -> bool:
+    """Whether a CPU worker can try its share beside what it occupies. A plan may need less than its parts do by themselves, where
+    their weights and gradients are shared out; it is then believed as it is."""
+    if session.device.type != "cpu":
+        return True
+    needed = max((bytes_to_run(graph, _stage(ops), max(sizes)) for ops, sizes in share if sizes), default=0.0)
+    return needed <= session.cluster.devices[session.rank].memory_bytes - host_context_bytes()
+
+
+def _stage(ops: tuple[int, int]) -> Block:
+    return Block(index=0, name=f"ops {ops[0]} to {ops[1]}", kind="stage", start=ops[0], stop=ops[1])
+
+
 def _part(captured: CapturedModel, whole: WholeModel, ops: tuple[int, int]) -> Part:
     """A stage as something that runs by itself; the whole model is the user's own."""
     start, stop = ops
     if (start, stop) == (0, len(captured.graph.ops)):
         return whole
-    return captured.block(Block(index=0, name=f"ops {start} to {stop}", kind="stage", start=start, stop=stop))
+    return captured.block(_stage(ops))
 
 
 def _heeding(
@@ -451,6 +478,7 @@ def make_worker(
         weights=weights,
         say=session.say,
     )
+    session.give_back()  # the weights that the plan has elsewhere
     if compile:
         apart = [
             rank for rank, does in enumerate(session.communicator.all_gather_object(worker.runs_compiled)) if not does

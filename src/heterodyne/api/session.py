@@ -17,6 +17,7 @@ from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
+from heterodyne.processes.heap import give_back_memory
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.determinism import exact_arithmetic
@@ -73,7 +74,16 @@ class Session:
         started_s = time.perf_counter()
         with self.phase(words):
             yield
+            self.give_back()
         self.say(f"{words}: {format_seconds(time.perf_counter() - started_s)}")
+
+    def give_back(self) -> None:
+        """What a phase has left behind goes back to the system, so that the next one has all the memory that a CPU worker may use.
+
+        Modules that were built to be measured refer to themselves in circles, so they would stay until Python happens to look for such.
+        """
+        if self.device.type == "cpu":
+            give_back_memory()
 
     def together(self, do: Callable[[], T]) -> T:
         """Every rank does it and keeps its own result; if it fails on one, the same HeterodyneError is raised on all."""

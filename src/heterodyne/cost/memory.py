@@ -16,7 +16,7 @@ from heterodyne.cluster.profile import WHOLE, DeviceProfile
 from heterodyne.cluster.spec import Device
 from heterodyne.cost.curve import Curve
 from heterodyne.cost.recipe import Recipe
-from heterodyne.graph.ir import Block, ModelGraph, Parameter, dtype_bytes
+from heterodyne.graph.ir import Block, ModelGraph, Op, Parameter, dtype_bytes
 from heterodyne.graph.size import Size
 from heterodyne.plan.boxes import Box
 
@@ -39,17 +39,20 @@ class MemoryAssumptions:
         other_context_bytes: the same for a backend that is not listed: a CUDA context with cuBLAS workspace and NCCL buffers stays
             under 1 GiB.
         growth_bytes: what a measured context grows by until training is well under way: libraries that are loaded when first used, the
-            tables of the planner, the interpreter's own pools, gaps in the heap. A CPU worker of the main job grew by up to 40 MiB beside
-            its tensors, 12 of them after the first step; 48 are counted.
-        fragmentation: the part of the tensors' bytes that the allocator loses to rounding and gaps. PyTorch's caching
+            interpreter's own pools, threads. What the planner keeps is measured. CPU workers grew by 10 to 18 MiB beside their tensors; 20
+            are counted.
+        fragmentation: the part of the tensors' bytes that the allocator of a device loses to rounding and gaps. PyTorch's caching
             allocator rounds large blocks to 2 MiB; 5% is counted.
+        heap_fragmentation: the same of the C heap of a CPU worker, at most ``fragmentation``. It rounds to 64 bytes, and what comes and
+            goes in a step finds the places of the step before.
         block_bytes: that allocators of devices hand out at least: a bias, or the count of steps that AdamW keeps of each parameter.
     """
 
     context_bytes: Mapping[str, int] = field(default_factory=lambda: dict(_CONTEXT_BYTES))
     other_context_bytes: int = 2**30
-    growth_bytes: int = 48 * 2**20
+    growth_bytes: int = 20 * 2**20
     fragmentation: float = 0.05
+    heap_fragmentation: float = 0.01
     block_bytes: int = 512
 
     def context(self, backend: str) -> int:
@@ -237,6 +240,11 @@ class DeviceMemory:
         }
         return known if WHOLE in known or self._all_in(known) else {}
 
+    @property
+    def tells_peaks(self) -> bool:
+        """Whether what comes and goes inside a pass was measured, the gradient that autograd hands over included."""
+        return bool(self._transient)
+
     def workspace(
         self, size: int, ops: Ops | None = None, moved: Mapping[str, float] | None = None, *, again: bool = False
     ) -> int:
@@ -259,7 +267,9 @@ class DeviceMemory:
             return round(max(worst + self._gradients_that_wait(blocks), whole if all_ops else 0.0))
         if known:
             return round(whole)
-        return round(2 * self._largest_op(start, stop, size, moved))
+        return round(
+            2 * (self._most_flowing(start, stop, size) if moved is None else self._largest_op(start, stop, size, moved))
+        )
 
     def _gradients_that_wait(self, blocks: Sequence[Block]) -> int:
         """Of parameters that several blocks read: autograd holds the gradient from one until it has that from the others."""
@@ -267,6 +277,16 @@ class DeviceMemory:
             name for block in blocks for name in {n for op in self.graph.ops_of(block) for n in op.parameters}
         )
         return sum(gradient_bytes(p) for p in self.graph.parameters if p.trainable and readers[p.name] > 1)
+
+    def _most_flowing(self, start: int, stop: int, size: int) -> float:
+        """The most bytes of inputs and outputs of one op. Its weights are no part of them, and their gradient is counted by itself."""
+        stored = self.graph.stored
+
+        def flowing(op: Op) -> float:
+            read, weights = op.bytes_read(size), sum(stored[name].bytes for name in op.parameters)
+            return (read - weights if read >= weights else read) + op.bytes_written(size)
+
+        return max(map(flowing, self.graph.ops[start:stop]), default=0.0)
 
     def _largest_op(self, start: int, stop: int, size: int, moved: Mapping[str, float] | None = None) -> float:
         """The most bytes that one op reads and writes; ``moved`` may leave out ops."""
@@ -311,7 +331,7 @@ class DeviceMemory:
         optimizer += sum(4 * p.numel for p in trainable if dtype_bytes(p.dtype) < 4)
         parameters = sum(p.bytes for p in held)
         largest = max(map(gradient_bytes, trainable), default=0)
-        buckets = 0 if self._transient else largest
+        buckets = 0 if self.tells_peaks else largest
         ranges = [None] if stages is None else list(stages)
         activations = sum(self.activations(size, ops) for ops in ranges)
         return MemoryUse(
@@ -326,9 +346,15 @@ class DeviceMemory:
             context=self._context,
         )
 
+    @property
+    def lost_part(self) -> float:
+        """Of the bytes of tensors, what the allocator loses beside them."""
+        both = self.assumptions.fragmentation, self.assumptions.heap_fragmentation
+        return min(both) if self.device.backend == "cpu" else both[0]
+
     def lost(self, tensors: float, count: int = 0) -> int:
         """What the allocator loses beside so many bytes of tensors, of which so many are small."""
-        return round(self.assumptions.fragmentation * tensors) + self.assumptions.block_bytes * count
+        return round(self.lost_part * tensors) + self.assumptions.block_bytes * count
 
 
 def gradient_bytes(parameter: Parameter) -> int:

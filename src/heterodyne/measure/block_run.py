@@ -119,6 +119,12 @@ class BlockRun:
         peak = max(0, torch.accelerator.max_memory_allocated(self._device) - before)
         return kept, peak, self._seconds(marks)
 
+    def let_go(self) -> None:
+        """It will not run again: weights and gradients go now. A module refers to itself in circles, and would keep them for a while."""
+        for part in self._module.modules():
+            for table in (part._parameters, part._buffers):
+                table.update(dict.fromkeys(table))
+
     def _seconds(self, marks: tuple[Mark, ...]) -> float:
         return self._clock.seconds(marks[0], marks[-1])
 

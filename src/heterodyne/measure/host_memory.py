@@ -45,15 +45,16 @@ def read_host_memory(
 
 
 def worker_memory(own: HostMemory, siblings: Sequence[HostMemory]) -> int:
-    """The bytes of one worker among the CPU workers of its host, rounded down.
+    """The bytes of one worker among the CPU workers of its host.
 
-    The machine's memory, and each limit, is divided by the number of workers that stand under it; the least counts.
+    The machine's memory, and each limit, is divided by the number of workers that stand under it; the least counts. What the machine
+    has is rounded down. A limit is what somebody has set, so it counts to the last byte.
     """
-    shares = [own.total_bytes // (1 + len(siblings))]
+    shares = [round_down(own.total_bytes // (1 + len(siblings)))]
     for group, limit in own.limits:
         under = 1 + sum(any(group == other for other, _ in sibling.limits) for sibling in siblings)
         shares.append(limit // under)
-    return round_down(min(shares))
+    return min(shares)
 
 
 def host_context_bytes() -> int:

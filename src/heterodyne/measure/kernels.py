@@ -81,6 +81,7 @@ def measure_blocks(
             break
     for at in whole_sizes(done)[1:] if WHOLE in programs else ():
         measured(WHOLE, at, ())
+    survey.let_go()
     return survey.completed(done)
 
 
@@ -141,6 +142,12 @@ class _Survey:
         self._measured: dict[str, list[BlockSample]] = {kind: [] for kind in programs}
         self._reasons: dict[str, str] = {}
 
+    def let_go(self) -> None:
+        """Of what was run last, with all its memory."""
+        if self.run is not None:
+            self.run.let_go()
+        self.run = None
+
     def blocks_in(self, kind: str) -> int:
         """How many blocks one run of that kind is."""
         return max(1, sum(self._counts.values())) if kind == WHOLE else 1
@@ -156,7 +163,7 @@ class _Survey:
             return None
         reason = self._too_large(kind, size) or self._too_long(kind, size, left_s)
         if reason is None:
-            self.run = None  # and its memory with it
+            self.let_go()
             try:
                 began_s = self._bench.now()
                 self.run = self._bench.run_of(self._programs[kind], size)
@@ -170,7 +177,7 @@ class _Survey:
                     samples[-1] = _with_halves(samples[-1], self.run, halves, self._bench, left_s * share, leniency)
                 return None
             except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
-                self.run = None
+                self.let_go()
                 reason = _lack(error)
                 if reason is None:
                     self.cause = error
@@ -216,7 +223,7 @@ class _Survey:
         needed = self._needs(kind, size)
         if needed <= self._memory_bytes:
             return None
-        return f"the device has {format_bytes(self._memory_bytes)} of memory and not the {format_bytes(needed)} that it takes"
+        return f"the device has {format_bytes(self._memory_bytes)} of memory left and not the {format_bytes(needed)} that it takes"
 
     def _too_long(self, kind: str, size: int, left_s: float) -> str | None:
         run_s = self._expected_s(kind, size)

@@ -14,7 +14,7 @@ from torch import nn
 from heterodyne.cluster.profile import WHOLE, BlockSample, DeviceProfile, LinkSample, Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import MeasureError
-from heterodyne.graph.ir import ModelGraph
+from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.measure.block_run import BlockProgram, Halves, Precision, Surroundings
 from heterodyne.measure.cache import Cache, profile_key
 from heterodyne.measure.clock import Clock
@@ -32,7 +32,7 @@ from heterodyne.measure.step_overhead import LoneSteps, measure_step_overhead
 from heterodyne.measure.workbench import Workbench
 from heterodyne.processes.heap import give_back_memory
 
-__all__ = ["Request", "measure"]
+__all__ = ["Request", "bytes_to_run", "measure"]
 
 _BUDGET = {"blocks": 0.6, "optimizer": 0.05, "overhead": 0.05, "all-reduce": 0.12, "transfers": 0.12, "exchanges": 0.06}
 _OPTIMIZER_BYTES = 256 * 2**20
@@ -56,6 +56,7 @@ class Request:
         compile: lets blocks and model run compiled; None: they run as they are.
         around: what training puts around a forward and a backward; None: nothing.
         lone_steps: trains the whole model on this device alone; None: what a step takes besides passes and update is not measured.
+        model_bytes: of the weights that the model has in the memory of this process.
     """
 
     graph: ModelGraph
@@ -72,6 +73,7 @@ class Request:
     compile: Callable[[nn.Module], None] | None = None
     around: Surroundings | None = None
     lone_steps: LoneSteps | None = None
+    model_bytes: int = 0
 
     def __post_init__(self) -> None:
         missing = [kind for kind in self.graph.kinds if kind not in self.programs]
@@ -82,10 +84,8 @@ class Request:
             raise MeasureError(what)
 
     def needs(self, kind: str, size: int) -> float:
-        """About the bytes that measuring a block takes: weights, gradients, and what is kept for backward, with some air."""
-        block = None if kind == WHOLE else self.graph.kinds[kind]
-        weights = self.graph.parameters if block is None else self.graph.parameters_of(block)
-        return 2 * sum(p.bytes for p in weights) + 1.25 * self.graph.bytes_saved(block)(size)
+        """About the bytes that measuring a block takes."""
+        return bytes_to_run(self.graph, None if kind == WHOLE else self.graph.kinds[kind], size)
 
 
 def measure(
@@ -124,6 +124,12 @@ def measure(
         return session.profile(cache, refresh=refresh)
     finally:
         session.close()
+
+
+def bytes_to_run(graph: ModelGraph, block: Block | None, size: int) -> float:
+    """About what a block, or the whole model, takes by itself: weights, gradients, and what is kept for backward, with some air."""
+    weights = graph.parameters if block is None else graph.parameters_of(block)
+    return 2 * sum(p.bytes for p in weights) + 1.25 * graph.bytes_saved(block)(size)
 
 
 class _Session:
@@ -241,7 +247,8 @@ class _Session:
         links, overlap = self._links()
         self.close()
         give_back_memory()
-        context = host_context_bytes() if self._request.device.type == "cpu" else 0
+        # The weights that the model has are not what a plan finds there: it lets go of them, or counts them as its own.
+        context = max(0, self._occupied_bytes() - self._request.model_bytes)
         mine = DeviceProfile(
             blocks=blocks,
             optimizer_s_per_byte=optimizer,
@@ -254,6 +261,10 @@ class _Session:
         devices = dict(zip(self._ids, self._peers.all_gather_object(mine), strict=True))
         return Profile(key=key, devices=devices, links=links, kinds=self._request.graph.kind_names)
 
+    def _occupied_bytes(self) -> int:
+        """Of the memory that this rank's device computes in, what the process has taken: nothing that is seen, of an accelerator's."""
+        return host_context_bytes() if self._request.device.type == "cpu" else 0
+
     def _blocks(self) -> dict[str, tuple[BlockSample, ...]]:
         own = self._request.cluster.devices[self._peers.rank]
         return measure_blocks(
@@ -262,7 +273,7 @@ class _Session:
             self._bench,
             while_faster=self._request.while_faster,
             budget_s=self._budget("blocks"),
-            memory_bytes=own.memory_bytes,
+            memory_bytes=max(0, own.memory_bytes - self._occupied_bytes()),
             needs=self._request.needs,
             counts=Counter(block.kind for block in self._request.graph.blocks),
         )
@@ -282,7 +293,7 @@ class _Session:
             size,
             self._bench,
             update_s=optimizer_s_per_byte * trained,
-            fits=needed <= request.cluster.devices[self._peers.rank].memory_bytes,
+            fits=needed <= request.cluster.devices[self._peers.rank].memory_bytes - self._occupied_bytes(),
             budget_s=self._budget("overhead"),
         )
 

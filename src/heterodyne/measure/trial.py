@@ -52,45 +52,49 @@ class _Built:
 def try_share(work: Work, bench: Workbench) -> float:
     """Seconds of forward and backward of these micro-batches, one after the other: the median of a few times, or one long time; 0 for none.
 
+    One part is there at a time, so that no more weights and gradients are than the largest has: a plan may share out the others.
+
     Collective: the ranks begin together, and who is done first goes on computing until the last is done. Raises MeasureError, on
     every rank alike, if it fails on any.
     """
+    parts = [(part, sizes) for part, sizes in work if sizes]
     runs: list[BlockRun] = []
     failure: str | None = None
     cause: Exception | None = None
     seconds = 0.0
     try:
-        runs = _runs_of(work, bench)
+        runs = _runs_of(*parts[0], bench) if parts else []
     except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
         failure, cause = f"its share cannot be tried: {words_of(error)}", error
     bench.meet(failure=failure, cause=cause)
     try:
-        seconds = _seconds(runs, bench) if runs else 0.0
+        for number, part in enumerate(parts):
+            if number:
+                runs[0].let_go()
+                runs = _runs_of(*part, bench)
+            seconds += _seconds(runs, bench, _LEAST_S / len(parts))
     except Exception as error:  # noqa: BLE001  # as above
         failure, cause = f"its share cannot be tried: {words_of(error)}", error
     bench.meet(runs[-1] if runs and failure is None else None, failure=failure, cause=cause)
+    if runs:
+        runs[0].let_go()
     return seconds
 
 
-def _runs_of(work: Work, bench: Workbench) -> list[BlockRun]:
-    """What to run, in order. Each part has run once, so that its gradients exist."""
-    runs: list[BlockRun] = []
-    for part, micro_batches in work:
-        if not micro_batches:
-            continue
-        module, _ = part.instantiate(micro_batches[0], bench.device)
-        built = _Built(part, module)
-        of_size = {size: bench.run_of(built, size) for size in sorted(set(micro_batches))}
-        of_size[min(of_size)]()
-        runs += [of_size[size] for size in micro_batches]
-    return runs
+def _runs_of(part: Part, micro_batches: Sequence[int], bench: Workbench) -> list[BlockRun]:
+    """What to run, in order, all on one module. It has run once, so that its gradients exist."""
+    module, _ = part.instantiate(micro_batches[0], bench.device)
+    built = _Built(part, module)
+    of_size = {size: bench.run_of(built, size) for size in sorted(set(micro_batches))}
+    of_size[min(of_size)]()
+    return [of_size[size] for size in micro_batches]
 
 
-def _seconds(runs: Sequence[BlockRun], bench: Workbench) -> float:
+def _seconds(runs: Sequence[BlockRun], bench: Workbench, least_s: float) -> float:
     clock = bench.stopwatch
     seconds: list[float] = []
     while len(seconds) < _MOST_SAMPLES and (
-        sum(seconds) < _LEAST_S or (len(seconds) < 3 and min(seconds) < _LEAST_S / 2)
+        sum(seconds) < least_s or (len(seconds) < 3 and min(seconds) < least_s / 2)
     ):
         start = clock.mark()
         for run in runs:

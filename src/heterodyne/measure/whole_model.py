@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import Input
 
-__all__ = ["WholeModel", "without_weights"]
+__all__ = ["WholeModel", "resident_bytes", "without_weights"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class WholeModel:
         loss: the loss in what the model returns.
         build_empty: the same model without weights, on the meta device, its ties kept; None: made from ``build``.
         stored: the model without weights, and where they are read; None: they are in no files.
+        resident_bytes: of weights that the model itself has in the memory of this process, which it may not have for training.
         weightless: what ``build`` gives has no values in its weights, for the model has none yet.
     """
 
@@ -36,6 +37,7 @@ class WholeModel:
     loss: Callable[[object], Tensor]
     build_empty: Callable[[], nn.Module] | None = None
     weightless: bool = False
+    resident_bytes: int = 0
     stored: Callable[[], tuple[nn.Module, Any] | None] | None = None
 
     def empty(self) -> nn.Module:
@@ -63,6 +65,12 @@ class WholeModel:
         return tuple(
             _resized(value, i.batch_dim, batch).to(device) for i, value in zip(self.inputs, values, strict=True)
         )
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Of the parameters and buffers of a model in the memory of this process, each memory once."""
+    stored = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu"]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}.values())
 
 
 def without_weights(model: nn.Module) -> nn.Module:

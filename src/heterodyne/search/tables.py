@@ -123,13 +123,13 @@ class Tables:
         """Bytes of the peak of every stage, with so many micro-batches of that size in flight, if nothing is recomputed."""
         weights, memory = self._weights, self.model.device_memory[device]
         frame = memory.use(0, ()).context
-        buckets = np.minimum(weights.gradients, 2 * self._largest_bucket)
-        tensors = weights.stored + weights.gradients + self.model.recipe.states * weights.states + buckets
+        handed = 0.0 if memory.tells_peaks else weights.largest
+        tensors = weights.stored + weights.gradients + self.model.recipe.states * weights.states + handed
         crossing = np.array([size_(size) for size_ in self.points.crossing])
         sides = crossing[:, None] + crossing[None, :]
-        kept = (_differences(self.kept(device, size)) + sides) * (1 + memory.assumptions.fragmentation)
+        kept = (_differences(self.kept(device, size)) + sides) * (1 + memory.lost_part)
         most = in_flight * kept + self._workspace(device, size) + 2 * sides
-        fixed: Floats = tensors * (1 + memory.assumptions.fragmentation) + frame
+        fixed: Floats = tensors * (1 + memory.lost_part) + frame
         peak: Floats = fixed + np.maximum(most, weights.largest)
         return peak
 
@@ -201,12 +201,6 @@ class Tables:
                         largest = max(largest, of[name][3])
                 tables[:, first, stop] = (*total[:3], largest)
         return _Weights(stored=tables[0], gradients=tables[1], states=tables[2], largest=tables[3])
-
-    @cached_property
-    def _largest_bucket(self) -> float:
-        """About the size of the largest gradient bucket: it is closed when it has reached ``bucket_bytes``."""
-        largest = max((p.bytes for p in self.model.graph.parameters if p.trainable), default=0)
-        return float(self.model.recipe.bucket_bytes + largest)
 
     def sums(self, value: Callable[[tuple[int, int]], float]) -> Floats:
         """A value of the ops between neighbouring points, added up from the beginning of the model to each point."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster import BlockSample
 from heterodyne.cost import DeviceMemory, MemoryAssumptions, Recipe
-from heterodyne.graph import Parameter
+from heterodyne.graph import Op, Parameter, Size
 from pure.build import cluster, device_profile, graph, linear
 
 MODEL = graph(4, saved=10_000)
@@ -115,8 +115,22 @@ def test_measured_bytes_are_never_interpolated_below_a_sample() -> None:
     assert made.activations(4) == made.activations(8) == 6 * 9000
 
 
+def test_weights_neither_come_and_go_inside_an_op_nor_are_lost_in_a_heap() -> None:
+    """The gradient of a weight is counted by itself; a C heap loses less than an allocator of large pages."""
+
+    def heavier(op: Op) -> Op:
+        return replace(op, bytes_read=op.bytes_read + Size.of(sum(MODEL.stored[name].bytes for name in op.parameters)))
+
+    heavy = replace(MODEL, ops=tuple(map(heavier, MODEL.ops)))
+    flowing = max(op.bytes_read(4) + op.bytes_written(4) for op in MODEL.ops)
+    assert memory(graph=heavy).workspace(4) <= 2 * flowing
+    assert memory(assumptions=MemoryAssumptions(block_bytes=0)).lost(10**9) == 10**7
+
+
 def test_the_framework_and_the_allocator_take_their_part() -> None:
-    given_ = MemoryAssumptions(context_bytes={"cpu": 1000}, other_context_bytes=5000, fragmentation=0.1, block_bytes=0)
+    given_ = MemoryAssumptions(
+        context_bytes={"cpu": 1000}, other_context_bytes=5000, fragmentation=0.1, heap_fragmentation=0.1, block_bytes=0
+    )
     use, bare = memory(assumptions=given_).use(2), memory().use(2)
     assert use.context == 1000
     assert use.lost == pytest.approx(0.1 * (bare.fixed + bare.activations), abs=1)

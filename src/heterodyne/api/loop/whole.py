@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from heterodyne.api.compiled import uncompiled
 from heterodyne.errors import CaptureError
 from heterodyne.frontend import CapturedModel, loss_of, require_initialised
-from heterodyne.measure.whole_model import WholeModel, without_weights
+from heterodyne.measure.whole_model import WholeModel, resident_bytes, without_weights
 
 __all__ = ["copies_of", "whole_model"]
 
@@ -67,4 +67,5 @@ def whole_model(model: nn.Module, captured: CapturedModel, example_batch: Mappin
         loss=loss_of,
         build_empty=lambda: without_weights(model),
         weightless=any(p.is_meta for p in model.parameters()),
+        resident_bytes=resident_bytes(model),
     )
