@@ -1,6 +1,6 @@
 """A head of 100,000 classes on 8, 16 and 32 V100s, simulated: replicated with the rest, or split beside a replicated backbone.
 
-What Whale measured (figure 13: 1.13x, 1.66x and 2.43x over data parallelism), foretold from datasheets: a ResNet-50 with 100,000
+What Whale measured (figure 13: 1.13x, 1.66x and 2.43x over data parallelism), predicted from datasheets: a ResNet-50 with 100,000
 classes, nodes of 8 V100s on NVLink, and 50 Gb/s Ethernet between the nodes. No V100 was measured for this: the seconds of an op are its
 operations at a part of the peak, or its memory traffic at a part of the bandwidth, whichever takes longer. The batch of figure 13 is not
 told in the paper; it is 64 images a device here. Links are taken to do what they promise: what congestion cost those runs is not in

@@ -82,8 +82,8 @@ def main() -> int:
     results.bar("runs of that plan that train", sum(lives) / size.trials, ">= 1")
     results.bar("runs of equal sharding that are killed there", int(dies), ">= 1")
     if ratios:
-        results.bar("peak foretold over measured, least of a worker", min(ratios), ">= 1")
-        results.bar("peak foretold over measured, most of a worker", max(ratios), "<= 1.05")
+        results.bar("peak predicted over measured, least of a worker", min(ratios), ">= 1")
+        results.bar("peak predicted over measured, most of a worker", max(ratios), "<= 1.05")
     return results.write(options.json)
 
 
@@ -103,11 +103,11 @@ def largest_of_fsdp(base: dict[str, int], size: Size, equal: int) -> int:
 
 
 def peaks(results: Results, kept: Path) -> list[float]:
-    """Of each worker of the run in which the plan was found, what was foretold over what was measured."""
+    """Of each worker of the run in which the plan was found, what was predicted over what was measured."""
     found = [json.loads(file.read_text()) for file in sorted(kept.glob("peak-*.json"))]
-    for rank, (foretold, measured) in enumerate(found):
-        results.row(f"worker {rank}, bytes", foretold=foretold, measured=measured, ratio=foretold / measured)
-    return [foretold / measured for foretold, measured in found]
+    for rank, (predicted, measured) in enumerate(found):
+        results.row(f"worker {rank}, bytes", predicted=predicted, measured=measured, ratio=predicted / measured)
+    return [predicted / measured for predicted, measured in found]
 
 
 def base_bytes(way: str, size: Size) -> int:
@@ -181,7 +181,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def steps(trainer: Any, batch: dict[str, Any], keep: Path | None) -> None:
-    """Trains, and writes into ``keep`` what this rank was foretold to need at most, and what it did."""
+    """Trains, and writes into ``keep`` what this rank was predicted to need at most, and what it did."""
     from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
 
     session, planned = trainer._session, trainer._prepared.planned

@@ -1,11 +1,11 @@
-"""The peak of memory of each device, as the cost model foretells it and as an allocator counts it, for plans of every kind.
+"""The peak of memory of each device, as the cost model predicts it and as an allocator counts it, for plans of every kind.
 
 No GPU is needed: the accelerator of the tests (`tests/device`) counts what is allocated in it, and what was allocated at most. What
 blocks keep and need is measured on it as on any device, at every size; then each plan runs three steps, and the peak of the last two is
 compared. What the framework occupies before there is a model is left out on both sides. So are the 5% that the planner counts for what
 the allocator of a GPU loses to gaps: this one loses nothing but the rounding of each tensor to 512 bytes, which is counted.
 
-Foretold by more than 5% too high, and why: tensor parallel plans (the buffers of the largest exchange are added to what the worst block
+Predicted by more than 5% too high, and why: tensor parallel plans (the buffers of the largest exchange are added to what the worst block
 needs inside of itself, though the gradient of a weight, most of that, is not there during an exchange), ZeRO-3 with recompute (the most
 that a block needs inside is added to all that it has made again, while buckets fill).
 """
@@ -78,19 +78,19 @@ def main() -> int:
             found = pool.run(
                 DEVICES, compared, model, spread, more, profiles[kind], devices=(A,) * DEVICES, timeout_s=300.0
             )
-            ratios = [foretold / most for foretold, most in found if most]
+            ratios = [predicted / most for predicted, most in found if most]
             errors += ratios
             results.row(
                 f"{name}, {model}",
-                foretold_mib=[round(foretold / 2**20, 1) for foretold, _ in found],
+                predicted_mib=[round(predicted / 2**20, 1) for predicted, _ in found],
                 measured_mib=[round(most / 2**20, 1) for _, most in found],
                 least=min(ratios),
                 most=max(ratios),
             )
     finally:
         pool.close()
-    results.bar("peak foretold over measured, least", min(errors), ">= 1")
-    results.bar("peak foretold over measured, most", max(errors), "<= 1.05")
+    results.bar("peak predicted over measured, least", min(errors), ">= 1")
+    results.bar("peak predicted over measured, most", max(errors), "<= 1.05")
     results.bar("devices within 0 to +5%", sum(1 <= e <= 1.05 for e in errors) / len(errors), ">= 1")
     return results.write(options.json)
 
@@ -170,7 +170,7 @@ def cases(model: str) -> list[Case]:
 
 
 def compared(world: World, model: str, spread: Spread, more: dict[str, Any], profile: Profile) -> tuple[int, int]:
-    """Bytes of this rank: the peak as foretold, and as counted."""
+    """Bytes of this rank: the peak as predicted, and as counted."""
     accelerator(world.device)
     module, captured, batch = traced(model)
     graph, cluster, device = captured.graph, cluster_of(DEVICES, world.devices), torch.device(world.device)
@@ -188,7 +188,7 @@ def compared(world: World, model: str, spread: Spread, more: dict[str, Any], pro
         memory=MemoryAssumptions(fragmentation=0.0),
     )
     own = cluster.devices[world.rank].id
-    foretold = simulate(program, costs.of(plan)).peak_bytes[world.rank] - costs.memory_use(own, 0).context
+    predicted = simulate(program, costs.of(plan)).peak_bytes[world.rank] - costs.memory_use(own, 0).context
     gc.collect()  # what the worker before this one has left in cycles
     before = torch.accelerator.memory_allocated(device)
     worker = Worker(
@@ -212,7 +212,7 @@ def compared(world: World, model: str, spread: Spread, more: dict[str, Any], pro
     most = peak_memory_bytes(device) - before
     worker.close()
     communicator.close()
-    return foretold, most
+    return predicted, most
 
 
 def measured(world: World, model: str, precision: Any) -> Profile:

@@ -93,12 +93,14 @@ def choices(results: Results, pool: Pool, *, rounds: int) -> None:
         )[0]
         told = {way: spread(seconds) for way, seconds in found["seconds"].items()}
         if "other" not in told:
-            results.row(f"{name}: {found['chosen']}, the only way", step_s=told["chosen"], foretold_s=found["foretold"])
+            results.row(
+                f"{name}: {found['chosen']}, the only way", step_s=told["chosen"], predicted_s=found["predicted"]
+            )
             continue
         ratio = median(a / b for a, b in zip(*(found["seconds"][way] for way in ("chosen", "other")), strict=True))
         worst = max(worst, ratio)
         results.row(
-            f"{name}: {found['chosen']}", step_s=told["chosen"], other_s=told["other"], ratio=ratio, foretold_s=found["foretold"]
+            f"{name}: {found['chosen']}", step_s=told["chosen"], other_s=told["other"], ratio=ratio, predicted_s=found["predicted"]
         )  # fmt: skip
     results.bar("the planner's choice over the other way, worst of ten cases", worst, "<= 1.03")
 
@@ -172,7 +174,7 @@ def with_rate(profile: Profile, s_per_byte: float) -> Profile:
 
 
 def both_ways(world: World, case: Case, profile: Profile, rounds: int) -> dict[str, Any]:
-    """What was chosen, seconds of the steps of both ways, one a round, and what was foretold of them."""
+    """What was chosen, seconds of the steps of both ways, one a round, and what was predicted of them."""
     keep_freed_memory()
     _, captured, batch = traced()
     graph, cluster = captured.graph, cluster_of(world.world_size, world.devices)
@@ -193,7 +195,7 @@ def both_ways(world: World, case: Case, profile: Profile, rounds: int) -> dict[s
     other = other_way(chosen.plan, case, graph, cluster, profile, lambda: ask(with_rate(profile, 0.0)).plan)
     if other is not None:
         plans["other"] = other
-    foretold = {way: ask(profile, given=plan).chosen.step_s for way, plan in plans.items()}
+    predicted = {way: ask(profile, given=plan).chosen.step_s for way, plan in plans.items()}
     samples = {name: value[: SAMPLES * case.devices] for name, value in batch.items()}
     slow = SlowCopies(accelerator(world.device), torch.device(world.device, 0), seed=0, most_s=0.0, s_per_byte=rate)
     with mock.patch.object(host_link, "copy", slow.copy):
@@ -211,7 +213,7 @@ def both_ways(world: World, case: Case, profile: Profile, rounds: int) -> dict[s
     for worker in workers.values():
         worker.close()
     slow.close()
-    return {"chosen": said(chosen.plan), "seconds": seconds, "foretold": foretold}
+    return {"chosen": said(chosen.plan), "seconds": seconds, "predicted": predicted}
 
 
 def limited(graph: ModelGraph, cluster: Cluster, profile: Profile, case: Case) -> Cluster:

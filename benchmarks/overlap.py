@@ -3,7 +3,7 @@
 Emulated workers (CPU quotas) train a Llama whose weights are split over them, one way after the other in the same processes. ``waiting``
 exchanges and then goes on; ``halves in turns`` runs each micro-batch as two halves, one of which computes while what the other one
 exchanges is on its way (Merak's sub-pipelined tensor parallelism, here for any graph). On slow links that should pay; inside of one
-machine, where CPU workers copy what they exchange by hand, there is next to nothing to hide. Either is foretold, at the pace that the
+machine, where CPU workers copy what they exchange by hand, there is next to nothing to hide. Either is predicted, at the pace that the
 devices have beside the run (`pace`).
 """
 
@@ -32,7 +32,7 @@ def main() -> int:
     options = arguments(__doc__)
     results = Results("overlap")
     size = by_speed(QUICK if options.quick else FULL, SPEEDS)
-    gains, foretold, errors = {}, {}, []
+    gains, expected, errors = {}, {}, []
     for name, links in LINKS.items():
         job = emulated(SPEEDS, [WAITING, IN_TURNS], size, Path(__file__), links=links)
         for way in (WAITING, IN_TURNS):
@@ -40,14 +40,14 @@ def main() -> int:
             errors.append(predicted / median(job[way]) - 1)
             results.row(f"{name}: {way}", step_s=spread(job[way]), predicted_s=predicted, error=errors[-1])
         found = ratios([job], WAITING, IN_TURNS)
-        gains[name], foretold[name] = median(found), job["predicted"][WAITING] / job["predicted"][IN_TURNS]
-        results.row(f"{name}: {WAITING} / {IN_TURNS}", step_ratio=spread(found), predicted_ratio=foretold[name])
+        gains[name], expected[name] = median(found), job["predicted"][WAITING] / job["predicted"][IN_TURNS]
+        results.row(f"{name}: {WAITING} / {IN_TURNS}", step_ratio=spread(found), predicted_ratio=expected[name])
     slow, near = LINKS
     results.bar(f"gain of halves in turns, {slow}", gains[slow], ">= 1.0")
-    # What the planner takes is what it foretells to be clearly faster: it must not be slower than the other way, but for what noise does.
+    # What the planner takes is what it predicts to be clearly faster: it must not be slower than the other way, but for what noise does.
     best = {name: max(gains[name], 1 / gains[name]) for name in LINKS}
     for name in (slow, near):
-        chosen = gains[name] if foretold[name] * IN_TURNS_PAYS > 1 else 1 / gains[name]
+        chosen = gains[name] if expected[name] * IN_TURNS_PAYS > 1 else 1 / gains[name]
         results.bar(f"the way that the planner takes over the faster way, {name}", chosen / best[name], ">= 0.97")
     results.bar("mean error of the predictions", sum(map(abs, errors)) / len(errors), "<= 0.07")
     return results.write(options.json)

@@ -98,7 +98,7 @@ def run_in_turns(
     steps: int,
     **told: Any,
 ) -> None:
-    """Ways take turns, the devices' own work among them; rank 0 writes the seconds of the ways and what was foretold for the plans, at
+    """Ways take turns, the devices' own work among them; rank 0 writes the seconds of the ways and what was predicted for the plans, at
     the paces in the middle of all rounds. ``told``: written too. Collective."""
     found: list[list[float]] = []
     turns = {**run, _PACE: lambda: found.append(pace())}

@@ -72,7 +72,7 @@ def main() -> int:
     results = Results("planner_here")
     cases = QUICK_CASES if options.quick else ALL_CASES if options.all else CASES
     chance = random.Random(20)
-    right = foretold = limited = 0
+    right = first_right = limited = 0
     errors, of_pace = list[float](), list[float]()
     for number in range(cases):
         load = os.getloadavg()[0]
@@ -85,7 +85,7 @@ def main() -> int:
         fastest = min(seconds, key=lambda way: seconds[way])
         right += seconds[CHOSEN] <= _NEAR * seconds[fastest]
         first = seconds[job["first by prediction"]] / seconds[fastest]
-        foretold += first <= _NEAR
+        first_right += first <= _NEAR
         limited += bool(links) or (bool(size.room) and not job["fits whole"])
         results.row(
             f"{number}: {' + '.join(map(str, speeds))}, {size.kind} {size.layers} x {size.width}, {size.samples} samples{what}",
@@ -105,7 +105,7 @@ def main() -> int:
     at_pace_error = fmean(map(abs, of_pace))
     results.row("mean error of the predictions at the pace that the devices have beside the runs", error=at_pace_error)
     results.bar("chosen plans that are the fastest or within 3% of it, of all", right / cases, ">= 0.9")
-    results.bar("first by prediction: the fastest or within 3% of it, of all", foretold / cases, ">= 0.75")
+    results.bar("first by prediction: the fastest or within 3% of it, of all", first_right / cases, ">= 0.75")
     results.bar("mean error of the predictions, all plans that ran", fmean(map(abs, errors)), "<= 0.07")
     return results.write(options.json)
 

@@ -68,8 +68,8 @@ def main() -> int:
     level = ratios([equal], TORCH, OURS)
     results.row(f"equal: {TORCH} / ours", step_ratio=spread(level))
     for name in NAMED:
-        foretold = equal["predicted"][EVEN] / equal["predicted"][name]
-        results.row(f"equal: {EVEN} / {name}", step_ratio=spread(ratios([equal], EVEN, name)), predicted=foretold)
+        predicted = equal["predicted"][EVEN] / equal["predicted"][name]
+        results.row(f"equal: {EVEN} / {name}", step_ratio=spread(ratios([equal], EVEN, name)), predicted=predicted)
 
     results.bar("speed-up over even 1F1B, unequal devices", median(speed_up[EVEN]), ">= 1.8")
     results.bar("speed-up over PyTorch's 1F1B, unequal devices", median(speed_up[TORCH]), ">= 1.8")

@@ -40,9 +40,9 @@ SHORTAGE = Shortage(
 SIZES = st.integers(0, 2**40)
 
 
-@given(used=SIZES, asked=st.integers(1, 2**40), free=SIZES, foretold=st.integers(1, 2**40), longer=st.booleans())
+@given(used=SIZES, asked=st.integers(1, 2**40), free=SIZES, predicted=st.integers(1, 2**40), longer=st.booleans())
 def test_the_plan_that_failed_does_not_fit_what_was_seen(
-    used: int, asked: int, free: int, foretold: int, longer: bool
+    used: int, asked: int, free: int, predicted: int, longer: bool
 ) -> None:
     for backend in ("cpu", "cuda"):
         context = 0 if backend == "cpu" else MemoryAssumptions().context(backend)
@@ -53,7 +53,7 @@ def test_the_plan_that_failed_does_not_fit_what_was_seen(
             used_bytes=used,
             asked_bytes=asked,
             free_bytes=min(free, asked - 1),
-            predicted_bytes=context + foretold,
+            predicted_bytes=context + predicted,
             longer=longer,
         )
         cluster = Cluster(name="c", devices=tuple(devices))
@@ -61,7 +61,7 @@ def test_the_plan_that_failed_does_not_fit_what_was_seen(
         assert learned.devices[0] == devices[0]
         own = learned.devices[1].memory_bytes - context
         assert own <= seen.usable_bytes < seen.needed_bytes
-        assert longer or own < foretold
+        assert longer or own < predicted
         assert as_learned(cluster, [seen, replace(seen, used_bytes=2 * used)]).devices[1].memory_bytes <= context + own
 
 
@@ -154,7 +154,7 @@ def test_the_only_process_becomes_another_one(tmp_path: Path, monkeypatch: pytes
     assert train_here(started(tmp_path, on_out_of_memory="stop"), train) == OUT_OF_MEMORY
 
 
-def test_what_the_kernel_killed_is_planned_with_less_than_was_foretold(
+def test_what_the_kernel_killed_is_planned_with_less_than_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = tuple(Device(id=f"n/cpu:{i}", kind="cpu", node="n", memory_bytes=2**30) for i in range(2))
@@ -166,8 +166,8 @@ def test_what_the_kernel_killed_is_planned_with_less_than_was_foretold(
     assert kills.explain(1) is not None
     assert not kills.noted, "there is no plan yet"
     run.cluster.write_text(cluster_to_json(cluster))
-    foretold = Prediction(step_s=1.0, samples_per_s=1.0, memory_bytes={"n/cpu:1": 1000})
-    Plan(global_batch_size=4, pipelines=(), predicted=foretold).save(run.plan)
+    predicted = Prediction(step_s=1.0, samples_per_s=1.0, memory_bytes={"n/cpu:1": 1000})
+    Plan(global_batch_size=4, pipelines=(), predicted=predicted).save(run.plan)
     assert kills.explain(1) is not None
     assert kills.noted
     assert [d.memory_bytes for d in as_learned(cluster, read_shortages(run.shortages)).devices] == [2**30, 999]

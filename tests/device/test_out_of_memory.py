@@ -90,7 +90,7 @@ nodes:
 """
 
 
-def foretold(graph: ModelGraph, cluster: Cluster) -> Profile:
+def predicted(graph: ModelGraph, cluster: Cluster) -> Profile:
     """As if it had been measured: seconds by the number of ops, bytes as the graph has them."""
 
     def samples(block: Block) -> tuple[BlockSample, ...]:
@@ -110,7 +110,7 @@ def foretold(graph: ModelGraph, cluster: Cluster) -> Profile:
     ids = tuple(device.id for device in cluster.devices)
     links = [LinkSample(op=op, devices=ids, bytes=2**20, seconds=1e-3, spread=0.0) for op in ("all_reduce", "send")]
     return Profile(
-        key="foretold",
+        key="predicted",
         devices={name: DeviceProfile(blocks=blocks, optimizer_s_per_byte=1e-9) for name in ids},
         links=tuple(links) if len(ids) > 1 else (),
     )
@@ -145,7 +145,7 @@ def work(environment: WorkerEnvironment, folder: str, limits: Limits, arguments:
         return step(worker, batch)
 
     def prepared(session: Session, captured: Any, *rest: Any, profile: Profile | None, **more: Any) -> Any:
-        known = foretold(captured.graph, session.cluster) if profile is None else profile
+        known = predicted(captured.graph, session.cluster) if profile is None else profile
         return prepare(session, captured, *rest, profile=known, **more)
 
     with (

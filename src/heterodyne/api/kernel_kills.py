@@ -40,8 +40,8 @@ class KernelKills:
     def _note(self, rank: int) -> bool:
         """Whether it was known what the plan asked of this rank's device."""
         plan, device = Plan.load(self._run.plan), cluster_from_json(read_text(self._run.cluster)).devices[rank].id
-        foretold = 0 if plan.predicted is None else plan.predicted.memory_bytes.get(device, 0)
-        if not foretold:
+        predicted = 0 if plan.predicted is None else plan.predicted.memory_bytes.get(device, 0)
+        if not predicted:
             return False
         # How much it had is not known; so much is: it was not enough for this plan.
         shortage = Shortage(
@@ -49,10 +49,10 @@ class KernelKills:
             rank=rank,
             step=None,
             where="a step, in which the kernel killed it",
-            used_bytes=foretold - 1,
+            used_bytes=predicted - 1,
             asked_bytes=1,
             free_bytes=0,
-            predicted_bytes=foretold,
+            predicted_bytes=predicted,
             longer=False,
             attempt=secrets.token_hex(4),
         )

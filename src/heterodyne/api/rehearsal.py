@@ -1,4 +1,4 @@
-"""A rehearsal: the plans that are foretold to be nearly the fastest are run for a few steps, and the clock decides.
+"""A rehearsal: the plans that are predicted to be nearly the fastest are run for a few steps, and the clock decides.
 
 A prediction is right to a few percent, and the best plans of a search are often closer together than that. What is rehearsed works on
 copies of the model; weights, optimizer and data of the run are not touched.

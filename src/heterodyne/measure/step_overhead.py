@@ -67,7 +67,7 @@ def measure_step_overhead(
                 step_s, passes_s = sample(both, clock, bench.sampling, budget_s=budget_s).laps
                 pace = median(paces) if paces else 1.0
                 seconds, beside = max(0.0, pace * (step_s - passes_s) - update_s), run
-    except Exception as error:  # noqa: BLE001  # the plan is a little less well foretold, and nothing else
+    except Exception as error:  # noqa: BLE001  # the plan is a little less well predicted, and nothing else
         bench.say(f"what a step takes besides its passes and its update was not measured: {words_of(error)}")
     bench.meet(beside)
     return seconds

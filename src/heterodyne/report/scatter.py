@@ -1,4 +1,4 @@
-"""A picture of what was foretold against what was measured: on the diagonal both are the same."""
+"""A picture of what was predicted against what was measured: on the diagonal both are the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from heterodyne.report.palette import LIGHT
 
-__all__ = ["Foretold", "scatter_picture"]
+__all__ = ["Predicted", "scatter_picture"]
 
 _TEXT, _LINE = "#1d2330", "#e3e5e9"
 _HUES = 8
@@ -21,7 +21,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Foretold:
+class Predicted:
     """One point; seconds. ``kind``: points of a kind look alike."""
 
     kind: str
@@ -29,7 +29,7 @@ class Foretold:
     measured_s: float
 
 
-def scatter_picture(points: Sequence[Foretold], path: Path, *, title: str, band: float) -> Path:
+def scatter_picture(points: Sequence[Predicted], path: Path, *, title: str, band: float) -> Path:
     """A mark for each point, and the band of relative errors up to ``band`` around the diagonal; the file's suffix says what is written.
 
     Where the longest step takes a hundred times the shortest or more, the axes are logarithmic.

@@ -117,7 +117,7 @@ class Worker:
         total_steps: that the schedule of the learning rate stretches over.
         seed: of the dropout masks.
         clip_grad_norm: the norm to which CLIP scales the gradient down; 0: it is not scaled.
-        host_activation_bytes: of activations that this rank has in the memory of its host at a time, as was foretold: there must be room.
+        host_activation_bytes: of activations that this rank has in the memory of its host at a time, as was predicted: there must be room.
         recorder: notes what happens when; None: nothing is noted.
         watch: is told what this rank is doing (a `Watchdog`); None: nobody is.
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.

@@ -10,7 +10,7 @@ from heterodyne.search.planned import Candidate, Planned, identity, serves
 __all__ = ["NEAR", "near_the_chosen", "still_in"]
 
 NEAR = 1.25
-"""How much longer than the chosen plan's a step may be foretold, for the plan to be worth a rehearsal."""
+"""How much longer than the chosen plan's a step may be predicted, for the plan to be worth a rehearsal."""
 _CLEAR_ROUNDS = 5
 """A plan that was slower than the best one in all of the last so many is not run any more: by chance one in 32 is."""
 

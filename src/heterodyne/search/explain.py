@@ -94,7 +94,7 @@ def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: Strateg
 
 
 def _over(other: Candidate, chosen: Candidate) -> float:
-    """How much longer a step is: as rehearsed, where both were, else as foretold."""
+    """How much longer a step is: as rehearsed, where both were, else as predicted."""
     if other.rehearsed_s is not None and chosen.rehearsed_s is not None:
         return other.rehearsed_s / chosen.rehearsed_s
     return (other.step_s or 0.0) / (chosen.step_s or 1.0)

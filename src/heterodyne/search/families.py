@@ -46,7 +46,7 @@ class Families:
     able: what runs exactly for the model.
     samples: the global batch; sizes: of micro-batches that may be taken, rising.
     sharded: whether state may be sharded.
-    near: how many times as long as the fastest a plan may be foretold to take, and is still looked for.
+    near: how many times as long as the fastest a plan may be predicted to take, and is still looked for.
     """
 
     model: CostModel

@@ -143,7 +143,7 @@ class Planned:
 
 
 def identity(plan: Plan) -> str:
-    """The same for plans that do the same, whatever is said or foretold of them."""
+    """The same for plans that do the same, whatever is said or predicted of them."""
     return plan.model_copy(update={"reason": "", "predicted": None}).dump()
 
 

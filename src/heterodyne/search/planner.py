@@ -59,7 +59,7 @@ def plan(
         given: a plan that somebody wrote is taken as it is, whatever its memory, and weighed against what would have been chosen.
         rehearsed: seconds of a step of plans that were run, by their `identity`. The choice is among these alone.
         whole_weights: the optimizer updates whole weights only, so plans that split them are left out.
-        near: how many times as long as the fastest a plan may be foretold to take and is still looked for, as a rehearsal wants it.
+        near: how many times as long as the fastest a plan may be predicted to take and is still looked for, as a rehearsal wants it.
 
     Raises InfeasibleError if no plan fits, with what each device lacks; MeasureError where the profile lacks a
     measurement; PlanError if ``given`` cannot run.

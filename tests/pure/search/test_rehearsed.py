@@ -1,4 +1,4 @@
-"""What was run counts for more than what was foretold."""
+"""What was run counts for more than what was predicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def searched(strategy: Strategy = "auto", **rehearsed: float) -> Planned:
     return plan(MODEL, machines, known, global_batch_size=24, strategy=strategy, rehearsed=rehearsed, near=NEAR)
 
 
-def test_of_what_was_rehearsed_the_fastest_is_chosen_whatever_was_foretold() -> None:
+def test_of_what_was_rehearsed_the_fastest_is_chosen_whatever_was_predicted() -> None:
     near = near_the_chosen(searched(), 6)
     plans = [identity(c.plan) for c in near if c.plan is not None]
     assert len(plans) > 2

@@ -30,7 +30,7 @@ class Shortage:
         used_bytes: that this process held of the device (of a CPU worker: that it occupied).
         asked_bytes: the request that failed.
         free_bytes: of the device, beside; less than was asked for.
-        predicted_bytes: the peak that the plan foretold; 0 where it foretold none.
+        predicted_bytes: the peak that the plan predicted; 0 where it predicted none.
         longer: the samples were longer than those that the plan was made for.
         attempt: the same for all that is lacked at one time, by whichever ranks.
     """
