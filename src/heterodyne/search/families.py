@@ -87,25 +87,36 @@ class Families:
         if not self.sharded or not self.able.allow("state_sharding") or self.able.whole_weights:
             return None
         bare = fit_devices(self.model, self.sizes, self.samples, recompute=False, offload=False, state=0)
-        return StateSharding(model=self.model, runs=self.runs, fits=bare, samples=self.samples)
+        return StateSharding(model=self.model, runs=self._beside_others, fits=bare, samples=self.samples)
 
     def _whole_models(self) -> Iterator[Candidate]:
         # Pipelines take larger parts of the batch, so where that is mathematics they cannot be compared with whole models.
         if self.strategy == "pipeline" and not self.able.allow("unequal_counts"):
             return
-        of_data: Strategy = "data" if self.strategy in _OF_PARTS else self.strategy
-        yield from self._replicas(of_data)
+        yield from self._replicas[1]
         if self._sharding is not None:
-            yield from self._sharding.of_whole_models(of_data)
+            yield from self._sharding.of_whole_models(self._of_data)
 
-    def _replicas(self, strategy: Strategy) -> tuple[Candidate, ...]:
-        """Data parallelism, of smaller micro-batches where the program shows that a device has no room for those that fit by themselves."""
+    @property
+    def _of_data(self) -> Strategy:
+        """What is asked for of whole models."""
+        return "data" if self.strategy in _OF_PARTS else self.strategy
+
+    @property
+    def _beside_others(self) -> dict[str, Runs]:
+        """How the devices run samples that can hold the model beside what they exchange with others."""
+        return self._replicas[0]
+
+    @cached_property
+    def _replicas(self) -> tuple[dict[str, Runs], tuple[Candidate, ...]]:
+        """Data parallelism, of smaller micro-batches where the program shows that a device has no room for those that fit by themselves;
+        and what each device that has room for any runs."""
         runs = dict(self.runs)
         while True:
-            found = DataParallel(model=self.model, runs=runs, samples=self.samples).candidates(strategy)
+            found = DataParallel(model=self.model, runs=runs, samples=self.samples).candidates(self._of_data)
             over = {device for c in found for device in self._over(c)}
             if not over:
-                return found
+                return runs, found
             for device in over:
                 if len(runs[device].sizes) > 1:
                     runs[device] = replace(runs[device], sizes=runs[device].sizes[:-1])
@@ -199,7 +210,7 @@ class Families:
 
     def _parameters_sharded(self, found: Sequence[Candidate]) -> Iterator[Candidate]:
         allowed = self.able.allow("parameter_sharding", "several_stages", "empty_share") and not self.able.whole_weights
-        if len(self.runs) == len(self.model.cluster.devices) or not allowed:
+        if len(self._beside_others) == len(self.model.cluster.devices) or not allowed:
             return
         if self._at_work_s / CLEARLY < self._below_s(found):
             again = self.able.allow("recompute", "several_micro_batches")
@@ -218,5 +229,5 @@ class Families:
             whole = [*other._whole_models()]
             yield from (*whole, *other._cut(whole))
 
-        if short := short_of_memory(self.model, self.fits):
+        if short := short_of_memory(self.model, self._beside_others):
             yield from offloading(self.model, short, self.runs, search)

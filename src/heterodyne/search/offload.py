@@ -8,7 +8,6 @@ from dataclasses import replace
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import PlanError
 from heterodyne.plan.plan import Pipeline, Plan
-from heterodyne.search.fit import Fit
 from heterodyne.search.planned import Candidate
 from heterodyne.search.predict import overflow, predict
 from heterodyne.search.runs import Runs
@@ -16,12 +15,12 @@ from heterodyne.search.runs import Runs
 __all__ = ["offloading", "short_of_memory"]
 
 
-def short_of_memory(model: CostModel, fits: Collection[Fit]) -> tuple[str, ...]:
-    """The accelerators that cannot hold the model by themselves, if what an update on their hosts takes was measured."""
+def short_of_memory(model: CostModel, runs: Collection[str]) -> tuple[str, ...]:
+    """The accelerators that cannot hold the model beside others, if what an update on their hosts takes was measured. ``runs``: who can."""
     return tuple(
-        fit.device.id
-        for fit in fits
-        if not fit.sizes and fit.device.backend != "cpu" and model.measured(fit.device.id).host_update_s_per_byte
+        device.id
+        for device in model.cluster.devices
+        if device.id not in runs and device.backend != "cpu" and model.measured(device.id).host_update_s_per_byte
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.state_shards import state_parts
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.fit import Fit
 from heterodyne.search.planned import Candidate, Strategy
@@ -19,6 +21,7 @@ from heterodyne.search.state_shares import PARTS, in_parts, least_time_shards, l
 
 __all__ = ["StateSharding"]
 
+_MOST_PLAYED = 4
 _NO_ROOM = "its devices have no room for the state"
 
 
@@ -76,28 +79,35 @@ class StateSharding:
         return (made,) if made.plan is not None else ()
 
     def _sharded(self, candidate: Candidate) -> Candidate:
-        name = f"{candidate.name}, with sharded state (ZeRO-1)"
+        """The candidate with its state sharded, or why that cannot be.
+
+        What exchanging shards takes shows only when the plan is played: devices that then lack room keep so much less, and others more.
+        """
+        named = replace(candidate, name=f"{candidate.name}, with sharded state (ZeRO-1)")
         assert candidate.plan is not None  # only such are asked for
-        plan = self._with_shares(candidate.plan)
-        named = replace(candidate, name=name)
-        return _refused(named, _NO_ROOM) if plan is None else self._played(named, plan)
+        at_most: dict[str, float] = {}
+        for _ in range(_MOST_PLAYED):
+            plan = self._with_shares(candidate.plan, at_most)
+            if plan is None:
+                break
+            try:
+                made, simulation = predict(self.model, plan, self.runs)
+            except PlanError as error:
+                return _refused(named, str(error))
+            over = overflow(self.model, made, simulation)
+            if not over:
+                return replace(named, plan=made, simulation=simulation)
+            parts = state_parts(plan, self.model.graph)
+            at_most |= {d: parts.get(d, 1.0) * self._state_bytes(d, plan) - lacking for d, lacking in over.items()}
+        return _refused(named, _NO_ROOM)
 
-    def _played(self, candidate: Candidate, plan: Plan) -> Candidate:
-        """The candidate with that plan in place of its own, or why that cannot be."""
-        try:
-            made, simulation = predict(self.model, plan, self.runs)
-        except PlanError as error:
-            return _refused(candidate, str(error))
-        if overflow(self.model, made, simulation):
-            return _refused(candidate, _NO_ROOM)
-        return replace(candidate, plan=made, simulation=simulation)
-
-    def _with_shares(self, plan: Plan) -> Plan | None:
-        """The plan with its state sharded; None if there is no room for it."""
+    def _with_shares(self, plan: Plan, at_most: Mapping[str, float]) -> Plan | None:
+        """The plan with its state sharded; None if there is no room for it. ``at_most``: bytes of it that devices may keep."""
         sharded = plan.model_copy(update={"zero": 1, "predicted": None})
         peak = predict(self.model, plan, self.runs)[1].peak_bytes
         own = {device: self._state_bytes(device, plan) for device in plan.devices}
-        room = {d: self.model.cluster.device(d).memory_bytes - peak[self.model.cluster.rank(d)] + own[d] for d in own}
+        free = {d: self.model.cluster.device(d).memory_bytes - peak[self.model.cluster.rank(d)] for d in own}
+        room = {d: min(free[d] + own[d], at_most.get(d, inf)) for d in own}
         groups: dict[tuple[str, ...], int] = {}
         for bucket in planned_buckets(plan, self.model.graph):
             groups[bucket.owners] = groups.get(bucket.owners, 0) + bucket.bytes
