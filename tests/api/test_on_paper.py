@@ -334,7 +334,7 @@ def test_what_fits_with_state_on_hosts_alone_is_planned_device_by_device(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (files / "job.yaml").write_text(SMALL)
-    (files / "fleet.yaml").write_text(TINY.replace("count: 2, devices", "count: 1, devices").replace("3.2 GB", "5 GB"))
+    (files / "fleet.yaml").write_text(TINY.replace("count: 2, devices", "count: 1, devices").replace("3.2 GB", "4.5 GB"))
     assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--on-paper", "--json"]) == 0
     out, said = capsys.readouterr()
     assert "searching device by device" in said

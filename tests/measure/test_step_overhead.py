@@ -46,7 +46,7 @@ def test_a_model_that_does_not_fit_has_none_and_one_that_cannot_be_trained_alone
         raise RuntimeError("no weights yet")
         yield lambda: None
 
-    assert measure_step_overhead(program, refused, 1, bench_of(clock, say=said.append), update_s=0.0, fits=False) == 0
+    assert measure_step_overhead(None, refused, 1, bench_of(clock, say=said.append), update_s=0.0) == 0
     assert not said
     assert measure_step_overhead(program, refused, 1, bench_of(clock, say=said.append), update_s=0.0) == 0
     assert "was not measured: RuntimeError: no weights yet" in said[0]

@@ -270,3 +270,38 @@ def test_a_call_that_only_one_rank_makes_is_named_instead_of_hanging() -> None:
         assert "rank 0 waits in step() for 1 s: rank 1 has not come to it" in workers[0].output
         for worker in workers:
             assert "the ranks call different things: rank 0 is in state_dict(); rank 1 is in step()" in worker.output
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(points), labels)
+
+
+def trained_from_rank_0(world: World) -> float:
+    """A model whose weights only one rank has is measured, planned and trained."""
+    with torch.device("meta" if world.rank else "cpu"):
+        torch.manual_seed(0)
+        model = Chain()
+    points, labels = batch_of(SAMPLES)
+    batch = {"points": points, "labels": labels}
+    with hd.distribute(
+        model,
+        batch,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        session=session_of(world),
+        measure_s=0.2,
+        rehearsal_s=0,
+        check_s=0,
+        micro_batch_sizes=(1, 2),
+    ) as trainer:
+        return trainer.step(batch).loss
+
+
+def test_weights_may_be_on_one_rank_alone(pool: Pool) -> None:
+    torch.manual_seed(0)
+    alone = Chain()(*batch_of(SAMPLES)).item()
+    assert pool.run(2, trained_from_rank_0, timeout_s=60.0) == pytest.approx([alone] * 2, rel=1e-5)

@@ -279,21 +279,24 @@ class _Session:
         )
 
     def _overhead(self, optimizer_s_per_byte: float) -> float:
-        request = self._request
-        if request.lone_steps is None or WHOLE not in request.programs:
+        """Of no device, if some rank has no weights to train with: alike devices would differ by where the weights are."""
+        request, own = self._request, self._request.cluster.devices[self._peers.rank]
+        if not all(self._peers.all_gather_object(request.lone_steps is not None)):
             return 0.0
         size = min(request.micro_batch_sizes)
         weights = sum(p.bytes for p in request.graph.parameters)
         trained = sum(p.bytes for p in request.graph.parameters if p.trainable)
+        whole = request.programs.get(WHOLE)
         # Two copies, of which one is trained: its optimizer keeps two values a weight at most.
-        needed = 2 * request.needs(WHOLE, size) + 2 * weights
+        needed = 0.0 if whole is None else 2 * request.needs(WHOLE, size) + 2 * weights
+        fits = whole is not None and needed <= own.memory_bytes - self._occupied_bytes()
+        assert request.lone_steps is not None  # as on every rank
         return measure_step_overhead(
-            request.programs[WHOLE],
+            whole if fits else None,
             request.lone_steps,
             size,
             self._bench,
             update_s=optimizer_s_per_byte * trained,
-            fits=needed <= request.cluster.devices[self._peers.rank].memory_bytes - self._occupied_bytes(),
             budget_s=self._budget("overhead"),
         )
 

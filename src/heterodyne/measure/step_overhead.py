@@ -26,16 +26,16 @@ LoneSteps: TypeAlias = Callable[[int], AbstractContextManager[Callable[[], objec
 
 
 def measure_step_overhead(
-    program: BlockProgram,
+    program: BlockProgram | None,
     steps: LoneSteps,
     size: int,
     bench: Workbench,
     *,
     update_s: float,
-    fits: bool = True,
     budget_s: float = 5.0,
 ) -> float:
-    """Seconds of a step of ``program``, the whole model, that belong to no action; 0 where it does not fit, which is said.
+    """Seconds of a step of ``program``, the whole model, that belong to no action; 0 where it is None, because it does
+    not fit here.
 
     ``size``: samples of its one micro-batch; ``update_s``: of the optimizer. Collective: all devices do it at the same time.
 
@@ -47,7 +47,7 @@ def measure_step_overhead(
     bench.meet()
     bench.progress("what a step takes besides", 1, 1)
     try:
-        if fits:
+        if program is not None:
             with steps(size) as train:
                 run = bench.run_of(program, size)
                 own = bench.stopwatch
