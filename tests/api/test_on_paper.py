@@ -334,7 +334,9 @@ def test_what_fits_with_state_on_hosts_alone_is_planned_device_by_device(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (files / "job.yaml").write_text(SMALL)
-    (files / "fleet.yaml").write_text(TINY.replace("count: 2, devices", "count: 1, devices").replace("3.2 GB", "4.5 GB"))
+    (files / "fleet.yaml").write_text(
+        TINY.replace("count: 2, devices", "count: 1, devices").replace("3.2 GB", "4.5 GB")
+    )
     assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--on-paper", "--json"]) == 0
     out, said = capsys.readouterr()
     assert "searching device by device" in said
@@ -343,3 +345,15 @@ def test_what_fits_with_state_on_hosts_alone_is_planned_device_by_device(
     assert plan.bound
     assert any(stage.offload for pipeline in plan.pipelines for stage in pipeline.stages)
     assert all(runs_at_all(use.feature) for use in uses(plan))
+
+
+def test_nodes_that_no_link_joins_are_planned_apart(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "job.yaml").write_text(SMALL)
+    (files / "fleet.yaml").write_text(
+        "name: apart\nnodes:\n  - {name: n, devices: [{kind: V100-SXM2-32GB, count: 2}]}\n"
+        "  - {name: m, devices: [{kind: A100-SXM-80GB, count: 1}]}\n"
+    )
+    assert planned("--set", "parallelism.micro_batch_sizes=[2]") == 0
+    plan = Plan.load(files / "plan.json")
+    assert len({stage.group.node for pipeline in plan.pipelines for stage in pipeline.stages if stage.group}) == 1
+    assert {size for pipeline in plan.pipelines for size in pipeline.micro_batches.sizes} == {2}, "as the job asks for"

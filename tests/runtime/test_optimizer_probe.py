@@ -198,3 +198,10 @@ def test_state_that_is_kept_in_blocks_shows_in_a_large_weight() -> None:
     large = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
     assert reach_of(Blocks, dict(large.named_parameters()))[0] == "weight"
     assert reach_of(torch.optim.AdamW, dict(large.named_parameters()))[0] == "element"
+
+
+def test_an_eps_that_the_first_weight_decides_couples_weights_of_several_dtypes() -> None:
+    weights = {"a": torch.zeros(3, 4), "b": torch.zeros((), dtype=torch.float64), "c": torch.zeros(4, 2)}
+    assert reach_of(lambda p: torch.optim.Adafactor(p), weights)[0] == "model"
+    assert reach_of(lambda p: torch.optim.Adafactor(p, eps=(1e-7, 1e-3)), weights)[0] == "weight"
+    assert reach_of(lambda p: torch.optim.AdamW(p), weights)[0] == "element"

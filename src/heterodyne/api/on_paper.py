@@ -71,7 +71,11 @@ def plan_on_paper(
                 "fp32 speed is assumed" if wishes.framework is None else "the speed of the nearest precision is assumed"
             )
             say(f"{kind} has no {job.training.precision} tensor cores by its datasheet; {instead}")
-    space = _space(wishes)
+    space = _space(wishes, job)
+    if job.parallelism.strategy != "auto":
+        say(
+            f"parallelism.strategy {job.parallelism.strategy} is not heeded on paper; --families shows the best of each kind"
+        )
     try:
         planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
     except InfeasibleError as error:
@@ -161,7 +165,6 @@ def _without_units(fleet: Fleet, precision: str) -> list[str]:
 
 
 def _known(fleet: Fleet) -> Fleet:
-    """As it is planned."""
     return merged(fleet) if len(fleet.pools) > _MOST_POOLS else fleet
 
 
@@ -178,7 +181,9 @@ def _planned(
         fleet.require_prices()
     fleet = _known(fleet)
     costs = costs_of(fleet)
-    fleet = replace(fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes)) for p in fleet.pools))
+    fleet = replace(
+        fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes, p.backend)) for p in fleet.pools)
+    )
     software = software_of(wishes.framework)
     planner = FleetPlanner(
         fleet=fleet,
@@ -211,9 +216,10 @@ def _with_families(
     return planner, best_of_all(found, families, accepts), families
 
 
-def _space(wishes: Wishes) -> Space:
+def _space(wishes: Wishes, job: Job) -> Space:
     """The plans that those can run for whom one is made."""
-    space = Space()
+    sizes = job.parallelism.micro_batch_sizes
+    space = Space(micro_batches=None if sizes == "auto" else sizes)
     if wishes.export == "megatron":
         space = replace(space, schedules=("1F1B", "Interleaved1F1B"))
     if wishes.export == "torchtitan":

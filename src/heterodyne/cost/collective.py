@@ -113,7 +113,8 @@ class Collectives:
         if link is None:
             raise MeasureError(
                 f"nothing is known of the link between {source} and {destination}: "
-                "measure it with 'heterodyne measure', or give its bandwidth and latency in the cluster file"
+                "measure it with 'heterodyne measure' (in parallelism.measure_s seconds, which may have been too few), or give its "
+                "bandwidth and latency in the cluster file"
             )
         return AlphaBeta(link.latency_s, 1 / link.bandwidth_bytes_per_s)
 

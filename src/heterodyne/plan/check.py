@@ -42,6 +42,12 @@ def require_valid(plan: Plan, graph: ModelGraph, cluster: Cluster) -> None:
 
 def _of_identity(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[str]:
     broken = []
+    if not plan.model or not plan.cluster:
+        broken.append(
+            f"it names devices, but not the model ({graph.fingerprint}) and the cluster ({cluster.fingerprint}) that it is for: write "
+            "them as 'model' and 'cluster', or blocks and groups of a kind in place of ops and devices"
+        )
+        return broken
     if plan.model != graph.fingerprint:
         broken.append(
             f"it was made for another model ({plan.model}, this one is {graph.fingerprint}): plan again for this model"

@@ -34,7 +34,8 @@ def datasheet_profile(
     Raises ClusterError for a kind whose datasheet lacks a number that is needed.
     """
     layers = graph_layers(graph, fleet, recipe=recipe, software=software)
-    of_kind = {kind: _of_kind(layers, kind, sizes) for kind in fleet.kinds}
+    backends = {pool.kind: pool.backend for pool in fleet.pools}
+    of_kind = {kind: _of_kind(layers, kind, sizes, backends[kind]) for kind in fleet.kinds}
     devices = {device.id: of_kind[device.kind] for device in cluster_of(fleet).devices}
     return Profile(key="datasheets", devices=devices, kinds=graph.kind_names)
 
@@ -64,7 +65,7 @@ def believed_cluster(fleet: Fleet) -> Cluster:
     return Cluster(name=cluster.name, devices=cluster.devices, links=(*inside, *between))
 
 
-def _of_kind(layers: GraphLayers, kind: str, sizes: Sequence[int]) -> DeviceProfile:
+def _of_kind(layers: GraphLayers, kind: str, sizes: Sequence[int], backend: str) -> DeviceProfile:
     stated, memory = constants().stated, layers.chips[kind].memory_bytes_per_s
     copy_s = 1 / (stated.pcie_gb_per_s * 1e9)
     passes = layers.recipe.update_passes
@@ -77,7 +78,7 @@ def _of_kind(layers: GraphLayers, kind: str, sizes: Sequence[int]) -> DeviceProf
         # Gradients go to the host and weights come back.
         host_update_s_per_byte=2 * copy_s + passes / (stated.host_memory_gb_per_s * 1e9),
         host_copy_s_per_byte=copy_s,
-        context_bytes=context_bytes(),
+        context_bytes=context_bytes(backend),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.predictor.constants import constants
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
@@ -43,15 +44,15 @@ class Footprint:
         return self.allocated + self.lost
 
 
-def usable_bytes(memory_bytes: int) -> int:
+def usable_bytes(memory_bytes: int, backend: str = "cuda") -> int:
     """What a plan may fill of a device's memory, whatever its groups."""
     stated = constants().stated
-    return max(1, int((memory_bytes - _kept_bytes(_MOST_GROUPS)) / (1 + stated.fragments)))
+    return max(1, int((memory_bytes - context_bytes(backend)) / (1 + stated.fragments)))
 
 
-def context_bytes() -> int:
-    """What a process has on its device before it allocates anything, whatever its groups."""
-    return round(_kept_bytes(_MOST_GROUPS))
+def context_bytes(backend: str = "cuda") -> int:
+    """What a process has on its device before it allocates anything, whatever its groups; on a processor the framework alone."""
+    return MemoryAssumptions().context("cpu") if backend == "cpu" else round(_kept_bytes(_MOST_GROUPS))
 
 
 def footprint(model: Transformer, setup: Setup) -> Footprint:

@@ -79,8 +79,13 @@ def stage_rows(fleet: Fleet, plan: FleetPlan, expert_width: Callable[[Template, 
             ">pipelines", ">micro-batches", ">stage", "pool", "kind", ">devices each", ">layers", "recompute"
         ),
         rows=tuple(rows),
-        notes=(f"Left out: {', '.join(idle)}.",) if idle else (),
+        notes=(*((f"Left out: {', '.join(idle)}.",) if idle else ()), *_not_full(plan)),
     )
+
+
+def _not_full(plan: FleetPlan) -> tuple[str, ...]:
+    over = sum(group.capacity for group in plan.groups) - plan.global_batch
+    return (f"The last micro-batches are smaller, by {counted(over, 'sample')} in all.",) if over else ()
 
 
 def ranked_rows(found: Planned, *, seq: int | None) -> Rows:

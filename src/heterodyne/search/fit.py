@@ -192,7 +192,9 @@ def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str, *, pipelin
     helps = ["devices with more memory"]
     if any(fit.smallest > 1 for fit in fits):
         helps.append("smaller parallelism.micro_batch_sizes")
-    if optimizer == "adamw":
+    if all(fit.use.context >= fit.device.memory_bytes for fit in fits):
+        pass  # nothing that the job could say leaves room for a model
+    elif optimizer == "adamw":
         helps.append("optimizer.name sgd, which keeps one state a parameter or none, not two")
     if precision == "fp32" and any(fit.use.activations > fit.lacks_bytes for fit in fits):
         helps.append("training.precision bf16, which halves the activations")

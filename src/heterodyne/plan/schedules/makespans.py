@@ -128,11 +128,15 @@ class Makespans:
         return known
 
     def most_bound(self, seconds: float, at_most: int) -> int:
-        """Never less than `most_within`, by `bound_s`."""
-        bound = min(
-            (int((seconds - around) / each * (1 + _CLOSE)) if each > 0 else at_most) for around, each in self.lines
-        )
-        return max(0, min(at_most, bound))
+        """Never less than `most_within`, by `bound_s`; none where a place never comes to its first forward."""
+
+        def of_place(around: float, each: float) -> float:
+            left = seconds - around
+            if not left > 0:  # nor is what is left of an infinite time
+                return 0.0
+            return left / each * (1 + _CLOSE) if each > 0 else at_most
+
+        return int(min(at_most, *(of_place(around, each) for around, each in self.lines)))
 
     def fewest_actions(self, micro_batches: int) -> int:
         """Of the orders that `seconds` plays, where it has to play orders: until they may have come to repeat themselves."""

@@ -27,7 +27,7 @@ _SIZE = 4
 _LARGE = (2, 33 * 128)
 """Of one weight, so that state that is kept in blocks shows: 8-bit optimizers quantize 256 values at a time, of weights of 4,096 elements
 and more (torchao, bitsandbytes). Both halves of this one are that large, and end in the middle of a block."""
-_SCALES = (1.0, 1e3, 1e-3)  # so that what is only clipped above some norm is clipped
+_SCALES = (1e-5, 1.0, 1e3)  # so that what stands below an eps does, and what is only clipped above some norm is clipped
 _ERROR = 1e-4
 _LEAST_RATE = 1e-3  # with a smaller one, or 0 as before a warm-up, rounding hides how the update is made
 
@@ -43,8 +43,8 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
 
     It is made of parameters of the same names and numbers of dims with at most 4 elements a dim, two for each pattern of names
     (``layers.#.weight``), one of them larger where the model has a large one, and stepped three times with random gradients: all together,
-    each half of them by itself, and as the shards of two ranks along each dim. Compiled steps run as Python. One that cannot be tried is
-    taken to need the whole model.
+    each half of them by itself, with each dtype first, and as the shards of two ranks along each dim. Compiled steps run as Python. One
+    that cannot be tried is taken to need the whole model.
 
     Couplings that only show in still larger weights (a norm beyond the scales that are tried) are not seen.
 
@@ -53,7 +53,7 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
     whole = _small(parameters)
     with torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
-        gradients = [{n: scale * torch.randn(w.shape) for n, w in whole.items()} for scale in _SCALES]
+        gradients = [{n: scale * torch.randn(w.shape, dtype=w.dtype) for n, w in whole.items()} for scale in _SCALES]
         try:
             together, name = _stepped(factory, whole, gradients, lambda _, w: w)
         except _NotTriedError as error:
@@ -66,7 +66,7 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
             )
         if all(torch.equal(weight, together[n]) for n, weight in whole.items()):
             return "model", f"{name} (tried on small weights it moves none of them)"
-        for part in _halves(list(whole)):
+        for part in (*_halves(list(whole)), *_other_dtypes_first(whole)):
             try:
                 alone, _ = _stepped(factory, {n: whole[n] for n in part}, gradients, lambda _, w: w)
             except _NotTriedError:
@@ -89,15 +89,24 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
 
 
 def _small(parameters: Mapping[str, Tensor]) -> Weights:
-    """Two for each pattern of names; even sizes, so that two ranks have equal shards. One is large if the model's largest is."""
+    """Two for each pattern of names and dtype; even sizes, so that two ranks have equal shards. One is large if the model's largest is.
+
+    Weights in 16 bits are updated in fp32 (`masters`).
+    """
     generator = torch.Generator().manual_seed(0)
-    kept = [name for names in _by_pattern(parameters).values() for name in names[:2]]
+    dtypes = {name: torch.promote_types(parameter.dtype, torch.float32) for name, parameter in parameters.items()}
+    kept = [
+        name
+        for names in _by_pattern(parameters).values()
+        for dtype in dict.fromkeys(dtypes[name] for name in names)
+        for name in [name for name in names if dtypes[name] is dtype][:2]
+    ]
     sizes = {name: [min(size, _SIZE) // 2 * 2 or 1 for size in parameters[name].shape] for name in kept}
     largest = max(kept, key=lambda name: (parameters[name].dim() > 1, parameters[name].numel()), default=None)
     if largest is not None and parameters[largest].numel() >= prod(_LARGE):
         dims = parameters[largest].dim()
         sizes[largest] = [prod(_LARGE)] if dims == 1 else [1] * (dims - len(_LARGE)) + list(_LARGE)
-    return {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}
+    return {name: torch.randn(shape, generator=generator, dtype=dtypes[name]) for name, shape in sizes.items()}
 
 
 def _by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
@@ -112,6 +121,12 @@ def _halves(names: Sequence[str]) -> tuple[list[str], ...]:
     patterns = _by_pattern(names).values()
     second = [of[1] for of in patterns if len(of) > 1]
     return ([of[0] for of in patterns], second) if second else (list(names)[::2], list(names)[1::2])
+
+
+def _other_dtypes_first(weights: Weights) -> list[list[str]]:
+    """As on ranks that hold no weight of the first dtype before them: Adafactor takes its eps from the first weight of a group."""
+    dtypes = list(dict.fromkeys(weight.dtype for weight in weights.values()))
+    return [sorted(weights, key=lambda name: weights[name].dtype is not dtype) for dtype in dtypes[1:]]
 
 
 def _stepped(

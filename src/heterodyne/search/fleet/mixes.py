@@ -113,7 +113,7 @@ class Mixes:
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
             layout = self.space.layouts[-1]
             top = self._room(template, limits)
-            times = [known_s - part * once[number] for part in (0.0, 0.5)]
+            times = [known_s, known_s - 0.5 * once[number]]
             done = [template.micro_batch * self._most(template, seconds, layout, top) for seconds in times]
             items += [(number, count, count * done[0], count * done[1]) for count in counts]
         if not items:
@@ -136,7 +136,8 @@ class Mixes:
         """Micro-batches in a time, at most."""
         if self.waits:
             return self.predictor.makespans(template, self.schedule, layout).most_bound(seconds, top)
-        return max(0, min(top, int(seconds / self.predictor.longest_s(template))))
+        done = seconds / self.predictor.longest_s(template)
+        return int(min(top, done)) if done > 0 else 0  # nor where either never ends
 
     def _bisected(
         self,

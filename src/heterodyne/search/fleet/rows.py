@@ -49,7 +49,7 @@ class Rows:
     def sizes(self) -> tuple[int, ...]:
         """Of micro-batches, those of which something is known."""
         most = self.predictor.global_batch
-        wanted = self.space.micro_batches or tuple(2**n for n in range(most.bit_length()))
+        wanted = self.space.micro_batches or self._usual(most)
         kinds = {
             (pool.kind, widths)
             for pool in self.predictor.fleet.pools
@@ -63,6 +63,11 @@ class Rows:
                     break  # what is larger needs no less memory
                 known.append(size)
         return tuple(known)
+
+    def _usual(self, most: int) -> tuple[int, ...]:
+        """Powers of two; where whole numbers matter also what few devices have each, if all have as much."""
+        even = {most // n for n in range(1, self.predictor.fleet.devices + 1) if most % n == 0} if self.few else set()
+        return tuple(sorted({*(2**n for n in range(most.bit_length())), *even}))
 
     def _holds(self, size: int) -> bool:
         """Whether each layer has a kind of stage with memory for a micro-batch of it, of all state only a share."""

@@ -22,7 +22,8 @@ class Space:
             (1: all pipelines are alike).
         max_width, max_context, max_data: of a stage (`Widths`).
         runnable: only stages that this library runs: experts lie in parts only where their layers do.
-        micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known.
+        micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known, and of few devices what each
+            has of it if all have as much.
         zero: levels of state sharding, of `ZERO_LEVELS`, ascending.
         few_devices: up to so many in a fleet whole numbers matter, and more is tried that only differs in these.
         cells: of the tables of stages that are worked through for one micro-batch size.
