@@ -21,7 +21,7 @@ from published_rows import FIT, LATER, TEST, Run, left_out, refuted_bytes, runs
 from results import ROOT, Results
 
 from heterodyne.predictor.prediction import predicted
-from heterodyne.report.scatter import Foretold, scatter_picture
+from heterodyne.report.scatter import Predicted, scatter_picture
 
 DATA = ROOT.parent / "shared" / "data" / "measurements.jsonl"
 _SMALLEST = 3
@@ -121,7 +121,7 @@ def bars(results: Results, found: Sequence[Judged]) -> None:
 
 def draw(found: Sequence[Judged]) -> None:
     points = [
-        Foretold(kind=kind_of(row.run), simulated_s=row.ratio * row.run.measured_s, measured_s=row.run.measured_s)
+        Predicted(kind=kind_of(row.run), simulated_s=row.ratio * row.run.measured_s, measured_s=row.run.measured_s)
         for row in sorted(found, key=lambda row: kind_of(row.run))
     ]
     picture = ROOT / "docs" / "pictures" / "published.png"

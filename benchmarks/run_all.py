@@ -17,7 +17,7 @@ from typing import Any
 from results import ROOT
 
 from heterodyne.report.pictures import RatioBar, ratio_picture
-from heterodyne.report.scatter import Foretold, scatter_picture
+from heterodyne.report.scatter import Predicted, scatter_picture
 
 HERE = Path(__file__).resolve().parent
 MARKS = ("<!-- measured: written by make bench -->", "<!-- end of measured -->")
@@ -173,7 +173,7 @@ def pictures(found: list[dict[str, Any]]) -> None:
                 title="Step time over that of the plan",
             )
         points = [
-            Foretold(kind=row["kind"], simulated_s=row["simulated_s"], measured_s=row["measured_s"])
+            Predicted(kind=row["kind"], simulated_s=row["simulated_s"], measured_s=row["measured_s"])
             for row in run["rows"]
             if "simulated_s" in row
         ]
