@@ -149,7 +149,7 @@ def ways_to_split(graph: ModelGraph, plan: Plan) -> dict[str, Any]:
     assert chosen is not None
     samples = pipeline.micro_batches.samples
     head = next(op for op in reversed(graph.ops) if op.kind == "linear")
-    problem, shares, fixed = problem_of(graph, pipeline, 0)
+    problem, shares, fixed = problem_of(graph, pipeline.stages[0], (0,), 0, max(pipeline.micro_batches.sizes))
     letter = chosen.strategies[head.name].name
     other = shard(replace(problem, forbidden=frozenset({(head.name, letter)})), shares, fixed)
     names = {"o": "SP1, columns", "k": "SP2, rows"}

@@ -120,9 +120,9 @@ def gather_where_marked() -> None:
     """From here on, stages with that price do not send tokens to their experts."""
     problem_of = sharded_stage.problem_of
 
-    def forced(graph: ModelGraph, pipeline: Pipeline, number: int) -> Any:
-        problem, shares, fixed = problem_of(graph, pipeline, number)
-        if pipeline.stages[number].exchange.latency_bytes == MARK:
+    def forced(graph: ModelGraph, stage: Stage, *more: Any) -> Any:
+        problem, shares, fixed = problem_of(graph, stage, *more)
+        if stage.exchange.latency_bytes == MARK:
             rows = frozenset((op.name, "n") for op in graph.ops if op.kind == "experts")
             usual = replace(problem.price, latency_bytes=LATENCY_BYTES)
             problem = replace(problem, forbidden=problem.forbidden | rows, price=usual)

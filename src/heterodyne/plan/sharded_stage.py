@@ -16,7 +16,7 @@ from heterodyne.graph.sharding import COPY, PARTIAL, Layout, Mode, Price, Proble
 from heterodyne.graph.size import Size
 from heterodyne.plan.plan import Pipeline, Stage
 
-__all__ = ["shard_stage"]
+__all__ = ["problem_of", "shard_stage"]
 
 
 Fixed = dict[tuple[Ref, Layout], Size]
@@ -41,11 +41,11 @@ def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding 
 
 @lru_cache(maxsize=256)
 def _solved(graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: int, samples: int) -> Sharding:
-    asked = [_problem_of(graph, _along(stage, axis), starts, number, samples) for axis in range(len(stage.layout.axes))]
+    asked = [problem_of(graph, _along(stage, axis), starts, number, samples) for axis in range(len(stage.layout.axes))]
     return shard_along([problem for problem, _, _ in asked], lambda problem, axis: shard(problem, *asked[axis][1:]))
 
 
-def _problem_of(
+def problem_of(
     graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: int, samples: int
 ) -> tuple[Problem, tuple[tuple[int, ...], ...], Fixed]:
     """What has to be solved for a stage along its one axis, the lists of shares, and the units that its neighbours have fixed."""
