@@ -293,7 +293,7 @@ def trained_from_rank_0(world: World) -> float:
         batch,
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         session=session_of(world),
-        measure_s=0.2,
+        measure_s=3,
         rehearsal_s=0,
         check_s=0,
         micro_batch_sizes=(1, 2),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from heterodyne.cluster.profile import WHOLE, BlockSample, DeviceProfile, LinkSample, Profile
-from heterodyne.cluster.spec import Cluster
+from heterodyne.cluster.spec import Cluster, Device
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.measure.block_run import BlockProgram, Halves, Precision, Surroundings
@@ -265,6 +265,13 @@ class _Session:
         """Of the memory that this rank's device computes in, what the process has taken: nothing that is seen, of an accelerator's."""
         return host_context_bytes() if self._request.device.type == "cpu" else 0
 
+    def _left_bytes(self, own: Device) -> int:
+        """Of a device's memory beside what the process occupies; all of it where that is more: no limit is in force then, and what the
+        device lacks is told of plans.
+        """
+        left = own.memory_bytes - self._occupied_bytes()
+        return left if left > 0 else own.memory_bytes
+
     def _blocks(self) -> dict[str, tuple[BlockSample, ...]]:
         own = self._request.cluster.devices[self._peers.rank]
         return measure_blocks(
@@ -273,7 +280,7 @@ class _Session:
             self._bench,
             while_faster=self._request.while_faster,
             budget_s=self._budget("blocks"),
-            memory_bytes=max(0, own.memory_bytes - self._occupied_bytes()),
+            memory_bytes=self._left_bytes(own),
             needs=self._request.needs,
             counts=Counter(block.kind for block in self._request.graph.blocks),
         )
@@ -289,7 +296,7 @@ class _Session:
         whole = request.programs.get(WHOLE)
         # Two copies, of which one is trained: its optimizer keeps two values a weight at most.
         needed = 0.0 if whole is None else 2 * request.needs(WHOLE, size) + 2 * weights
-        fits = whole is not None and needed <= own.memory_bytes - self._occupied_bytes()
+        fits = whole is not None and needed <= self._left_bytes(own)
         assert request.lone_steps is not None  # as on every rank
         return measure_step_overhead(
             whole if fits else None,

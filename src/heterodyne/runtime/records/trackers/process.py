@@ -15,6 +15,7 @@ import json
 import os
 import select
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -74,6 +75,8 @@ def _run(reports: TextIO) -> None:
             if END in lines:
                 break
         tracker.close()
+        with suppress(OSError, ValueError):  # whoever reads this next ends the process, with what it has not written
+            sys.stdout.flush()
         report(closed=True)
     except BaseException as error:  # noqa: BLE001  # libraries also raise SystemExit
         with suppress(OSError):  # the disk of the log may be full
