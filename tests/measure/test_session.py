@@ -185,7 +185,7 @@ def test_a_device_that_is_too_small_is_named(alone: Communicator) -> None:
     machine = Machine(alone, None)
     tiny = Cluster(name="box", devices=(Device(id="box/cpu:0", kind="cpu", node="box", memory_bytes=1000),))
     with pytest.raises(
-        MeasureError, match=r"box/cpu:0: layers.0 cannot be measured even at 1 sample: .* 0 B of memory left"
+        MeasureError, match=r"box/cpu:0: layers.0 cannot be measured even at 1 sample: .* 1000 B of memory left"
     ):
         machine.measure(cluster=tiny)
 
