@@ -39,8 +39,8 @@ class MemoryAssumptions:
         other_context_bytes: the same for a backend that is not listed: a CUDA context with cuBLAS workspace and NCCL buffers stays
             under 1 GiB.
         growth_bytes: what a measured context grows by until training is well under way: libraries that are loaded when first used, the
-            interpreter's own pools, threads. What the planner keeps is measured. CPU workers grew by 10 to 18 MiB beside their tensors; 20
-            are counted.
+            interpreter's own pools, threads. What the planner keeps is measured. CPU workers of the main job grew by 33 to 43 MiB beside
+            their tensors; 48 are counted.
         fragmentation: the part of the tensors' bytes that the allocator of a device loses to rounding and gaps. PyTorch's caching
             allocator rounds large blocks to 2 MiB; 5% is counted.
         heap_fragmentation: the same of the C heap of a CPU worker, at most ``fragmentation``. It rounds to 64 bytes, and what comes and
@@ -50,7 +50,7 @@ class MemoryAssumptions:
 
     context_bytes: Mapping[str, int] = field(default_factory=lambda: dict(_CONTEXT_BYTES))
     other_context_bytes: int = 2**30
-    growth_bytes: int = 20 * 2**20
+    growth_bytes: int = 48 * 2**20
     fragmentation: float = 0.05
     heap_fragmentation: float = 0.01
     block_bytes: int = 512
