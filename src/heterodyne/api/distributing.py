@@ -36,7 +36,7 @@ from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.slices import BatchSource, as_source
-from heterodyne.runtime.weights.optimizer import OptimizerFactory
+from heterodyne.runtime.weights.optimizer import OptimizerFactory, require_optimizer_library
 from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.tracker_options import tracker_options
 
@@ -132,6 +132,7 @@ def distribute(
             stack.enter_context(noted_shortage(here, run))
             shortages = () if given is not None else lacked_so_far(here, run)  # a plan that is given is obeyed
             here = replace(here, cluster=as_learned(here.cluster, shortages))
+        here.together(lambda: require_optimizer_library(section))
         precisions = resolved(here, precision)
         own_precision = precision_of(precisions, here.cluster.devices[here.rank].kind)
         as_it_is = AsItIs(

@@ -27,7 +27,7 @@ from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.data.text import require_vocabulary
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.weights.optimizer import adamw_in_8_bits
+from heterodyne.runtime.weights.optimizer import require_optimizer_library
 from heterodyne.runtime.weights.recorded_build import RecordedBuild
 from heterodyne.runtime.worker import Worker
 
@@ -79,8 +79,7 @@ def capture_job(session: Session, job: Job, base: Path, data: DataSource, *, exa
     """Capture the model of the job without its weights. ``example_of``: the step of whose batch the example is. Raises JobError,
     CaptureError or DataError; HeterodyneError where a library that the job asks for is missing.
     """
-    if job.optimizer.name == "adamw8bit":
-        session.together(adamw_in_8_bits)
+    session.together(lambda: require_optimizer_library(job.optimizer))
     model = session.together(lambda: build(job.model, base=base, device="meta"))
     example = session.together(lambda: _example(data, example_of))
 

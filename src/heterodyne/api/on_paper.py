@@ -12,8 +12,7 @@ from typing import Any
 from heterodyne.api.exports import Exports
 from heterodyne.api.fleet_printing import show_change, show_fleet_plan
 from heterodyne.api.paper_costs import captured, costs_of_job, paper_precisions, shape_of
-from heterodyne.api.paper_devices import FEW_DEVICES, planned_by_device
-from heterodyne.api.printing import show_planned
+from heterodyne.api.paper_devices import FEW_DEVICES, plan_by_device
 from heterodyne.api.watched import watched
 from heterodyne.api.wishes import Wishes
 from heterodyne.cluster.fleet import Fleet
@@ -74,15 +73,14 @@ def plan_on_paper(
     space = _space(wishes, job)
     if job.parallelism.strategy != "auto":
         say(
-            f"parallelism.strategy {job.parallelism.strategy} is not heeded on paper; --families shows the best of each kind"
+            f"parallelism.strategy {job.parallelism.strategy} is not heeded where alike devices are counted: --families shows the best "
+            "of each kind of plan"
         )
     try:
         planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
     except InfeasibleError as error:
-        if then.devices <= FEW_DEVICES and wishes == Wishes(
-            add=wishes.add, without=wishes.without, links=wishes.links, as_json=wishes.as_json
-        ):
-            return _by_device(job, base, then, wishes, say, out)
+        if then.devices <= FEW_DEVICES and wishes.just_a_plan:
+            return plan_by_device(job, then, captured(job, base), out=out, as_json=wishes.as_json, say=say)
         raise _elsewhere(error, job, then, costs_of, wishes, say, out) from error
     if wishes.runnable:
         graph = captured(job, base)
@@ -137,27 +135,6 @@ def plan_on_paper(
     return 0
 
 
-def _by_device(job: Job, base: Path, fleet: Fleet, wishes: Wishes, say: Callable[[str], None], out: Path) -> int:
-    """Where no plan keeps all state on the devices that use it, one that shards it by memory or keeps it on hosts."""
-    say("no plan fits that counts alike devices; searching device by device, with state sharded by memory and on hosts")
-    planned = planned_by_device(job, fleet, captured(job, base))
-    if wishes.as_json:
-        assert planned.plan.predicted is not None  # it was simulated
-        told = {
-            "kind": "plans",
-            "fleet": fleet.name,
-            "devices": fleet.devices,
-            "plan": json.loads(planned.plan.dump()),
-            "predicted": {"step_s": planned.plan.predicted.step_s},
-        }
-        sys.stdout.write(json.dumps(told, indent=1) + "\n")
-    else:
-        show_planned(planned)
-    planned.plan.save(out)
-    say(f"wrote {out}")
-    return 0
-
-
 def _without_units(fleet: Fleet, precision: str) -> list[str]:
     """Kinds that would have to do without the precision; fp32 every device has."""
     known = {kind: fleet.accelerator(kind).peak_flops for kind in fleet.kinds if kind != "cpu"}
@@ -165,6 +142,7 @@ def _without_units(fleet: Fleet, precision: str) -> list[str]:
 
 
 def _known(fleet: Fleet) -> Fleet:
+    """As it is planned."""
     return merged(fleet) if len(fleet.pools) > _MOST_POOLS else fleet
 
 

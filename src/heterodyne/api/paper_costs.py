@@ -76,7 +76,11 @@ def paper_precisions(job: Job, fleet: Fleet) -> Precisions:
     """Of each kind, as far as datasheets tell."""
     if job.training.precision != "auto":
         return job.training.precision
-    found = {kind: of_kind("cuda", bf16_units="bf16" in fleet.accelerator(kind).peak_flops) for kind in fleet.kinds}
+    backends = {pool.kind: pool.backend for pool in fleet.pools}
+    found = {
+        kind: of_kind(backend, bf16_units=backend != "cpu" and "bf16" in fleet.accelerator(kind).peak_flops)
+        for kind, backend in backends.items()
+    }
     return found if len(set(found.values())) > 1 else next(iter(found.values()))
 
 

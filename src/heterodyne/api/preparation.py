@@ -44,7 +44,6 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.stages.deferred import DeferredWeights
 from heterodyne.runtime.values_in_range import ValuesInRange
 from heterodyne.runtime.weights.materialise import Stored
-from heterodyne.runtime.weights.optimizer import adamw_in_8_bits
 from heterodyne.runtime.worker import OptimizerFactory, Worker
 from heterodyne.search.contenders import NEAR
 from heterodyne.search.planned import Planned, Strategy
@@ -227,8 +226,6 @@ def prepare(
     """
     if settings.compile:
         session.together(lambda: require_compiler(session.device))
-    if settings.optimizer.name == "adamw8bit":
-        session.together(adamw_in_8_bits)
     if given is not None:
         given = bind(given, captured.graph, session.cluster)
         require_within_reach(settings.reach, given)

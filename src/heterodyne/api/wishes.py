@@ -48,6 +48,11 @@ class Wishes:
         return self.framework is not None or self.export is not None
 
     @property
+    def just_a_plan(self) -> bool:
+        """Whether nothing is asked for but the fastest plan, of this fleet or of a changed one."""
+        return replace(self, add=(), without=(), links=(), as_json=False) == Wishes()
+
+    @property
     def any(self) -> bool:
         """Whether something is asked for that only a plan on paper has; measured plans know of profiles too."""
         return replace(self, profile=None) != Wishes()

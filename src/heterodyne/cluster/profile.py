@@ -128,7 +128,9 @@ class Profile:
         try:
             return cls.from_dict(read_json(path))
         except (OSError, ValueError, TypeError) as error:
-            raise MeasureError(f"{path}: not a profile of version {PROFILE_VERSION} ({error})") from error
+            raise MeasureError(
+                f"{path}: not a profile of version {PROFILE_VERSION} ({error}); measure again with 'heterodyne measure'"
+            ) from error
 
     @classmethod
     def from_dict(cls, content: Mapping[str, object]) -> Profile:

@@ -41,17 +41,11 @@ class HostClock:
         return
 
 
-class ProcessorClock:
+class ProcessorClock(HostClock):
     """Seconds that all threads of this process have computed on processors: it stands still while the process is stopped or waits."""
 
     def mark(self) -> float:
         return time.process_time()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def wait(self) -> None:
-        return
 
 
 class DeviceClock:

@@ -19,13 +19,13 @@ from heterodyne.runtime.weights.wrapped_state import has_wrapped, unwrapped, wra
 
 __all__ = [
     "OptimizerFactory",
-    "adamw_in_8_bits",
     "initialise_state",
     "learning_rate",
     "load_state_by_name",
     "make_optimizer",
     "norms_and_biases",
     "optimizer_of",
+    "require_optimizer_library",
     "state_by_name",
     "takes_names",
 ]
@@ -70,12 +70,18 @@ def make_optimizer(
         # Weight by weight: what comes and goes in an update would else be as large as all of them.
         return torch.optim.Adafactor(groups, lr=section.lr, foreach=False)
     if section.name == "adamw8bit":
-        made: torch.optim.Optimizer = adamw_in_8_bits()(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+        made: torch.optim.Optimizer = _adamw_in_8_bits()(groups, lr=section.lr, betas=section.betas, eps=section.eps)
         return made
     return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=True)
 
 
-def adamw_in_8_bits() -> Callable[..., torch.optim.Optimizer]:
+def require_optimizer_library(section: OptimizerSection) -> None:
+    """Raises HeterodyneError where a library that it needs is missing."""
+    if section.name == "adamw8bit":
+        _adamw_in_8_bits()
+
+
+def _adamw_in_8_bits() -> Callable[..., torch.optim.Optimizer]:
     """torchao's. Raises HeterodyneError where that is missing."""
     try:
         from torchao.optim import AdamW8bit
