@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from heterodyne.plan import MicroBatches
-from heterodyne.report import tables, words
+from heterodyne.report import plan_tables, tables, words
 from heterodyne.report.axis import axis_of
 from heterodyne.report.compare import compare
 from heterodyne.report.line_chart import Series, line_chart, smoothed
@@ -126,10 +126,10 @@ def test_every_table_of_a_run_can_be_written(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "run", steps=20))
     comparison = compare(run)
     assert run.plan is not None
-    shares = tables.share_rows(run.plan, run.cluster).text()
+    shares = plan_tables.plan_rows(run.plan, run.cluster).text()
     assert "28" in shares
     assert "7 micro-batches of 4" in shares
-    assert tables.candidate_rows(run.candidates).text().splitlines()[2].startswith("* unequal shares")
+    assert plan_tables.candidate_rows(run.candidates).text().splitlines()[2].startswith("* unequal shares")
     assert words.change(comparison.step.error) in tables.prediction_rows(comparison).text()
     assert words.change(comparison.step.error) in tables.summary_rows(run, comparison).text()
     assert len(tables.time_rows(comparison).rows) == 4 * len(comparison.kinds)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from heterodyne.api.exports import Exports
-from heterodyne.api.fleet_printing import show_change, show_fleet_plan
 from heterodyne.api.paper_costs import captured, costs_of_job, paper_precisions, shape_of
-from heterodyne.api.paper_devices import FEW_DEVICES, plan_by_device
+from heterodyne.api.paper_devices import FEW_DEVICES, planned_by_device
+from heterodyne.api.printing import result_json, show, show_result
 from heterodyne.api.watched import watched
 from heterodyne.api.wishes import Wishes
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
+from heterodyne.cluster.spec import Cluster
 from heterodyne.cluster.what_if import changed
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import ClusterError, InfeasibleError, PlanError
@@ -25,19 +26,17 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.bind import bind
 from heterodyne.plan.check import require_valid
-from heterodyne.plan.plan import Plan
-from heterodyne.plan.precision import Precision
 from heterodyne.predictor.footprint import usable_bytes
 from heterodyne.predictor.mixed_layers import MixedLayers
 from heterodyne.predictor.software import software_of
 from heterodyne.report.frontier import frontier_picture
-from heterodyne.search.fleet.families import Outcome, best_of_all, outcomes
+from heterodyne.report.plan_tables import changed_rows
+from heterodyne.search.alternatives import result_of
 from heterodyne.search.fleet.merged import merged
-from heterodyne.search.fleet.planner import FleetPlanner, Planned
+from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.timeline import fleet_timeline
-from heterodyne.search.fleet.weighed import Weighed
-from heterodyne.search.fleet.written import written
+from heterodyne.search.fleet.written import FleetResult, PaperPlanner
+from heterodyne.search.result import PlanningResult
 from heterodyne.text_files import write_text
 from heterodyne.units import counted, format_seconds
 
@@ -52,87 +51,185 @@ def plan_on_paper(
 ) -> int:
     """Plan the job for the fleet of a file, print the choice with its reasons, and write it to ``out``.
 
-    Raises ClusterError, JobError or InfeasibleError, each with what is wrong, where, and the remedy.
+    Raises ClusterError, JobError or InfeasibleError, each with what is wrong, where, and the remedy; PlanError, when all else is printed
+    and written, if the plan cannot be exported as asked.
     """
     today = load_fleet(cluster_file)
     then = changed(today, add=wishes.add, without=wishes.without, links=wishes.links)
     costs_of = costs_of_job(job, base, profile=wishes.profile, framework=wishes.framework)
-    count = counted(then.devices, "device")
-    if wishes.profile is not None:
-        say(f"planning on paper for {count}: seconds are those of the profile")
-        costs = costs_of(then)
-        if isinstance(costs, MixedLayers) and (where := costs.in_words(then.kinds)):
-            say(where)
-    else:
-        say(f"planning on paper for {count}: from datasheets; nothing is measured")
-        for kind in () if job.training.precision == "auto" else _without_units(then, job.training.precision):
-            instead = (
-                "fp32 speed is assumed" if wishes.framework is None else "the speed of the nearest precision is assumed"
-            )
-            say(f"{kind} has no {job.training.precision} tensor cores by its datasheet; {instead}")
-    space = _space(wishes, job)
-    if job.parallelism.strategy != "auto":
-        say(
-            f"parallelism.strategy {job.parallelism.strategy} is not heeded where alike devices are counted: --families shows the best "
-            "of each kind of plan"
-        )
-    try:
-        planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
-    except InfeasibleError as error:
-        if then.devices <= FEW_DEVICES and wishes.just_a_plan:
-            return plan_by_device(job, then, captured(job, base), out=out, as_json=wishes.as_json, say=say)
-        raise _elsewhere(error, job, then, costs_of, wishes, say, out) from error
-    if wishes.runnable:
-        graph = captured(job, base)
-        try:
-            _require_runnable(job, found, then, graph)
-        except PlanError as error:
-            # Whether a stage may lie in parts beside others depends on what crosses its borders in this model.
-            why = str(error).splitlines()[:2][-1].strip(" -")
-            say(f"the fastest plan does not run here: {why}; planning again with one device a stage")
-            space = replace(space, max_width=1, max_context=1, max_data=1)
-            planner, found, families = _with_families(job, then, costs_of, wishes, space, say, out)
-            _require_runnable(job, found, then, graph)
-    seq = job.data.sequence_length if shape_of(job.model, base) is not None else None
-    if wishes.as_json:
-        sys.stdout.write(json.dumps(_told(job, planner.fleet, found), indent=1) + "\n")
-    else:
-        show_fleet_plan(
-            _known(then),
-            planner,
-            found,
-            space=space,
-            seq=seq,
-            frontier=wishes.frontier,
-            families=families,
-        )
-    if found.stopped:
-        say("the search was stopped before it was done: there may be better plans")
-    if then is not today and not wishes.as_json:
-        _, before = _planned(job, today, costs_of, wishes, space, say, out)
+    paper = _Paper(job=job, base=base, out=out, wishes=wishes, say=say, costs_of=costs_of)
+    paper.announce(then)
+    result, devices = paper.found(then)
+    before = paper.search(today, paper.space) if then is not today and not wishes.as_json else None
+    result.plan.save(out)
+    paper.print(result, devices)
+    if before is not None:
         what = [*(f"add {text}" for text in wishes.add), *(f"without {text}" for text in wishes.without), *wishes.links]
-        show_change(before.best, found.best, ", ".join(what))
-    _written(job, planner.fleet, found.best, f"the best found for {found.objective.goal}").save(out)
+        show(changed_rows(before.plan, result.plan, ", ".join(what)))
     say(f"wrote {out}")
-    if wishes.export is not None:
-        exports = _exports(job, planner, wishes.export, out)
-        if found.refused is not None:
-            theirs, ours = (format_seconds(own.predicted.step_s) for own in (found.refused, found.best))
-            why = exports.refused(found.refused.plan)
-            say(f"a plan with a step of {theirs} instead of {ours} cannot be exported: {why}")
-        for path, text in exports.files(found.best.plan).items():
-            write_text(path, text)
-            say(f"wrote {path}")
-    if wishes.timeline is not None:
-        step = fleet_timeline(planner.search(Space()).predictor, found.best)
-        write_text(wishes.timeline, json.dumps(step.to_perfetto()))
-        say(
-            f"wrote {wishes.timeline} ({len(step.devices)} ranks that stand for {found.best.predicted.devices:,} devices)"
-        )
-    if wishes.picture is not None:
-        frontier_picture(found.frontier, wishes.picture, title=f"{job.training.global_batch_size} samples a step")
-        say(f"wrote {wishes.picture}")
+    if result.stopped:
+        say("the search was stopped before it was done: there may be better plans")
+    paper.write(result)
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Paper:
+    """One command: the job, what is asked for, and where it is written."""
+
+    job: Job
+    base: Path
+    out: Path
+    wishes: Wishes
+    say: Callable[[str], None]
+    costs_of: Callable[[Fleet], LayerCosts]
+
+    def announce(self, fleet: Fleet) -> None:
+        """Where the seconds come from, and what the job asks for that datasheets or this search do not know."""
+        count = counted(fleet.devices, "device")
+        precision, strategy = self.job.training.precision, self.job.parallelism.strategy
+        if self.wishes.profile is not None:
+            self.say(f"planning on paper for {count}: seconds are those of the profile")
+            costs = self.costs_of(fleet)
+            if isinstance(costs, MixedLayers) and (where := costs.in_words(fleet.kinds)):
+                self.say(where)
+        else:
+            self.say(f"planning on paper for {count}: from datasheets; nothing is measured")
+            instead = "fp32 speed" if self.wishes.framework is None else "the speed of the nearest precision"
+            for kind in () if precision == "auto" else _without_units(fleet, precision):
+                self.say(f"{kind} has no {precision} tensor cores by its datasheet; {instead} is assumed")
+        if strategy != "auto":
+            self.say(
+                f"parallelism.strategy {strategy} is not heeded where alike devices are counted: --families shows the best of each kind "
+                "of plan"
+            )
+
+    def found(self, fleet: Fleet) -> tuple[PlanningResult, Cluster | Fleet]:
+        """The best plan, and the devices as it was planned for them. Raises InfeasibleError."""
+        try:
+            result = self._with_families(fleet, self.space)
+        except InfeasibleError as error:
+            if fleet.devices > FEW_DEVICES or not self.wishes.just_a_plan:
+                raise self._elsewhere(error, fleet) from error
+            self.say(
+                "no plan fits that counts alike devices; searching device by device, with state sharded by memory and on hosts"
+            )
+            planned = planned_by_device(self.job, fleet, captured(self.job, self.base))
+            return result_of(planned), planned.cluster
+        if self.wishes.runnable:
+            graph = captured(self.job, self.base)
+            try:
+                _require_runnable(result, fleet, graph)
+            except PlanError as error:
+                # Whether a stage may be sharded beside others depends on what crosses its borders in this model.
+                why = str(error).splitlines()[:2][-1].strip(" -")
+                self.say(f"the fastest plan does not run here: {why}; planning again with one device a stage")
+                result = self._with_families(fleet, replace(self.space, max_width=1, max_context=1, max_data=1))
+                _require_runnable(result, fleet, graph)
+        return result, _known(fleet)
+
+    def search(self, fleet: Fleet, space: Space) -> FleetResult:
+        planner, wishes = self._planner(fleet), self.wishes
+        with watched(wishes.seconds, self.say) as watch:
+            if self.exports is None:
+                return planner.plan(wishes.objective, space=space, watch=watch, frontier=wishes.frontier)
+            return planner.plan_for(
+                self.exports.takes, wishes.objective, space=space, watch=watch, frontier=wishes.frontier
+            )
+
+    def _with_families(self, fleet: Fleet, space: Space) -> FleetResult:
+        """With the best of each kind of plan, where that was asked for."""
+        result = self.search(fleet, space)
+        if not self.wishes.families or result.stopped:
+            return result
+        self.say("searching for the best of each kind of plan")
+        accepts = None if self.exports is None else self.exports.takes
+        return self._planner(fleet).with_families(result, space, accepts)
+
+    def _planner(self, fleet: Fleet) -> PaperPlanner:
+        objective, software = self.wishes.objective, software_of(self.wishes.framework)
+        if objective.goal == "money" or objective.usd_per_hour is not None:
+            fleet.require_prices()
+        fleet = _known(fleet)
+        usable = tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes, p.backend)) for p in fleet.pools)
+        planner = FleetPlanner(
+            fleet=replace(fleet, pools=usable),
+            costs=self.costs_of(fleet),
+            global_batch=self.job.training.global_batch_size,
+            blocking=not software.overlap_sends,
+            overlap=software.overlap_gradients,
+        )
+        return PaperPlanner(planner=planner, precision=paper_precisions(self.job, fleet))
+
+    @cached_property
+    def exports(self) -> Exports | None:
+        precision = self.job.training.precision
+        if self.wishes.export is None:
+            return None
+        return Exports(
+            framework=self.wishes.export, precision="bf16" if precision == "auto" else precision, out=self.out
+        )
+
+    @cached_property
+    def space(self) -> Space:
+        """The plans that those can run for whom one is made."""
+        sizes = self.job.parallelism.micro_batch_sizes
+        space = Space(micro_batches=None if sizes == "auto" else sizes)
+        if self.wishes.export == "megatron":
+            space = replace(space, schedules=("1F1B", "Interleaved1F1B"))
+        if self.wishes.export == "torchtitan":
+            space = replace(space, schedules=("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"))
+        return space if self.wishes.for_others else space.that_runs()
+
+    def _elsewhere(self, error: InfeasibleError, fleet: Fleet) -> InfeasibleError:
+        """With what a plan would reach that this library does not run, if there is one."""
+        if self.wishes.for_others:
+            return error
+        try:
+            best = replace(self, wishes=replace(self.wishes, frontier=False)).search(fleet, Space()).plan
+        except InfeasibleError:
+            return error
+        assert best.predicted is not None  # the search predicts what it finds
+        how = f"With state sharded over replicas (ZeRO-{best.zero})" if best.zero else "With other stages"
+        return InfeasibleError(
+            f"{error}. {how}, which this version does not run, a step would take {format_seconds(best.predicted.step_s)}: "
+            "--framework NAME plans for a framework that has it"
+        )
+
+    def print(self, result: PlanningResult, devices: Cluster | Fleet) -> None:
+        if self.wishes.as_json:
+            export = None
+            if self.exports is not None:
+                why = self.exports.refused(result.plan)
+                files = [] if why else list(map(str, self.exports.files(result.plan)))
+                export = {"framework": self.exports.framework, "files": files, "refused": why}
+            sys.stdout.write(result_json(result, devices, objective=self.wishes.objective, export=export))
+            return
+        shape = shape_of(self.job.model, self.base)
+        show_result(result, devices, seq=None if shape is None else self.job.data.sequence_length)
+
+    def write(self, result: PlanningResult) -> None:
+        """What is asked for beside the plan. Raises PlanError for one that cannot be exported, when all else is written."""
+        if self.wishes.timeline is not None:
+            step = result.timeline()
+            write_text(self.wishes.timeline, json.dumps(step.to_perfetto()))
+            ranks = f"{len(step.devices)} ranks that stand for {result.plan.device_count:,} devices"
+            self.say(f"wrote {self.wishes.timeline} ({ranks})")
+        if self.wishes.picture is not None:
+            title = f"{self.job.training.global_batch_size} samples a step"
+            frontier_picture(result.frontier, self.wishes.picture, title=title)
+            self.say(f"wrote {self.wishes.picture}")
+        if self.exports is None:
+            return
+        if why := self.exports.refused(result.plan):
+            raise PlanError(f"{self.out} is written; it cannot be exported for {self.exports.framework}: {why}")
+        if result.refused is not None and result.refused.predicted is not None and result.plan.predicted is not None:
+            theirs, ours = (format_seconds(own.step_s) for own in (result.refused.predicted, result.plan.predicted))
+            why = self.exports.refused(result.refused)
+            self.say(f"a plan with a step of {theirs} instead of {ours} cannot be exported: {why}")
+        for path, text in self.exports.files(result.plan).items():
+            write_text(path, text)
+            self.say(f"wrote {path}")
 
 
 def _without_units(fleet: Fleet, precision: str) -> list[str]:
@@ -146,135 +243,12 @@ def _known(fleet: Fleet) -> Fleet:
     return merged(fleet) if len(fleet.pools) > _MOST_POOLS else fleet
 
 
-def _planned(
-    job: Job,
-    fleet: Fleet,
-    costs_of: Callable[[Fleet], LayerCosts],
-    wishes: Wishes,
-    space: Space,
-    say: Callable[[str], None],
-    out: Path,
-) -> tuple[FleetPlanner, Planned]:
-    if wishes.objective.goal == "money" or wishes.objective.usd_per_hour is not None:
-        fleet.require_prices()
-    fleet = _known(fleet)
-    costs = costs_of(fleet)
-    fleet = replace(
-        fleet, pools=tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes, p.backend)) for p in fleet.pools)
-    )
-    software = software_of(wishes.framework)
-    planner = FleetPlanner(
-        fleet=fleet,
-        costs=costs,
-        global_batch=job.training.global_batch_size,
-        blocking=not software.overlap_sends,
-        overlap=software.overlap_gradients,
-    )
-    plan = planner.plan if wishes.export is None else _exports(job, planner, wishes.export, out).plan
-    with watched(wishes.seconds, say) as watch:
-        return planner, plan(wishes.objective, space=space, watch=watch, frontier=wishes.frontier)
-
-
-def _with_families(
-    job: Job,
-    fleet: Fleet,
-    costs_of: Callable[[Fleet], LayerCosts],
-    wishes: Wishes,
-    space: Space,
-    say: Callable[[str], None],
-    out: Path,
-) -> tuple[FleetPlanner, Planned, tuple[Outcome, ...]]:
-    """With the best of each kind of plan, where that was asked for; the best of all of them is the plan."""
-    planner, found = _planned(job, fleet, costs_of, wishes, space, say, out)
-    if not wishes.families or found.stopped:
-        return planner, found, ()
-    say("searching for the best of each kind of plan")
-    families = tuple(outcomes(planner, found, space))
-    accepts = None if wishes.export is None else _exports(job, planner, wishes.export, out).takes
-    return planner, best_of_all(found, families, accepts), families
-
-
-def _space(wishes: Wishes, job: Job) -> Space:
-    """The plans that those can run for whom one is made."""
-    sizes = job.parallelism.micro_batch_sizes
-    space = Space(micro_batches=None if sizes == "auto" else sizes)
-    if wishes.export == "megatron":
-        space = replace(space, schedules=("1F1B", "Interleaved1F1B"))
-    if wishes.export == "torchtitan":
-        space = replace(space, schedules=("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"))
-    return space if wishes.for_others else space.that_runs()
-
-
-def _elsewhere(
-    error: InfeasibleError,
-    job: Job,
-    fleet: Fleet,
-    costs_of: Callable[[Fleet], LayerCosts],
-    wishes: Wishes,
-    say: Callable[[str], None],
-    out: Path,
-) -> InfeasibleError:
-    """With what a plan would reach that this library does not run, if there is one."""
-    if wishes.for_others:
-        return error
-    try:
-        _, found = _planned(job, fleet, costs_of, replace(wishes, frontier=False), Space(), say, out)
-    except InfeasibleError:
-        return error
-    best = found.best
-    how = f"with state shared over replicas (ZeRO-{best.plan.zero})" if best.plan.zero else "with other stages"
-    return InfeasibleError(
-        f"{error}. {how[0].upper()}{how[1:]}, which this version does not run, a step would take {format_seconds(best.predicted.step_s)}: "
-        "--framework NAME plans for a framework that has it"
-    )
-
-
-def _require_runnable(job: Job, found: Planned, fleet: Fleet, graph: ModelGraph) -> None:
+def _require_runnable(result: PlanningResult, fleet: Fleet, graph: ModelGraph) -> None:
     """Raises PlanError or ClusterError if the plan does not run with this model on these devices."""
-    if {stage.pool for g in found.best.plan.groups for stage in g.template.stages} - {
-        pool.name for pool in fleet.pools
-    }:
+    nodes = {stage.group.node for pipeline in result.plan.pipelines for stage in pipeline.stages if stage.group}
+    if nodes - {pool.node_name for pool in fleet.pools}:
         raise ClusterError(
             f"pools of fleet {fleet.name!r} were planned together, for it has more than {_MOST_POOLS}; to run a plan, take fewer of them"
         )
     cluster = cluster_of(fleet)
-    made = bind(_written(job, fleet, found.best, ""), graph, cluster)
-    require_valid(made, graph, cluster)
-
-
-def _written(job: Job, fleet: Fleet, found: Weighed, reason: str) -> Plan:
-    return written(found, fleet, precision=paper_precisions(job, fleet), reason=reason)
-
-
-def _paper_precision(job: Job) -> Precision:
-    return "bf16" if job.training.precision == "auto" else job.training.precision
-
-
-def _exports(job: Job, planner: FleetPlanner, framework: str, out: Path) -> Exports:
-    return Exports(
-        framework=framework,
-        planner=planner,
-        precision=_paper_precision(job),
-        out=out,
-    )
-
-
-def _told(job: Job, fleet: Fleet, found: Planned) -> dict[str, Any]:
-    """For programs: plans as their files have them, and what is predicted of them in full."""
-
-    def one(weighed: Weighed) -> dict[str, Any]:
-        return {
-            "plan": json.loads(_written(job, fleet, weighed, "").dump()),
-            "predicted": asdict(weighed.predicted),
-        }
-
-    return {
-        "kind": "plans",
-        "fleet": fleet.name,
-        "devices": fleet.devices,
-        "objective": asdict(found.objective),
-        **one(found.best),
-        "bound_s": found.bound_s,
-        "runners_up": [one(weighed) for weighed in found.runners_up],
-        "frontier": [one(weighed) for weighed in found.frontier],
-    }
+    require_valid(bind(result.plan, graph, cluster), graph, cluster)

@@ -6,14 +6,9 @@ memory, parameters too, state and activations on hosts, blocks that keep some of
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from heterodyne.api.paper_costs import paper_precisions
-from heterodyne.api.printing import show_planned
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import ModelGraph
@@ -23,33 +18,10 @@ from heterodyne.predictor.software import software_of
 from heterodyne.search.planned import Planned
 from heterodyne.search.planner import plan
 
-__all__ = ["FEW_DEVICES", "plan_by_device", "planned_by_device"]
+__all__ = ["FEW_DEVICES", "planned_by_device"]
 
 FEW_DEVICES = 16
 """More of them are searched by counting alone."""
-
-
-def plan_by_device(
-    job: Job, fleet: Fleet, graph: ModelGraph, *, out: Path, as_json: bool, say: Callable[[str], None]
-) -> int:
-    """Plan so, print the choice with its reasons, and write it to ``out``; see `planned_by_device`."""
-    say("no plan fits that counts alike devices; searching device by device, with state sharded by memory and on hosts")
-    planned = planned_by_device(job, fleet, graph)
-    if as_json:
-        assert planned.plan.predicted is not None  # it was simulated
-        found = {
-            "kind": "plans",
-            "fleet": fleet.name,
-            "devices": fleet.devices,
-            "plan": json.loads(planned.plan.dump()),
-            "predicted": {"step_s": planned.plan.predicted.step_s},
-        }
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    else:
-        show_planned(planned)
-    planned.plan.save(out)
-    say(f"wrote {out}")
-    return 0
 
 
 def planned_by_device(job: Job, fleet: Fleet, graph: ModelGraph) -> Planned:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
+from heterodyne.cluster.fleet import Fleet
+from heterodyne.cluster.spec import Cluster
+from heterodyne.plan.plan import Plan
+from heterodyne.plan.short import in_short
 from heterodyne.report import rows
+from heterodyne.report.plan_shares import has_pipelines
+from heterodyne.report.plan_tables import candidate_rows, fleet_rows, plan_rows
 from heterodyne.report.rows import Rows
-from heterodyne.report.run import Candidate, candidates_from
+from heterodyne.report.run import Candidate
 from heterodyne.report.step_text import step_text
 from heterodyne.report.step_times import step_spans
-from heterodyne.report.tables import candidate_rows, device_rows, share_rows
-from heterodyne.search.explain import alternatives, paragraph
-from heterodyne.search.planned import Planned
+from heterodyne.report.tables import device_rows
+from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.terminal import console_on
 from heterodyne.timeline import Timeline
 
-__all__ = ["candidate_lines", "candidates_of", "show", "show_planned", "show_step", "terminal_width"]
+__all__ = ["candidate_lines", "result_json", "show", "show_result", "show_step", "terminal_width"]
 
 
 def show(*tables: Rows) -> None:
@@ -43,9 +52,9 @@ def show_step(timeline: Timeline) -> None:
         console.file.write(drawn.text() + "\n")
 
 
-def candidate_lines(planned: Planned) -> list[dict[str, object]]:
+def candidate_lines(result: PlanningResult) -> list[dict[str, object]]:
     """The alternatives as a run directory keeps them (``candidates.json``)."""
-    samples = planned.plan.global_batch_size
+    samples = result.plan.global_batch_size
     return [
         {
             "name": row.name,
@@ -54,24 +63,77 @@ def candidate_lines(planned: Planned) -> list[dict[str, object]]:
             "chosen": row.chosen,
             "why": row.note,
         }
-        for row in alternatives(planned)
+        for row in result.alternatives
     ]
 
 
-def candidates_of(planned: Planned) -> tuple[Candidate, ...]:
-    return candidates_from(candidate_lines(planned))
+def result_json(
+    result: PlanningResult,
+    devices: Cluster | Fleet,
+    *,
+    objective: Objective | None = None,
+    export: Mapping[str, object] | None = None,
+) -> str:
+    """For programs: plans as their files have them, each with what is predicted of it.
+
+    ``objective``: by default the fastest step; ``export``: what was written for another framework, where that was asked for.
+    """
+    count = devices.devices if isinstance(devices, Fleet) else len(devices.devices)
+    content = {
+        "kind": "plans",
+        "cluster": devices.name,
+        "devices": count,
+        "objective": asdict(objective or Objective()),
+        "plan": _as_file(result.plan),
+        "bound_s": result.bound_s,
+        "alternatives": [_row(row) for row in result.alternatives],
+        "families": [_row(row) for row in result.families],
+        "frontier": [_as_file(plan) for plan in result.frontier],
+        "stopped": result.stopped,
+        "export": export,
+    }
+    return json.dumps(content, indent=1) + "\n"
 
 
-def show_planned(planned: Planned) -> None:
-    """The devices, the chosen plan, the alternatives, and why."""
+def _row(row: AlternativeRow) -> dict[str, object]:
+    return {"name": row.name, "chosen": row.chosen, "why": row.note, "plan": row.plan and _as_file(row.plan)}
+
+
+def _as_file(plan: Plan) -> object:
+    return json.loads(plan.dump())
+
+
+def show_result(result: PlanningResult, devices: Cluster | Fleet, *, seq: int | None = None) -> None:
+    """The devices, the chosen plan, the alternatives, a step of it, and why; then whatever else was asked for.
+
+    ``seq``: tokens of a sample, where samples have some.
+    """
     show(
-        device_rows(planned.cluster),
-        share_rows(planned.plan.model_copy(update={"reason": ""}), planned.cluster),  # the paragraph below says why
-        candidate_rows(candidates_of(planned)),
+        device_rows(devices) if isinstance(devices, Cluster) else fleet_rows(devices),
+        plan_rows(result.plan, devices),
+        candidate_rows(_candidates(result.alternatives), seq=seq),
     )
-    if any(
-        len(pipeline.stages) > 1 for pipeline in planned.plan.pipelines
-    ):  # else every rank does all of its share, one after another
-        show_step(planned.simulation.timeline([device.id for device in planned.cluster.devices]))
-    sys.stdout.write(paragraph(planned) + "\n\n")
+    if has_pipelines(result.plan):  # else every rank does all of its share, one after another
+        show_step(result.timeline())
+    if result.frontier:
+        rows = tuple(AlternativeRow(name=in_short(plan), plan=plan) for plan in result.frontier)
+        title = "Time, money and devices: no plan is better in one without being worse in another"
+        show(candidate_rows(_candidates(rows), seq=seq, title=title))
+    if result.families:
+        show(candidate_rows(_candidates(result.families), title="The best of each kind of plan"))
+    sys.stdout.write("\n".join(result.words) + "\n\n")
     sys.stdout.flush()
+
+
+def _candidates(rows: Sequence[AlternativeRow]) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(
+            name=row.name,
+            step_s=row.step_s,
+            samples_per_s=None if row.plan is None or row.plan.predicted is None else row.plan.predicted.samples_per_s,
+            chosen=row.chosen,
+            why=row.note,
+            plan=row.plan,
+        )
+        for row in rows
+    )

@@ -15,6 +15,7 @@ from heterodyne.api.session import Session
 from heterodyne.cluster.written import cluster_to_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.search.alternatives import result_of
 from heterodyne.text_files import write_text
 
 __all__ = ["environment", "write_plan_files"]
@@ -26,7 +27,7 @@ def write_plan_files(run: RunDirectory, session: Session, prepared: Prepared) ->
     assert planned is not None, "rank 0 is the one that searched"
     try:
         write_text(run.cluster, cluster_to_json(session.cluster))
-        write_text(run.candidates, json.dumps(candidate_lines(planned), indent=1) + "\n")
+        write_text(run.candidates, json.dumps(candidate_lines(result_of(planned)), indent=1) + "\n")
         planned.simulation.timeline([device.id for device in session.cluster.devices]).save(run.timeline("simulated"))
         prepared.plan.save(run.plan)
         prepared.profile.save(run.profile)  # last: a run that has it has the others

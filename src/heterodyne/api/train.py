@@ -21,7 +21,7 @@ from heterodyne.api.memory_ends import (
     told_with_shortages,
 )
 from heterodyne.api.preparation import Prepared, prepare
-from heterodyne.api.printing import show, show_planned
+from heterodyne.api.printing import show, show_result
 from heterodyne.api.run_files import environment, write_plan_files
 from heterodyne.api.session import Session, open_session
 from heterodyne.cluster.profile import Profile
@@ -44,6 +44,7 @@ from heterodyne.runtime.records.run_directory import RUNS, RunDirectory
 from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
+from heterodyne.search.alternatives import result_of
 from heterodyne.text_files import write_text
 
 __all__ = ["train_job"]
@@ -94,7 +95,7 @@ def train_job(
                     session, source.captured, source.whole, settings_of(job, session), given=given, profile=profile
                 )
             if prepared.planned is not None:
-                show_planned(prepared.planned)
+                show_result(result_of(prepared.planned), session.cluster)
             if kept is None:  # else it stands there as it was, with the reasons of that time
                 session.agreement.only_on_rank0(lambda: _write_down(run, job, base, session, prepared))
             else:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from heterodyne.api.job_model import JobModel, capture_job, job_worker, open_data, settings_of
 from heterodyne.api.preparation import prepare
-from heterodyne.api.printing import show, show_planned
+from heterodyne.api.printing import show, show_result
 from heterodyne.api.session import Session, open_session
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
@@ -21,6 +21,7 @@ from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, union
 from heterodyne.runtime.weights.boxed import assembled, kept_shards
 from heterodyne.runtime.worker import Worker
+from heterodyne.search.alternatives import result_of
 
 __all__ = ["BAR", "verify_job"]
 
@@ -44,7 +45,7 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
             given = given.model_copy(update={"precision": "fp32"})
         prepared = prepare(session, source.captured, source.whole, settings_of(job, session), given=given)
         if prepared.planned is not None:
-            show_planned(prepared.planned)
+            show_result(result_of(prepared.planned), session.cluster)
         worker = job_worker(session, job, base, prepared)
         with session.announced(f"{batches} batches under the plan and on one device"):
             # The same weights as the worker's, for they are made from the same seed.

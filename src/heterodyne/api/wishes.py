@@ -54,5 +54,5 @@ class Wishes:
 
     @property
     def any(self) -> bool:
-        """Whether something is asked for that only a plan on paper has; measured plans know of profiles too."""
-        return replace(self, profile=None) != Wishes()
+        """Whether something is asked for that only a plan on paper has; measured plans know of profiles and JSON too."""
+        return replace(self, profile=None, as_json=False) != Wishes()

@@ -83,7 +83,7 @@ def command(
         float | None,
         typer.Option("--within", metavar="SECONDS", min=0, help="Stop searching then, with the best so far."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (on paper).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> int:
     """Choose who does how much, and say why.
 
@@ -140,7 +140,7 @@ def command(
         return launched
     from heterodyne.api import plan_job
 
-    return plan_job(wanted, wanted.base(job), cluster_file=cluster, profile=measured, out=out)
+    return plan_job(wanted, wanted.base(job), cluster_file=cluster, profile=measured, out=out, as_json=as_json)
 
 
 def elsewhere(cluster: Path) -> bool:

@@ -75,12 +75,14 @@ class Group(PlanPart):
         kind: as the cluster calls it. ``devices``: how many.
         node: of nodes ``node`` or ``node-0``, ``node-1``..., where the cluster has such; "": of any.
         place: stages of one pipeline with the same number run on the same devices; None: on devices of their own.
+        experts: devices over which one set of the experts is sharded; None: there are none, or each device has them all.
     """
 
     kind: str
     devices: Positive
     node: str = ""
     place: Whole | None = None
+    experts: Positive | None = None
 
 
 class Stage(PlanPart):
@@ -185,18 +187,41 @@ class Pipeline(PlanPart):
         places = {devices: number for number, devices in enumerate(self.places)}
         return tuple(places[stage.devices] for stage in self.stages)
 
+    @property
+    def groups(self) -> tuple[tuple[Stage, ...], ...]:
+        """The stages of each place, in a plan that is not bound: those with the same ``group.place``, else each stage by itself."""
+        places: dict[tuple[bool, int], tuple[Stage, ...]] = {}
+        for number, stage in enumerate(self.stages):
+            if stage.group is not None:
+                place = stage.group.place
+                key = (True, number) if place is None else (False, place)
+                places[key] = (*places.get(key, ()), stage)
+        return tuple(places.values())
+
 
 class Prediction(PlanPart):
-    """What the planner expects of this plan.
+    """What the planner expects of one step. None: not known.
 
-    ``efficiency`` is samples/s over the sum of what the devices reach alone, computing without communicating; None: not known.
-    ``memory_bytes``: the peak of each device, or of the fullest one of each kind.
+    Args:
+        efficiency: samples/s over the sum of what the devices reach alone, computing without communicating.
+        memory_bytes: the peak of each device; of a plan that names kinds, that of the fullest device and the largest one.
+        memory_share: how full the fullest device is, 0 to 1.
+        pipelines_s, sync_s, update_s: the parts of ``step_s``: the longest pipeline, exposed seconds of the exchange of gradients and
+            parameters after it, the optimizer.
+        usd_per_hour: of the devices; usd, joules: of the step, with the traffic.
     """
 
     step_s: float
     samples_per_s: float
     efficiency: float | None = None
     memory_bytes: dict[str, int]
+    memory_share: float | None = None
+    pipelines_s: float | None = None
+    sync_s: float | None = None
+    update_s: float | None = None
+    usd_per_hour: float | None = None
+    usd: float | None = None
+    joules: float | None = None
 
 
 class Plan(PlanPart):
@@ -235,6 +260,12 @@ class Plan(PlanPart):
     def devices(self) -> tuple[str, ...]:
         """The devices that take part, each once, pipeline by pipeline, place by place."""
         return tuple(dict.fromkeys(d for p in self.pipelines for stage in p.stages for d in stage.devices))
+
+    @property
+    def device_count(self) -> int:
+        """How many devices take part, whether they are named or not."""
+        asked = (p.replicas * home.group.devices for p in self.pipelines for home, *_ in p.groups if home.group)
+        return len(self.devices) + sum(asked)
 
     @property
     def bound(self) -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from heterodyne.plan.plan import Plan
 from heterodyne.report.palette import LIGHT
-from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.units import counted
 
 __all__ = ["frontier_picture", "labelled", "stairs"]
@@ -22,7 +22,7 @@ _APART = 0.09
 Point = tuple[float, float]
 
 
-def frontier_picture(frontier: Sequence[Weighed], path: Path, *, title: str) -> Path:
+def frontier_picture(frontier: Sequence[Plan], path: Path, *, title: str) -> Path:
     """Usd (or, without prices, devices) over seconds of a step; the file's suffix says what is written.
 
     For any seconds the line tells the least that a step in them costs. Plans above it, which are on the frontier for their fewer devices
@@ -30,11 +30,9 @@ def frontier_picture(frontier: Sequence[Weighed], path: Path, *, title: str) -> 
     """
     figure = Figure(figsize=(7, 4.5), layout="constrained", facecolor="white")
     axis = figure.subplots()
-    priced = all(weighed.predicted.usd is not None for weighed in frontier)
-    points = [
-        (w.predicted.step_s, _STEPS * (w.predicted.usd or 0.0) if priced else float(w.predicted.devices))
-        for w in frontier
-    ]
+    known = [(plan.predicted, plan.device_count) for plan in frontier if plan.predicted is not None]
+    priced = all(predicted.usd is not None for predicted, _ in known)
+    points = [(own.step_s, _STEPS * (own.usd or 0.0) if priced else float(count)) for own, count in known]
     least = stairs(points)
     on_it = [points[number] for number in least]
     right, top = 1.08 * max(x for x, _ in points), 1.12 * max(y for _, y in points)
@@ -49,7 +47,7 @@ def frontier_picture(frontier: Sequence[Weighed], path: Path, *, title: str) -> 
     )
     for place in labelled(on_it, (right, top)):
         axis.annotate(
-            counted(frontier[least[place]].predicted.devices, "device"),
+            counted(known[least[place]][1], "device"),
             on_it[place],
             xytext=(-5 if on_it[place][0] > 0.8 * right else 5, 6),
             ha="right" if on_it[place][0] > 0.8 * right else "left",

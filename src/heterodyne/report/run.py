@@ -69,13 +69,14 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A plan that was weighed. ``step_s`` and ``samples_per_s`` are predictions, None for one that does not fit."""
+    """A plan that was weighed. ``step_s`` and ``samples_per_s`` are predictions, None for one that does not fit; ``plan``: if known."""
 
     name: str
     step_s: float | None = None
     samples_per_s: float | None = None
     chosen: bool = False
     why: str = ""
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from heterodyne.cluster import Cluster
-from heterodyne.plan import Plan
 from heterodyne.report.compare import Claim, Comparison
-from heterodyne.report.plan_shares import has_pipelines, order_of, samples_of, stages_of
 from heterodyne.report.rows import Rows, columns
-from heterodyne.report.run import Candidate, Run
+from heterodyne.report.run import Run
 from heterodyne.report.words import (
     DASH,
     byte_size,
@@ -19,7 +17,6 @@ from heterodyne.report.words import (
     efficiency_text,
     kind_name,
     percent,
-    pipeline_in_words,
     ratio,
     seconds,
 )
@@ -27,11 +24,9 @@ from heterodyne.units import format_bandwidth
 
 __all__ = [
     "Verified",
-    "candidate_rows",
     "claim_text",
     "device_rows",
     "prediction_rows",
-    "share_rows",
     "summary_rows",
     "time_rows",
     "verified_rows",
@@ -62,57 +57,6 @@ def device_rows(cluster: Cluster, sources: Mapping[str, str] | None = None) -> R
             for rank, device in enumerate(cluster.devices)
         ),
         notes=notes,
-    )
-
-
-def candidate_rows(candidates: Sequence[Candidate]) -> Rows:
-    """The plans that were weighed, the chosen one marked; ``against the chosen`` is a ratio of predicted samples/s."""
-    chosen = next((c.samples_per_s for c in candidates if c.chosen), None)
-    return Rows(
-        title="Plans that were weighed (predicted)",
-        columns=columns("plan", ">step", ">samples/s", ">against the chosen", "why"),
-        rows=tuple(
-            (
-                c.name,
-                seconds(c.step_s),
-                digits(c.samples_per_s),
-                ratio(c.samples_per_s / chosen if chosen and c.samples_per_s else None),
-                c.why,
-            )
-            for c in candidates
-        ),
-        marked=frozenset(i for i, c in enumerate(candidates) if c.chosen),
-    )
-
-
-def share_rows(plan: Plan, cluster: Cluster | None = None) -> Rows:
-    """What each device takes of the global batch, and the memory that it is predicted to need."""
-    predicted = plan.predicted.memory_bytes if plan.predicted else {}
-    limits = {d.id: d.memory_bytes for d in cluster.devices} if cluster else {}
-    samples, stages, staged = samples_of(plan), stages_of(plan), has_pipelines(plan)
-    rows = [
-        (
-            device,
-            *([stages[device]] if staged else []),
-            str(samples[device]),
-            percent(samples[device] / plan.global_batch_size),
-            pipeline_in_words(pipeline),
-            byte_size(predicted.get(device)),
-            byte_size(limits.get(device)),
-        )
-        for pipeline in plan.pipelines
-        for devices in pipeline.places
-        for device in devices
-    ]
-    none = (*([DASH] if staged else []), "0", percent(0.0), "takes no part", DASH)
-    rows += [(d, *none, byte_size(limits.get(d))) for d in plan.idle]
-    return Rows(
-        title=f"Shares of the global batch of {plan.global_batch_size}" + (f", {order_of(plan)}" if staged else ""),
-        columns=columns(
-            "device", *(["stage"] if staged else []), ">samples", ">share", "micro-batches", ">needs", ">of"
-        ),
-        rows=tuple(rows),
-        notes=(plan.reason,) if plan.reason else (),
     )
 
 

@@ -1,10 +1,12 @@
 """The planner: balances shares, weighs alternatives on the simulator, says why it chose."""
 
+from heterodyne.search.alternatives import alternatives, result_of
 from heterodyne.search.balance import Balance, balance
-from heterodyne.search.explain import AlternativeRow, ShareRow, alternatives, paragraph, reason, shares
+from heterodyne.search.explain import ShareRow, paragraph, reason, shares
 from heterodyne.search.planned import Candidate, Planned, Strategy
 from heterodyne.search.planner import plan
 from heterodyne.search.predict import own_rates, predict
+from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.search.runs import Runs
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "Balance",
     "Candidate",
     "Planned",
+    "PlanningResult",
     "Runs",
     "ShareRow",
     "Strategy",
@@ -22,5 +25,6 @@ __all__ = [
     "plan",
     "predict",
     "reason",
+    "result_of",
     "shares",
 ]

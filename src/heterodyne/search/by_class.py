@@ -19,10 +19,9 @@ from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.search.by_speed import shares_by
 from heterodyne.search.classes import class_cluster, class_names
-from heterodyne.search.fleet.plan import FleetPlan
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.written import written_plan
+from heterodyne.search.fleet.written import PaperPlanner
 from heterodyne.search.planned import Candidate, Kind, Strategy, serves
 from heterodyne.search.split import Split
 
@@ -55,19 +54,21 @@ class ByClass:
         names = class_names(self._model)
         cluster = class_cluster(self._model, names)
         fleet = fleet_of(cluster)
-        planner = FleetPlanner(fleet=fleet, costs=self._layers(names), global_batch=self.split.samples)
+        planner = PaperPlanner(
+            planner=FleetPlanner(fleet=fleet, costs=self._layers(names), global_batch=self.split.samples)
+        )
 
-        def accepts(plan: FleetPlan) -> bool:
-            return serves(_kind(written_plan(plan, fleet)), self.strategy)
+        def accepts(plan: Plan) -> bool:
+            return serves(_kind(plan), self.strategy)
 
         try:
             found = planner.plan(space=self._space(), accepts=accepts)
         except InfeasibleError:
             return ()  # what each device lacks is said of the other candidates
         bound = []
-        for own in filter(lambda own: accepts(own.plan), (found.best, *found.runners_up)):
+        for plan in filter(accepts, (row.plan for row in found.alternatives if row.plan is not None)):
             try:
-                bound.append(bind(written_plan(own.plan, fleet), self._model.graph, cluster))
+                bound.append(bind(plan.model_copy(update={"predicted": None}), self._model.graph, cluster))
             except PlanError:
                 continue  # whole nodes of unlike sizes: counts alone do not say whether they can be filled
         return tuple(bound[:_MOST])

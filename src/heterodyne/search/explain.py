@@ -14,18 +14,7 @@ from heterodyne.plan.state_shards import state_parts
 from heterodyne.search.planned import Candidate, Planned, Strategy, serves
 from heterodyne.units import format_bytes, format_seconds
 
-__all__ = ["AlternativeRow", "ShareRow", "alternatives", "paragraph", "ratio_in_words", "reason", "shares"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlternativeRow:
-    """One candidate. ``ratio``: its predicted step over that of the chosen one; None where there is none, and ``note`` says why."""
-
-    name: str
-    chosen: bool
-    step_s: float | None
-    ratio: float | None
-    note: str
+__all__ = ["ShareRow", "paragraph", "ratio_in_words", "reason", "shares"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,22 +95,6 @@ def _telling(others: Sequence[Candidate]) -> list[Candidate]:
     for candidate in others:
         best.setdefault(candidate.kind, candidate)
     return list(best.values())
-
-
-def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
-    """Every candidate, the fastest first, those that cannot be last."""
-    base = planned.simulation.step_s
-    rows = []
-    for candidate in planned.candidates:
-        ratio = None if candidate.step_s is None or base <= 0 else candidate.step_s / base
-        chosen = candidate is planned.chosen
-        note = "chosen" if chosen else candidate.why_not or ("" if ratio is None else ratio_in_words(ratio))
-        if candidate.rehearsed_s is not None:
-            note += f"; {format_seconds(candidate.rehearsed_s)} in rehearsal"
-        elif ratio is not None and ratio < 1 and candidate.weighed_s > planned.chosen.weighed_s:
-            note += ", too little to cut the model for"
-        rows.append(AlternativeRow(name=candidate.name, chosen=chosen, step_s=candidate.step_s, ratio=ratio, note=note))
-    return tuple(sorted(rows, key=lambda row: (row.step_s is None, row.step_s or 0.0, not row.chosen)))
 
 
 def shares(planned: Planned) -> tuple[ShareRow, ...]:

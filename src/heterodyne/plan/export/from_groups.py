@@ -14,7 +14,6 @@ def even_plan_of_groups(
     *,
     ends: tuple[int, int] = (1, 1),
     precision: Precision = "bf16",
-    expert_width: int = 0,
     shape: ModelShape | None = None,
 ) -> EvenPlan:
     """The same plan in the words of other frameworks.
@@ -22,7 +21,6 @@ def even_plan_of_groups(
     Args:
         plan: not bound.
         ends: how many of the first and last blocks are the embedding and the head, which those do not count.
-        expert_width: devices of a stage over which one set of the experts lies; 0: there are none.
 
     Raises PlanError with what is not even, and what would be.
     """
@@ -59,7 +57,7 @@ def even_plan_of_groups(
         dp=replicas,
         tp=tensor,
         cp=context,
-        ep=max(1, expert_width),
+        ep=max((stage.group.experts or 1 for stage in stages if stage.group), default=1),
         pp=places,
         vpp=len(cut) // places,
         zero_stage=plan.zero,

@@ -49,8 +49,8 @@ def meeting_in_words(fleet: Fleet, plan: FleetPlan) -> str:
 def family_in_words(outcome: Outcome, planned: Planned) -> str:
     """The best of a kind of plans against the best of all, or why there is none."""
     if outcome.best is None:
-        return f"{outcome.family.name}: impossible: {outcome.why_not}"
-    return f"{outcome.family.name}: {why_more(outcome.best, planned.best, planned.objective)}"
+        return f"impossible: {outcome.why_not}"
+    return why_more(outcome.best, planned.best, planned.objective)
 
 
 def why_more(other: Weighed, best: Weighed, objective: Objective) -> str:
@@ -65,8 +65,7 @@ def why_more(other: Weighed, best: Weighed, objective: Objective) -> str:
         "memory": (theirs.peak_bytes, ours.peak_bytes, "memory"),
     }[objective.goal]
     ratio = value[0] / value[1] if value[1] > 0 else 1.0
-    said = f"a step of {format_seconds(theirs.step_s)}"
-    said += f", {ratio_in_words(ratio)}" if objective.goal == "throughput" else f", {ratio - 1:+.1%} {value[2]}"
+    said = ratio_in_words(ratio) if objective.goal == "throughput" else f"{ratio - 1:+.1%} {value[2]}"
     parts = {
         "in pipelines": theirs.pipelines_s - ours.pipelines_s,
         "for gradients": theirs.sync_s - ours.sync_s,

@@ -1,46 +1,172 @@
-"""What a search over classes of devices has found, written as a `Plan`: kinds and counts, no ids (see `plan.bind`)."""
+"""The edge of the search over classes of devices (`search.fleet`): its own short-hand for plans on one side, `Plan` on the other.
+
+Such a plan names kinds and counts, no ids (see `plan.bind`). Nothing outside of this room sees anything else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Literal, cast
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.errors import InfeasibleError
 from heterodyne.plan.mesh import Kind
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Group, Layout, Pipeline, Plan, Prediction, Region, Stage
 from heterodyne.plan.precision import Precisions
-from heterodyne.search.fleet.plan import FleetPlan
+from heterodyne.plan.short import in_short
+from heterodyne.search.fleet.explain import family_in_words, meeting_in_words, step_in_words, why_more
+from heterodyne.search.fleet.families import best_of_all, outcomes
+from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.plan import FleetPlan, Template
 from heterodyne.search.fleet.plan import Stage as FleetStage
+from heterodyne.search.fleet.planner import FleetPlanner, Planned
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.timeline import fleet_timeline
+from heterodyne.search.fleet.watch import Watch
 from heterodyne.search.fleet.weighed import Weighed
+from heterodyne.search.result import AlternativeRow, PlanningResult
 
-__all__ = ["written", "written_plan"]
-
-
-def written(found: Weighed, fleet: Fleet, *, precision: Precisions = "fp32", reason: str = "") -> Plan:
-    """With what is predicted of it."""
-    own = found.predicted
-    return written_plan(found.plan, fleet).model_copy(
-        update={
-            "precision": precision,
-            "reason": reason,
-            "predicted": Prediction(
-                step_s=own.step_s,
-                samples_per_s=own.samples_per_s,
-                memory_bytes={"fullest device": round(own.fullest_bytes)},
-            ),
-        }
-    )
+__all__ = ["FleetResult", "PaperPlanner", "written_plan"]
 
 
-def written_plan(plan: FleetPlan, fleet: Fleet) -> Plan:
-    """Micro-batches that are not full are those of the last pipelines; pipelines of as many are written once."""
+@dataclass(frozen=True, kw_only=True)
+class FleetResult(PlanningResult):
+    """The outcome of a search over classes of devices. Only this module looks at what the search itself found."""
+
+    _found: Planned = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperPlanner:
+    """The search over classes of devices, asked and answered in plans that name kinds and counts."""
+
+    planner: FleetPlanner
+    precision: Precisions = "fp32"
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.planner.fleet
+
+    def plan(
+        self,
+        objective: Objective | None = None,
+        *,
+        space: Space,
+        watch: Watch | None = None,
+        frontier: bool = False,
+        accepts: Callable[[Plan], bool] | None = None,
+    ) -> FleetResult:
+        """The best plan; of those that are accepted, where one is.
+
+        Raises InfeasibleError and ClusterError as the planner does.
+        """
+        takes = None if accepts is None else (lambda plan: accepts(self._plan(plan)))
+        return self._result(self.planner.plan(objective, space=space, watch=watch, frontier=frontier, accepts=takes))
+
+    def plan_for(
+        self, accepts: Callable[[Plan], bool], objective: Objective, *, space: Space, watch: Watch, frontier: bool
+    ) -> FleetResult:
+        """The best plan that is accepted, over all kinds of devices, else over one; else the best of all, which is not."""
+        found = self.plan(objective, space=space, watch=watch, frontier=frontier, accepts=accepts)
+        if accepts(found.plan) or len(self.fleet.kinds) == 1:
+            return found
+        alone = []
+        for kind in self.fleet.kinds:
+            pools = tuple(pool.name for pool in self.fleet.pools if pool.kind == kind)
+            try:
+                own = self.plan(objective, space=replace(space, pools=pools), watch=watch, accepts=accepts)
+            except InfeasibleError:
+                continue
+            alone += [own] if accepts(own.plan) else []
+        if not alone:
+            return found
+        best = min(alone, key=lambda own: objective.score(own._found.best))
+        return replace(best, bound_s=found.bound_s, frontier=found.frontier, refused=found.plan)
+
+    def with_families(
+        self, result: FleetResult, space: Space, accepts: Callable[[Plan], bool] | None = None
+    ) -> FleetResult:
+        """With the best of each kind of plan; the best of all of them that are accepted is the plan."""
+        found = tuple(outcomes(self.planner, result._found, space))
+        takes = None if accepts is None else (lambda plan: accepts(self._plan(plan)))
+        best = best_of_all(result._found, found, takes)
+        rows = (
+            AlternativeRow(
+                name=own.family.name,
+                plan=None if own.best is None else self._predicted(own.best),
+                note=family_in_words(own, best),
+            )
+            for own in found
+        )
+        return replace(self._result(best), families=tuple(rows))
+
+    def _result(self, found: Planned) -> FleetResult:
+        best = self._predicted(found.best, reason=f"the best found for {found.objective.goal}")
+        rows = [AlternativeRow(name=in_short(best), plan=best, chosen=True, ratio=1.0, note="chosen")]
+        for own in found.runners_up:
+            plan = self._predicted(own)
+            ratio = own.predicted.step_s / found.best.predicted.step_s
+            note = why_more(own, found.best, found.objective)
+            rows.append(AlternativeRow(name=in_short(plan), plan=plan, ratio=ratio, note=note))
+        words = (step_in_words(found), meeting_in_words(self.fleet, found.best.plan))
+        return FleetResult(
+            plan=best,
+            alternatives=tuple(rows),
+            words=tuple(filter(None, words)),
+            timeline=lambda: fleet_timeline(self._predictor, found.best),
+            bound_s=found.bound_s,
+            frontier=tuple(map(self._predicted, found.frontier)),
+            stopped=found.stopped,
+            refused=None if found.refused is None else self._predicted(found.refused),
+            _found=found,
+        )
+
+    def _plan(self, plan: FleetPlan) -> Plan:
+        made = written_plan(plan, self.fleet, self._predictor.expert_width)
+        return made.model_copy(update={"precision": self.precision})
+
+    def _predicted(self, found: Weighed, reason: str = "") -> Plan:
+        own = found.predicted
+        prediction = Prediction(
+            step_s=own.step_s,
+            samples_per_s=own.samples_per_s,
+            memory_bytes={"fullest device": round(own.fullest_bytes), "largest": round(own.peak_bytes)},
+            memory_share=own.peak_share,
+            pipelines_s=own.pipelines_s,
+            sync_s=own.sync_s,
+            update_s=own.update_s,
+            usd_per_hour=own.usd_per_hour,
+            usd=own.usd,
+            joules=own.joules,
+        )
+        return self._plan(found.plan).model_copy(update={"reason": reason, "predicted": prediction})
+
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return self.planner.search(Space()).predictor
+
+
+def written_plan(plan: FleetPlan, fleet: Fleet, expert_width: Callable[[Template, int], int] = lambda *_: 0) -> Plan:
+    """Micro-batches that are not full are those of the last pipelines; pipelines of as many are written once.
+
+    ``expert_width``: devices of a stage over which one set of its experts is sharded.
+    """
     pipelines = []
     batches = _batches(plan)
     for group in plan.groups:
         own, batches = batches[: group.replicas], batches[group.replicas :]
         stages = tuple(
-            _stage(stage, fleet, number % group.template.places if group.template.chunks > 1 else None)
+            _stage(
+                stage,
+                fleet,
+                number % group.template.places if group.template.chunks > 1 else None,
+                expert_width(group.template, number),
+            )
             for number, stage in enumerate(group.template.stages)
         )
         pipelines += [
@@ -56,7 +182,7 @@ def written_plan(plan: FleetPlan, fleet: Fleet) -> Plan:
     )
 
 
-def _stage(stage: FleetStage, fleet: Fleet, place: int | None) -> Stage:
+def _stage(stage: FleetStage, fleet: Fleet, place: int | None, experts: int) -> Stage:
     pool = fleet.pool(stage.pool)
     # What exchanges most is innermost, among the devices that are nearest to each other.
     ways: tuple[tuple[Kind, int], ...] = (("replicate", stage.data), ("context", stage.context), ("split", stage.width))
@@ -64,7 +190,13 @@ def _stage(stage: FleetStage, fleet: Fleet, place: int | None) -> Stage:
     layout = Layout(kind=axes[0].kind, shares=axes[0].shares, inner=tuple(axes[1:]))
     return Stage(
         blocks=(stage.start, stage.stop),
-        group=Group(kind=pool.kind, devices=stage.devices, node=pool.node_name, place=place),
+        group=Group(
+            kind=pool.kind,
+            devices=stage.devices,
+            node=pool.node_name,
+            place=place,
+            experts=experts if experts > 1 else None,
+        ),
         regions=(Region(layout=layout),),
         recompute=tuple(range(stage.start, stage.stop)) if stage.recompute else (),
     )

@@ -36,7 +36,7 @@ def test_an_even_plan_keeps_its_degrees() -> None:
 def test_parts_of_the_sequence_are_cp_and_parts_of_the_micro_batch_are_replicas() -> None:
     shared = tuple(replace(stage, context=4, data=2) for stage in STAGES)
     plan = replace(PLAN, groups=(replace(GROUP, template=replace(GROUP.template, stages=shared)),))
-    even = even_plan_of_groups(written_plan(plan, FLEET), expert_width=16)
+    even = even_plan_of_groups(written_plan(plan, FLEET, lambda *_: 16))
     assert (even.dp, even.tp, even.cp, even.ep, even.micro_batch_size) == (8, 2, 4, 16, 1)
     assert even.devices == sum(plan.devices.values())
     assert even.num_microbatches == GROUP.num_microbatches

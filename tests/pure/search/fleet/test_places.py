@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
-from heterodyne.report.fleet_tables import in_short, stage_rows
+from heterodyne.plan.short import in_short
+from heterodyne.report.plan_tables import plan_rows
 from heterodyne.search.fleet.chunks import chunked
 from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.sharding import of_places
+from heterodyne.search.fleet.written import written_plan
 from pure.search.fleet.small import Drawn, search_of
 
 NEAR, FAR = (Wire(bandwidth_bytes_per_s=1e9 * n, latency_s=1e-5) for n in (100, 10))
@@ -55,12 +57,13 @@ def test_the_message_from_the_last_place_to_the_first_goes_between_nodes() -> No
 def test_a_table_tells_the_layers_of_each_place() -> None:
     group = Group(template=CHUNKED, replicas=2, num_microbatches=8)
     plan = FleetPlan(groups=(group,), global_batch=16, schedule="Interleaved1F1B")
-    rows = stage_rows(FLEET, plan, lambda *_: 0).rows
+    made = written_plan(plan, FLEET)
+    rows = plan_rows(made, FLEET).rows
     assert [(row[2], row[6]) for row in rows] == [
         ("0, 4", "0, 4"),
         ("1, 5", "1, 5"),
         ("2, 6", "2, 6"),
         ("3, 7", "3, 7"),
     ]
-    assert in_short(plan) == "2 x (4 x a, 2 stages each)"
-    assert plan.devices == {"a": 8}
+    assert in_short(made) == "2 x (4 x a, 2 stages each)"
+    assert made.device_count == 8
