@@ -42,6 +42,20 @@ nodes:
 links:
   - {between: all, bandwidth: 10 Gb/s, latency: 10 us}
 """
+FIELDS = {
+    "kind",
+    "cluster",
+    "devices",
+    "objective",
+    "plan",
+    "bound_s",
+    "alternatives",
+    "families",
+    "frontier",
+    "stopped",
+    "export",
+}
+"""Of the JSON of a plan, whichever search has found it."""
 
 
 @pytest.fixture
@@ -92,6 +106,7 @@ def test_the_same_files_give_the_same_plan(files: Path) -> None:
 
 def test_json_is_all_that_is_printed_when_it_is_asked_for(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = told_of(capsys)
+    assert told.keys() == FIELDS
     assert told["plan"] == json.loads((files / "plan.json").read_text())
     assert told["plan"]["predicted"]["step_s"] >= told["bound_s"] > 0
 
@@ -168,10 +183,18 @@ def test_what_is_exported_is_the_best_that_the_others_take(files: Path, capsys: 
 def test_where_no_plan_is_taken_by_others_it_is_said_why(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = FLEET.replace("count: 4}]", "count: 1, memory: 6 GB}]").replace("count: 2, devices", "count: 1, devices")
     (files / "fleet.yaml").write_text(both)
-    assert planned("--export", "megatron") == 2
-    assert "other frameworks know one kind of device" in capsys.readouterr().err
-    assert (files / "plan.json").exists()
-    assert not (files / "plan.megatron.txt").exists()
+    for options in ((), ("--json",)):
+        assert planned("--export", "megatron", "--timeline", "step.json", *options) == 2
+        out, said = capsys.readouterr()
+        assert (
+            "plan.json is written; it cannot be exported for megatron: other frameworks know one kind of device" in said
+        )
+        for name in ("plan.json", "step.json"):
+            (files / name).unlink()  # all else that was asked for is there
+        assert not (files / "plan.megatron.txt").exists()
+    export = json.loads(out)["export"]
+    assert (export["framework"], export["files"]) == ("megatron", [])
+    assert "one kind of device" in export["refused"]
 
 
 def test_a_number_of_micro_batches_that_others_do_not_take_is_planned_otherwise(
@@ -241,7 +264,11 @@ def test_a_model_without_a_shape_is_captured(files: Path, capsys: pytest.Capture
 
 def test_who_interrupts_a_search_gets_the_best_so_far(tmp_path: Path) -> None:
     examples = Path(__file__).parents[2] / "examples"
-    command = [sys.executable, "-m", "heterodyne", "plan", str(examples / "mixture_1800b.yaml")]
+    at_once = (
+        "import sys; from functools import partial; from heterodyne.api import watched; from heterodyne.cli.app import run; "
+        "watched.Watch = partial(watched.Watch, every_s=0.0); sys.exit(run(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", at_once, "plan", str(examples / "mixture_1800b.yaml")]
     command += ["--cluster", str(examples / "fleets" / "six_kinds.yaml"), "--out", str(tmp_path / "plan.json")]
     command += ["--framework", "megatron core"]  # which runs so many kinds of plans that the search takes a while
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -341,7 +368,9 @@ def test_what_fits_with_state_on_hosts_alone_is_planned_device_by_device(
     assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--on-paper", "--json"]) == 0
     out, said = capsys.readouterr()
     assert "searching device by device" in said
-    assert json.loads(out)["plan"]["predicted"]["step_s"] > 0
+    found = json.loads(out)
+    assert found["plan"]["predicted"]["step_s"] > 0
+    assert found.keys() == FIELDS
     plan = Plan.load(files / "plan.json")
     assert plan.bound
     assert any(stage.offload for pipeline in plan.pipelines for stage in pipeline.stages)

@@ -134,6 +134,18 @@ def test_any_shares_are_exact_and_a_model_that_depends_on_the_rank_is_caught(
     assert "NOT exact" in said
 
 
+def test_a_plan_of_measured_devices_is_json_as_one_on_paper_is(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place.path)
+    assert main(["plan", "job.yaml", "--json", "--out", "here.json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"] == json.loads((place.path / "here.json").read_text())
+    chosen = [row for row in found["alternatives"] if row["chosen"]]
+    assert [row["plan"] for row in chosen] == [found["plan"]]
+    assert {"objective", "bound_s", "families", "frontier", "export"} <= found.keys()
+
+
 def test_a_plan_from_datasheets_runs_as_it_stands_on_processors_that_a_file_names(place: Place) -> None:
     """Stages by kind of device and number, bound to the workers that are started."""
     sheet = "backend: cpu, memory: 4 GB, memory_bandwidth: 8 GB/s, link_bandwidth: 1 GB/s, watts: 10"

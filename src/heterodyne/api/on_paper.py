@@ -206,7 +206,8 @@ class _Paper:
             sys.stdout.write(result_json(result, devices, objective=self.wishes.objective, export=export))
             return
         shape = shape_of(self.job.model, self.base)
-        show_result(result, devices, seq=None if shape is None else self.job.data.sequence_length)
+        seq = None if shape is None else self.job.data.sequence_length
+        show_result(result, devices, seq=seq, frontier=self.wishes.frontier)
 
     def write(self, result: PlanningResult) -> None:
         """What is asked for beside the plan. Raises PlanError for one that cannot be exported, when all else is written."""

@@ -26,6 +26,9 @@ from heterodyne.timeline import Timeline
 
 __all__ = ["candidate_lines", "result_json", "show", "show_result", "show_step", "terminal_width"]
 
+_DRAWN = 16
+"""Ranks of a step that is drawn: more say nothing at a glance; `--timeline` has them all."""
+
 
 def show(*tables: Rows) -> None:
     """Print tables."""
@@ -103,10 +106,12 @@ def _as_file(plan: Plan) -> object:
     return json.loads(plan.dump())
 
 
-def show_result(result: PlanningResult, devices: Cluster | Fleet, *, seq: int | None = None) -> None:
-    """The devices, the chosen plan, the alternatives, a step of it, and why; then whatever else was asked for.
+def show_result(
+    result: PlanningResult, devices: Cluster | Fleet, *, seq: int | None = None, frontier: bool = False
+) -> None:
+    """The devices, the chosen plan, the alternatives, a step of it, what else was asked for, and why.
 
-    ``seq``: tokens of a sample, where samples have some.
+    ``seq``: tokens of a sample, where samples have some. ``frontier``: whether to show it.
     """
     show(
         device_rows(devices) if isinstance(devices, Cluster) else fleet_rows(devices),
@@ -114,8 +119,10 @@ def show_result(result: PlanningResult, devices: Cluster | Fleet, *, seq: int | 
         candidate_rows(_candidates(result.alternatives), seq=seq),
     )
     if has_pipelines(result.plan):  # else every rank does all of its share, one after another
-        show_step(result.timeline())
-    if result.frontier:
+        step = result.timeline()
+        if len(step.devices) <= _DRAWN:
+            show_step(step)
+    if frontier:
         rows = tuple(AlternativeRow(name=in_short(plan), plan=plan) for plan in result.frontier)
         title = "Time, money and devices: no plan is better in one without being worse in another"
         show(candidate_rows(_candidates(rows), seq=seq, title=title))
