@@ -23,8 +23,8 @@ from heterodyne.sim.run import Simulation, simulate
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from heterodyne.api.preparation import Prepared, Settings
     from heterodyne.api.session import Session
+    from heterodyne.api.settings import Prepared, Settings
     from heterodyne.cluster.profile import Profile
     from heterodyne.frontend import Captured
     from heterodyne.measure.whole_model import WholeModel
@@ -144,7 +144,7 @@ class Rig:
         cls, session: Session, model: nn.Module, batch: Mapping[str, Tensor], sizes: tuple[int, ...], budget_s: float
     ) -> Rig:
         """Capture and measure; ``sizes``: of micro-batches. Collective."""
-        from heterodyne.api.preparation import measure_everywhere
+        from heterodyne.api.measuring import measure_everywhere
 
         captured, whole, settings = _captured(session, model, batch, sizes, "pipeline", budget_s)
         profile = measure_everywhere(session, captured, whole, settings, fresh=True)
@@ -199,7 +199,8 @@ class Rig:
 
     def worker(self, plan: Plan, model: nn.Module) -> Worker:
         """Collective."""
-        from heterodyne.api.preparation import Prepared, make_worker
+        from heterodyne.api.rank_worker import make_worker
+        from heterodyne.api.settings import Prepared
 
         prepared = Prepared(
             captured=self.captured, profile=self.profile, plan=plan, program=self.program(plan), planned=None
@@ -220,7 +221,7 @@ def limited(
 ) -> Session:
     """The session on devices with less memory: beside the framework, that part of what training the whole model takes with micro-batches
     of one sample. Collective."""
-    from heterodyne.api.preparation import measure_everywhere
+    from heterodyne.api.measuring import measure_everywhere
 
     brief = replace(settings, parallelism=settings.parallelism.model_copy(update={"measure_s": _BRIEF_S}))
     profile = measure_everywhere(session, captured, whole, brief, fresh=True)  # what the framework takes
@@ -245,8 +246,9 @@ def _captured(
     budget_s: float = 60.0,
 ) -> tuple[Captured, WholeModel, Settings]:
     from heterodyne.api.as_it_is import AsItIs
+    from heterodyne.api.capturing import capture_everywhere
     from heterodyne.api.loop.whole import copies_of
-    from heterodyne.api.preparation import Settings, capture_everywhere
+    from heterodyne.api.settings import Settings
     from heterodyne.frontend import Captured, loss_of
     from heterodyne.job import OptimizerSection, ParallelismSection
     from heterodyne.measure.whole_model import WholeModel

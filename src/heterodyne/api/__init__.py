@@ -1,7 +1,7 @@
 """Where the wings are wired: what capture, measure, search and runtime need of each other is handed over here, and nowhere else.
 
 session      one rank among the others: the communicator, the cluster, the device
-preparation  model -> graph -> profile -> plan -> program, the same on every rank
+preparation  graph -> profile -> plan -> program, the same on every rank (`capturing`, `measuring`, `rank_worker` are its parts)
 distribute   for one's own training loop
 batches      datasets and streams for it, of which each rank reads its own samples
 train, verify, measure, plan, simulate   for job files: the verbs of the command line

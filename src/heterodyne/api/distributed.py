@@ -19,8 +19,8 @@ from heterodyne.api.loop.prediction import Metric, Predictor, gathered_outputs
 from heterodyne.api.loop.run_records import RunRecords
 from heterodyne.api.loop.validation import validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
-from heterodyne.api.preparation import Prepared
 from heterodyne.api.session import LONGEST_PHASE_S, Session
+from heterodyne.api.settings import Prepared
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.api.as_it_is import AsItIs
+from heterodyne.api.capturing import capture_everywhere
 from heterodyne.api.compiled import uncompiled, with_compiled
 from heterodyne.api.distributed import Distributed
 from heterodyne.api.learned_memory import as_learned
@@ -26,8 +27,10 @@ from heterodyne.api.loop.whole import copies_of, whole_model
 from heterodyne.api.memory_ends import lacked_so_far, noted_shortage, told_with_shortages
 from heterodyne.api.optimizer_reach import reach_everywhere, reach_of_section
 from heterodyne.api.precision import resolved
-from heterodyne.api.preparation import Settings, capture_everywhere, make_worker, prepare
+from heterodyne.api.preparation import prepare
+from heterodyne.api.rank_worker import make_worker
 from heterodyne.api.session import Session, open_session
+from heterodyne.api.settings import Settings
 from heterodyne.cluster.profile import Profile
 from heterodyne.frontend.opaque import CountGiven
 from heterodyne.job import OptimizerSection, ParallelismSection

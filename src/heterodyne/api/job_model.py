@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.api.as_it_is import AsItIs
+from heterodyne.api.capturing import capture_everywhere
 from heterodyne.api.job_data import data_of
 from heterodyne.api.optimizer_reach import reach_of_section
 from heterodyne.api.precision import resolved
-from heterodyne.api.preparation import Prepared, Settings, capture_everywhere, make_worker, stored_everywhere
+from heterodyne.api.rank_worker import make_worker, stored_everywhere
 from heterodyne.api.session import Session
+from heterodyne.api.settings import Prepared, Settings
 from heterodyne.errors import DataError
 from heterodyne.frontend import CapturedModel, loss_of
 from heterodyne.graph.ir import ModelGraph

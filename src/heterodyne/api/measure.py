@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from heterodyne.api.job_model import capture_job, open_data, settings_of
-from heterodyne.api.preparation import measure_everywhere
+from heterodyne.api.measuring import measure_everywhere
 from heterodyne.api.printing import show
 from heterodyne.api.session import open_session
 from heterodyne.job import Job

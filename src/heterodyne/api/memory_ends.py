@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from heterodyne.api.learned_memory import infeasible
-from heterodyne.api.preparation import Prepared
 from heterodyne.api.session import Session
+from heterodyne.api.settings import Prepared
 from heterodyne.errors import HeterodyneError, InfeasibleError, OutOfMemoryError
 from heterodyne.runtime.checkpoint.rescue import rescued
 from heterodyne.runtime.out_of_memory import told_with_stage

@@ -1,37 +1,31 @@
-"""From a model to a program that can run: capture, measure, plan, lower. Every rank does it, and comes to the same."""
+"""From a captured model to a program that can run: check, measure, plan, try, rehearse, lower. Every rank comes to the same."""
 
 from __future__ import annotations
 
-import copy
-import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from heterodyne.api.as_it_is import AsItIs, capture_as_it_is, require_same_count
-from heterodyne.api.before_measuring import measuring_s, require_room
+from heterodyne.api.before_measuring import require_room
 from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
-from heterodyne.api.compiled import compile_module, require_compiler, uncompiled
-from heterodyne.api.host_activations import host_activation_bytes
-from heterodyne.api.lone_steps import lone_steps
+from heterodyne.api.compiled import compile_module, require_compiler
 from heterodyne.api.measured_draws import MeasuredDraws
-from heterodyne.api.optimizer_reach import OptimizerReach, require_within_reach, strategy_within_reach
+from heterodyne.api.measuring import measure_everywhere, sizes_to_measure
+from heterodyne.api.optimizer_reach import require_within_reach, strategy_within_reach
 from heterodyne.api.planning import Share, plan_and_try, plan_once
+from heterodyne.api.rank_worker import make_worker, stored_everywhere
 from heterodyne.api.rehearsal import rehearse
 from heterodyne.api.session import Session
-from heterodyne.api.stage_cutting import StageCutter
-from heterodyne.cluster.profile import WHOLE, Profile
-from heterodyne.errors import CaptureError, NoGraphError, PlanError
-from heterodyne.frontend import Captured, CapturedModel, trace
+from heterodyne.api.settings import Prepared, Settings
+from heterodyne.cluster.profile import Profile
+from heterodyne.errors import PlanError
+from heterodyne.frontend import Captured, CapturedModel
 from heterodyne.graph.ir import Block, ModelGraph
-from heterodyne.job import OptimizerSection, ParallelismSection
-from heterodyne.measure.block_run import BlockProgram
-from heterodyne.measure.cache import Cache, default_folder
 from heterodyne.measure.host_memory import host_context_bytes
-from heterodyne.measure.session import Request, bytes_to_run, measure
+from heterodyne.measure.session import bytes_to_run
 from heterodyne.measure.trial import Part, try_share
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.measure.workbench import Workbench
@@ -39,173 +33,12 @@ from heterodyne.plan.bind import bind
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words, precision_of
-from heterodyne.plan.program import Program
-from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.stages.deferred import DeferredWeights
-from heterodyne.runtime.values_in_range import ValuesInRange
-from heterodyne.runtime.weights.materialise import Stored
-from heterodyne.runtime.worker import OptimizerFactory, Worker
+from heterodyne.runtime.worker import Worker
 from heterodyne.search.contenders import NEAR
 from heterodyne.search.planned import Planned, Strategy
 from heterodyne.search.planner import plan as search_plan
-from heterodyne.units import counted, format_seconds
 
-__all__ = [
-    "Prepared",
-    "Settings",
-    "capture_everywhere",
-    "make_worker",
-    "measure_everywhere",
-    "prepare",
-    "stored_everywhere",
-]
-
-_TELL_EVERY_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What planning needs to know of a job, whether it came from a file or from arguments.
-
-    ``reach``: what an optimizer of the user's own must see at once; ``compile``: torch.compile makes code of stages and whole models.
-    """
-
-    global_batch_size: int
-    precision: Precisions
-    optimizer: OptimizerSection
-    parallelism: ParallelismSection
-    reach: OptimizerReach = field(default_factory=OptimizerReach)
-    compile: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What a rank needs to run. ``planned`` only on rank 0, the one that searched."""
-
-    captured: CapturedModel
-    profile: Profile
-    plan: Plan
-    program: Program
-    planned: Planned | None
-
-
-def capture_everywhere(
-    session: Session,
-    model: nn.Module,
-    example_batch: Mapping[str, Tensor],
-    as_it_is: AsItIs,
-    *,
-    name: str | None = None,
-) -> CapturedModel:
-    """Capture on every rank, and make sure that all captured the same. A model without a graph is taken in one piece.
-
-    ``name``: of the model, None: its class. Raises CaptureError.
-    """
-    name = name or type(model).__name__
-    with session.announced("capturing the model"):
-        found = session.together(lambda: _traced(model, example_batch, as_it_is, name))
-    missing = [error for error in session.communicator.all_gather_object(_without_graph(found)) if error is not None]
-    captured = (
-        capture_as_it_is(session, model, example_batch, as_it_is, missing[0], name)
-        if missing or isinstance(found, NoGraphError)
-        else found
-    )
-    fingerprints = session.communicator.all_gather_object(captured.graph.fingerprint)
-    for rank, fingerprint in enumerate(fingerprints):
-        if fingerprint != fingerprints[0]:
-            raise CaptureError(
-                f"rank {rank} captured another model ({fingerprint}) than rank 0 ({fingerprints[0]}): build the same model on "
-                "every rank, from the same code and the same versions of torch and transformers. If the code goes through a set of words, "
-                "whose order is another in each process, write sorted(...), or start all ranks with PYTHONHASHSEED=0"
-            )
-    return captured
-
-
-def _traced(
-    model: nn.Module, example_batch: Mapping[str, Tensor], as_it_is: AsItIs, name: str
-) -> Captured | NoGraphError:
-    try:
-        captured = trace(model, example_batch, name=name)
-    except NoGraphError as error:
-        return error
-    require_same_count(as_it_is.loss_count, example_batch, captured)
-    ValuesInRange(captured.graph).require(example_batch, 0, "the example batch")
-    return captured
-
-
-def _without_graph(found: Captured | NoGraphError) -> NoGraphError | None:
-    return NoGraphError(str(found), reason=found.reason) if isinstance(found, NoGraphError) else None
-
-
-def measure_everywhere(
-    session: Session,
-    captured: CapturedModel,
-    whole: WholeModel,
-    settings: Settings,
-    *,
-    fresh: bool = False,
-    to_plan: bool = False,
-) -> Profile:
-    """The profile of this model on this cluster, from the cache where it still holds. Raises MeasureError.
-
-    ``to_plan``: for a plan of these devices alone, for which one device takes less time (see `measuring_s`).
-    """
-    graph = captured.graph
-    sizes, while_faster = _sizes(graph, settings)
-    most_s = settings.parallelism.measure_s
-    budget_s = measuring_s(session.world_size, most_s) if to_plan else most_s
-    request = Request(
-        graph=graph,
-        programs=_programs(captured, whole),
-        cluster=session.cluster,
-        device=session.device,
-        micro_batch_sizes=sizes,
-        while_faster=while_faster,
-        precision=precision_of(settings.precision, session.cluster.devices[session.rank].kind),
-        optimizer=settings.optimizer.name,
-        budget_s=budget_s,
-        halves=DeferredWeights
-        if len(session.cluster.devices) > 1 and graph.opaque is None and not settings.compile
-        else None,
-        compile=compile_module if settings.compile else None,
-        around=MeasuredDraws.of(graph, session.device),
-        lone_steps=None
-        if settings.compile or whole.weightless
-        else lone_steps(session, captured, whole, optimizer=settings.optimizer, precision=settings.precision),
-        model_bytes=whole.resident_bytes,
-    )
-    with session.announced(
-        f"measuring {counted(session.world_size, 'device')}, which may take {format_seconds(budget_s)}"
-    ):
-        return measure(
-            request,
-            session.communicator,
-            cache=Cache(folder=default_folder(os.environ)),
-            refresh=fresh,
-            say=session.say,
-            progress=_progress(session),
-        )
-
-
-def _programs(captured: CapturedModel, whole: WholeModel) -> dict[str, BlockProgram]:
-    """What is measured: each kind of block, and the model in one piece; of a model without a graph that is its one block."""
-    kinds = captured.graph.kinds
-    if captured.graph.opaque is not None:
-        return dict.fromkeys(kinds, whole)
-    return {**{kind: captured.block(block) for kind, block in kinds.items()}, WHOLE: whole}
-
-
-def _progress(session: Session) -> Callable[[str, int, int], None]:
-    """Tells every few seconds how far measuring has come on this rank."""
-    told_s = time.monotonic()
-
-    def tell(what: str, number: int, total: int) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s > _TELL_EVERY_S:
-            told_s = time.monotonic()
-            session.say(f"  {what}: {number} of {total}")
-
-    return tell
+__all__ = ["prepare"]
 
 
 def prepare(
@@ -224,17 +57,51 @@ def prepare(
 
     Raises PlanError, VerifyError, InfeasibleError or MeasureError, on every rank alike.
     """
+    if given is not None:
+        given = bind(given, captured.graph, session.cluster)
+    settings = _admitted(session, captured, whole, settings, given, measured=profile is not None)
+    planning = _Planning(session=session, captured=captured, whole=whole, settings=settings, given=given)
+    if profile is not None:
+        plan, planned = plan_once(session, planning.search, profile)
+        return planning.prepared(profile, plan, planned)
+    profile = measure_everywhere(session, captured, whole, settings, to_plan=True)
+    if given is not None:
+        plan, planned, profile = plan_and_try(session, planning.search, profile, planning.attempt, trials=1)
+        return planning.prepared(profile, plan, planned)
+    near = NEAR if settings.parallelism.rehearsal_s else 1.0
+    search = partial(planning.search, near=near)
+    plan, planned, profile = plan_and_try(session, search, profile, planning.attempt)
+    rehearsed = rehearse(
+        session,
+        planned,
+        planning.rehearsal_workers(profile),
+        planning.rehearsal_batch(),
+        budget_s=settings.parallelism.rehearsal_s,
+    )
+    if rehearsed:
+        plan, planned = plan_once(session, partial(search, rehearsed=rehearsed), profile)
+    return planning.prepared(profile, plan, planned)
+
+
+def _admitted(
+    session: Session,
+    captured: CapturedModel,
+    whole: WholeModel,
+    settings: Settings,
+    given: Plan | None,
+    *,
+    measured: bool,
+) -> Settings:
+    """The settings as far as the model, its optimizer and the check of its exactness let them; all that needs no measurement."""
     if settings.compile:
         session.together(lambda: require_compiler(session.device))
     if given is not None:
-        given = bind(given, captured.graph, session.cluster)
         require_within_reach(settings.reach, given)
         _require_fitting(given, captured, session, settings)
     else:
-        settings = _with_strategy(
-            settings, strategy_within_reach(settings.reach, settings.parallelism.strategy, captured.graph)
-        )
-    if given is None and profile is None:
+        strategy = strategy_within_reach(settings.reach, settings.parallelism.strategy, captured.graph)
+        settings = _with_strategy(settings, strategy)
+    if given is None and not measured:
         session.together(
             lambda: require_room(
                 captured.graph, session.cluster, optimizer=settings.optimizer, parallelism=settings.parallelism
@@ -243,16 +110,27 @@ def prepare(
     if settings.parallelism.check_s and isinstance(captured, Captured):  # else it was done to take the model as it is
         verdict = check_everywhere(session, captured, whole, budget_s=settings.parallelism.check_s)
         settings = _heeding(verdict, settings, captured, session, given)
+    return settings
 
-    rehearsed: Mapping[str, float] = {}
-    sizes, while_faster = _sizes(captured.graph, settings)
-    near = NEAR if given is None and profile is None and settings.parallelism.rehearsal_s else 1.0
 
-    def search(known: Profile) -> Planned:
+@dataclass(frozen=True, kw_only=True)
+class _Planning:
+    """Planning one model on the devices of a session. ``given``: the plan that is obeyed, if one was named."""
+
+    session: Session
+    captured: CapturedModel
+    whole: WholeModel
+    settings: Settings
+    given: Plan | None
+
+    def search(self, known: Profile, *, near: float = 1.0, rehearsed: Mapping[str, float] | None = None) -> Planned:
+        """On the rank that plans. ``near``, ``rehearsed``: see `search.planner.plan`."""
+        settings = self.settings
+        sizes, while_faster = sizes_to_measure(self.captured.graph, settings)
         return search_plan(
-            captured.graph,
-            session.cluster,
-            _with_what_planning_keeps(known, session, whole),
+            self.captured.graph,
+            self.session.cluster,
+            _with_what_planning_keeps(known, self.session, self.whole),
             global_batch_size=settings.global_batch_size,
             micro_batch_sizes=None if while_faster else sizes,
             optimizer=settings.optimizer.name,
@@ -260,107 +138,69 @@ def prepare(
             precision=settings.precision,
             bucket_bytes=None if settings.parallelism.bucket_size == "auto" else settings.parallelism.bucket_size,
             strategy=settings.parallelism.strategy,
-            given=given,
-            rehearsed=rehearsed,
+            given=self.given,
+            rehearsed=rehearsed or {},
             near=near,
             whole_weights=settings.reach.reach != "element",
         )
 
-    bench = Workbench(
-        device=session.device,
-        precision=precision_of(settings.precision, session.cluster.devices[session.rank].kind),
-        gather=session.communicator.all_gather_object,
-        devices=[d.id for d in session.cluster.devices],
-        compile=compile_module if settings.compile else None,
-        around=MeasuredDraws.of(captured.graph, session.device),
-    )
-
-    def attempt(share: Share) -> float:
-        if not _has_room(session, captured.graph, share):
+    def attempt(self, share: Share) -> float:
+        """Seconds that this rank takes for its share of a plan; a share that it has no room for is not tried."""
+        if not _has_room(self.session, self.captured.graph, share):
             share = ()
-        return try_share([(_part(captured, whole, ops), sizes) for ops, sizes in share], bench)
+        return try_share([(self._part(ops), sizes) for ops, sizes in share], self._bench)
 
-    if profile is not None:
-        plan, planned = plan_once(session, search, profile)
-    elif given is not None:
-        profile = measure_everywhere(session, captured, whole, settings, to_plan=True)
-        plan, planned, profile = plan_and_try(session, search, profile, attempt, trials=1)
-    else:
-        profile = measure_everywhere(session, captured, whole, settings, to_plan=True)
-        plan, planned, profile = plan_and_try(session, search, profile, attempt)
-        make = _rehearsal_workers(session, captured, whole, settings, profile)
-        batch = _rehearsal_batch(whole, settings)
-        rehearsed = rehearse(session, planned, make, batch, budget_s=settings.parallelism.rehearsal_s)
-        if rehearsed:
-            plan, planned = plan_once(session, search, profile)
-    return _prepared(session, captured, profile, plan, planned)
-
-
-def _sizes(graph: ModelGraph, settings: Settings) -> tuple[Sequence[int], bool]:
-    """The micro-batch sizes to measure and try, and whether to stop at those that are no faster.
-
-    Where a replica takes all its samples in one micro-batch, any share is a size of one; where BatchNorm sees one value a sample, one
-    sample has no statistics."""
-    given, largest = settings.parallelism.micro_batch_sizes, settings.global_batch_size
-    doubled = sorted({*(1 << power for power in range(largest.bit_length())), largest})
-    if graph.loss.reduction == "coupled":
-        return doubled, False
-    sizes: Sequence[int] = doubled if given == "auto" else given
-    if any(op.name in graph.batch_statistics and len(op.outputs[0].shape) == 2 for op in graph.ops):
-        sizes = [size for size in sizes if size > 1] or [2]
-    return sizes, given == "auto"
-
-
-def _prepared(
-    session: Session, captured: CapturedModel, profile: Profile, plan: Plan, planned: Planned | None
-) -> Prepared:
-    program = lower(plan, captured.graph, session.cluster)
-    return Prepared(captured=captured, profile=profile, plan=plan, program=program, planned=planned)
-
-
-def _rehearsal_workers(
-    session: Session, captured: CapturedModel, whole: WholeModel, settings: Settings, profile: Profile
-) -> Callable[[Plan], Worker]:
-    """Workers on copies of the model, with rank 0's weights; as those of the run, but for the rate of learning."""
-
-    def make(plan: Plan) -> Worker:
-        first = session.rank == 0
-        found = _stored(session, whole)
-        model, stored = found or (
-            session.together(lambda: whole.build(torch.device("cpu")) if first else whole.empty()),
-            None,
-        )
-        return make_worker(
-            session,
-            _prepared(session, captured, profile, plan, None),
-            model,
-            stored=stored,
-            optimizer=settings.optimizer,
-            total_steps=1,
-            seed=0,
-            clip_grad_norm=1.0,
-            compile=settings.compile,
+    @cached_property
+    def _bench(self) -> Workbench:
+        session = self.session
+        return Workbench(
+            device=session.device,
+            precision=precision_of(self.settings.precision, session.cluster.devices[session.rank].kind),
+            gather=session.communicator.all_gather_object,
+            devices=[d.id for d in session.cluster.devices],
+            compile=compile_module if self.settings.compile else None,
+            around=MeasuredDraws.of(self.captured.graph, session.device),
         )
 
-    return make
+    def _part(self, ops: tuple[int, int]) -> Part:
+        """A stage as something that runs by itself; the whole model is the user's own."""
+        start, stop = ops
+        if (start, stop) == (0, len(self.captured.graph.ops)):
+            return self.whole
+        return self.captured.block(_stage(ops))
 
+    def prepared(self, profile: Profile, plan: Plan, planned: Planned | None) -> Prepared:
+        program = lower(plan, self.captured.graph, self.session.cluster)
+        return Prepared(captured=self.captured, profile=profile, plan=plan, program=program, planned=planned)
 
-def stored_everywhere(
-    session: Session, find: Callable[[], tuple[nn.Module, Stored] | None]
-) -> tuple[nn.Module, Stored] | None:
-    """A model without weights and where they are read, if every rank finds them. Collective."""
-    found = session.together(find)
-    there = all(session.communicator.all_gather_object(found is not None))
-    return found if there else None
+    def rehearsal_workers(self, profile: Profile) -> Callable[[Plan], Worker]:
+        """Workers on copies of the model, with rank 0's weights; as those of the run, but for the rate of learning."""
+        session, whole = self.session, self.whole
 
+        def make(plan: Plan) -> Worker:
+            found = None if whole.stored is None else stored_everywhere(session, whole.stored)
+            first = session.rank == 0
+            model, stored = found or (
+                session.together(lambda: whole.build(torch.device("cpu")) if first else whole.empty()),
+                None,
+            )
+            return make_worker(
+                session,
+                self.prepared(profile, plan, None),
+                model,
+                stored=stored,
+                optimizer=self.settings.optimizer,
+                total_steps=1,
+                seed=0,
+                clip_grad_norm=1.0,
+                compile=self.settings.compile,
+            )
 
-def _stored(session: Session, whole: WholeModel) -> tuple[nn.Module, Stored] | None:
-    return None if whole.stored is None else stored_everywhere(session, whole.stored)
+        return make
 
-
-def _rehearsal_batch(whole: WholeModel, settings: Settings) -> dict[str, Tensor]:
-    tensors = whole.inputs_of(settings.global_batch_size, torch.device("cpu"))
-    return {i.name: tensor for i, tensor in zip(whole.inputs, tensors, strict=True)}
+    def rehearsal_batch(self) -> dict[str, Tensor]:
+        tensors = self.whole.inputs_of(self.settings.global_batch_size, torch.device("cpu"))
+        return {i.name: tensor for i, tensor in zip(self.whole.inputs, tensors, strict=True)}
 
 
 def _with_what_planning_keeps(known: Profile, session: Session, whole: WholeModel) -> Profile:
@@ -384,14 +224,6 @@ def _has_room(session: Session, graph: ModelGraph, share: Share) -> bool:
 
 def _stage(ops: tuple[int, int]) -> Block:
     return Block(index=0, name=f"ops {ops[0]} to {ops[1]}", kind="stage", start=ops[0], stop=ops[1])
-
-
-def _part(captured: CapturedModel, whole: WholeModel, ops: tuple[int, int]) -> Part:
-    """A stage as something that runs by itself; the whole model is the user's own."""
-    start, stop = ops
-    if (start, stop) == (0, len(captured.graph.ops)):
-        return whole
-    return captured.block(_stage(ops))
 
 
 def _heeding(
@@ -426,63 +258,3 @@ def _require_fitting(given: Plan, captured: CapturedModel, session: Session, set
 
 def _shown(value: int | Precisions) -> str:
     return str(value) if isinstance(value, int) else in_words(value)
-
-
-def make_worker(
-    session: Session,
-    prepared: Prepared,
-    model: nn.Module,
-    *,
-    optimizer: OptimizerSection | OptimizerFactory,
-    total_steps: int,
-    seed: int,
-    clip_grad_norm: float,
-    recorder: Recorder | None = None,
-    compile: bool = False,
-    whole_weights: bool = False,
-    stored: Stored | None = None,
-    weights: Iterable[tuple[str, Tensor]] | None = None,
-) -> Worker:
-    """The worker of this rank, obeying what was prepared. Collective; see `Worker`. ``model`` may be compiled; with ``compile`` stages
-    and whole models are.
-    """
-    captured, module = prepared.captured, uncompiled(model)
-    if compile and module is model:
-        model = copy.copy(module)
-        model.compile()
-    worker = Worker(
-        module,
-        graph=prepared.captured.graph,
-        plan=prepared.plan,
-        program=prepared.program,
-        cluster=session.cluster,
-        communicator=session.communicator,
-        loss_count=prepared.captured.loss_count,
-        optimizer=optimizer,
-        total_steps=total_steps,
-        seed=seed,
-        clip_grad_norm=clip_grad_norm,
-        host_activation_bytes=host_activation_bytes(
-            prepared.plan, prepared.program, captured.graph, session.cluster, prepared.profile
-        )[session.rank],
-        recorder=recorder,
-        watch=session.watchdog,
-        stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
-        compiled=None if module is model else model,
-        compile_stages=compile,
-        whole_weights=whole_weights or (isinstance(optimizer, OptimizerSection) and optimizer.whole_weights),
-        stored=stored,
-        weights=weights,
-        say=session.say,
-    )
-    session.give_back()  # the weights that the plan has elsewhere
-    if compile:
-        apart = [
-            rank for rank, does in enumerate(session.communicator.all_gather_object(worker.runs_compiled)) if not does
-        ]
-        if apart:
-            session.say(
-                f"not compiled on {'rank' if len(apart) == 1 else 'ranks'} {', '.join(map(str, apart))}: dropout and BatchNorm that give "
-                "what one device gives, stages in parts, and backwards in halves run as they are"
-            )
-    return worker

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from heterodyne.api.preparation import Prepared
 from heterodyne.api.printing import candidate_lines
 from heterodyne.api.session import Session
+from heterodyne.api.settings import Prepared
 from heterodyne.cluster.written import cluster_to_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.records.run_directory import RunDirectory

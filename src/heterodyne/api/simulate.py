@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterodyne.api.job_model import JobModel, capture_job, open_data, settings_of
-from heterodyne.api.preparation import Settings, measure_everywhere
+from heterodyne.api.measuring import measure_everywhere
 from heterodyne.api.printing import show, show_step, terminal_width
 from heterodyne.api.session import Session, open_session
+from heterodyne.api.settings import Settings
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.model import CostModel

@@ -20,10 +20,11 @@ from heterodyne.api.memory_ends import (
     told_while_building,
     told_with_shortages,
 )
-from heterodyne.api.preparation import Prepared, prepare
+from heterodyne.api.preparation import prepare
 from heterodyne.api.printing import show, show_result
 from heterodyne.api.run_files import environment, write_plan_files
 from heterodyne.api.session import Session, open_session
+from heterodyne.api.settings import Prepared
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph

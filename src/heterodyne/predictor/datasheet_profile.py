@@ -1,7 +1,7 @@
 """A profile of devices that nobody has measured: what measuring would find, as far as datasheets tell.
 
 With it the search over devices (`search.planner`) plans on paper as it does on devices that are here: unequal shards of state, state and
-activations on hosts, blocks that keep some of their ops. Rates of links are what rings reach of what is promised, as in `network_of`.
+activations on hosts, blocks that keep some of their ops. Rates of links are what rings reach of what is promised, see `reached_between`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.plan.precision import precision_of
 from heterodyne.predictor.constants import constants
-from heterodyne.predictor.devices import networks_of
+from heterodyne.predictor.devices import networks_of, reached_between
 from heterodyne.predictor.footprint import context_bytes
 from heterodyne.predictor.graph_costs import GraphLayers, graph_layers
 from heterodyne.predictor.software import Software
@@ -51,18 +51,13 @@ def believed_cluster(fleet: Fleet) -> Cluster:
         Link(between=(node, node), bandwidth_bytes_per_s=own.inside_bytes_per_s, latency_s=own.inside_latency_s)
         for node, own in of_node.items()
     ]
-    reached = constants().fitted.between
-    least_s = constants().fitted.between_latency_us * 1e-6
-    between = [
-        replace(
-            link,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * reached,
-            latency_s=max(link.latency_s, least_s),
-        )
-        for link in cluster.links
-        if link.between[0] != link.between[1]
-    ]
+    between = [_reached(link) for link in cluster.links if link.between[0] != link.between[1]]
     return Cluster(name=cluster.name, devices=cluster.devices, links=(*inside, *between))
+
+
+def _reached(link: Link) -> Link:
+    bandwidth, latency_s = reached_between(link.bandwidth_bytes_per_s, link.latency_s)
+    return replace(link, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
 
 
 def _of_kind(layers: GraphLayers, kind: str, sizes: Sequence[int], backend: str) -> DeviceProfile:

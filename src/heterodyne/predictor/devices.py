@@ -19,7 +19,7 @@ from heterodyne.predictor.roofline import Chip
 from heterodyne.predictor.setup import Precision
 from heterodyne.predictor.software import Software
 
-__all__ = ["chip_of", "generation_of", "network_of", "networks_of"]
+__all__ = ["chip_of", "generation_of", "network_of", "networks_of", "reached_between"]
 
 
 class _Generation(Section):
@@ -129,14 +129,24 @@ def network_of(
     stated, fitted = known.stated, known.fitted
     link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s or stated.pcie_gb_per_s * 1e9
     cards = between_bytes_per_s or generation_of(device.kind).nic_gb_per_s * 1e9 * devices_per_node
+    between, latency_s = reached_between(cards, rdma=rdma, known=known)
     return Network(
         devices=devices_per_node,
         inside_bytes_per_s=link * (stated.inside if link >= stated.nvlink_gb_per_s * 1e9 else stated.pcie),
-        between_bytes_per_s=cards * (fitted.between if rdma else stated.sockets),
+        between_bytes_per_s=between,
         inside_latency_s=fitted.inside_latency_us * 1e-6,
-        between_latency_s=fitted.between_latency_us * 1e-6,
+        between_latency_s=latency_s,
         reached=reached,
     )
+
+
+def reached_between(
+    promised_bytes_per_s: float, latency_s: float = 0.0, *, rdma: bool = True, known: Constants | None = None
+) -> tuple[float, float]:
+    """What collectives reach of a link between nodes: bytes/s, and the latency in s, of which the software has a part by itself."""
+    known = known or constants()
+    part = known.fitted.between if rdma else known.stated.sockets
+    return promised_bytes_per_s * part, max(latency_s, known.fitted.between_latency_us * 1e-6)
 
 
 def networks_of(fleet: Fleet) -> dict[str, Network]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heterodyne.api.preparation import Prepared
 from heterodyne.api.run_files import environment, write_plan_files
 from heterodyne.api.session import Session
+from heterodyne.api.settings import Prepared
 from heterodyne.job import MetricsSection
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.records.metrics import StepRecord, Validation

@@ -1,0 +1,115 @@
+"""What every rank measures of a model, and at which micro-batch sizes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from heterodyne.api.before_measuring import measuring_s
+from heterodyne.api.compiled import compile_module
+from heterodyne.api.lone_steps import lone_steps
+from heterodyne.api.measured_draws import MeasuredDraws
+from heterodyne.api.session import Session
+from heterodyne.api.settings import Settings
+from heterodyne.cluster.profile import WHOLE, Profile
+from heterodyne.frontend import CapturedModel
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.measure.block_run import BlockProgram
+from heterodyne.measure.cache import Cache, default_folder
+from heterodyne.measure.session import Request, measure
+from heterodyne.measure.whole_model import WholeModel
+from heterodyne.plan.precision import precision_of
+from heterodyne.runtime.stages.deferred import DeferredWeights
+from heterodyne.units import counted, format_seconds
+
+__all__ = ["measure_everywhere", "sizes_to_measure"]
+
+
+_TELL_EVERY_S = 5.0
+
+
+def sizes_to_measure(graph: ModelGraph, settings: Settings) -> tuple[Sequence[int], bool]:
+    """The micro-batch sizes to measure and try, and whether to stop at those that are no faster.
+
+    Where a replica takes all its samples in one micro-batch, any share is a size of one; where BatchNorm sees one value a sample, one
+    sample has no statistics."""
+    given, largest = settings.parallelism.micro_batch_sizes, settings.global_batch_size
+    doubled = sorted({*(1 << power for power in range(largest.bit_length())), largest})
+    if graph.loss.reduction == "coupled":
+        return doubled, False
+    sizes: Sequence[int] = doubled if given == "auto" else given
+    if any(op.name in graph.batch_statistics and len(op.outputs[0].shape) == 2 for op in graph.ops):
+        sizes = [size for size in sizes if size > 1] or [2]
+    return sizes, given == "auto"
+
+
+def measure_everywhere(
+    session: Session,
+    captured: CapturedModel,
+    whole: WholeModel,
+    settings: Settings,
+    *,
+    fresh: bool = False,
+    to_plan: bool = False,
+) -> Profile:
+    """The profile of this model on this cluster, from the cache where it still holds. Raises MeasureError.
+
+    ``to_plan``: for a plan of these devices alone, for which one device takes less time (see `measuring_s`).
+    """
+    graph = captured.graph
+    sizes, while_faster = sizes_to_measure(graph, settings)
+    most_s = settings.parallelism.measure_s
+    budget_s = measuring_s(session.world_size, most_s) if to_plan else most_s
+    request = Request(
+        graph=graph,
+        programs=_programs(captured, whole),
+        cluster=session.cluster,
+        device=session.device,
+        micro_batch_sizes=sizes,
+        while_faster=while_faster,
+        precision=precision_of(settings.precision, session.cluster.devices[session.rank].kind),
+        optimizer=settings.optimizer.name,
+        budget_s=budget_s,
+        halves=DeferredWeights
+        if len(session.cluster.devices) > 1 and graph.opaque is None and not settings.compile
+        else None,
+        compile=compile_module if settings.compile else None,
+        around=MeasuredDraws.of(graph, session.device),
+        lone_steps=None
+        if settings.compile or whole.weightless
+        else lone_steps(session, captured, whole, optimizer=settings.optimizer, precision=settings.precision),
+        model_bytes=whole.resident_bytes,
+    )
+    with session.announced(
+        f"measuring {counted(session.world_size, 'device')}, which may take {format_seconds(budget_s)}"
+    ):
+        return measure(
+            request,
+            session.communicator,
+            cache=Cache(folder=default_folder(os.environ)),
+            refresh=fresh,
+            say=session.say,
+            progress=_progress(session),
+        )
+
+
+def _programs(captured: CapturedModel, whole: WholeModel) -> dict[str, BlockProgram]:
+    """What is measured: each kind of block, and the model in one piece; of a model without a graph that is its one block."""
+    kinds = captured.graph.kinds
+    if captured.graph.opaque is not None:
+        return dict.fromkeys(kinds, whole)
+    return {**{kind: captured.block(block) for kind, block in kinds.items()}, WHOLE: whole}
+
+
+def _progress(session: Session) -> Callable[[str, int, int], None]:
+    """Tells every few seconds how far measuring has come on this rank."""
+    told_s = time.monotonic()
+
+    def tell(what: str, number: int, total: int) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s > _TELL_EVERY_S:
+            told_s = time.monotonic()
+            session.say(f"  {what}: {number} of {total}")
+
+    return tell

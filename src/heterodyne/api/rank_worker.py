@@ -1,0 +1,90 @@
+"""The worker of a rank, from what was prepared; with weights that are read where they are stored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+
+from heterodyne.api.compiled import uncompiled
+from heterodyne.api.host_activations import host_activation_bytes
+from heterodyne.api.session import Session
+from heterodyne.api.settings import Prepared
+from heterodyne.api.stage_cutting import StageCutter
+from heterodyne.frontend import Captured
+from heterodyne.job import OptimizerSection
+from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.weights.materialise import Stored
+from heterodyne.runtime.worker import OptimizerFactory, Worker
+
+__all__ = ["make_worker", "stored_everywhere"]
+
+
+def stored_everywhere(
+    session: Session, find: Callable[[], tuple[nn.Module, Stored] | None]
+) -> tuple[nn.Module, Stored] | None:
+    """A model without weights and where they are read, if every rank finds them. Collective."""
+    found = session.together(find)
+    there = all(session.communicator.all_gather_object(found is not None))
+    return found if there else None
+
+
+def make_worker(
+    session: Session,
+    prepared: Prepared,
+    model: nn.Module,
+    *,
+    optimizer: OptimizerSection | OptimizerFactory,
+    total_steps: int,
+    seed: int,
+    clip_grad_norm: float,
+    recorder: Recorder | None = None,
+    compile: bool = False,
+    whole_weights: bool = False,
+    stored: Stored | None = None,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+) -> Worker:
+    """The worker of this rank, obeying what was prepared. Collective; see `Worker`. ``model`` may be compiled; with ``compile`` stages
+    and whole models are.
+    """
+    captured, module = prepared.captured, uncompiled(model)
+    if compile and module is model:
+        model = copy.copy(module)
+        model.compile()
+    worker = Worker(
+        module,
+        graph=prepared.captured.graph,
+        plan=prepared.plan,
+        program=prepared.program,
+        cluster=session.cluster,
+        communicator=session.communicator,
+        loss_count=prepared.captured.loss_count,
+        optimizer=optimizer,
+        total_steps=total_steps,
+        seed=seed,
+        clip_grad_norm=clip_grad_norm,
+        host_activation_bytes=host_activation_bytes(
+            prepared.plan, prepared.program, captured.graph, session.cluster, prepared.profile
+        )[session.rank],
+        recorder=recorder,
+        watch=session.watchdog,
+        stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
+        compiled=None if module is model else model,
+        compile_stages=compile,
+        whole_weights=whole_weights or (isinstance(optimizer, OptimizerSection) and optimizer.whole_weights),
+        stored=stored,
+        weights=weights,
+        say=session.say,
+    )
+    session.give_back()  # the weights that the plan has elsewhere
+    if compile:
+        apart = [
+            rank for rank, does in enumerate(session.communicator.all_gather_object(worker.runs_compiled)) if not does
+        ]
+        if apart:
+            session.say(
+                f"not compiled on {'rank' if len(apart) == 1 else 'ranks'} {', '.join(map(str, apart))}: dropout and BatchNorm that give "
+                "what one device gives, stages in parts, and backwards in halves run as they are"
+            )
+    return worker

@@ -1,0 +1,42 @@
+"""What a job asks of planning, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from heterodyne.api.optimizer_reach import OptimizerReach
+from heterodyne.cluster.profile import Profile
+from heterodyne.frontend import CapturedModel
+from heterodyne.job import OptimizerSection, ParallelismSection
+from heterodyne.plan.plan import Plan
+from heterodyne.plan.precision import Precisions
+from heterodyne.plan.program import Program
+from heterodyne.search.planned import Planned
+
+__all__ = ["Prepared", "Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What planning needs to know of a job, whether it came from a file or from arguments.
+
+    ``reach``: what an optimizer of the user's own must see at once; ``compile``: torch.compile makes code of stages and whole models.
+    """
+
+    global_batch_size: int
+    precision: Precisions
+    optimizer: OptimizerSection
+    parallelism: ParallelismSection
+    reach: OptimizerReach = field(default_factory=OptimizerReach)
+    compile: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a rank needs to run. ``planned`` only on rank 0, the one that searched."""
+
+    captured: CapturedModel
+    profile: Profile
+    plan: Plan
+    program: Program
+    planned: Planned | None
