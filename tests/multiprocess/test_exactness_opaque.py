@@ -79,7 +79,7 @@ def errors_of(world: World, name: str, shares: Shares) -> tuple[float, list[str]
     if worker.plan.idle and world.rank == world.world_size - 1:
         gradients = reference[1]  # an idle rank has the loss alone
     found = compare(loss, gradients, *reference)
-    return found.largest, sorted(worker._parameters.keys() - gradients.keys())
+    return found.largest, sorted(worker._model.parameters.keys() - gradients.keys())
 
 
 @pytest.mark.parametrize(

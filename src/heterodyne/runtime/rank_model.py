@@ -1,0 +1,212 @@
+"""What one rank holds of a model under a plan: its weights, their masters, gradients and optimizer, and the state that is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.errors import PlanError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
+from heterodyne.plan.boxes import Box, inside
+from heterodyne.plan.plan import Plan
+from heterodyne.plan.program import Program
+from heterodyne.plan.state_shards import Range
+from heterodyne.plan.traffic import duties
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.executor import Step
+from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.stages.stage_builder import (
+    bucket_channels,
+    completed_gradients,
+    ranges_by_rank,
+)
+from heterodyne.runtime.weights.clipping import Clipping
+from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
+from heterodyne.runtime.weights.gradients import GradientBuckets
+from heterodyne.runtime.weights.host_room import require_host_room
+from heterodyne.runtime.weights.loss_scale import LossScale
+from heterodyne.runtime.weights.masters import MasterWeights
+from heterodyne.runtime.weights.materialise import Stored, place_weights
+from heterodyne.runtime.weights.optimizer import (
+    OptimizerFactory,
+    make_optimizer,
+    norms_and_biases,
+    optimizer_of,
+    state_by_name,
+)
+from heterodyne.runtime.weights.ownership import Ownership
+from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
+from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters
+from heterodyne.runtime.weights.worker_state import WorkerState
+
+__all__ = ["RankModel"]
+
+
+class RankModel:
+    """Of one rank. Making one is collective; the arguments are those of `Worker`.
+
+    Args:
+        parameters, buffers: those that this rank holds, by name; statistics: the buffers that the forward changes.
+        sharded: where plans shard parameters; None: each is whole on this rank, or not there at all.
+        scale: of the loss, where any rank computes in fp16.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        graph: ModelGraph,
+        plan: Plan,
+        program: Program,
+        cluster: Cluster,
+        placement: Placement,
+        communicator: Communicator,
+        optimizer: OptimizerSection | OptimizerFactory,
+        recorder: Recorder,
+        host_activation_bytes: int = 0,
+        whole_weights: bool = False,
+        stored: Stored | None = None,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        self._module, self._graph, self._communicator = module, graph, communicator
+        self._placement = placement
+        rank = communicator.rank
+        self._role = role = placement.places[rank]
+        self.ownership = Ownership.of(plan, graph, cluster, whole_weights=whole_weights)
+        trained = list(trainable_parameters(module, graph))
+        every = bucket_channels(plan, graph, cluster, communicator)
+        buckets = [(bucket, process_group) for bucket, process_group in every if role.device in bucket.owners]
+        ranges = ranges_by_rank(plan, graph, cluster, whole_weights=whole_weights)
+        of_each = {name: self.ownership.updated(rank, name) for name in trained}
+        slices = {name: own for name, own in of_each.items() if own is not None}
+        duty = duties(plan, graph, cluster)[rank]
+        self.sharded = (
+            ShardedParameters(buckets, ranges, duty.readers, slices, communicator.device)
+            if plan.zero > 2 and duty is not None
+            else None
+        )
+        place_weights(
+            module,
+            communicator,
+            lambda name: self.ownership.holders(name, range(communicator.world_size)),
+            stored=stored,
+            values=weights,
+            keep=(lambda _, own: own) if self.sharded is None else self.sharded.keep,
+        )
+        self.buffers = dict(module.named_buffers())
+        self.statistics = {n: b for n, b in self.buffers.items() if graph.batch_statistics and not b.is_meta}
+        self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
+        self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+        self.masters = self._masters(plan, slices, host_activation_bytes)
+        self.scale = _loss_scale(placement, graph, program)
+        self.optimizer = self._make_optimizer(optimizer)
+        self.gradients = GradientBuckets(
+            self.parameters,
+            buckets,
+            recorder,
+            completed_gradients(program.ranks[rank], plan, graph, role),
+            {name: self.ownership.box(rank, name) for name in self.parameters},
+            ranges,
+            weights=self.masters if plan.zero > 1 else None,
+            same_way=graph.opaque is None,
+        )
+        self.state = WorkerState(
+            module,
+            self.optimizer,
+            self.masters,
+            trained=trained,
+            ownership=self.ownership,
+            communicator=communicator,
+            shards={} if self.sharded is None else self.sharded.own,
+            drifts=len({(d.backend, d.kind) for d in cluster.devices}) > 1,
+            leader=placement.leader,
+            followers=[other.rank for other in placement.places if not other.micro_batches.samples],
+            keeps_options=not isinstance(optimizer, OptimizerSection),
+        )
+
+    def _masters(self, plan: Plan, slices: Mapping[str, Range], host_activation_bytes: int) -> MasterWeights:
+        """Collective. Raises PlanError if a host lacks memory for what is kept there."""
+        stages = plan.pipelines[self._role.pipeline or 0].stages
+        on_host = any(stages[number].offload for number in self._role.stages)
+        if any(stage.offload or stage.offload_activations for p in plan.pipelines for stage in p.stages):
+            kept = sum(_length(slices.get(n, (0, p.numel()))) for n, p in self.parameters.items()) if on_host else 0
+            require_host_room(self._communicator, elements=kept, activation_bytes=host_activation_bytes)
+        if self.sharded is not None:
+            self.sharded.bind(self.parameters)
+        return MasterWeights(
+            self.parameters,
+            {n: own for n, own in slices.items() if n in self.parameters},
+            shards={} if self.sharded is None else self.sharded.own,
+            on_host=on_host,
+        )
+
+    def _make_optimizer(self, optimizer: OptimizerSection | OptimizerFactory) -> torch.optim.Optimizer:
+        """Of the parameters that this rank holds; it may hold none."""
+        if isinstance(optimizer, OptimizerSection):
+            undecayed = frozenset() if optimizer.decay_norms_and_biases else norms_and_biases(self._module)
+            return make_optimizer(optimizer, self.masters.updated, undecayed=undecayed)
+        return optimizer_of(optimizer, self.masters.updated, self.parameters)
+
+    def clipping(self, largest: float) -> Clipping:
+        """Collective."""
+        if self.ownership.whole:
+            return Clipping(self.masters, self.parameters, {}, largest, None)
+        counted: dict[str, list[Box]] = {
+            name: [()]
+            if name in self.ownership.shards
+            else [
+                inside(self.ownership.box(self._communicator.rank, name), box)
+                for box, rank in self.ownership.parts(name)
+                if rank == self._communicator.rank
+            ]
+            for name in self.parameters
+        }
+        process_group = self._communicator.process_group(self._placement.active)
+        return Clipping(self.masters, self.parameters, counted, largest, process_group)
+
+    def require_none_unfrozen(self) -> None:
+        """Raises CaptureError where a parameter is trained now that was not when the model was captured."""
+        require_none_unfrozen(self._module, self._trained)
+
+    def fault(self, work: Step, loss: float, statistics: Mapping[str, Tensor]) -> str:
+        """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""
+        for name, value in statistics.items():
+            self.statistics[name].copy_(value)
+        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None} | self.masters.own_gradients
+        weights: dict[str, Tensor] = {**self.parameters, **({} if self.sharded is None else self.sharded.own)}
+        own = findings(self._graph, weights, gradients, list(work.losses.values()), self._role.stages)
+        return first_fault(self._graph, self._communicator.all_gather_object(own), loss)
+
+    def not_finite(self) -> str | None:
+        """The first of the trained weights and of the optimizer's state on this rank that is not finite; None if all are."""
+        states = state_by_name(self.optimizer, self.masters.updated)
+        for name, parameter in self.masters.updated.items():
+            held = states.get(name, {})
+            for what, value in [("", parameter), *((f"the optimizer's {key} of ", held[key]) for key in held)]:
+                if isinstance(value, Tensor) and not all_finite([value]):
+                    return f"{what}{name}"
+        return None
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self.gradients.close()
+        self.masters.close()
+
+
+def _length(of: Range) -> int:
+    return of[1] - of[0]
+
+
+def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> LossScale | None:
+    """None where nothing is computed in fp16. Raises PlanError where nothing would notice an overflow."""
+    narrow = any(role.active and role.precision == "fp16" for role in placement.places)
+    if not narrow and not any(p.trainable and p.dtype == "float16" for p in graph.parameters):
+        return None
+    if not all(any(action.kind == "CLIP" for action in actions) for actions in program.ranks if actions):
+        raise PlanError("fp16 needs the norm of the gradient, which tells an overflow: lower the plan with clip=True")
+    return LossScale()
