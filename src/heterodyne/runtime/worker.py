@@ -24,7 +24,7 @@ from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import evaluate
 from heterodyne.runtime.exact.later_batches import LaterBatches
-from heterodyne.runtime.executor import Executor, Watch
+from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.failed_lookups import told_with_place
 from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stage
 from heterodyne.runtime.placement import Placement, RankRole
