@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import producer_of
-from heterodyne.frontend.export import tensors_of
+from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.replay import Observed
 
 __all__ = ["Memory", "shared_memory"]

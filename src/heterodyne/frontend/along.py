@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from heterodyne.frontend.arguments import argument, operator_name
-from heterodyne.frontend.export import tensors_of
+from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.sizes import degree, size_of
 
 __all__ = ["SORTS", "runs_along_the_samples", "works_along_the_samples"]

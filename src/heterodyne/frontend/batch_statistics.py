@@ -6,8 +6,9 @@ from torch import fx
 
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, operator_name
-from heterodyne.frontend.export import Traced, tensors_of
+from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
+from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.sizes import degree, size_of
 
 __all__ = ["batch_statistics", "is_batch_norm"]

@@ -13,47 +13,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from heterodyne.frontend.arguments import argument, mutates, operator_name
-from heterodyne.frontend.export import Traced, tensors_of
-from heterodyne.frontend.sample_order import Samples, samples_in
-from heterodyne.frontend.sizes import degree, proportional, size_of
+from heterodyne.frontend.export import Traced
+from heterodyne.frontend.flat_graph import tensors_of
+from heterodyne.frontend.row_places import MOVES, Dependence, Place, bounds, counted, is_order, is_own, times
+from heterodyne.frontend.sample_order import samples_in
+from heterodyne.frontend.sizes import degree
+from heterodyne.frontend.sizes_as_values import cuts_by_size, follows, is_size, is_size_as_value, runs_along_rows
 
-__all__ = ["BatchValues", "Dependence", "batch_values", "with_bases"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Integers ``scale * i + rest`` for sample i, with ``low <= rest <= high`` (None: not known)."""
-
-    scale: int
-    low: int | None
-    high: int | None
-
-    def shifted(self, low: int | None, high: int | None) -> Place:
-        return Place(
-            scale=self.scale,
-            low=None if self.low is None or low is None else self.low + low,
-            high=None if self.high is None or high is None else self.high + high,
-        )
-
-    @property
-    def own(self) -> bool:
-        """Whether it is one of the ``scale`` rows of the sample."""
-        return self.low is not None and self.high is not None and self.low >= 0 and self.high < self.scale
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dependence:
-    """What a value depends on, and the op that made it so."""
-
-    on: Literal["size", "place"]
-    cause: fx.Node
+__all__ = ["BatchValues", "batch_values", "with_bases"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +74,6 @@ _SHAPE_ONLY = frozenset({
     "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like",
     "randint_like", "randn_like", "zeros_like",
 })  # fmt: skip
-# Their arguments that are shapes, by the names of the schema.
-_SHAPES = frozenset({"size", "shape", "sizes", "repeats", "output_size", "stride"})
-_SHAPED = frozenset({
-    "_unsafe_view", "broadcast_to", "empty", "empty_strided", "expand", "full", "new_empty", "new_empty_strided", "new_full", "new_ones",
-    "new_zeros", "ones", "rand", "randint", "randn", "repeat", "reshape", "unflatten", "view", "zeros", "normal", "resize_",
-})  # fmt: skip
 # Of rows that are all equal they return one, whatever their number.
 _OF_EQUAL_ROWS = frozenset({
     "all", "amax", "amin", "any", "getitem", "index", "index_select", "max", "mean", "median", "min", "narrow", "select", "slice",
@@ -114,11 +82,6 @@ _OF_EQUAL_ROWS = frozenset({
 # They depend on how many rows there are along ``dim``, also where the result has as many.
 _ALONG = frozenset({
     "_log_softmax", "_softmax", "argsort", "cumprod", "cumsum", "log_softmax", "logcumsumexp", "softmax", "sort", "topk",
-})  # fmt: skip
-_MOVES = frozenset({
-    "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "detach", "expand", "expand_as", "flatten", "index", "lift_fresh_copy",
-    "movedim", "permute", "repeat", "repeat_interleave", "reshape", "slice", "squeeze", "t", "to", "transpose", "type_as", "unflatten",
-    "unsqueeze", "view", "view_as",
 })  # fmt: skip
 
 
@@ -137,7 +100,7 @@ class _Values:
 
     def run(self) -> None:
         for node, role in self._traced.roles.items():
-            if role.kind == "input" and _follows(node):
+            if role.kind == "input" and follows(node):
                 self.samples.add(node)
                 self.follows.add(node)
         for node in self._traced.graph.nodes:
@@ -153,7 +116,7 @@ class _Values:
             self.samples.update(changed)
         if _draws(node) or any(n in self.random for n in read):
             self.random.update(changed)
-        if any(n in self.follows for n in read) or _follows(node) or any(_is_size(n) for n in node.all_input_nodes):
+        if any(n in self.follows for n in read) or follows(node) or any(is_size(n) for n in node.all_input_nodes):
             self.follows.update(changed)
         if node in self._known:
             return
@@ -169,12 +132,12 @@ class _Values:
         if inherited is not None:
             return inherited
         if name == "arange":
-            return _counted(node)
+            return counted(node)
         if any(n in self.places for n in read):
             return self._of_places(node, name, read)
-        if _is_size_as_value(node, name):
+        if is_size_as_value(node, name):
             return Dependence(on="size", cause=node)
-        if _cuts_by_size(node, name, self._order):
+        if cuts_by_size(node, name, self._order):
             return Dependence(on="place", cause=node)
         if node in self.samples or node in self.random:
             return None  # how samples see each other is for `refuse_coupling`
@@ -182,11 +145,11 @@ class _Values:
 
     def _of_equal_rows(self, node: fx.Node, name: str, read: list[fx.Node]) -> Dependence | None:
         """What is computed from tensors whose rows are the same for each sample."""
-        if name in ("linspace", "logspace", "eye", "randperm", "tril_indices", "triu_indices") and _follows(node):
+        if name in ("linspace", "logspace", "eye", "randperm", "tril_indices", "triu_indices") and follows(node):
             return Dependence(on="place", cause=node)
-        if any(degree(t) > 1 for t in tensors_of(node)) or (name in _ALONG and _runs_along_rows(node)):
+        if any(degree(t) > 1 for t in tensors_of(node)) or (name in _ALONG and runs_along_rows(node)):
             return Dependence(on="place", cause=node)
-        lost = any(_follows(n) for n in read) and not _follows(node) and node.target is not operator.getitem
+        lost = any(follows(n) for n in read) and not follows(node) and node.target is not operator.getitem
         return Dependence(on="size", cause=node) if lost and name not in _OF_EQUAL_ROWS else None
 
     # ---- places -----------------------------------------------------------------------------------------------------
@@ -205,7 +168,7 @@ class _Values:
                 return self._sum(self.places[_other(node, source)], source) or refused
             return None if self._chosen(node, name) or self._is_inverse_order(node, name) else refused
         place, other = self.places[source], argument(node, "other")
-        if name in _MOVES:
+        if name in MOVES:
             return place if all(n is source or n not in self.places for n in read) else refused
         if name == "remainder" and isinstance(other, int) and other > 0 and place.scale % other == 0:
             return None  # the same numbers for each sample
@@ -220,7 +183,7 @@ class _Values:
         if not isinstance(other, int) or other <= 0:
             return None
         if name in ("mul", "mul_"):
-            return Place(scale=place.scale * other, low=_times(place.low, other), high=_times(place.high, other))
+            return Place(scale=place.scale * other, low=times(place.low, other), high=times(place.high, other))
         if place.scale % other:
             return None
         if name == "floor_divide" or (name == "div" and argument(node, "rounding_mode") == "floor"):
@@ -236,7 +199,7 @@ class _Values:
         value = other.meta["val"]
         if not isinstance(value, Tensor) or value.is_floating_point() or other in self.dependent:
             return None
-        low, high = _bounds(other)
+        low, high = bounds(other)
         return place.shifted(low, high)
 
     def _is_inverse_order(self, node: fx.Node, name: str) -> bool:
@@ -244,7 +207,7 @@ class _Values:
         if name not in ("index_put", "index_put_", "scatter", "scatter_"):
             return False
         given = argument(node, "indices") if "indices" in _argument_names(node) else [argument(node, "index")]
-        return all(index is None or (index not in self.places and _is_order(index)) for index in given)
+        return all(index is None or (index not in self.places and is_order(index)) for index in given)
 
     def _own_bags(self, node: fx.Node, read: list[fx.Node]) -> bool:
         """Whether places only say where the bag of each sample begins: with its first row, as `nn.EmbeddingBag` has it of [B, L]."""
@@ -279,83 +242,15 @@ class _Values:
         used = [(dim, self.places[index]) for dim, index in indices if index in self.places]
         others = [n for n in node.all_input_nodes if n in self.places]
         grouped = self._order[source].groups > 1
-        return not grouped and len(others) == len(used) and all(_is_own(source, dim, place) for dim, place in used)
+        return not grouped and len(others) == len(used) and all(is_own(source, dim, place) for dim, place in used)
 
 
 def _argument_names(node: fx.Node) -> list[str]:
     return [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
 
 
-def _is_order(node: fx.Node) -> bool:
-    """Whether a tensor holds what ``sort`` or ``argsort`` made of the order of rows."""
-    while operator_name(node) in _MOVES:
-        node = argument(node, "self")
-    made = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else node
-    return isinstance(made, fx.Node) and operator_name(made) in ("argsort", "sort")
-
-
-def _is_own(source: fx.Node, dim: int, place: Place) -> bool:
-    size = size_of(source.meta["val"].shape[dim])
-    return proportional(size) and size.coefficients[1] == place.scale and place.own
-
-
-def _counted(node: fx.Node) -> Place | Dependence | None:
-    """``torch.arange``: the places of the samples, or of their rows; anything else that has another length for another batch."""
-    start, step = argument(node, "start") or 0, argument(node, "step") or 1
-    if not any(_is_size(n) for n in node.all_input_nodes):
-        return None
-    size = size_of(node.meta["val"].shape[0])
-    if not isinstance(start, int) or not isinstance(step, int) or not proportional(size):
-        return Dependence(on="place", cause=node)
-    rows = int(size.coefficients[1])
-    return Place(scale=step * rows, low=start, high=start + step * (rows - 1))
-
-
-def _times(value: int | None, factor: int) -> int | None:
-    return None if value is None else value * factor
-
-
 def _other(node: fx.Node, first: fx.Node) -> fx.Node:
     return next(n for n in node.all_input_nodes if n is not first)
-
-
-def _bounds(node: fx.Node) -> tuple[int | None, int | None]:
-    """Between which numbers integers of a tensor are, where the op that made them says so."""
-    name = operator_name(node)
-    source = argument(node, "self")
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        if operator_name(node.args[0]) not in ("max", "min", "sort", "topk") or node.args[1] != 1:
-            return None, None
-        name, source, node = "argmax", argument(node.args[0], "self"), node.args[0]
-    if name in ("argmax", "argmin", "argsort"):
-        dim = argument(node, "dim")
-        length = source.meta["val"].shape[-1 if dim is None and name == "argsort" else dim] if dim is not None else None
-        return (0, length - 1) if isinstance(length, int) else (None, None)
-    if name == "arange":
-        start, end, step = argument(node, "start") or 0, argument(node, "end"), argument(node, "step") or 1
-        if all(isinstance(value, int) for value in (start, end, step)) and step > 0:
-            return start, end - 1
-        return None, None
-    if name == "clamp":
-        low, high = argument(node, "min"), argument(node, "max")
-        return low if isinstance(low, int) else None, high if isinstance(high, int) else None
-    if name in _MOVES and isinstance(source, fx.Node):
-        return _bounds(source)
-    return None, None
-
-
-# ---- what nodes are ---------------------------------------------------------------------------------------------------
-
-
-def _follows(node: fx.Node) -> bool:
-    """Whether the shape of a tensor that a node returns follows the batch."""
-    return any(degree(t) > 0 for t in tensors_of(node))
-
-
-def _is_size(node: Any) -> bool:
-    """Whether a node is a number that is another one for another batch."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and bool(value.node.expr.free_symbols)
 
 
 def _draws(node: fx.Node) -> bool:
@@ -371,50 +266,3 @@ def with_bases(node: fx.Node) -> Iterator[fx.Node]:
             return
         node = node.all_input_nodes[0]
         yield node
-
-
-def _is_size_as_value(node: fx.Node, name: str) -> bool:
-    """Whether an op computes with a number that follows the batch, rather than making a shape of it."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    for declared in node.target._schema.arguments:
-        value = argument(node, declared.name)
-        held = list(value) if isinstance(value, list | tuple) else [value]
-        if not any(_is_size(entry) for entry in held):
-            continue
-        if name in _SHAPED and declared.name in _SHAPES:
-            continue
-        if name in (
-            "slice",
-            "narrow",
-            "select",
-            "split",
-            "split_with_sizes",
-            "chunk",
-            "repeat_interleave",
-            "linspace",
-            "eye",
-            "randperm",
-        ):
-            continue  # which rows: see `_cuts_by_size`, `_of_equal_rows`
-        return True
-    return False
-
-
-def _cuts_by_size(node: fx.Node, name: str, order: Mapping[fx.Node, Samples]) -> bool:
-    """Whether rows are chosen by their number, which then belong to some sample or other."""
-    if name == "repeat_interleave":
-        return any(_is_size(n) for n in node.all_input_nodes) and not _follows(node.all_input_nodes[0])
-    if name not in ("slice", "narrow", "select") or not any(_is_size(n) for n in node.all_input_nodes):
-        return False
-    source, dim = argument(node, "self"), argument(node, "dim")
-    before, after = source.meta["val"].shape, node.meta["val"].shape
-    if name != "select" and order[source].groups and order[source].dim is not None:
-        return order[node].mixed  # whole groups are the rows of all samples
-    return name == "select" or size_of(before[dim]) != size_of(after[dim])
-
-
-def _runs_along_rows(node: fx.Node) -> bool:
-    source, dim = argument(node, "self"), argument(node, "dim")
-    value = source.meta.get("val") if isinstance(source, fx.Node) else None
-    return isinstance(value, Tensor) and isinstance(dim, int) and not size_of(value.shape[dim]).is_constant

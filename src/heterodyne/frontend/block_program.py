@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 
 from heterodyne.frontend.arguments import mutates
 from heterodyne.frontend.describe import differentiable, producer_of
-from heterodyne.frontend.export import Region, Traced, region_of, tensors_of
+from heterodyne.frontend.export import Traced
+from heterodyne.frontend.flat_graph import Region, region_of, tensors_of
 from heterodyne.frontend.index_bounds import index_bounds
 from heterodyne.frontend.node_copies import on_device
 from heterodyne.frontend.python_calls import to_python

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 
 from heterodyne.frontend.arguments import operator_name
 from heterodyne.frontend.describe import differentiable, producer_of
-from heterodyne.frontend.export import Traced, region_of, tensors_of
+from heterodyne.frontend.export import Traced
+from heterodyne.frontend.flat_graph import region_of, tensors_of
 from heterodyne.frontend.repetition import layer_lists
 from heterodyne.frontend.replay import Observed
 from heterodyne.frontend.sizes import size_of, spec_of

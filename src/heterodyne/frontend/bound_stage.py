@@ -9,8 +9,8 @@ from torch import Tensor, fx
 
 from heterodyne.errors import DataError
 from heterodyne.frontend.in_turns import InTurns
+from heterodyne.frontend.members import Members
 from heterodyne.frontend.regions import Keeper, Regions, compile_graph
-from heterodyne.frontend.sharded_graph import Members
 from heterodyne.graph import Size
 
 __all__ = ["BoundStage"]

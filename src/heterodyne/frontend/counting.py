@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from heterodyne.errors import CaptureError, DataError
-from heterodyne.frontend.arguments import leading_to
-from heterodyne.frontend.denominator import Denominator, Statistic
+from heterodyne.errors import DataError
+from heterodyne.frontend.denominator import Statistic
+from heterodyne.frontend.denominator_graphs import StatisticsGraph, ValueGraph, entries_of
 from heterodyne.frontend.example import Batch, Example
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.loss_reading import LossReading
-from heterodyne.frontend.node_copies import evaluated, on_device
-from heterodyne.frontend.sizes import size_of
 from heterodyne.loss_count import LossCount
 from heterodyne.model_output import DIVISOR, SAMPLES
 from heterodyne.recent import Recent
 
 __all__ = ["LossCounter"]
 
-_HOST = torch.device("cpu")
 _MOST_SIZES = 32  # each keeps a graph
 _Place: TypeAlias = tuple[str, int, int]
 """An input, one of its dims, and the size there."""
@@ -61,8 +56,8 @@ class LossCounter:
         self._statistics: tuple[Statistic, ...] = tuple(
             {s.node: s for d in self._denominators for s in d.statistics}.values()
         )
-        self._of_batch = _StatisticsGraph(traced, self._statistics)
-        self._values = [_ValueGraph(traced, d, self._statistics) for d in self._denominators]
+        self._of_batch = StatisticsGraph(traced, self._statistics)
+        self._values = [ValueGraph(traced, d, self._statistics) for d in self._denominators]
         tiny = any(
             size in (1, 2) for shape in example.shapes for size in shape[1:]
         )  # a 1 may be such a size, or one less
@@ -83,7 +78,7 @@ class LossCounter:
     @property
     def size(self) -> int:
         """How many statistics there are, with the number of samples."""
-        return 1 + sum(_entries(statistic) for statistic in self._statistics)
+        return 1 + sum(entries_of(statistic) for statistic in self._statistics)
 
     def statistics(self, part: Batch, samples: int, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
         """What adds up over the parts of a batch: ``[1 + n]`` in float64 on the host, the number of samples first.
@@ -177,137 +172,3 @@ class LossCounter:
     def _value(self, statistics: Tensor) -> float:
         value = float(statistics[0]) ** self._power if self._power else 1.0
         return math.prod((float(graph(statistics)) for graph in self._values), start=value)
-
-
-class _StatisticsGraph:
-    """From inputs to the statistics, in a row. It is written out anew for each device."""
-
-    def __init__(self, traced: Traced, statistics: Sequence[Statistic]) -> None:
-        targets = [n for s in statistics for n in (s.node, s.weight) if n is not None]
-        self._root = traced.root
-        self._graphs: dict[torch.device, fx.GraphModule] = {}
-        self._graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in leading_to(targets):
-            copies[node] = self._graph.node_copy(node, lambda n: copies[n])
-        self._roles = [traced.roles[node] for node in copies if node.op == "placeholder"]
-        self._samples = self._graph.placeholder("samples_of_part")
-        self._graph.output(tuple(self._number(s, copies) for s in statistics))
-        self.text = _text(self._graph)
-        self.may_hold_sizes = _has_numbers(self._graph) or any(role.kind == "constant" for role in self._roles)
-
-    def __call__(self, inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], samples: int) -> Tensor:
-        device = next(iter(inputs.values())).device
-        if device not in self._graphs:
-            graph = fx.Graph()
-            graph.output(graph.graph_copy(self._graph, {}))
-            for node in graph.nodes:
-                on_device(node, device)
-            self._graphs[device] = fx.GraphModule(self._root, graph)
-        values = [inputs[r.name] if r.kind == "input" else _known(known, r.name, device) for r in self._roles]
-        with torch.no_grad():
-            # Not by a call of the module, which prints what an error says before it raises it: some labels are only tried.
-            found = self._graphs[device].forward(*values, samples)
-        return torch.cat([value.double().flatten().to(_HOST) for value in found])
-
-    def _number(self, statistic: Statistic, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        graph, entries = self._graph, copies[statistic.node]
-        if statistic.mean:
-            return graph.call_function(torch.mul, (entries, self._samples))
-        if not statistic.labels:
-            return entries
-        kept = graph.call_function(torch.ne, (entries, statistic.ignore))
-        if statistic.weight is None:
-            return graph.call_function(torch.sum, (kept,))
-        labels = graph.call_function(torch.where, (kept, entries, 0))
-        weights = graph.call_function(torch.take, (copies[statistic.weight], labels))
-        return graph.call_function(torch.sum, (graph.call_function(torch.mul, (weights, kept)),))
-
-
-class _ValueGraph:
-    """From the statistics of a batch to a denominator, on the host."""
-
-    def __init__(self, traced: Traced, denominator: Denominator, statistics: Sequence[Statistic]) -> None:
-        self._ranges: list[tuple[Statistic, slice]] = []
-        reached = 1
-        for statistic in statistics:
-            count = _entries(statistic)
-            if statistic in denominator.statistics:
-                self._ranges.append((statistic, slice(reached, reached + count)))
-            reached += count
-        self._run = None if denominator.value is None else self._graph(traced, denominator.value)
-        self.text = "" if self._run is None else _text(self._run.graph)
-        self.may_hold_sizes = self._run is not None and _has_numbers(self._run.graph)
-
-    def __call__(self, statistics: Tensor) -> Tensor:
-        if self._run is None:
-            return statistics[self._ranges[0][1]].reshape(())
-        samples = float(statistics[0])
-        values = []
-        for statistic, where in self._ranges:
-            known = statistic.node.meta["val"]
-            value = statistics[where].reshape(known.shape)
-            values.append((value / samples if statistic.mean and samples else value).to(known.dtype))
-        with torch.no_grad():
-            found: Tensor = self._run(int(samples), *values)
-        return found.double()
-
-    def _graph(self, traced: Traced, value: fx.Node) -> fx.GraphModule:
-        graph = fx.Graph()
-        samples = graph.placeholder("samples_of_batch")
-        copies: dict[fx.Node, Any] = {
-            s.node: graph.placeholder(f"statistic_{number}") for number, (s, _) in enumerate(self._ranges)
-        }
-        root = torch.nn.Module()
-
-        def copied(node: fx.Node) -> Any:
-            if node in copies:
-                return copies[node]
-            size = node.meta.get("val")
-            if isinstance(size, int | torch.SymInt):
-                copies[node] = evaluated(graph, size_of(size), samples)
-            elif node.op == "placeholder":
-                name = f"constant_{len(copies)}"
-                root.register_buffer(name, _known(traced.constants, traced.roles[node].name, _HOST))
-                copies[node] = graph.get_attr(name)
-            else:
-                made = graph.node_copy(node, copied)
-                on_device(made, _HOST)
-                copies[node] = made
-            return copies[node]
-
-        graph.output(copied(value))
-        return fx.GraphModule(root, graph)
-
-
-def _text(graph: fx.Graph) -> str:
-    """Equal for graphs that compute the same, whatever their nodes are called."""
-    places = {node: number for number, node in enumerate(graph.nodes)}
-
-    def written(values: Any) -> Any:
-        return fx.node.map_arg(values, lambda node: fx.immutable_collections.immutable_list([places[node]]))
-
-    return "\n".join(
-        f"{node.op} {'' if node.op == 'placeholder' else node.target} {written(node.args)} {written(node.kwargs)}"
-        for node in graph.nodes
-    )
-
-
-def _has_numbers(graph: fx.Graph) -> bool:
-    """Whether it has one that may be a size. Those that stand in any graph are not: 0 and 1 (a dim, a shift), the largest (an end)."""
-    values = pytree.tree_leaves([(node.args, node.kwargs) for node in graph.nodes])
-    return any(type(value) is int and 1 < value < sys.maxsize for value in values)
-
-
-def _entries(statistic: Statistic) -> int:
-    return 1 if statistic.labels else math.prod(map(int, statistic.node.meta["val"].shape))
-
-
-def _known(known: Mapping[str, Tensor], name: str, device: torch.device) -> Tensor:
-    value = known.get(name)
-    if value is None or value.device.type == "meta":
-        raise CaptureError(
-            f"the loss divides by something that is computed from {name!r}, which has no values yet: the model was captured on "
-            "the meta device. Pass the buffers of the materialised model."
-        )
-    return value.detach().to(device)

@@ -23,9 +23,11 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.along import SORTS, runs_along_the_samples, works_along_the_samples
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
 from heterodyne.frontend.batch_statistics import is_batch_norm
-from heterodyne.frontend.batch_values import BatchValues, Dependence, batch_values, with_bases
-from heterodyne.frontend.export import Traced, tensors_of
+from heterodyne.frontend.batch_values import BatchValues, batch_values, with_bases
+from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
+from heterodyne.frontend.flat_graph import tensors_of
+from heterodyne.frontend.row_places import Dependence
 from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import degree, proportional, size_of
 

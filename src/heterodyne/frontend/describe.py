@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from heterodyne.frontend.arguments import argument, mutates, operator_name
-from heterodyne.frontend.export import Traced, tensors_of
+from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
+from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.flops import flops
 from heterodyne.frontend.replay import Observed
 from heterodyne.frontend.sizes import size_of, spec_of

@@ -23,7 +23,8 @@ from torch._ops import OpOverload
 from heterodyne.experts import ACTIVATIONS
 from heterodyne.frontend.annotations import read_annotations
 from heterodyne.frontend.arguments import argument, mutates, operator_name
-from heterodyne.frontend.export import Traced, is_op, region_of, tensors_of
+from heterodyne.frontend.export import Traced
+from heterodyne.frontend.flat_graph import is_op, region_of, tensors_of
 from heterodyne.frontend.sizes import spec_of
 
 __all__ = ["put_together"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import operator
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from heterodyne.frontend.changes import (
 from heterodyne.frontend.example import Example, trace_sizes
 from heterodyne.frontend.faults import explain, line_of, refuse_transforms, refuse_unknown_sizes
 from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_choices_by_size
+from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
@@ -44,18 +44,9 @@ from heterodyne.frontend.word_sets import ordered_word_sets
 from heterodyne.graph import ModuleOnly
 from heterodyne.model_output import loss_of
 
-__all__ = ["Region", "Role", "Traced", "export", "is_op", "quiet", "region_of", "tied_names"]
+__all__ = ["Role", "Traced", "export", "quiet", "tied_names"]
 
-_REGION = "heterodyne_region"
 _PREFIX = "model."
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """What encloses an op: whether gradients flow, and the autocast (device type, dtype, enabled, cache) if there is one."""
-
-    grad: bool = True
-    autocast: tuple[str, torch.dtype, bool, bool | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +216,9 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
     graph = root.graph
     canonical, aliases = _canonical(model), tied_names(model)
     roles = dict(zip(graph.find_nodes(op="placeholder"), _roles(program, example, canonical), strict=True))
-    while _inline_one(graph, root):
+    while inline_one(graph, root):
         pass
-    _drop_bookkeeping(graph)
+    drop_bookkeeping(graph)
     _refuse_functions(graph)
     refuse_transforms(graph)
     refuse_unknown_sizes(graph)
@@ -286,64 +277,9 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {tied[0]: tuple(tied[1:]) for tied in names.values()}
 
 
-def is_op(node: fx.Node) -> bool:
-    """Whether a node computes tensors: not the arithmetic of sizes, nor taking one tensor out of several."""
-    return node.op == "call_function" and node.target is not operator.getitem and bool(tensors_of(node))
-
-
-def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
-    """The tensors that a node returns, without data."""
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return (value,)
-    return tuple(v for v in value if isinstance(v, Tensor)) if isinstance(value, tuple | list) else ()
-
-
-def region_of(node: fx.Node) -> Region:
-    """What encloses the node."""
-    region: Region = node.meta.get(_REGION, Region())
-    return region
-
-
 def _path(path: str) -> str:
     """``model.layers.3@1`` (the second call of that layer) to ``layers.3``."""
     return ".".join(part.partition("@")[0] for part in path.split("."))[len(_PREFIX) :]
-
-
-def _inline_one(graph: fx.Graph, root: nn.Module) -> bool:
-    """Lay the first sub-graph of torch.no_grad or autocast flat; False if there is none left."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
-        enabled, body, *operands = node.args
-        _inline(graph, root, node, body, operands, Region(bool(enabled), region_of(node).autocast))
-        return True
-    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_autocast):
-        device, dtype, enabled, cache, body, *operands = node.args
-        _inline(graph, root, node, body, operands, Region(region_of(node).grad, (device, dtype, enabled, cache)))
-        return True
-    return False
-
-
-def _inline(graph: fx.Graph, root: nn.Module, node: fx.Node, body: Any, operands: list[Any], region: Region) -> None:
-    inner: fx.GraphModule = root.get_submodule(body.target)  # type: ignore[assignment]  # torch.export puts graphs there
-    values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True))
-    with graph.inserting_before(node):
-        for source in inner.graph.nodes:
-            if source.op in ("placeholder", "output"):
-                continue
-            copied = graph.node_copy(source, lambda n: values[n])
-            copied.meta = {**source.meta, _REGION: region}
-            if source.op == "get_attr":
-                copied.target = f"{body.target}.{source.target}"
-            values[source] = copied
-    (results,) = inner.graph.output_node().args
-    for user in list(node.users):
-        assert user.target is operator.getitem, "a sub-graph returns a tuple"
-        result: Any = results[user.args[1]]  # type: ignore[index]  # a tuple, by the line above
-        user.replace_all_uses_with(values[result])
-        graph.erase_node(user)
-    graph.erase_node(node)
-    if not body.users:
-        graph.erase_node(body)
 
 
 def _refuse_functions(graph: fx.Graph) -> None:
@@ -354,12 +290,3 @@ def _refuse_functions(graph: fx.Graph) -> None:
             f"{place}the model has an autograd.Function with a backward of its own, in a forward that torch.export can only follow in its "
             "strict mode. Give the operator a registered gradient instead (torch.library.custom_op and register_autograd)."
         )
-
-
-def _drop_bookkeeping(graph: fx.Graph) -> None:
-    """Erase assertions, and the sizes that only they read."""
-    for node in reversed(list(graph.nodes)):
-        if node.users or node.op not in ("call_function", "get_attr"):
-            continue
-        if node.op == "get_attr" or not tensors_of(node):
-            graph.erase_node(node)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from heterodyne.frontend.sharded_graph import Members
+from heterodyne.frontend.members import Members
 from heterodyne.graph.sharding.dealing import halved
 from heterodyne.model_output import LOSS
 

@@ -22,8 +22,9 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.coupling import CoupledError, coupled, refuse_coupling
 from heterodyne.frontend.denominator import Denominator, Statistic
-from heterodyne.frontend.export import Traced, tensors_of
+from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
+from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.loss_reading import Division, LossReading, Reduction
 from heterodyne.frontend.sizes import degree, proportional, size_of, spec_of
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from heterodyne.frontend.export import Region
+from heterodyne.frontend.flat_graph import Region
 
 __all__ = ["Keeper", "Regions", "Switches", "compile_graph"]
 

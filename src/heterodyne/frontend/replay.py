@@ -15,8 +15,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from heterodyne.errors import CaptureError
-from heterodyne.frontend.export import Traced, quiet, region_of
+from heterodyne.frontend.export import Traced, quiet
 from heterodyne.frontend.faults import line_of
+from heterodyne.frontend.flat_graph import region_of
 from heterodyne.frontend.sizes import fit
 from heterodyne.graph import Size
 

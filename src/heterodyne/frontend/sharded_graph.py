@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from heterodyne.errors import PlanError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import ref_of
-from heterodyne.frontend.export import Region, is_op, region_of, tensors_of
+from heterodyne.frontend.flat_graph import Region, is_op, region_of, tensors_of
 from heterodyne.frontend.node_copies import evaluated
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import Writer
@@ -27,50 +27,7 @@ from heterodyne.graph.sharding import Layout, Sharding, Strategy, turns
 from heterodyne.graph.sharding.numbered import Numbered, Slot, Step
 from heterodyne.graph.sharding.rules import rule_of
 
-__all__ = ["Members", "sharded_graph"]
-
-
-class Members(Protocol):
-    """The devices of a stage, for a micro-batch of some number of samples. Steps, slots and functions are named by number."""
-
-    def convert(self, tensor: Tensor, step: int) -> Tensor:
-        """Lay a tensor out otherwise."""
-
-    def begin(self, tensor: Tensor, step: int) -> Any:
-        """The same in two calls; what is returned is for `end`."""
-
-    def end(self, begun: Any) -> Tensor: ...
-
-    def begin_experts(self, slot: int, *arguments: Any) -> Any:
-        """`experts_between` in three calls."""
-
-    def run_experts(self, begun: Any) -> Any: ...
-    def end_experts(self, begun: Any) -> Tensor: ...
-
-    def take_turn(self) -> None:
-        """Told where a micro-batch runs as two halves: it is this one's turn."""
-
-    def length(self, slot: int) -> int:
-        """Of this device's slice."""
-
-    def portion(self, slot: int, count: int) -> int:
-        """Of a number of equal parts of the dim that is cut, those of this device."""
-
-    def drawn(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
-        """Call a function that draws random numbers for a slice of a tensor."""
-
-    def drawn_within(self, slot: int, method: str, *arguments: Any, **options: Any) -> Tensor:
-        """Call a method of these that draws random numbers, along another axis."""
-
-    def part_of_mean(self, slot: int, tensor: Tensor, *arguments: Any, **options: Any) -> Tensor: ...
-    def embedding(self, slot: int, ids: Tensor, weight: Tensor, **options: Any) -> Tensor: ...
-    def softmax(self, slot: int, tensor: Tensor, dim: int, *options: Any) -> Tensor: ...
-    def log_softmax(self, slot: int, tensor: Tensor, dim: int, *options: Any) -> Tensor: ...
-    def cross_entropy(self, slot: int, logits: Tensor, labels: Tensor, *options: Any) -> Tensor: ...
-    def part_of_mean_loss(self, slot: int, function: int, *arguments: Any) -> Tensor: ...
-    def attention(self, slot: int, *arguments: Any, **options: Any) -> Tensor: ...
-    def experts_here(self, slot: int, *arguments: Any) -> Tensor: ...
-    def experts_between(self, slot: int, *arguments: Any) -> Tensor: ...
+__all__ = ["sharded_graph"]
 
 
 # The arguments that are shapes of what an op returns.

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 
 from heterodyne.frontend.annotations import read_annotations
 from heterodyne.frontend.arguments import mutates
-from heterodyne.frontend.export import Role, Traced, is_op
+from heterodyne.frontend.export import Role, Traced
+from heterodyne.frontend.flat_graph import is_op
 from heterodyne.frontend.loss_reading import Division, LossReading
 from heterodyne.model_output import DIVISOR, SAMPLES
 

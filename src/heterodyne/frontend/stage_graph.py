@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from heterodyne.frontend.arguments import mutates
-from heterodyne.frontend.export import Region, region_of, tensors_of
+from heterodyne.frontend.flat_graph import Region, region_of, tensors_of
 from heterodyne.frontend.node_copies import evaluated, on_device
 from heterodyne.frontend.python_calls import follow_training, to_python
 from heterodyne.frontend.regions import Switches

@@ -18,11 +18,13 @@ from torch import Tensor, fx, nn
 from heterodyne.errors import PlanError
 from heterodyne.frontend.bound_stage import BoundStage
 from heterodyne.frontend.describe import producer_of, ref_of
-from heterodyne.frontend.export import Role, tensors_of
+from heterodyne.frontend.export import Role
+from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.in_turns import Border, InTurns
+from heterodyne.frontend.members import Members
 from heterodyne.frontend.overlapped_graph import overlapped_graph
 from heterodyne.frontend.placed import placed
-from heterodyne.frontend.sharded_graph import Members, sharded_graph
+from heterodyne.frontend.sharded_graph import sharded_graph
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import stage_graph
 from heterodyne.frontend.stage_values import Pieces, values_between

@@ -14,16 +14,11 @@ from heterodyne.frontend.aliases import shared_memory
 from heterodyne.frontend.batch_statistics import batch_statistics
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
+from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, Exchange
 from heterodyne.frontend.closures import refuse_closures
 from heterodyne.frontend.code import code_digest
 from heterodyne.frontend.counting import LossCounter
-from heterodyne.frontend.coupled_loss import (
-    BoundCoupledLoss,
-    CoupledLoss,
-    Exchange,
-    coupled_loss,
-    divide_labelled_means,
-)
+from heterodyne.frontend.coupled_loss import CoupledLoss, coupled_loss, divide_labelled_means
 from heterodyne.frontend.coupling import CoupledError
 from heterodyne.frontend.describe import describe, random_ops, ref_of
 from heterodyne.frontend.embedding_gradients import refuse_embedding_gradients

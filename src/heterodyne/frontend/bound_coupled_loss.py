@@ -1,0 +1,107 @@
+"""A loss in which samples see each other, on one device: its body on the samples of a replica, its tail on those of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from heterodyne.frontend.regions import Regions
+from heterodyne.model_output import LOSS
+
+__all__ = ["BoundCoupledLoss", "Exchange", "Meeting", "Part"]
+
+
+class Exchange(Protocol):
+    """What replicas exchange in one forward. Each calls the same methods in the same order."""
+
+    def begin(self, samples: int) -> int:
+        """Tell how many samples this replica has; how many all have together."""
+
+    def rows(self, tensor: Tensor, dim: int, rows: int) -> Tensor:
+        """The samples of all replicas, in their order, where ``dim`` has ``rows`` entries for each sample; differentiable."""
+
+    def total(self, tensor: Tensor, weight: float) -> Tensor:
+        """The sum over the replicas of ``weight * tensor``; differentiable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """A tensor that the tail needs of all replicas: ``rows`` of samples along ``dim``, or a ``sum`` or ``mean`` over the samples.
+
+    The rows lie in so many ``groups`` (`Samples`): 2 for two inputs of the batch that were joined.
+    """
+
+    node: fx.Node
+    kind: Literal["rows", "sum", "mean"]
+    dim: int = 0
+    rows: int = 0
+    groups: int = 1
+
+
+class BoundCoupledLoss:
+    """Runs the body on the samples of this replica, and the tail on those of all. Returns the loss of the whole batch."""
+
+    def __init__(
+        self,
+        *,
+        meetings: Sequence[Meeting],
+        inputs: Mapping[fx.Node, str],
+        made: Sequence[fx.Node],
+        body: Part,
+        tail: Part,
+        exchange: Exchange,
+        training: bool,
+    ) -> None:
+        self.training = training
+        self.evaluating = False
+        self._meetings = meetings
+        self._inputs = inputs
+        self._body = body
+        self._made = made
+        self._tail = tail
+        self._exchange = exchange
+
+    def __call__(self, inputs: Mapping[str, Tensor], received: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
+        """See `BoundStage`; ``samples`` may be 0 in evaluation. Collective over the replicas."""
+        del received
+        with Regions() as regions:
+            values = dict(zip(self._made, self._run(self._body, inputs, samples, regions, ()), strict=True))
+        values.update({node: inputs[name] for node, name in self._inputs.items()})
+        whole = self._exchange.begin(samples)
+        met = [self._meet(meeting, values[meeting.node], samples, whole) for meeting in self._meetings]
+        with Regions() as regions:
+            (loss,) = self._run(self._tail, inputs, whole, regions, met)
+        return {LOSS: loss}
+
+    def _run(
+        self, part: Part, inputs: Mapping[str, Tensor], samples: int, regions: Regions, met: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = part.run.forward(
+            samples,
+            self.training,
+            regions,
+            *met,
+            *[inputs[name] for name in part.inputs],
+            *[owner[name] for owner, name in part.kept],
+        )
+        return found
+
+    def _meet(self, meeting: Meeting, value: Tensor, samples: int, whole: int) -> Tensor:
+        if meeting.kind == "rows":
+            groups = value.tensor_split(meeting.groups, meeting.dim)
+            gathered = [self._exchange.rows(own, meeting.dim, meeting.rows // meeting.groups) for own in groups]
+            return gathered[0] if len(gathered) == 1 else torch.cat(gathered, meeting.dim)
+        return self._exchange.total(value, samples / whole if meeting.kind == "mean" else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A graph; it is given what was met, then the ``inputs``, then what the module keeps."""
+
+    run: fx.GraphModule
+    inputs: tuple[str, ...]
+    kept: tuple[tuple[dict[str, Any], str], ...]
