@@ -97,7 +97,7 @@ def _alone(training: Training, train: Callable[[Training], int]) -> int:
 
 
 def _goes_on(training: Training, say: Callable[[str], None]) -> bool:
-    """Whether to plan once more; people are told for what, or why not. Not where nothing is known of what was lacked."""
+    """Whether to plan once more; what for, or why not, is printed. Not where nothing is known of what was lacked."""
     assert training.run_dir is not None
     shortages = read_shortages(RunDirectory(training.run_dir).shortages)
     if training.on_out_of_memory == "stop" or not shortages:

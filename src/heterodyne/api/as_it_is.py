@@ -166,7 +166,7 @@ def _run(
         raise
     except HeterodyneError as error:
         raise CaptureError("\n".join(filter(None, [user_line(error), str(error)]))) from error
-    except Exception as error:  # whatever the user's own code raises, it is told as that
+    except Exception as error:  # whatever the user's own code raises is reported as its own
         raise CaptureError(
             f"{type(module).__name__} fails on the example batch.\n{user_line(error)}\n({type(error).__name__}: {error})"
         ) from error

@@ -153,7 +153,7 @@ def _affordable(session: Session, graph: ModelGraph, budget_s: float) -> tuple[i
 
 
 def _flops_per_s(device: torch.device) -> float:
-    """What the device reaches in a multiplication of matrices: more than any model does, so times are told too short."""
+    """What the device reaches in a multiplication of matrices: more than any model does, so times are underestimated."""
     matrix = torch.ones(_PROBE, _PROBE, device=device)
     taken = []
     for _ in range(3):

@@ -209,5 +209,5 @@ def distribute(
 
 
 def _example(batch: Mapping[str, Tensor] | BatchSource) -> tuple[Mapping[str, Tensor], int | None]:
-    """The tensors of an example, and its size where it tells that itself."""
+    """The tensors of an example, and its size where it states one."""
     return (batch.samples(0, batch.size), batch.size) if isinstance(batch, BatchSource) else (batch, None)

@@ -53,7 +53,7 @@ def rescued_if_memory_ends(session: Session, rescue: Callable[[], None]) -> Iter
 
 @contextmanager
 def told_while_building(session: Session, prepared: Prepared) -> Iterator[None]:
-    """A lack of memory for the model itself is told as one in a step is."""
+    """Out of memory while the model itself is placed is reported as in a step."""
     role = Placement.of(prepared.plan, session.cluster).places[session.rank]
     graph = prepared.captured.graph
     with told_with_stage(session.device, prepared.plan, graph, role, None, lambda: "building the model"):
@@ -84,7 +84,7 @@ def lacked_so_far(session: Session, run: RunDirectory) -> tuple[Shortage, ...]:
 
 @contextmanager
 def told_with_shortages(shortages: Sequence[Shortage]) -> Iterator[None]:
-    """That no plan fits is told with what devices have lacked."""
+    """An InfeasibleError is extended by what devices ran out of before."""
     try:
         yield
     except InfeasibleError as error:

@@ -1,7 +1,7 @@
 """Search, try, search again: a plan is believed once every device has done its share of it.
 
-The planner (rank 0) knows devices by their curves only; a trial tells by how much each curve is off for just the share that was
-planned. Profiles are calibrated by that and the search is repeated, until prediction and trial agree or enough was tried.
+The planner (rank 0) knows devices by their curves only; a trial measures the error of each curve at the planned share.
+Profiles are calibrated by that and the search is repeated, until prediction and trial agree or enough was tried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from heterodyne.search.planned import Planned
 __all__ = ["Share", "plan_and_try", "plan_once", "share_of"]
 
 _MOST_TRIALS = 4
-_GOOD_ENOUGH = 0.03  # a balance that is off by less cannot be told from noise
+_GOOD_ENOUGH = 0.03  # a smaller imbalance is within the noise
 
 Search = Callable[[Profile], Planned]
 Share = tuple[tuple[tuple[int, int], tuple[int, ...]], ...]

@@ -69,7 +69,7 @@ class Session:
 
     @contextmanager
     def announced(self, words: str) -> Iterator[None]:
-        """A `phase` that people are told of: when it begins, and how long it took."""
+        """A `phase` that is announced on stderr: its beginning, and its seconds."""
         self.say(f"{words} ...")
         started_s = time.perf_counter()
         with self.phase(words):
@@ -92,7 +92,7 @@ class Session:
         return kept[0]
 
     def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
-        """Around what takes long and is no step: the watchdog is told, so that nobody is taken for stuck before ``limit_s``."""
+        """Around what takes long and is no step: the watchdog is told, so that no rank is reported as hanging before ``limit_s``."""
         return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=limit_s)
 
 

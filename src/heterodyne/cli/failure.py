@@ -14,7 +14,7 @@ __all__ = ["of_the_system", "tell"]
 
 
 def tell(error: HeterodyneError) -> int:
-    """Print the message, unless another worker does; the exit status, by which a launcher tells cause from consequence.
+    """Print the message, unless another worker does; the exit status, by which a launcher distinguishes cause from consequence.
 
     What every rank knows is told by rank 0, a mistake in a file by the first worker of each machine, the rest by whom it concerns.
     """

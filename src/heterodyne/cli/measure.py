@@ -25,7 +25,7 @@ def command(
 
     Each distinct block of it, forward and backward, at several micro-batch sizes, and the links between the devices.
     """
-    # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
+    # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     wanted = Job.load(job, tuple(overrides or ()))
     from heterodyne.api import on_every_device
 

@@ -1,4 +1,4 @@
-"""The options that several verbs share, told once."""
+"""Command-line options that several verbs share."""
 
 from __future__ import annotations
 

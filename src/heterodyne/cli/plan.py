@@ -93,7 +93,7 @@ def command(
     from heterodyne.api.wishes import Wishes
     from heterodyne.search.fleet.objective import Objective
 
-    # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
+    # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     wanted = Job.load(job, tuple(overrides or ()))
     measured = None if profile is None else Profile.load(profile)
     wishes = Wishes(

@@ -45,7 +45,7 @@ def command(
     Print the time of a step, where each device spends it, and the memory it needs at its peak, and write the timeline. In the directory
     of a run, its job, its cluster and its profile are taken where no others are named; with these known, no device is needed.
     """
-    # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
+    # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     file = plan / "plan.json" if plan.is_dir() else plan
     job = job or _job_beside(file)
     wanted = Job.load(job, tuple(overrides or ()))

@@ -29,7 +29,7 @@ def command(
     another plan (training.on_out_of_memory). Ctrl-C ends the step and writes a
     checkpoint; with --resume the run goes on from its newest one, bit for bit as if never stopped.
     """
-    # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
+    # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     wanted = Job.load(job, tuple(overrides or ()))
     given = plan_at(plan)
     from heterodyne.api import Training, train_here

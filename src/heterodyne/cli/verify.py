@@ -28,7 +28,7 @@ def command(
     gradient. Where the loss counts labels, the samples of one device have none in the last batch. The exit status is 1 if anything
     differs by more than 1e-5, relatively.
     """
-    # Read before torch is loaded and workers are started, so that a mistake in a file is told at once.
+    # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     wanted = Job.load(job, tuple(overrides or ()))
     given = plan_at(plan)
     from heterodyne.api import on_every_device

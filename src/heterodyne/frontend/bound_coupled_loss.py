@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from heterodyne.frontend.regions import Regions
 from heterodyne.model_output import LOSS
 
-__all__ = ["BoundCoupledLoss", "Exchange", "Meeting", "Part"]
+__all__ = ["BoundCoupledLoss", "CrossReplica", "Exchange", "Part"]
 
 
 class Exchange(Protocol):
@@ -29,10 +29,10 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """A tensor that the tail needs of all replicas: ``rows`` of samples along ``dim``, or a ``sum`` or ``mean`` over the samples.
+class CrossReplica:
+    """A tensor that replicas exchange for the tail: ``rows`` of samples along ``dim``, or a ``sum`` or ``mean`` over the samples.
 
-    The rows lie in so many ``groups`` (`Samples`): 2 for two inputs of the batch that were joined.
+    The rows are in so many ``groups`` (`Samples`): 2 for two inputs of the batch that were joined.
     """
 
     node: fx.Node
@@ -48,7 +48,7 @@ class BoundCoupledLoss:
     def __init__(
         self,
         *,
-        meetings: Sequence[Meeting],
+        exchanged: Sequence[CrossReplica],
         inputs: Mapping[fx.Node, str],
         made: Sequence[fx.Node],
         body: Part,
@@ -58,7 +58,7 @@ class BoundCoupledLoss:
     ) -> None:
         self.training = training
         self.evaluating = False
-        self._meetings = meetings
+        self._exchanged = exchanged
         self._inputs = inputs
         self._body = body
         self._made = made
@@ -72,7 +72,7 @@ class BoundCoupledLoss:
             values = dict(zip(self._made, self._run(self._body, inputs, samples, regions, ()), strict=True))
         values.update({node: inputs[name] for node, name in self._inputs.items()})
         whole = self._exchange.begin(samples)
-        met = [self._meet(meeting, values[meeting.node], samples, whole) for meeting in self._meetings]
+        met = [self._gathered(entry, values[entry.node], samples, whole) for entry in self._exchanged]
         with Regions() as regions:
             (loss,) = self._run(self._tail, inputs, whole, regions, met)
         return {LOSS: loss}
@@ -90,12 +90,12 @@ class BoundCoupledLoss:
         )
         return found
 
-    def _meet(self, meeting: Meeting, value: Tensor, samples: int, whole: int) -> Tensor:
-        if meeting.kind == "rows":
-            groups = value.tensor_split(meeting.groups, meeting.dim)
-            gathered = [self._exchange.rows(own, meeting.dim, meeting.rows // meeting.groups) for own in groups]
-            return gathered[0] if len(gathered) == 1 else torch.cat(gathered, meeting.dim)
-        return self._exchange.total(value, samples / whole if meeting.kind == "mean" else 1.0)
+    def _gathered(self, entry: CrossReplica, value: Tensor, samples: int, whole: int) -> Tensor:
+        if entry.kind == "rows":
+            groups = value.tensor_split(entry.groups, entry.dim)
+            gathered = [self._exchange.rows(own, entry.dim, entry.rows // entry.groups) for own in groups]
+            return gathered[0] if len(gathered) == 1 else torch.cat(gathered, entry.dim)
+        return self._exchange.total(value, samples / whole if entry.kind == "mean" else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

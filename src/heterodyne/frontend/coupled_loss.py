@@ -21,7 +21,7 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.annotations import read_annotations
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
 from heterodyne.frontend.batch_statistics import is_batch_norm
-from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, Exchange, Meeting, Part
+from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, CrossReplica, Exchange, Part
 from heterodyne.frontend.coupling import computed_with, couplings, mixed, refuse_sizes
 from heterodyne.frontend.describe import random_ops
 from heterodyne.frontend.export import Traced
@@ -41,20 +41,20 @@ __all__ = ["CoupledLoss", "coupled_loss", "divide_labelled_means"]
 class CoupledLoss:
     """A graph cut where the samples meet."""
 
-    meetings: tuple[Meeting, ...]
+    exchanged: tuple[CrossReplica, ...]
     tail: frozenset[fx.Node] = field(repr=False)
 
     def bind(self, pieces: Pieces, module: nn.Module, device: torch.device, exchange: Exchange) -> BoundCoupledLoss:
         """Body and tail on a device, with the weights of the user's own module."""
         roles = pieces.traced.roles
-        made = [m.node for m in self.meetings if m.node not in roles]
+        made = [m.node for m in self.exchanged if m.node not in roles]
         changes = [n for n in pieces.traced.ops if mutates(n) and n not in self.tail]
         return BoundCoupledLoss(
-            meetings=self.meetings,
-            inputs={m.node: roles[m.node].name for m in self.meetings if m.node in roles},
+            exchanged=self.exchanged,
+            inputs={m.node: roles[m.node].name for m in self.exchanged if m.node in roles},
             made=made,
             body=_part(pieces, module, device, made, also=changes),
-            tail=_part(pieces, module, device, [pieces.traced.loss], met=[m.node for m in self.meetings]),
+            tail=_part(pieces, module, device, [pieces.traced.loss], met=[m.node for m in self.exchanged]),
             exchange=exchange,
             training=module.training,
         )
@@ -81,25 +81,27 @@ def coupled_loss(traced: Traced, cause: CaptureError) -> CoupledLoss:
                 sums[node] = kind
     if not tail:
         raise cause
-    meetings: dict[fx.Node, Meeting] = {}
+    exchanged: dict[fx.Node, CrossReplica] = {}
     read = [n for node in traced.graph.nodes if node in tail for n in node.all_input_nodes]
     for node in read:
-        if node in tail or node in meetings or node not in from_inputs:
+        if node in tail or node in exchanged or node not in from_inputs:
             continue
         samples = order.get(node)
         if node in sums:
-            meetings[node] = Meeting(node=node, kind=sums[node])
+            exchanged[node] = CrossReplica(node=node, kind=sums[node])
         elif samples is not None and samples.dim is not None and samples.groups:
-            meetings[node] = Meeting(node=node, kind="rows", dim=samples.dim, rows=samples.rows, groups=samples.groups)
+            exchanged[node] = CrossReplica(
+                node=node, kind="rows", dim=samples.dim, rows=samples.rows, groups=samples.groups
+            )
         elif node.op == "call_function":
             tail.add(node)  # what samples cannot be cut out of is made of all of them again
             read += node.all_input_nodes
         else:
             raise cause
     _refuse(traced, tail, from_inputs, cause)
-    in_order = [meetings[node] for node in traced.graph.nodes if node in meetings]
-    refuse_sizes(traced, list(meetings), ())  # the tail has the whole batch
-    return CoupledLoss(meetings=tuple(in_order), tail=frozenset(tail))
+    in_order = [exchanged[node] for node in traced.graph.nodes if node in exchanged]
+    refuse_sizes(traced, list(exchanged), ())  # the tail has the whole batch
+    return CoupledLoss(exchanged=tuple(in_order), tail=frozenset(tail))
 
 
 def divide_labelled_means(traced: Traced) -> Traced:

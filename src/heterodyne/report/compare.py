@@ -1,4 +1,4 @@
-"""Predicted against measured. Predictions are claims, so the error is always told, with its sign.
+"""Predicted against measured. Predictions are claims, so the error is always reported, with its sign.
 
 error = (predicted - measured) / measured: positive where we promised too much time or memory, negative where too little.
 Measured values are medians over the steps, so that one disturbed step does not decide.

@@ -28,7 +28,7 @@ def drawn_faults(orders: Orders, faults: Sequence[Fault], width: int) -> str:
     told = [f"fault: {fault.message}" for fault in faults[:_MOST_TOLD]]
     if len(faults) > _MOST_TOLD:
         told.append(f"and {len(faults) - _MOST_TOLD} more")
-    # The grid tells every fault below its rows.
+    # The grid lists every fault below its rows.
     rows = grid(drawn, faults=marked).splitlines()[: len(orders)]
     return "\n".join([*_cut(rows, width), *told])
 

@@ -15,9 +15,9 @@ __all__ = ["frontier_picture", "labelled", "stairs"]
 
 _TEXT, _LINE, _FAINT = "#1d2330", "#e3e5e9", "#a9afba"
 _STEPS = 1000
-"""Of which the money is told: that of one is a fraction of a cent."""
+"""Steps on the axis of money: one costs a fraction of a cent."""
 _APART = 0.09
-"""Of the length of an axis: labels that are closer to one another are left out."""
+"""Fraction of the length of an axis: labels closer to one another are left out."""
 
 Point = tuple[float, float]
 
@@ -25,7 +25,7 @@ Point = tuple[float, float]
 def frontier_picture(frontier: Sequence[Plan], path: Path, *, title: str) -> Path:
     """Usd (or, without prices, devices) over seconds of a step; the file's suffix says what is written.
 
-    For any seconds the line tells the least that a step in them costs. Plans above it, which are on the frontier for their fewer devices
+    The line is the least cost of a step of at most so many seconds. Plans above it, which are on the frontier for their fewer devices
     alone, are small points.
     """
     figure = Figure(figsize=(7, 4.5), layout="constrained", facecolor="white")

@@ -103,7 +103,7 @@ def lanes(
 
 
 def _within(kind: str) -> tuple[float, float]:
-    """Where a kind lies in the lane of communication, and how much of it it takes."""
+    """The vertical position of a kind within the communication lane, and the fraction of the lane that it takes."""
     if kind.startswith("SEND"):
         return 0.0, 0.5
     return (0.5, 0.5) if kind.startswith("RECV") else (0.0, 1.0)

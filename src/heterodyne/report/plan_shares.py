@@ -14,7 +14,7 @@ def samples_of(plan: Plan) -> dict[str, int]:
         for stage in pipeline.stages:
             cuts = [stage.slices(size) for size in pipeline.micro_batches.sizes]
             for place, device in enumerate(stage.devices):
-                # The stages of one device may cut a micro-batch differently: the largest part is told.
+                # The stages of one device may cut a micro-batch differently: the largest part is shown.
                 samples[device] = max(samples.get(device, 0), sum(cut[place][1] for cut in cuts))
     return samples
 

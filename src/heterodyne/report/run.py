@@ -137,7 +137,7 @@ class Run:
 
     @property
     def peak_memory(self) -> dict[str, float]:
-        """Measured peak bytes of each device: as the summary tells, else what the metrics tell of rank 0."""
+        """Measured peak bytes of each device: from the summary, else those of rank 0 from the metrics."""
         peaks = self.summary.get("peak_memory_bytes")
         if isinstance(peaks, list):
             peaks = dict(zip(self.devices, peaks, strict=False))

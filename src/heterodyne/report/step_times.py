@@ -115,7 +115,7 @@ def _one_step(events: Sequence[Event], ranks: int) -> list[StepTimes]:
     end = max(e.end_s for e in events)
     of_rank: list[list[Event]] = [[] for _ in range(ranks)]
     for event in events:
-        # An event that only says "waited" is no work: it is told by what is left over.
+        # An event that only says "waited" is no work: it is what is left over.
         if event.rank < ranks and event.kind.lower() != WAIT:
             of_rank[event.rank].append(event)
     return [_one_rank(rank, events, end - start) for rank, events in enumerate(of_rank)]

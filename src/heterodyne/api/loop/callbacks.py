@@ -1,4 +1,4 @@
-"""What a loop tells others of itself."""
+"""Callbacks of a training loop: what is called with its results."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Calls:
 
     @contextmanager
     def named(self, words: str) -> Iterator[None]:
-        """While the block runs this rank is in that call, in which it meets the others."""
+        """While the block runs this rank is in that collective call."""
         if self._watchdog is None or self._inside:
             yield
             return

@@ -13,7 +13,7 @@ from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.search.fleet.wires import collectives
 from heterodyne.units import format_bytes, format_seconds
 
-__all__ = ["family_in_words", "meeting_in_words", "step_in_words", "why_more"]
+__all__ = ["family_in_words", "host_exchange_in_words", "step_in_words", "why_more"]
 
 
 def step_in_words(planned: Planned) -> str:
@@ -31,8 +31,8 @@ def step_in_words(planned: Planned) -> str:
     return said
 
 
-def meeting_in_words(fleet: Fleet, plan: FleetPlan) -> str:
-    """How devices exchange tensors that have no library of collectives in common, and what that is taken to cost; "" where all have one."""
+def host_exchange_in_words(fleet: Fleet, plan: FleetPlan) -> str:
+    """How devices without a common collectives library exchange tensors, and the bandwidth assumed for it; "" where all share one."""
     libraries: dict[str, dict[str, None]] = {}
     for pool in plan.devices:
         libraries.setdefault(collectives(fleet, pool), {})[fleet.pool(pool).kind] = None

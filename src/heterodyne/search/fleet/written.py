@@ -18,7 +18,7 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Group, Layout, Pipeline, Plan, Prediction, Region, Stage
 from heterodyne.plan.precision import Precisions
 from heterodyne.plan.short import in_short
-from heterodyne.search.fleet.explain import family_in_words, meeting_in_words, step_in_words, why_more
+from heterodyne.search.fleet.explain import family_in_words, host_exchange_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import best_of_all, outcomes
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import FleetPlan, Template
@@ -113,7 +113,7 @@ class PaperPlanner:
             ratio = own.predicted.step_s / found.best.predicted.step_s
             note = why_more(own, found.best, found.objective)
             rows.append(AlternativeRow(name=in_short(plan), plan=plan, ratio=ratio, note=note))
-        words = (step_in_words(found), meeting_in_words(self.fleet, found.best.plan))
+        words = (step_in_words(found), host_exchange_in_words(self.fleet, found.best.plan))
         return FleetResult(
             plan=best,
             alternatives=tuple(rows),

@@ -14,7 +14,7 @@ from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.explain import ratio_in_words
 from heterodyne.search.fleet.aim import Aim
 from heterodyne.search.fleet.counts import Limits
-from heterodyne.search.fleet.explain import family_in_words, meeting_in_words, step_in_words, why_more
+from heterodyne.search.fleet.explain import family_in_words, host_exchange_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import Family, Outcome, best_of_all, outcomes
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
@@ -239,7 +239,7 @@ def test_devices_without_a_library_in_common_meet_over_sockets_and_it_is_said() 
     def said(*names: str) -> str:
         groups = (Template(micro_batch=1, stages=(Stage(pool=name, width=1, start=0, stop=10),)) for name in names)
         alone = tuple(Group(template=template, replicas=1, num_microbatches=1) for template in groups)
-        return meeting_in_words(fleet, FleetPlan(groups=alone, global_batch=4))
+        return host_exchange_in_words(fleet, FleetPlan(groups=alone, global_batch=4))
 
     for one, other, together in (("green", "older", True), ("green", "new", True), ("green", "red", False)):
         found = wires.between(one, other)
