@@ -7,8 +7,8 @@ import random
 import pytest
 
 from heterodyne.search import Planned, plan
-from heterodyne.search.contenders import NEAR, near_the_chosen, still_in
 from heterodyne.search.alternatives import alternatives
+from heterodyne.search.contenders import NEAR, near_the_chosen, still_in
 from heterodyne.search.explain import paragraph
 from heterodyne.search.planned import Strategy, identity, serves
 from pure.build import cluster, graph, linear, profile
