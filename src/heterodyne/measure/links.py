@@ -5,8 +5,9 @@ Unlike blocks, links are measured together: every rank makes the same calls the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -27,6 +28,8 @@ _WARM_UP = 3  # the first collectives of a group open its connections
 _COVER = 3  # computation lasts so many times the collective that it hides
 _MATRIX = 192
 _GUESS = 10
+_TELLING = 2  # of the sizes of messages: a small one and a large one
+_MOST_BUSY = 50
 _NO_TIME = "the time for measuring is used up"
 
 
@@ -94,7 +97,8 @@ def measure_sends(
     """Transfers from each rank to the next, around the ring, as half of a round trip; the same result on every rank.
 
     They go the way of training: from device to device by their backend, or through host memory. The first two sizes tell latency and
-    bandwidth; of larger ones those are sent that a link is expected to carry within one sample.
+    bandwidth; of larger ones those are sent that a link is expected to carry within one sample. Of the first two it is also measured what
+    they take of the computing at both ends, where the host computes: bytes are copied, packets wake threads, Python hands them over.
     """
     if peers.world_size < 2:
         return ()
@@ -113,6 +117,7 @@ def _sends(
     samples: list[LinkSample] = []
     left_out: list[str] = []
     deadline = bench.now() + budget_s
+    rate = _rate(peers, bench)
     for index, (a, b) in enumerate(pairs):
         bench.progress(f"transfers between {devices[a]} and {devices[b]}", index + 1, len(pairs))
         before: LinkSample | None = None
@@ -139,6 +144,11 @@ def _sends(
                 break
             seen = peers.broadcast_object(timing, a)
             before = _sample("send", (devices[a], devices[b]), message, seen, 2)
+            if rate and number < _TELLING:
+                runs = max(1, min(_MOST_BUSY, round(bench.sampling.sample_s / seen.seconds)))
+                busy = peers.all_gather_object(_timed(peers, round_trip, runs, ProcessorClock()) / rate / 2)
+                mail.settle()
+                before = replace(before, busy_s=(busy[a], busy[b]))
             samples.append(before)
     if left_out:
         bench.say(f"transfers were not measured between {', '.join(left_out)}: {_NO_TIME}")
@@ -204,12 +214,33 @@ def _share_of_processor(
     alone_s: float, peers: Peers, reduce: Callable[[], None], compute: Callable[[], object], rounds: int
 ) -> float:
     """Seconds that the processor's work of a collective of ``alone_s`` takes from computing, a second; at most 1."""
+    spent = _timed(peers, reduce, 2 * rounds, ProcessorClock())
+    rate = _rate_of(compute)
+    return min(1.0, spent / (rate * alone_s)) if alone_s > 0 and rate > 0 else 0.0
+
+
+def _rate(peers: Peers, bench: Workbench) -> float:
+    """Seconds of a processor that this rank gets in a second while all compute; 0 where some device is none of a host."""
+    hosts = all(peers.all_gather_object(isinstance(bench.stopwatch, HostClock)))
+    if not hosts:
+        return 0.0
+    work, until = matrix_product(bench.device), bench.sampling.section_s
+
+    def compute() -> None:
+        began = time.perf_counter()
+        while time.perf_counter() - began < until:
+            work()
+
+    peers.barrier()
+    return _rate_of(compute)
+
+
+def _rate_of(compute: Callable[[], object]) -> float:
+    """Of the processor's seconds to those of the clock."""
     processor, wall = ProcessorClock(), HostClock()
-    spent = _timed(peers, reduce, 2 * rounds, processor)
     start, began = processor.mark(), wall.mark()
     compute()
-    rate = processor.seconds(start, processor.mark()) / max(wall.seconds(began, wall.mark()), 1e-9)
-    return min(1.0, spent / (rate * alone_s)) if alone_s > 0 and rate > 0 else 0.0
+    return processor.seconds(start, processor.mark()) / max(wall.seconds(began, wall.mark()), 1e-9)
 
 
 def _together(
