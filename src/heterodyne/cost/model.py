@@ -328,12 +328,15 @@ class CostModel:
                 )
         alike = not parts and all(set(bucket.owners) == set(plan.devices) for bucket in buckets)
         active = tuple(dict.fromkeys(plan.devices))
+        meet = self.ranks_meet and len(active) > 1
         return StepCosts(
             ranks=tuple(ranks),
             **self._collective_s(plan, buckets),
             routes=tuple(sent),
             norm_s=None if alike else self.collectives.all_reduce(active)(_NORM_BYTES),
-            ranks_meet=self.ranks_meet and len(active) > 1,
+            ranks_meet=meet,
+            ranks_begin_together=meet and self.graph.loss.count == "tokens",
+            meeting_s=self.collectives.all_reduce(active)(_NORM_BYTES) if meet else 0.0,
         )
 
     def _collective_s(self, plan: Plan, buckets: Sequence[Bucket]) -> dict[str, tuple[float, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -20,14 +20,24 @@ from heterodyne.measure.sampling import Sampling, Timing, summarise
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
 
-__all__ = ["MESSAGE_BYTES", "Repeats", "matrix_product", "measure_all_reduce", "measure_overlap", "measure_sends"]
+__all__ = [
+    "BETWEEN_S",
+    "MESSAGE_BYTES",
+    "Repeats",
+    "matrix_product",
+    "measure_all_reduce",
+    "measure_overlap",
+    "measure_sends",
+    "moment",
+]
 
-MESSAGE_BYTES = (64 * 2**10, 512 * 2**10, 4 * 2**20, 16 * 2**20)
+MESSAGE_BYTES = (2**10, 64 * 2**10, 512 * 2**10, 4 * 2**20, 16 * 2**20)
 SENT_BYTES = (64 * 2**10, 4 * 2**20, 64 * 2**20, 256 * 2**20)
 _WARM_UP = 3  # the first collectives of a group open its connections
 _COVER = 3  # computation lasts so many times the collective that it hides
 _MATRIX = 192
 _GUESS = 10
+BETWEEN_S = 0.01  # of computing between two collectives, as in steps
 _TELLING = 2  # of the sizes of messages: a small one and a large one
 _MOST_BUSY = 50
 _NO_TIME = "the time for measuring is used up"
@@ -61,13 +71,16 @@ def measure_all_reduce(
 ) -> tuple[LinkSample, ...]:
     """All-reduce among all ranks at several sizes; the same result on every rank. Nothing for one rank.
 
-    A collective is over when the last rank has it, so the slowest rank's median counts. Sizes that do not fit the budget are
+    Each device computes for a moment before each, as in a step: a device that is held to a part of a processor comes to it with nothing
+    left of that part, and copies more slowly than in one collective behind another. It begins when the last rank comes, who waits for
+    nobody, so of each the rank counts that spends least time in it. Sizes that do not fit the budget are
     left out, the largest first, and that is said on every rank.
     """
     if peers.world_size < 2:
         return ()
     samples: list[LinkSample] = []
     deadline = bench.now() + budget_s
+    compute = moment(peers, bench)
     for index, size in enumerate(sorted(message_bytes)):
         bench.progress(f"all-reduce of {format_bytes(size)}", index + 1, len(message_bytes))
         (tensor,) = process_group.buffers([(size // 4, torch.float32)])
@@ -76,13 +89,15 @@ def measure_all_reduce(
             process_group.all_reduce(tensor).wait()
 
         expected_s = samples[-1].seconds * size / samples[-1].bytes if samples else 0.0
-        timing = _together(peers, reduce, bench, source=0, left_s=deadline - bench.now(), expected_s=expected_s)
+        left_s = deadline - bench.now()
+        timing = _together(
+            peers, reduce, bench, source=0, left_s=left_s, expected_s=expected_s, between=(compute, BETWEEN_S)
+        )
         if timing is None:
             text = f"all-reduce was not measured from {format_bytes(size)} on"
             bench.say(f"{text}: {_NO_TIME}")
             break
-        slowest = max(peers.all_gather_object(timing), key=lambda t: t.seconds)
-        samples.append(_sample("all_reduce", tuple(devices), size, slowest, 1))
+        samples.append(_sample("all_reduce", tuple(devices), size, timing, 1))
     return tuple(samples)
 
 
@@ -163,11 +178,13 @@ def measure_overlap(
     message_bytes: int = 4 * 2**20,
     rounds: int = 5,
     compute: Callable[[], object] | None = None,
+    lasting_s: float = 0.0,
 ) -> float:
     """Seconds of computation that this rank loses per second of a collective in flight, in [0, 1].
 
     ``compute`` (default: a product of small matrices) is repeated until it lasts three times the collective, with and without
-    the collective beside it, in turn; the difference is what the collective took away. 0 for one rank.
+    the collective beside it, in turn; the difference is what the collective took away. 0 for one rank. ``lasting_s``: of one in a step, if
+    that is known to be longer than one behind another.
 
     Where the host computes, what a collective takes is the processor's time that this process spends on it, at the rate at which
     it gets any: a worker that is held to a part of a core pays from that part for every byte that its threads copy.
@@ -205,9 +222,10 @@ def measure_overlap(
     unit_s = compute_s(some, 1, beside=False) / some
     times = max(1, min(100_000, round(_COVER * alone_s / unit_s))) if unit_s > 0 else 1
     if isinstance(clock, HostClock):
-        return _share_of_processor(alone_s, peers, reduce, lambda: [work() for _ in range(times * runs)], rounds)
+        lasting_s = max(alone_s, lasting_s)
+        return _share_of_processor(lasting_s, peers, reduce, lambda: [work() for _ in range(times * runs)], rounds)
     lost = [compute_s(times, runs, beside=True) - compute_s(times, runs, beside=False) for _ in range(rounds)]
-    return min(1.0, max(0.0, median(lost) / alone_s)) if alone_s > 0 else 0.0
+    return min(1.0, max(0.0, median(lost) / max(alone_s, lasting_s))) if alone_s > 0 else 0.0
 
 
 def _share_of_processor(
@@ -244,18 +262,45 @@ def _rate_of(compute: Callable[[], object]) -> float:
 
 
 def _together(
-    peers: Peers, run: Callable[[], None], bench: Workbench, *, source: int, left_s: float, expected_s: float = 0.0
+    peers: Peers,
+    run: Callable[[], None],
+    bench: Workbench,
+    *,
+    source: int,
+    left_s: float,
+    expected_s: float = 0.0,
+    between: tuple[Callable[[], None], float] | None = None,
 ) -> Timing | None:
-    """Time ``run`` on all ranks, as often as rank ``source`` decides; None if it decides that there is no time."""
+    """Time ``run`` on all ranks, as often as rank ``source`` decides; None if it decides that there is no time. ``between``: what each
+    does before each run, and for how long; then of each run the rank counts that takes least time, the same on every rank."""
     if not peers.broadcast_object(expected_s * (_WARM_UP + 1) <= left_s, source):
         return None
     clock = bench.stopwatch
     warm_up_s = [_timed(peers, run, 1, clock) for _ in range(_WARM_UP)]
     run_s = max(warm_up_s[1:])  # a device that runs in bursts may have done one of them within a burst
-    repeats = peers.broadcast_object(Repeats.of(run_s, bench.sampling, left_s - sum(warm_up_s)), source)
+    whole_s = run_s + (between[1] if between else 0.0)
+    repeats = peers.broadcast_object(Repeats.of(whole_s, bench.sampling, left_s - sum(warm_up_s)), source)
     if repeats.samples == 0:
         return None
+    if between is not None:
+        own = [_each(peers, run, repeats.runs, clock, between[0]) for _ in range(repeats.samples)]
+        least = [
+            [min(of_run) for of_run in zip(*of, strict=True)] for of in zip(*peers.all_gather_object(own), strict=True)
+        ]
+        return summarise([(fmean(of_sample),) for of_sample in least])
     return summarise([(_timed(peers, run, repeats.runs, clock),) for _ in range(repeats.samples)])
+
+
+def _each(peers: Peers, run: Callable[[], None], runs: int, clock: Clock, compute: Callable[[], None]) -> list[float]:
+    """Seconds of each run, behind some computing."""
+    peers.barrier()
+    marks = []
+    for _ in range(runs):
+        compute()
+        start = clock.mark()
+        run()
+        marks.append((start, clock.mark()))
+    return [clock.seconds(start, end) for start, end in marks]
 
 
 def _timed(peers: Peers, run: Callable[[], None], runs: int, clock: Clock) -> float:
@@ -273,6 +318,27 @@ def _sample(op: str, devices: tuple[str, ...], size: int, timing: Timing, trips:
     return LinkSample(
         op="send" if op == "send" else "all_reduce", devices=devices, bytes=size, seconds=seconds, spread=timing.spread
     )
+
+
+def moment(peers: Peers, bench: Workbench) -> Callable[[], None]:
+    """Computes for about `BETWEEN_S`, by this device's own speed while all compute. Collective."""
+    clock, work = bench.stopwatch, matrix_product(bench.device)
+
+    def computing_s(times: int) -> float:
+        start = clock.mark()
+        for _ in range(times):
+            work()
+        return clock.seconds(start, clock.mark())
+
+    peers.barrier()
+    some = max(1, round(bench.sampling.sample_s / max(computing_s(_GUESS) / _GUESS, 1e-6)))
+    times = max(1, round(BETWEEN_S * some / max(computing_s(some), 1e-6)))
+
+    def compute() -> None:
+        for _ in range(times):
+            work()
+
+    return compute
 
 
 def matrix_product(device: torch.device) -> Callable[[], object]:

@@ -317,8 +317,11 @@ class _Session:
         exchanges = measure_exchanges(
             self._peers, self._process_group, self._ids, self._bench, budget_s=self._budget("exchanges")
         )
-        quick = [s.bytes for s in reduces if s.seconds <= _OVERLAP_S] or [min(MESSAGE_BYTES)]
-        overlap = measure_overlap(self._peers, self._process_group, self._bench, message_bytes=max(quick))
+        quick = {s.bytes: s.seconds for s in reduces if s.seconds <= _OVERLAP_S} or {min(MESSAGE_BYTES): 0.0}
+        size, lasting_s = max(quick.items())
+        overlap = measure_overlap(
+            self._peers, self._process_group, self._bench, message_bytes=size, lasting_s=lasting_s
+        )
         return reduces + sends + exchanges, overlap
 
     def _budget(self, what: str) -> float:

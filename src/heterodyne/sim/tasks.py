@@ -71,6 +71,7 @@ class Tasks:
         self._unsharded: dict[tuple[int, Action], int] = {}  # by rank
         self._passed: dict[int, int] = {}  # rank: its last task before it updates
         self._meetings: dict[tuple[tuple[int, ...], Action], _Meeting] = {}
+        self._begins = self._begin(program)
         self._walk_all(program, reductions)
         if costs.ranks_meet:
             self._meet()
@@ -114,7 +115,7 @@ class Tasks:
         out = {kind: self._out.get((rank, kind), {}) for kind in ("SEND_F", "SEND_B")}
         together = {number: stage.together for number, stage in costs.stages.items() if len(stage.together) > 1}
         work, lanes, waits, lag, compute = self._work, self.lanes, self._waits, self._lag, self.compute
-        begin = last = self._add(costs.overhead_s, rank)
+        begin = last = self._begins[rank]
         pending: tuple[int, ...] = ()  # messages that the next task waits for
         ends: dict[tuple[int, float], int] = {}  # (stage, fraction of its last backward): the task that reaches it
         gathering: dict[int, Action] = {}  # by stage
@@ -288,9 +289,19 @@ class Tasks:
             self._norm = self._add_collective(self._costs.norm_s, tuple(sorted(self._at_clip)), waits)
         return self._norm >= 0
 
+    def _begin(self, program: Program) -> dict[int, int]:
+        """What a step takes besides its actions, on each rank that has any; where they begin together the last one begins for all."""
+        costs = {rank: own for rank, own in enumerate(self._costs.ranks) if own is not None and program.ranks[rank]}
+        begins = {rank: self._add(own.overhead_s, rank) for rank, own in costs.items()}
+        if not self._costs.ranks_begin_together:
+            return begins
+        everyone = self._add(self._costs.meeting_s, 2 * self._ranks + len(self._links), tuple(begins.values()))
+        return {rank: self._add(0.0, rank, (everyone,)) for rank in begins}
+
     def _meet(self) -> None:
         """No rank ends its step before all have run their last backward."""
-        everyone = self._add(0.0, 2 * self._ranks + len(self._links), tuple(self._passed.values()))
+        lane, passed = 2 * self._ranks + len(self._links), tuple(self._passed.values())
+        everyone = self._add(self._costs.meeting_s, lane, passed)
         for rank in self._passed:
             self._add(0.0, rank, (everyone,))
 
