@@ -21,7 +21,10 @@ import os
 import random
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -78,7 +81,6 @@ def main() -> int:
     options = arguments(
         __doc__, whole=f"{ALL_CASES} cases, not the first {CASES}", part=f"such as 0-4, of 0-{ALL_CASES - 1}"
     )
-    results = Results("planner_here")
     count = QUICK_CASES if options.quick else ALL_CASES if options.all else CASES
     wanted = range(count) if options.cases is None else options.cases
     rows = {} if options.cases is None else known_rows(options.json)
@@ -87,10 +89,9 @@ def main() -> int:
         drawn = case(chance, number, quick=options.quick)
         if number in wanted:
             rows[number] = measured(number, *drawn)
-    for number in sorted(rows):
-        results.row(**rows[number])
-    judge(results, list(rows.values()))
-    return results.write(options.json)
+            with redirect_stdout(StringIO()):  # who is stopped has the cases until then
+                judged(rows).write(options.json)
+    return judged(rows).write(options.json)
 
 
 def known_rows(path: Path | None) -> dict[int, dict[str, Any]]:
@@ -128,8 +129,12 @@ def measured(number: int, what: str, speeds: tuple[float, ...], size: Size, link
     }
 
 
-def judge(results: Results, rows: list[dict[str, Any]]) -> None:
-    """Bars of these cases."""
+def judged(of: Mapping[int, dict[str, Any]]) -> Results:
+    """The rows of these cases, by number, and the bars."""
+    results = Results("planner_here")
+    rows = [of[number] for number in sorted(of)]
+    for row in rows:
+        results.row(**row)
     limited, count = sum(row["limited"] for row in rows), max(1, len(rows))
     results.row("cases in which no device holds the model or links are slow", cases=limited, of=len(rows))
     of_pace = [abs(error) for row in rows for error in row["errors_at_pace"].values()]
@@ -140,6 +145,7 @@ def judge(results: Results, rows: list[dict[str, Any]]) -> None:
     results.bar("chosen plans that are the fastest or within 3% of it, of all", right / count, ">= 0.9")
     results.bar("first by prediction: the fastest or within 3% of it, of all", first / count, ">= 0.75")
     results.bar("mean error of the predictions, all plans that ran", fmean(errors), "<= 0.07")
+    return results
 
 
 def case(chance: random.Random, number: int, *, quick: bool) -> tuple[str, tuple[float, ...], Size, str | None]:
