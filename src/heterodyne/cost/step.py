@@ -87,7 +87,7 @@ class StepCosts:
             all of them.
         ranks_meet: whether no rank ends its step before each has run its last backward, as where all of them learn the loss.
         ranks_begin_together: whether none begins before all have, as where they count together what the loss is averaged over.
-        meeting_s: seconds of either, from the moment at which the last rank comes.
+        meeting_s: seconds in which they learn the loss, from the moment at which the last rank comes, straight from computing.
     """
 
     ranks: tuple[RankCosts | None, ...]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
+from typing import TypeAlias
 
 import torch
 
@@ -37,6 +39,8 @@ _WARM_UP = 3  # the first collectives of a group open its connections
 _COVER = 3  # computation lasts so many times the collective that it hides
 _MATRIX = 192
 _GUESS = 10
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_Span: TypeAlias = tuple[float, float]
 BETWEEN_S = 0.01  # of computing between two collectives, as in steps
 _TELLING = 2  # of the sizes of messages: a small one and a large one
 _MOST_BUSY = 50
@@ -72,9 +76,10 @@ def measure_all_reduce(
     """All-reduce among all ranks at several sizes; the same result on every rank. Nothing for one rank.
 
     Each device computes for a moment before each, as in a step: a device that is held to a part of a processor comes to it with nothing
-    left of that part, and copies more slowly than in one collective behind another. It begins when the last rank comes, who waits for
-    nobody, so of each the rank counts that spends least time in it. Sizes that do not fit the budget are
-    left out, the largest first, and that is said on every rank.
+    left of that part, and copies more slowly than in one collective behind another. It lasts from the moment at which the last rank comes
+    until the last one has it; where the ranks have no clock in common, as long as for the rank that spends least time in it.
+
+    Sizes that do not fit the budget are left out, the largest first, and that is said on every rank.
     """
     if peers.world_size < 2:
         return ()
@@ -272,7 +277,7 @@ def _together(
     between: tuple[Callable[[], None], float] | None = None,
 ) -> Timing | None:
     """Time ``run`` on all ranks, as often as rank ``source`` decides; None if it decides that there is no time. ``between``: what each
-    does before each run, and for how long; then of each run the rank counts that takes least time, the same on every rank."""
+    does before each run, and for how long; then a run lasts as `measure_all_reduce` says, the same on every rank."""
     if not peers.broadcast_object(expected_s * (_WARM_UP + 1) <= left_s, source):
         return None
     clock = bench.stopwatch
@@ -283,16 +288,15 @@ def _together(
     if repeats.samples == 0:
         return None
     if between is not None:
+        lasting = _from_the_last if _share_a_clock(peers, clock) else _of_the_quickest
         own = [_each(peers, run, repeats.runs, clock, between[0]) for _ in range(repeats.samples)]
-        least = [
-            [min(of_run) for of_run in zip(*of, strict=True)] for of in zip(*peers.all_gather_object(own), strict=True)
-        ]
-        return summarise([(fmean(of_sample),) for of_sample in least])
+        together = [list(zip(*of_sample, strict=True)) for of_sample in zip(*peers.all_gather_object(own), strict=True)]
+        return summarise([(fmean(map(lasting, of_sample)),) for of_sample in together])
     return summarise([(_timed(peers, run, repeats.runs, clock),) for _ in range(repeats.samples)])
 
 
-def _each(peers: Peers, run: Callable[[], None], runs: int, clock: Clock, compute: Callable[[], None]) -> list[float]:
-    """Seconds of each run, behind some computing."""
+def _each(peers: Peers, run: Callable[[], None], runs: int, clock: Clock, compute: Callable[[], None]) -> list[_Span]:
+    """When each run began, behind some computing, and ended; counted from the first of them where the clock is the device's."""
     peers.barrier()
     marks = []
     for _ in range(runs):
@@ -300,7 +304,25 @@ def _each(peers: Peers, run: Callable[[], None], runs: int, clock: Clock, comput
         start = clock.mark()
         run()
         marks.append((start, clock.mark()))
-    return [clock.seconds(start, end) for start, end in marks]
+    first = 0.0 if isinstance(clock, HostClock) else marks[0][0]
+    return [(clock.seconds(first, start), clock.seconds(first, end)) for start, end in marks]
+
+
+def _share_a_clock(peers: Peers, clock: Clock) -> bool:
+    """Whether moments of all ranks are of one clock, that of a machine since it was started."""
+    try:
+        started = _BOOT.read_text() if isinstance(clock, HostClock) else ""
+    except OSError:
+        started = ""
+    return set(peers.all_gather_object(started)) == {started} and bool(started)
+
+
+def _from_the_last(spans: Sequence[_Span]) -> float:
+    return max(end for _, end in spans) - max(start for start, _ in spans)
+
+
+def _of_the_quickest(spans: Sequence[_Span]) -> float:
+    return min(end - start for start, end in spans)
 
 
 def _timed(peers: Peers, run: Callable[[], None], runs: int, clock: Clock) -> float:

@@ -295,7 +295,7 @@ class Tasks:
         begins = {rank: self._add(own.overhead_s, rank) for rank, own in costs.items()}
         if not self._costs.ranks_begin_together:
             return begins
-        everyone = self._add(self._costs.meeting_s, 2 * self._ranks + len(self._links), tuple(begins.values()))
+        everyone = self._add(0.0, 2 * self._ranks + len(self._links), tuple(begins.values()))
         return {rank: self._add(0.0, rank, (everyone,)) for rank in begins}
 
     def _meet(self) -> None:
