@@ -14,8 +14,9 @@ from heterodyne.cluster import Cluster, Profile
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
 from heterodyne.measure import Cache, discover_cluster, measure
+from heterodyne.measure.collectives import MESSAGE_BYTES, measure_all_reduce
 from heterodyne.measure.exchanges import PART_BYTES, measure_exchanges
-from heterodyne.measure.links import MESSAGE_BYTES, measure_all_reduce, measure_sends
+from heterodyne.measure.links import measure_sends
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.workbench import Workbench
 from heterodyne.runtime.comm.communicator import Communicator

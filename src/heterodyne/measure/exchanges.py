@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from heterodyne.cluster.profile import LinkSample
-from heterodyne.measure.links import BETWEEN_S, matrix_product, moment
+from heterodyne.measure.beside import BETWEEN_S, matrix_product, moment
 from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.workbench import Workbench
 

@@ -108,6 +108,21 @@ def test_messages_take_from_the_computing_of_their_ends_what_is_not_done_while_t
     assert spans[1, f"1F{micro_batches - 1}"] == pytest.approx(reached)
 
 
+@given(st.tuples(SECONDS, SECONDS), st.tuples(SECONDS, SECONDS), SECONDS)
+def test_ranks_that_meet_at_both_ends_of_a_step_wait_twice_for_the_slowest(
+    besides: tuple[float, float], passes: tuple[float, float], meeting_s: float
+) -> None:
+    """Who is slow before its passes and quick in them gains nothing by that, nor the other way round."""
+    ranks = tuple(
+        RankCosts(stages={0: stage_costs(1, s, s, 0)}, overhead_s=o) for o, s in zip(besides, passes, strict=True)
+    )
+    program = Program(ranks=(listed("0F0 0B0"),) * 2)
+    costs = StepCosts(ranks=ranks, ranks_meet=True, ranks_begin_together=True, meeting_s=meeting_s)
+    assert simulate(program, costs).step_s == pytest.approx(max(besides) + 2 * max(passes) + meeting_s)
+    apart = simulate(program, replace(costs, ranks_begin_together=False)).step_s
+    assert apart == pytest.approx(max(o + 2 * s for o, s in zip(besides, passes, strict=True)) + meeting_s)
+
+
 def with_recompute(costs: StepCosts, ranks: range) -> StepCosts:
     """Stages of those ranks keep 1 byte of a micro-batch and drop 9, which take a second to make again."""
     made = []
