@@ -57,8 +57,8 @@ _TOGETHER = 1.7
 _NEAR = 1.03
 _FAR = 2.0
 """Times the prediction of the choice: plans that are predicted to take longer say nothing of it, and take the time of all others."""
-_RUN_S, _FEWEST_ROUNDS = 16.0, 5
-"""Rounds go on for about so long, but are as many at least."""
+_RUN_S, _FEWEST_ROUNDS, _TURN_S = 16.0, 5, 0.3
+"""Rounds go on for about so long, but are as many at least; in each the choice takes as many steps as take so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,6 @@ class Size:
     samples: int
     length: int
     rounds: int
-    steps: int
     budget_s: float
     others: int = 5
     room: tuple[float, ...] = ()
@@ -160,7 +159,6 @@ def case(chance: random.Random, number: int, *, quick: bool) -> tuple[str, tuple
         samples=chance.choice([8, 16]),
         length=64,
         rounds=3 if quick else 12,
-        steps=1,
         budget_s=6 if quick else 36,
         others=3 if quick else 5,
     )
@@ -241,15 +239,16 @@ def worker(options: argparse.Namespace, size: Size) -> None:
                 first = "other 0"
         # As they run here: nothing is clipped.
         predicted = {way: rig.predicted(Plan.parse(text)).step_s for way, (_, text) in plans.items()}
-        turn_s = sum(predicted.values()) * (1 + size.steps) + 2 * _PACE_S
+        steps = max(1, round(_TURN_S / predicted.get(CHOSEN, _TURN_S)))
+        turn_s = sum(predicted.values()) * (1 + steps) + 2 * _PACE_S
         rounds = max(_FEWEST_ROUNDS, min(size.rounds, round(_RUN_S / turn_s)))
-        plans, predicted, rounds = session.communicator.broadcast_object((plans, predicted, rounds), 0)
+        plans, predicted, steps, rounds = session.communicator.broadcast_object((plans, predicted, steps, rounds), 0)
         workers = {way: rig.worker(Plan.parse(text), model_of(size)) for way, (_, text) in plans.items()}
         run = {way: (lambda w=w: w.step(batch)) for way, w in workers.items()}
         few = {name: tensor[:_PACED] for name, tensor in batch.items()}
         pace, paces = Pace(rig, model_of(size), few, seconds=_PACE_S), list[list[float]]()
         run[_PACE] = lambda: paces.append(pace())
-        found = in_rounds(run, session.communicator, rounds=rounds, steps=size.steps, settle=1)
+        found = in_rounds(run, session.communicator, rounds=rounds, steps=steps, settle=1)
         for made in workers.values():
             made.close()
         if session.rank == 0:
