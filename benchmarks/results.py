@@ -27,8 +27,10 @@ def arguments(
     whole: str | None = None,
     seed: int | None = None,
     names: tuple[str, tuple[str, ...]] | None = None,
+    part: str | None = None,
 ) -> argparse.Namespace:
     """``--quick`` for a form of at most two minutes, ``--json FILE`` for a machine; ``--all``, if there is more than ten minutes hold;
+    ``--cases 0-4``, if a ``part`` of the cases can be measured by itself;
     ``--seed``, if something is drawn; an option such as ``--plans A,B`` with which of the names are wanted, by default all.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
@@ -36,12 +38,19 @@ def arguments(
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here as JSON")
     if whole:
         parser.add_argument("--all", action="store_true", help=whole)
+    if part:
+        parser.add_argument("--cases", type=_range, metavar="FIRST-LAST", help=f"only these, {part}")
     if seed is not None:
         parser.add_argument("--seed", type=int, default=seed, help=f"what is drawn follows from it; {seed} by default")
     if names is not None:
         option, known = names
         parser.add_argument(option, type=_some_of(known), default=known, metavar=",".join(known), help="only these")
     return parser.parse_args()
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def _some_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:

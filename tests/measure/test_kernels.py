@@ -53,20 +53,20 @@ def test_more_layers_take_more_time() -> None:
     assert 4 < long.backward_s / short.backward_s < 64
 
 
-def test_the_whole_model_is_measured_at_two_sizes_and_they_give_the_composition() -> None:
+def test_the_whole_model_is_measured_at_three_sizes_and_they_give_the_composition() -> None:
     """A whole of 1.2 times the sum of its three blocks at those sizes is taken for one of 1.2 times at every size."""
     clock = FakeClock()
     layer = FakeProgram(clock, 0.0, 0.002)
     programs = {"layer": layer, "head": FakeProgram(clock, 0.0, 0.004), "*": FakeProgram(clock, 0.0, 1.2 * 0.008)}
     blocks = measure_blocks(programs, [1, 2, 4, 8], bench_of(clock), counts={"layer": 2, "head": 1})
-    assert tuple(s.micro_batch_size for s in blocks["*"]) == whole_sizes([1, 2, 4, 8]) == (1, 4)
+    assert tuple(s.micro_batch_size for s in blocks["*"]) == whole_sizes([1, 2, 4, 8]) == (1, 4, 8)
     assert whole_sizes([2]) == (2,)
     compute = compute_of(
         graph_of(("layer", "head", "layer")), "d", DeviceProfile(blocks=blocks, optimizer_s_per_byte=0.0)
     )
     for size in (1, 2, 3, 4, 8, 16):
         assert compute.composition(size) == pytest.approx(1.2)
-    assert compute.forward.composition == ((1, pytest.approx(1.2)), (4, pytest.approx(1.2)))
+    assert compute.forward.composition == tuple((size, pytest.approx(1.2)) for size in (1, 4, 8))
 
 
 @pytest.mark.parametrize(("fixed_s", "largest"), [(0.0, 2), (0.01, 32), (0.1, 256)])
@@ -102,13 +102,14 @@ def test_the_halves_of_a_backward_are_measured_apart_and_the_whole_model_is_not_
         assert s.backward_s == pytest.approx(2 * s.forward_s)
         assert s.input_s == pytest.approx(2 / 3 * s.backward_s)
         assert s.weight_s == pytest.approx(1 / 3 * s.backward_s)
+        assert s.halved_forward_s == pytest.approx(s.forward_s)
     assert {(s.input_s, s.weight_s) for s in blocks["*"]} == {(0.0, 0.0)}
 
 
 @pytest.mark.parametrize("budget_s", [1e9, 20.0, 0.0])
 @pytest.mark.parametrize("most", [1, 4, 10**9])
 def test_all_ranks_meet_as_often_whatever_each_leaves_out(budget_s: float, most: int) -> None:
-    """Once before and once after each of the sections: four sizes of the block, two of the whole model."""
+    """Once before and once after each of the sections: four sizes of the block, three of the whole model."""
     met: list[str | None] = []
     clock = FakeClock()
 
@@ -118,7 +119,7 @@ def test_all_ranks_meet_as_often_whatever_each_leaves_out(budget_s: float, most:
 
     programs = {"a": FakeProgram(clock, 0.0, 0.5, most=most), "*": FakeProgram(clock, 0.0, 2.0, most=most)}
     measure_blocks(programs, [1, 2, 4, 8], bench_of(clock, gather=gather), budget_s=budget_s)
-    assert met == [None] * (1 + 6)
+    assert met == [None] * (1 + 7)
 
 
 def test_a_block_that_fails_is_told_at_the_next_meeting_and_ends_the_measurement_of_all() -> None:

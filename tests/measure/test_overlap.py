@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from heterodyne.measure.links import measure_overlap
+from heterodyne.measure.collectives import measure_overlap
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.workbench import Workbench
 from measure.fake_device import FakeClock

@@ -20,7 +20,7 @@ from heterodyne.text_files import write_text
 
 __all__ = ["WHOLE", "BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
-PROFILE_VERSION = 6
+PROFILE_VERSION = 7
 WHOLE: Final = "*"  # the kind under which the whole model stands among its blocks
 
 
@@ -32,7 +32,8 @@ class BlockSample:
     makes for each forward, whatever its size; ``spread`` is that of forward plus backward.
     ``peak_bytes`` is the most that forward and backward held at any moment beyond weights and gradients, 0 where the device does
     not say (CPU). ``extrapolated``: not measured, but continued from the smaller sizes (out of time or of memory).
-    ``input_s`` and ``weight_s`` are the two halves of a backward that is run in halves, both 0 where that was not measured.
+    ``input_s`` and ``weight_s`` are the two halves of a backward that is run in halves, and ``halved_forward_s`` is the forward before
+    them, which prepares that; all 0 where that was not measured.
     """
 
     __pydantic_config__ = EXACT
@@ -46,6 +47,7 @@ class BlockSample:
     extrapolated: bool = False
     input_s: Seconds = 0.0
     weight_s: Seconds = 0.0
+    halved_forward_s: Seconds = 0.0
     copied_bytes: Count = 0
 
 
@@ -86,6 +88,8 @@ class LinkSample:
 
     ``send``: from the first to the second. ``exchange``: so many from each to each other one, every few milliseconds while all compute
     in between; waits for who comes late are part of its seconds.
+    ``busy_s``: of a ``send``, what it takes of the computing of its first and of its second device, whose processors carry bytes
+    themselves; empty where nobody's does.
     """
 
     __pydantic_config__ = EXACT
@@ -95,6 +99,7 @@ class LinkSample:
     bytes: Count
     seconds: Seconds
     spread: Seconds
+    busy_s: tuple[Seconds, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

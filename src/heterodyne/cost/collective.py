@@ -118,6 +118,16 @@ class Collectives:
             )
         return AlphaBeta(link.latency_s, 1 / link.bandwidth_bytes_per_s)
 
+    def busy(self, device: str, other: str) -> AlphaBeta:
+        """What a message between two devices takes of the computing of the first, sent or received; nothing where no processor carries it.
+
+        Between devices that were not measured together it is what messages take of that device elsewhere.
+        """
+        of = [s for s in self.samples if s.op == "send" and device in s.devices and any(s.busy_s)]
+        near = [s for s in of if other in s.devices] or of
+        points = [(s.bytes, own) for s in near if (own := s.busy_s[s.devices.index(device)]) > 0]
+        return fit(points) if points and device != other else FREE
+
     def exchange(self, devices: Sequence[str]) -> AlphaBeta | None:
         """What an exchange adds to the computing of devices that meet often, by the bytes that each has for each other one; None if
         that was not measured.

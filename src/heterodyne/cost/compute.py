@@ -26,7 +26,8 @@ __all__ = ["Compute", "Direction", "Pass", "compute_of"]
 
 _NO_TIME = 1e-12  # seconds; no clock tells less
 
-Pass = Literal["F", "B", "I", "W"]
+Pass = Literal["F", "B", "I", "W", "H"]
+"""H: a forward whose backward comes in the halves I and W."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +52,15 @@ class Compute:
     Args:
         graph: the model.
         forward, backward: of the whole model.
-        halves: for the kinds of blocks that were also measured in halves: seconds of I and of W, which tell how a backward divides.
+        halves: for the kinds of blocks that were also measured in halves: seconds of H, of I and of W. Where a block has many small
+            products, the halves take clearly more than the whole.
     """
 
     device: str
     graph: ModelGraph
     forward: Direction
     backward: Direction
-    halves: Mapping[str, tuple[Curve, Curve]] = field(default_factory=dict)
+    halves: Mapping[str, tuple[Curve, Curve, Curve]] = field(default_factory=dict)
     _split: Halves
     _borders: dict[tuple[Pass, float], tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
     _reached: dict[tuple[Pass, int, float], float] = field(default_factory=dict, repr=False, compare=False)
@@ -104,7 +106,7 @@ class Compute:
         """Seconds of all blocks before each block, and of all."""
         key = (kind, size)
         if key not in self._borders:
-            direction = self.forward if kind == "F" else self.backward
+            direction = self.forward if kind in ("F", "H") else self.backward
             whole = [direction.kinds[name](size) for name in self.blocks]
             parts = whole if kind in ("F", "B") else self._halved(kind, whole, size)
             summed = sum(whole)
@@ -115,14 +117,17 @@ class Compute:
         return self._borders[key]
 
     def _halved(self, kind: Pass, whole: list[float], size: float) -> list[float]:
-        """The half of each block's backward: divided as measured, else by operations; together they take what the whole takes."""
+        """Of each block H, I or W as measured; else H as F, and a backward divided by operations: then the halves take what it takes."""
         flops = {"I": self._split.input_flops, "W": self._split.weight_flops}
         halves = []
         for block, seconds in zip(self.graph.blocks, whole, strict=True):
             if block.kind in self.halves:
-                own = {half: curve(size) for half, curve in zip("IW", self.halves[block.kind], strict=True)}
-            else:
-                own = {half: Size.total(of[block.start : block.stop])(size) for half, of in flops.items()}
+                halves.append(self.halves[block.kind]["HIW".index(kind)](size))
+                continue
+            if kind == "H":
+                halves.append(seconds)
+                continue
+            own = {half: Size.total(of[block.start : block.stop])(size) for half, of in flops.items()}
             together = own["I"] + own["W"]
             # A block without any operations that count has no weights to speak of.
             part = own[kind] / together if together > 0 else float(kind == "I")
@@ -135,7 +140,7 @@ class Compute:
             sizes = (self._split.input_flops if kind == "I" else self._split.weight_flops)[start:stop]
         else:
             ops = self.graph.ops[start:stop]
-            sizes = tuple(op.flops_forward if kind == "F" else op.flops_backward for op in ops)
+            sizes = tuple(op.flops_forward if kind in ("F", "H") else op.flops_backward for op in ops)
         flops = [flop(size) for flop in sizes]
         if sum(flops) <= 0:
             return (position - start) / (stop - start)
@@ -158,13 +163,16 @@ def compute_of(graph: ModelGraph, device: str, profile: DeviceProfile) -> Comput
     )
 
 
-def _halves(graph: ModelGraph, profile: DeviceProfile) -> dict[str, tuple[Curve, Curve]]:
+def _halves(graph: ModelGraph, profile: DeviceProfile) -> dict[str, tuple[Curve, Curve, Curve]]:
     halves = {}
     for kind in graph.kinds:
         known = [s for s in profile.blocks[kind] if s.input_s > 0 or s.weight_s > 0]
         if known:
-            inputs = Curve.fit((float(s.micro_batch_size), s.input_s) for s in known)
-            halves[kind] = (inputs, Curve.fit((float(s.micro_batch_size), s.weight_s) for s in known))
+            of = [
+                (float(s.micro_batch_size), (s.halved_forward_s or s.forward_s, s.input_s, s.weight_s)) for s in known
+            ]
+            forward, inputs, weights = (Curve.fit((size, seconds[n]) for size, seconds in of) for n in range(3))
+            halves[kind] = (forward, inputs, weights)
     return halves
 
 

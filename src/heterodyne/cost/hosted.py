@@ -85,6 +85,7 @@ def on_host(
         forward_s=later(costs.forward_s, 0),
         backward_s=later(costs.backward_s, 1),
         input_s=later(costs.input_s, 1),
+        halved_forward_s=later(costs.halved_forward_s, 0),
         kept_bytes=tuple(max(0, k - a - lost(a)) for k, a in zip(costs.kept_bytes, away, strict=True)),
         host_bytes=tuple(away),
     )

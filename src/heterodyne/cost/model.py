@@ -224,13 +224,14 @@ class CostModel:
         """
         again = parts_again(self.graph, ops, recompute, keep)
         made = {size: self._passes(device, ops, size, again, entering, leaving) for size in set(sizes)}
-        columns = list(zip(*(made[size] for size in sizes), strict=True)) or [()] * 10
-        forward, backward, inputs, weights, redo, kept, recomputed, redone, left, gradients = columns
+        columns = list(zip(*(made[size] for size in sizes), strict=True)) or [()] * 11
+        forward, backward, inputs, weights, halved, redo, kept, recomputed, redone, left, gradients = columns
         return StageCosts(
             forward_s=forward,
             backward_s=backward,
             input_s=inputs,
             weight_s=weights,
+            halved_forward_s=halved,
             recompute_s=redo,
             kept_bytes=kept,
             recomputed_bytes=recomputed,
@@ -241,7 +242,7 @@ class CostModel:
 
     def _passes(
         self, device: str, ops: Ops, size: int, again: Sequence[Again], entering: Size, leaving: Size
-    ) -> tuple[float, float, float, float, float, int, int, int, int, int]:
+    ) -> tuple[float, float, float, float, float, float, int, int, int, int, int]:
         """One value for each field of `StageCosts`."""
         compute, memory = self.compute[device], self.device_memory[device]
 
@@ -252,7 +253,7 @@ class CostModel:
             return round(tensors) + memory.lost(tensors)
 
         if size == 0:
-            return 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0
+            return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0
         dropped = [memory.activations(size, part.ops) for part in again]
         inputs = sum(self._read_by(part.ops)(size) for part in again)
         inputs += sum(a.kept_bytes(self.graph, size, saved) for a, saved in zip(again, dropped, strict=True))
@@ -264,6 +265,7 @@ class CostModel:
             seconds("B", ops),
             seconds("I", ops),
             seconds("W", ops),
+            seconds("H", ops),
             sum(self.again_s(device, part, size) for part in again),
             with_loss(kept),
             with_loss(sum(dropped)),
@@ -326,12 +328,15 @@ class CostModel:
                 )
         alike = not parts and all(set(bucket.owners) == set(plan.devices) for bucket in buckets)
         active = tuple(dict.fromkeys(plan.devices))
+        meet = self.ranks_meet and len(active) > 1
         return StepCosts(
             ranks=tuple(ranks),
             **self._collective_s(plan, buckets),
             routes=tuple(sent),
             norm_s=None if alike else self.collectives.all_reduce(active)(_NORM_BYTES),
-            ranks_meet=self.ranks_meet and len(active) > 1,
+            ranks_meet=meet,
+            ranks_begin_together=meet and self.graph.loss.count == "tokens",
+            meeting_s=self.collectives.all_reduce(active)(_NORM_BYTES) if meet else 0.0,
         )
 
     def _collective_s(self, plan: Plan, buckets: Sequence[Bucket]) -> dict[str, tuple[float, ...]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from heterodyne.cluster.spec import Cluster
-from heterodyne.cost.collective import AlphaBeta, Collectives
+from heterodyne.cost.collective import FREE, AlphaBeta, Collectives
 from heterodyne.graph.cut import Crossing
 from heterodyne.graph.size import Size
 from heterodyne.plan.slices import overlap
@@ -34,6 +34,7 @@ class Route:
         bytes: one a micro-batch; 0 where nothing is sent.
         latency_s: seconds that a message is under way without occupying the link.
         seconds: one a micro-batch: how long it occupies the link.
+        source_s, destination_s: one a micro-batch: what it takes of the computing of either rank. Empty: nothing.
     """
 
     kind: Literal["F", "B"]
@@ -43,6 +44,8 @@ class Route:
     bytes: tuple[int, ...]
     latency_s: float
     seconds: tuple[float, ...]
+    source_s: tuple[float, ...] = ()
+    destination_s: tuple[float, ...] = ()
 
 
 def link_between(cluster: Cluster, source: str, destination: str) -> str:
@@ -90,7 +93,8 @@ def routes(
                         ends = (cluster.rank(a), source), (cluster.rank(b), destination)
                         lane = link_between(cluster, a, b)
                         size = short if narrow(a, b) else wide
-                        made.append(_route(kind, ends, lane, size, common, collectives.send(a, b)))
+                        busy = collectives.busy(a, b), collectives.busy(b, a)
+                        made.append(_route(kind, ends, lane, size, common, collectives.send(a, b), busy))
     return tuple(made)
 
 
@@ -101,8 +105,12 @@ def _route(
     size: Size,
     common: Sequence[int],
     cost: AlphaBeta,
+    busy: tuple[AlphaBeta, AlphaBeta],
 ) -> Route:
     of_count = {count: round(size(count)) if count else 0 for count in set(common)}
+    source_s, destination_s = (
+        tuple(own(of_count[count]) if count else 0.0 for count in common) if own != FREE else () for own in busy
+    )
     return Route(
         kind=kind,
         source=ends[0],
@@ -111,4 +119,6 @@ def _route(
         bytes=tuple(of_count[count] for count in common),
         latency_s=cost.latency_s,
         seconds=tuple(cost.s_per_byte * of_count[count] for count in common),
+        source_s=source_s,
+        destination_s=destination_s,
     )

@@ -14,6 +14,7 @@ class StageCosts:
     Args:
         forward_s, backward_s: of F and B.
         input_s, weight_s: of I and W. Empty: what this stage does not run in halves.
+        halved_forward_s: of F where backwards come in halves, which it prepares. Empty: it takes what F does otherwise.
         recompute_s: of R; inside B or I where a micro-batch has no R.
         kept_bytes: what F adds, and what is gone when the backward is over.
         recomputed_bytes: what R adds to that.
@@ -34,6 +35,7 @@ class StageCosts:
     backward_s: tuple[float, ...]
     input_s: tuple[float, ...] = ()
     weight_s: tuple[float, ...] = ()
+    halved_forward_s: tuple[float, ...] = ()
     recompute_s: tuple[float, ...] = ()
     kept_bytes: tuple[int, ...] = ()
     recomputed_bytes: tuple[int, ...] = ()
@@ -51,7 +53,8 @@ class StageCosts:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of all passes: no order of them takes less. A backward counts whole or in halves, whatever is less."""
+        """Seconds of all passes: no order of them takes less. What a micro-batch has counts whole or in halves, whatever is less."""
         halves = [a + b for a, b in zip(self.input_s, self.weight_s, strict=True)] or self.backward_s
         backward = sum(min(whole, split) for whole, split in zip(self.backward_s, halves, strict=True))
-        return sum(self.forward_s) + backward + sum(self.recompute_s)
+        forward = min(sum(self.forward_s), sum(self.halved_forward_s or self.forward_s))
+        return forward + backward + sum(self.recompute_s)

@@ -86,6 +86,8 @@ class StepCosts:
         norm_s: seconds in which the ranks agree on the norm of all gradients, before CLIP; None: each knows it by itself, since it has
             all of them.
         ranks_meet: whether no rank ends its step before each has run its last backward, as where all of them learn the loss.
+        ranks_begin_together: whether none begins before all have, as where they count together what the loss is averaged over.
+        meeting_s: seconds in which they learn the loss, from the moment at which the last rank comes, straight from computing.
     """
 
     ranks: tuple[RankCosts | None, ...]
@@ -95,6 +97,8 @@ class StepCosts:
     routes: tuple[Route, ...] = ()
     norm_s: float | None = None
     ranks_meet: bool = False
+    ranks_begin_together: bool = False
+    meeting_s: float = 0.0
 
     @property
     def lower_bound_s(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from heterodyne.cluster.profile import WHOLE, BlockSample, Profile
 from heterodyne.errors import MeasureError
 from heterodyne.measure.block_run import BlockProgram, BlockRun
-from heterodyne.measure.links import measure_all_reduce
+from heterodyne.measure.collectives import measure_all_reduce
 from heterodyne.measure.notes import told_once, words_of
 from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.sampling import Timing

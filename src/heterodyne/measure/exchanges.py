@@ -7,25 +7,23 @@ is a little faster than the others waits for them at each; so the one that spend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median, quantiles
 from typing import Final
 
 import torch
 
 from heterodyne.cluster.profile import LinkSample
-from heterodyne.measure.links import matrix_product
+from heterodyne.measure.beside import BETWEEN_S, matrix_product, moment
 from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.workbench import Workbench
 
 __all__ = ["PART_BYTES", "measure_exchanges"]
 
 PART_BYTES: Final = (4 * 2**10, 2**20)
-_BETWEEN_S: Final = 0.01
 _ROUND_S: Final = 0.3
 _LEAST_RUNS: Final = 3
 _MOST_ROUNDS: Final = 9
-_GUESS: Final = 10
 _LEAST_S: Final = 1e-7
 
 
@@ -49,42 +47,32 @@ def measure_exchanges(
         bench.say("exchanges between stretches of computing were not measured: the time for measuring is used up")
         return ()
     clock = bench.stopwatch
-    work = matrix_product(bench.device)
 
-    def computing_s(times: int) -> float:
-        start = clock.mark()
-        for _ in range(times):
-            work()
-        return clock.seconds(start, clock.mark())
-
-    def exchange_s(times: int, runs: int, exchanged: tuple[list[torch.Tensor], list[int]]) -> float:
-        """Seconds of an exchange behind ``times`` computations, the mean of ``runs``: who hiccups makes the others wait in a step too."""
+    def exchange_s(compute: Callable[[], object], runs: int, exchanged: tuple[list[torch.Tensor], list[int]]) -> float:
+        """Seconds of an exchange behind some computing, the mean of ``runs``: who hiccups makes the others wait in a step too."""
         peers.barrier()
         marks = []
         for _ in range(runs):
-            for _ in range(times):
-                work()
+            compute()
             start = clock.mark()
             process_group.all_to_all(*exchanged)()
             marks.append((start, clock.mark()))
         return fmean(clock.seconds(start, stop) for start, stop in marks)
 
-    peers.barrier()
-    some = max(1, round(bench.sampling.sample_s / max(computing_s(_GUESS) / _GUESS, 1e-6)))
-    times = max(1, round(_BETWEEN_S * some / max(computing_s(some), 1e-6)))
+    brief, long = matrix_product(bench.device), moment(peers, bench)
     exchanged, runs = [], []
     for size in part_bytes:
         parts = [torch.zeros(size // 4, device=bench.device)] * peers.world_size
         exchanged.append((parts, [size // 4] * peers.world_size))
-        exchange_s(1, _LEAST_RUNS, exchanged[-1])  # the first ones open connections
-        each_s = exchange_s(1, _LEAST_RUNS, exchanged[-1])
-        runs.append(peers.broadcast_object(max(_LEAST_RUNS, round(_ROUND_S / (_BETWEEN_S + each_s))), 0))
+        exchange_s(brief, _LEAST_RUNS, exchanged[-1])  # the first ones open connections
+        each_s = exchange_s(brief, _LEAST_RUNS, exchanged[-1])
+        runs.append(peers.broadcast_object(max(_LEAST_RUNS, round(_ROUND_S / (BETWEEN_S + each_s))), 0))
     # The sizes take turns, so that a bad moment of the machine spoils few rounds of each, and the middle one is not among them.
     found: list[list[float]] = [[] for _ in part_bytes]
     for number in range(rounds):
         bench.progress("exchanges between stretches of computing", number + 1, rounds)
         for index in range(len(part_bytes)):
-            found[index].append(exchange_s(times, runs[index], exchanged[index]))
+            found[index].append(exchange_s(long, runs[index], exchanged[index]))
     samples = []
     for size, of_size in zip(part_bytes, zip(*peers.all_gather_object(found), strict=True), strict=True):
         added = [max(_LEAST_S, min(of_ranks)) for of_ranks in zip(*of_size, strict=True)]

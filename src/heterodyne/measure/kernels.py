@@ -79,8 +79,9 @@ def measure_blocks(
         done.append(size)
         if while_faster and later and not bench.any_of(survey.gains(size), survey.run):
             break
-    for at in whole_sizes(done)[1:] if WHOLE in programs else ():
-        measured(WHOLE, at, ())
+    left = whole_sizes(done)[1:] if WHOLE in programs else ()
+    for place, at in enumerate(left):
+        measured(WHOLE, at, [(WHOLE, later_size) for later_size in left[place + 1 :]])
     survey.let_go()
     return survey.completed(done)
 
@@ -110,14 +111,15 @@ def extrapolate(samples: Sequence[BlockSample], size: int) -> BlockSample:
         extrapolated=True,
         input_s=onward("input_s"),
         weight_s=onward("weight_s"),
+        halved_forward_s=onward("halved_forward_s"),
     )
 
 
 def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """At which of the sizes the whole model is measured: the smallest and the middle one tell how far it is from the sum of its
-    blocks, and how that changes. A small micro-batch in a block by itself costs more than in the model."""
+    """At which of the sizes the whole model is measured: the smallest, the middle one and the largest tell how far it is from the sum of
+    its blocks, and how that changes. A small micro-batch in a block by itself costs more than in the model."""
     ordered = sorted(set(sizes))
-    return tuple(dict.fromkeys((ordered[0], ordered[len(ordered) // 2])))
+    return tuple(dict.fromkeys((ordered[0], ordered[len(ordered) // 2], ordered[-1])))
 
 
 class _Survey:
@@ -267,8 +269,8 @@ def _with_halves(
 ) -> BlockSample:
     run_s = sample.forward_s + sample.backward_s
     timing = bench.time(lambda: run.halved(halves), budget_s=budget_s / 2, run_s=run_s, leniency=leniency)
-    _, _, inputs, weights = timing.laps
-    return replace(sample, input_s=inputs, weight_s=weights)
+    forward, _, inputs, weights = timing.laps
+    return replace(sample, halved_forward_s=forward, input_s=inputs, weight_s=weights)
 
 
 def _lack(error: Exception) -> str | None:

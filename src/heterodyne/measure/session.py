@@ -18,12 +18,13 @@ from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.measure.block_run import BlockProgram, Halves, Precision, Surroundings
 from heterodyne.measure.cache import Cache, profile_key
 from heterodyne.measure.clock import Clock
+from heterodyne.measure.collectives import MESSAGE_BYTES, measure_all_reduce, measure_overlap
 from heterodyne.measure.confirm import changes
 from heterodyne.measure.exchanges import measure_exchanges
 from heterodyne.measure.host_copies import measure_host_copies
 from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.kernels import measure_blocks
-from heterodyne.measure.links import MESSAGE_BYTES, measure_all_reduce, measure_overlap, measure_sends
+from heterodyne.measure.links import measure_sends
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.optimizer_step import measure_optimizer
 from heterodyne.measure.peers import Peers, ProcessGroup
@@ -317,8 +318,11 @@ class _Session:
         exchanges = measure_exchanges(
             self._peers, self._process_group, self._ids, self._bench, budget_s=self._budget("exchanges")
         )
-        quick = [s.bytes for s in reduces if s.seconds <= _OVERLAP_S] or [min(MESSAGE_BYTES)]
-        overlap = measure_overlap(self._peers, self._process_group, self._bench, message_bytes=max(quick))
+        quick = {s.bytes: s.seconds for s in reduces if s.seconds <= _OVERLAP_S} or {min(MESSAGE_BYTES): 0.0}
+        size, lasting_s = max(quick.items())
+        overlap = measure_overlap(
+            self._peers, self._process_group, self._bench, message_bytes=size, lasting_s=lasting_s
+        )
         return reduces + sends + exchanges, overlap
 
     def _budget(self, what: str) -> float:

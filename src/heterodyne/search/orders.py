@@ -111,7 +111,7 @@ def _times(stages: Sequence[StageCosts]) -> StageTimes:
 
     inputs, weights = slowest([s.input_s for s in stages]), slowest([s.weight_s for s in stages])
     return StageTimes(
-        forward_s=slowest([s.forward_s for s in stages]),
+        forward_s=slowest([s.halved_forward_s or s.forward_s for s in stages]),
         input_s=inputs,
         weight_s=weights,
         recompute_s=slowest([s.recompute_s for s in stages]),

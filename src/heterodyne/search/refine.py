@@ -63,4 +63,4 @@ def _times(draft: Draft, drafting: Drafting, stage: int, points: Sequence[int]) 
         spent = (max(0.0, float(sums[n][points[stage + 1]] - sums[n][points[stage]])) * sizes[n] for n in sizes)
         return sum(spent) / len(draft.micro_batches)
 
-    return StageTimes(forward_s=mean_s("F"), input_s=mean_s("I"), weight_s=mean_s("W"))
+    return StageTimes(forward_s=mean_s("H"), input_s=mean_s("I"), weight_s=mean_s("W"))

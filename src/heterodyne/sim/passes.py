@@ -18,16 +18,20 @@ Table: TypeAlias = dict[str, dict[int, tuple[float, ...]]]
 def seconds_of(actions: Sequence[Action], costs: RankCosts) -> Table:
     """Seconds of the passes by kind, stage and micro-batch. What is recomputed counts in B or I where the list has no R for it."""
     table: Table = {kind: {} for kind in ("F", "B", "I", "W", "R")}
+    halved = {action.stage for action in actions if action.kind == "W"}
     redone: set[tuple[int, int | None]] | None = None
     for number, stage in costs.stages.items():
         table["F"][number] = stage.forward_s
         table["B"][number], table["I"][number], table["W"][number] = stage.backward_s, stage.input_s, stage.weight_s
+        if number in halved:  # then all of its forwards prepare that, and a whole backward is both halves on end
+            table["F"][number] = stage.halved_forward_s or stage.forward_s
+            table["B"][number] = _plus(stage.input_s, stage.weight_s)
         table["R"][number] = stage.recompute_s or (0.0,) * len(stage.forward_s)
         if any(stage.recompute_s):
             if redone is None:
                 redone = {(action.stage, action.index) for action in actions if action.kind == "R"}
             inside = [0.0 if (number, j) in redone else seconds for j, seconds in enumerate(stage.recompute_s)]
-            table["B"][number] = _plus(stage.backward_s, inside)
+            table["B"][number] = _plus(table["B"][number], inside)
             table["I"][number] = _plus(stage.input_s, inside)
     return table
 

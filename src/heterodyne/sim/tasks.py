@@ -21,7 +21,8 @@ from heterodyne.sim.passes import completes, cuts_of, seconds_of
 __all__ = ["Tasks"]
 
 _NOT_YET, _NOTHING = -1, -2  # in place of the task that carries a message
-Sent = tuple[int, Sequence[int], Sequence[float], float, list[int]]  # lane, bytes, seconds, latency, tasks
+Sent = tuple[int, Sequence[int], Sequence[float], float, list[int], Sequence[float]]
+"""Lane, bytes, seconds, latency, tasks, seconds of the sender."""
 _TOGETHER = frozenset({"F", "B", "I", "R"})  # in W nothing is exchanged
 
 
@@ -56,7 +57,7 @@ class Tasks:
         self._several: dict[int, tuple[int, ...]] = {}
         self._ranks, self._costs = len(program.ranks), costs
         self._links = {name: 2 * self._ranks + n for n, name in enumerate(dict.fromkeys(r.link for r in costs.routes))}
-        self._into: dict[tuple[int, str], dict[int, list[list[int]]]] = {}
+        self._into: dict[tuple[int, str], dict[int, list[tuple[list[int], Sequence[float]]]]] = {}
         self._out: dict[tuple[int, str], dict[int, list[Sent]]] = {}
         self._lay_routes()
         reductions = [[a for a in actions if a.kind in REDUCTIONS] for actions in program.ranks]
@@ -70,6 +71,7 @@ class Tasks:
         self._unsharded: dict[tuple[int, Action], int] = {}  # by rank
         self._passed: dict[int, int] = {}  # rank: its last task before it updates
         self._meetings: dict[tuple[tuple[int, ...], Action], _Meeting] = {}
+        self._begins = self._begin(program)
         self._walk_all(program, reductions)
         if costs.ranks_meet:
             self._meet()
@@ -78,10 +80,12 @@ class Tasks:
     def _lay_routes(self) -> None:
         for route in self._costs.routes:
             tasks = [_NOT_YET if size else _NOTHING for size in route.bytes]
-            sent = (self._links[route.link], route.bytes, route.seconds, route.latency_s, tasks)
+            sent = (self._links[route.link], route.bytes, route.seconds, route.latency_s, tasks, route.source_s)
             (rank, stage), (to_rank, to_stage) = route.source, route.destination
             self._out.setdefault((rank, f"SEND_{route.kind}"), {}).setdefault(stage, []).append(sent)
-            self._into.setdefault((to_rank, f"RECV_{route.kind}"), {}).setdefault(to_stage, []).append(tasks)
+            self._into.setdefault((to_rank, f"RECV_{route.kind}"), {}).setdefault(to_stage, []).append(
+                (tasks, route.destination_s)
+            )
 
     def _walk_all(self, program: Program, reductions: Sequence[Sequence[Action]]) -> None:
         """Let every rank go as far as it can, in turns, until all are through."""
@@ -111,7 +115,7 @@ class Tasks:
         out = {kind: self._out.get((rank, kind), {}) for kind in ("SEND_F", "SEND_B")}
         together = {number: stage.together for number, stage in costs.stages.items() if len(stage.together) > 1}
         work, lanes, waits, lag, compute = self._work, self.lanes, self._waits, self._lag, self.compute
-        begin = last = self._add(costs.overhead_s, rank)
+        begin = last = self._begins[rank]
         pending: tuple[int, ...] = ()  # messages that the next task waits for
         ends: dict[tuple[int, float], int] = {}  # (stage, fraction of its last backward): the task that reaches it
         gathering: dict[int, Action] = {}  # by stage
@@ -144,16 +148,23 @@ class Tasks:
                         compute.append((rank, action, last, last))
                     pending = ()
                 elif kind in into:
-                    came = []
-                    for tasks in into[kind].get(stage, ()):
+                    came, busy_s = [], 0.0
+                    for tasks, carried_s in into[kind].get(stage, ()):
                         while (message := tasks[index]) == _NOT_YET:  # type: ignore[index]
                             yield action
                         if message >= 0:
                             came.append(message)
+                            busy_s += carried_s[index] if carried_s else 0.0  # type: ignore[index]
                     self.receives.append((rank, action, last, tuple(came)))
+                    if busy_s:  # takes from computing what is not done while the rank waits anyway
+                        last = self._add(busy_s, rank)
                     pending += tuple(came)
                 elif kind in out:
-                    self.sends.append((rank, action, self._send(out[kind].get(stage, ()), index, (last, *pending))))
+                    sent = out[kind].get(stage, ())
+                    self.sends.append((rank, action, self._send(sent, index, (last, *pending))))
+                    carried = [of[-1] for of in sent if of[-1]]
+                    if busy_s := sum(seconds[index] for seconds in carried):  # type: ignore[index,misc]
+                        last = self._add(busy_s, rank, pending)
                 elif kind in REDUCTIONS:
                     self._join(rank, action, completes(costs, action, ends, begin))
                 elif kind in ("GATHER", "UNSHARD"):
@@ -177,7 +188,7 @@ class Tasks:
     def _send(self, sent: Sequence[Sent], index: int | None, waits: tuple[int, ...]) -> tuple[int, ...]:
         """Add the messages of one SEND."""
         first = len(self._work)
-        for link, sizes, durations, latency, tasks in sent:
+        for link, sizes, durations, latency, tasks, _ in sent:
             if sizes[index]:  # type: ignore[index]  # only CLIP and STEP have none
                 tasks[index] = len(self._work)  # type: ignore[index]
                 self._work.append(durations[index])  # type: ignore[index]
@@ -278,9 +289,19 @@ class Tasks:
             self._norm = self._add_collective(self._costs.norm_s, tuple(sorted(self._at_clip)), waits)
         return self._norm >= 0
 
+    def _begin(self, program: Program) -> dict[int, int]:
+        """What a step takes besides its actions, on each rank that has any; where they begin together the last one begins for all."""
+        costs = {rank: own for rank, own in enumerate(self._costs.ranks) if own is not None and program.ranks[rank]}
+        begins = {rank: self._add(own.overhead_s, rank) for rank, own in costs.items()}
+        if not self._costs.ranks_begin_together:
+            return begins
+        everyone = self._add(0.0, 2 * self._ranks + len(self._links), tuple(begins.values()))
+        return {rank: self._add(0.0, rank, (everyone,)) for rank in begins}
+
     def _meet(self) -> None:
         """No rank ends its step before all have run their last backward."""
-        everyone = self._add(0.0, 2 * self._ranks + len(self._links), tuple(self._passed.values()))
+        lane, passed = 2 * self._ranks + len(self._links), tuple(self._passed.values())
+        everyone = self._add(self._costs.meeting_s, lane, passed)
         for rank in self._passed:
             self._add(0.0, rank, (everyone,))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +66,18 @@ def sends(a: str, b: str, alpha: float, beta: float) -> tuple[LinkSample, ...]:
     return tuple(
         LinkSample(op="send", devices=(a, b), bytes=size, seconds=alpha + beta * size, spread=0.0) for size in BYTES
     )
+
+
+def test_what_a_message_takes_of_a_device_is_that_of_the_pair_or_of_the_device_elsewhere() -> None:
+    """Sent or received alike; of pairs that were not measured it is the device's own over all that were."""
+    a, b, c = IDS[:3]
+    near = tuple(replace(s, busy_s=(1e-3 + 1e-9 * s.bytes, 2e-3)) for s in sends(a, b, 1e-4, 1e-9))
+    known = Collectives(cluster=MACHINES, samples=near)
+    assert known.busy(a, b)(1e6) == pytest.approx(2e-3)
+    assert known.busy(b, a)(1e6) == pytest.approx(2e-3)
+    assert known.busy(a, c)(2e6) == pytest.approx(known.busy(a, b)(2e6)) == pytest.approx(3e-3)
+    assert known.busy(c, a) == known.busy(a, a) == FREE
+    assert Collectives(cluster=MACHINES, samples=sends(a, b, 1e-4, 1e-9)).busy(a, b) == FREE
 
 
 MACHINES = cluster(4)

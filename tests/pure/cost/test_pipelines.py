@@ -105,15 +105,21 @@ def test_an_op_with_weights_spends_half_of_its_backward_on_them_or_all_where_not
     assert compute_of(frozen, "d", device_profile(frozen, linear(0.6))).seconds("W", (0, END), 4) == 0
 
 
-def test_measured_halves_tell_how_a_backward_divides() -> None:
-    measured = device_profile(MODEL, linear(0.6))
+@pytest.mark.parametrize("calibration", [1.0, 1.5])
+def test_halves_take_what_was_measured_of_them_however_much_more_than_the_whole(calibration: float) -> None:
+    """As each block is to the whole model, so are its halves; the stages of a model add up to it in them too."""
+    measured = replace(device_profile(MODEL, linear(0.6)), calibration=calibration)
     halved = tuple(
-        replace(s, input_s=s.backward_s * 0.8, weight_s=s.backward_s * 0.3) for s in measured.blocks["layer"]
+        replace(s, halved_forward_s=s.forward_s * 1.2, input_s=s.backward_s * 0.8, weight_s=s.backward_s * 0.3)
+        for s in measured.blocks["layer"]
     )
     compute = compute_of(MODEL, "d", replace(measured, blocks={**measured.blocks, "layer": halved}))
-    layer = compute.seconds("B", (1, 3), 4)
-    assert compute.seconds("I", (1, 3), 4) == pytest.approx(8 / 11 * layer)
-    assert compute.seconds("W", (1, 3), 4) == pytest.approx(3 / 11 * layer)
+    forward, backward = (compute.seconds(kind, (1, 3), 4) for kind in ("F", "B"))
+    assert compute.seconds("H", (1, 3), 4) == pytest.approx(1.2 * forward)
+    assert compute.seconds("I", (1, 3), 4) == pytest.approx(0.8 * backward)
+    assert compute.seconds("W", (1, 3), 4) == pytest.approx(0.3 * backward)
+    cut = [compute.seconds("H", ops, 4) for ops in ((0, 2), (2, END))]
+    assert sum(cut) == pytest.approx(compute.seconds("H", (0, END), 4))
 
 
 def test_between_its_halves_a_backward_holds_what_enters_and_what_comes_back() -> None:

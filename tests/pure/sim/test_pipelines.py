@@ -74,6 +74,55 @@ def test_recomputing_ahead_of_the_wait_saves_what_merak_says(places: int, micro_
     assert inside / step_s == pytest.approx(speedup, abs=0.005)
 
 
+@given(st.integers(1, 4), st.integers(0, 4), SECONDS, SECONDS, SECONDS)
+def test_where_backwards_come_in_halves_all_forwards_prepare_that(
+    whole: int, apart: int, h: float, i: float, w: float
+) -> None:
+    """A stage that runs some backwards in halves defers in all of them, so a whole one is both halves on end."""
+    count = whole + apart
+    costs = replace(stage_costs(count, 1, 1, 1), halved_forward_s=(h,) * count)
+    costs = replace(costs, input_s=(i,) * count, weight_s=(w,) * count)
+    order = listed(" ".join(f"0F{n} 0B{n}" if n < whole else f"0F{n} 0I{n} 0W{n}" for n in range(count)))
+    played = simulate(Program(ranks=(order,)), StepCosts(ranks=(RankCosts(stages={0: costs}),)))
+    assert played.step_s == pytest.approx(count * (h + i + w) if apart else count * 3)
+
+
+@given(SECONDS, SECONDS, SECONDS, st.integers(2, 8))
+def test_messages_take_from_the_computing_of_their_ends_what_is_not_done_while_they_wait(
+    f: float, sent_s: float, read_s: float, micro_batches: int
+) -> None:
+    """Values alone, over a link that is never what all wait for. Who makes them is busy with each message too; who reads them, and waits
+    for the first, has the rest to do before it goes on, unless it waits for that long anyway."""
+    routes = (replace(links((0, 1), micro_batches)[0], source_s=(sent_s,) * micro_batches),)
+    routes = (replace(routes[0], destination_s=(read_s,) * micro_batches),)
+    stage = stage_costs(micro_batches, f, 1, 1)
+    first = " ".join(f"0F{n} 0SEND_F{n}" for n in range(micro_batches))
+    last = " ".join(f"1RECV_F{n} 1F{n}" for n in range(micro_batches))
+    ranks = tuple(RankCosts(stages={number: stage}) for number in (0, 1))
+    played = simulate(Program(ranks=(listed(first), listed(last))), StepCosts(ranks=ranks, routes=routes))
+    assert played.busy_s == pytest.approx((micro_batches * (f + sent_s), micro_batches * (f + read_s)))
+    reached = 0.0
+    for number in range(micro_batches):
+        reached = max(reached + read_s, (number + 1) * f + number * sent_s) + f
+    spans = {(s.rank, str(s.action)): s.end_s for s in played.spans if s.step == 0}
+    assert spans[1, f"1F{micro_batches - 1}"] == pytest.approx(reached)
+
+
+@given(st.tuples(SECONDS, SECONDS), st.tuples(SECONDS, SECONDS), SECONDS)
+def test_ranks_that_meet_at_both_ends_of_a_step_wait_twice_for_the_slowest(
+    besides: tuple[float, float], passes: tuple[float, float], meeting_s: float
+) -> None:
+    """Who is slow before its passes and quick in them gains nothing by that, nor the other way round."""
+    ranks = tuple(
+        RankCosts(stages={0: stage_costs(1, s, s, 0)}, overhead_s=o) for o, s in zip(besides, passes, strict=True)
+    )
+    program = Program(ranks=(listed("0F0 0B0"),) * 2)
+    costs = StepCosts(ranks=ranks, ranks_meet=True, ranks_begin_together=True, meeting_s=meeting_s)
+    assert simulate(program, costs).step_s == pytest.approx(max(besides) + 2 * max(passes) + meeting_s)
+    apart = simulate(program, replace(costs, ranks_begin_together=False)).step_s
+    assert apart == pytest.approx(max(o + 2 * s for o, s in zip(besides, passes, strict=True)) + meeting_s)
+
+
 def with_recompute(costs: StepCosts, ranks: range) -> StepCosts:
     """Stages of those ranks keep 1 byte of a micro-batch and drop 9, which take a second to make again."""
     made = []

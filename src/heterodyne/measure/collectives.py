@@ -1,0 +1,130 @@
+"""Seconds of all-reduces, and what one in flight costs the computation beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from heterodyne.cluster.profile import LinkSample
+from heterodyne.measure.beside import BETWEEN_S, GUESS, matrix_product, moment, rate_of
+from heterodyne.measure.clock import HostClock, ProcessorClock
+from heterodyne.measure.peers import Peers, ProcessGroup
+from heterodyne.measure.repeats import NO_TIME, sample, timed, together
+from heterodyne.measure.workbench import Workbench
+from heterodyne.units import format_bytes
+
+__all__ = ["MESSAGE_BYTES", "measure_all_reduce", "measure_overlap"]
+
+MESSAGE_BYTES = (2**10, 64 * 2**10, 512 * 2**10, 4 * 2**20, 16 * 2**20)
+_COVER = 3  # computation lasts so many times the collective that it hides
+
+
+def measure_all_reduce(
+    peers: Peers,
+    process_group: ProcessGroup,
+    devices: Sequence[str],
+    bench: Workbench,
+    *,
+    message_bytes: Sequence[int] = MESSAGE_BYTES,
+    budget_s: float = 10.0,
+) -> tuple[LinkSample, ...]:
+    """All-reduce among all ranks at several sizes; the same result on every rank. Nothing for one rank.
+
+    Each device computes for a moment before each, as in a step: a device that is held to a part of a processor comes to it with nothing
+    left of that part, and copies more slowly than in one collective behind another. It lasts from the moment at which the last rank comes
+    until the last one has it; where the ranks have no clock in common, as long as for the rank that spends least time in it.
+
+    Sizes that do not fit the budget are left out, the largest first, and that is said on every rank.
+    """
+    if peers.world_size < 2:
+        return ()
+    samples: list[LinkSample] = []
+    deadline = bench.now() + budget_s
+    compute = moment(peers, bench)
+    for index, size in enumerate(sorted(message_bytes)):
+        bench.progress(f"all-reduce of {format_bytes(size)}", index + 1, len(message_bytes))
+        (tensor,) = process_group.buffers([(size // 4, torch.float32)])
+
+        def reduce(tensor: torch.Tensor = tensor) -> None:
+            process_group.all_reduce(tensor).wait()
+
+        expected_s = samples[-1].seconds * size / samples[-1].bytes if samples else 0.0
+        left_s = deadline - bench.now()
+        timing = together(
+            peers, reduce, bench, source=0, left_s=left_s, expected_s=expected_s, between=(compute, BETWEEN_S)
+        )
+        if timing is None:
+            text = f"all-reduce was not measured from {format_bytes(size)} on"
+            bench.say(f"{text}: {NO_TIME}")
+            break
+        samples.append(sample("all_reduce", tuple(devices), size, timing, 1))
+    return tuple(samples)
+
+
+def measure_overlap(
+    peers: Peers,
+    process_group: ProcessGroup,
+    bench: Workbench,
+    *,
+    message_bytes: int = 4 * 2**20,
+    rounds: int = 5,
+    compute: Callable[[], object] | None = None,
+    lasting_s: float = 0.0,
+) -> float:
+    """Seconds of computation that this rank loses per second of a collective in flight, in [0, 1].
+
+    ``compute`` (default: a product of small matrices) is repeated until it lasts three times the collective, with and without
+    the collective beside it, in turn; the difference is what the collective took away. 0 for one rank. ``lasting_s``: of one in a step, if
+    that is known to be longer than one behind another.
+
+    Where the host computes, what a collective takes is the processor's time that this process spends on it, at the rate at which
+    it gets any: a worker that is held to a part of a core pays from that part for every byte that its threads copy.
+    """
+    if peers.world_size < 2:
+        return 0.0
+    clock = bench.stopwatch
+    (tensor,) = process_group.buffers([(message_bytes // 4, torch.float32)])
+    work = matrix_product(bench.device) if compute is None else compute
+
+    def reduce() -> None:
+        process_group.all_reduce(tensor).wait()
+
+    def compute_s(times: int, runs: int, *, beside: bool) -> float:
+        """Seconds of ``times`` computations, the mean of ``runs``; the time to wait for the collective is not in it."""
+        peers.barrier()
+        total = 0.0
+        for _ in range(runs):
+            start = clock.mark()
+            pending = process_group.all_reduce(tensor) if beside else None
+            for _ in range(times):
+                work()
+            end = clock.mark()
+            if pending is not None:
+                pending.wait()
+            total += clock.seconds(start, end)
+        return total / runs
+
+    timed(peers, reduce, 1, clock)
+    # The number of collectives has to be the same everywhere, so one rank's word counts for all.
+    alone_s = peers.broadcast_object(median(timed(peers, reduce, 1, clock) for _ in range(rounds)), 0)
+    runs = max(1, min(1000, round(bench.sampling.sample_s / (_COVER * alone_s)))) if alone_s > 0 else 1
+    # As for any sample: a device that runs in bursts shows its speed over many of them.
+    some = max(1, round(bench.sampling.sample_s / max(compute_s(GUESS, 1, beside=False) / GUESS, 1e-6)))
+    unit_s = compute_s(some, 1, beside=False) / some
+    times = max(1, min(100_000, round(_COVER * alone_s / unit_s))) if unit_s > 0 else 1
+    if isinstance(clock, HostClock):
+        lasting_s = max(alone_s, lasting_s)
+        return _share_of_processor(lasting_s, peers, reduce, lambda: [work() for _ in range(times * runs)], rounds)
+    lost = [compute_s(times, runs, beside=True) - compute_s(times, runs, beside=False) for _ in range(rounds)]
+    return min(1.0, max(0.0, median(lost) / max(alone_s, lasting_s))) if alone_s > 0 else 0.0
+
+
+def _share_of_processor(
+    alone_s: float, peers: Peers, reduce: Callable[[], None], compute: Callable[[], object], rounds: int
+) -> float:
+    """Seconds that the processor's work of a collective of ``alone_s`` takes from computing, a second; at most 1."""
+    spent = timed(peers, reduce, 2 * rounds, ProcessorClock())
+    part = rate_of(compute)
+    return min(1.0, spent / (part * alone_s)) if alone_s > 0 and part > 0 else 0.0
