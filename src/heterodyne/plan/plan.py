@@ -94,6 +94,8 @@ class Stage(PlanPart):
     ``state_shares`` how much of the optimizer's state each device keeps, one whole number a device (ratios between all devices that
     hold the same weights), where the plan shards it; None: 1 each;
     ``offload``: each device keeps the optimizer's state and master weights in the memory of its host, and updates there;
+    ``reshard_after_forward``: where parameters are sharded, those of the stage are let go of between its forwards and its backwards, and
+    gathered once more; else they stay;
     ``exchange`` and ``overlap`` are only read where a region is not replicated. ``overlap``: each micro-batch runs as two halves in
     turns, so that what one half exchanges is on its way while the other one computes.
     """
@@ -110,6 +112,7 @@ class Stage(PlanPart):
     exchange: Exchange = Exchange()
     overlap: bool = False
     offload: bool = False
+    reshard_after_forward: bool = True
 
     @property
     def sharded(self) -> bool:
@@ -312,6 +315,7 @@ _USUAL: Mapping[str, object] = {
     "offload_activations": [],
     "overlap": False,
     "offload": False,
+    "reshard_after_forward": True,
     "exchange": Exchange().model_dump(mode="json"),
 }
 

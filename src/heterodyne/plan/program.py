@@ -11,11 +11,11 @@ An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is th
     REDUCE_GRAD k, CLIP, STEP: of the rank as a whole, so their stage is always 0
     SCATTER k  in place of REDUCE_GRAD where state is sharded: each owner of bucket k gets the sums of its own range alone
     GATHER k   behind STEP: each owner gets the weights of bucket k that the others have updated
-    UNSHARD n  where parameters are sharded: those of a stage are gathered, for its forwards (n = 0) and once more for its backwards (n = 1)
-    RESHARD n  all of them but the own range are let go of
+    nUNSHARD k where parameters are sharded: those of bucket k are gathered, for the (n + 1)-th time in this step
+    nRESHARD k all of them but the own range are let go of
 
 Sends, reductions and gathers are asynchronous: they stand in the list where they may be *started* at the latest, and nothing that follows
-waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for its UNSHARD. A reduction starts as soon as
+waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for each UNSHARD of what it reads. A reduction starts as soon as
 the gradients of its bucket are complete, which is inside the backward before it. A receive waits until its message is there; room for it
 is made long before.
 The other kinds occupy their rank from start to end.
@@ -42,7 +42,9 @@ _ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)([0-9]*)$")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """``index`` is the micro-batch, the bucket (REDUCE_GRAD, SCATTER, GATHER), the n of UNSHARD and RESHARD, or None (CLIP, STEP).
+    """``index`` is the micro-batch, the bucket (REDUCE_GRAD, SCATTER, GATHER, UNSHARD, RESHARD), or None (CLIP, STEP).
+
+    Actions of the rank as a whole have no stage: it is 0, or of UNSHARD and RESHARD how often that bucket was gathered before.
 
     >>> str(Action.parse("0F3"))
     '0F3'

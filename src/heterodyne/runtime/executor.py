@@ -211,11 +211,12 @@ class Executor:
 
     def _shard(self, action: Action) -> None:
         assert self._sharded is not None  # or its program has no such action
+        bucket = _number(action.index)
         if action.kind == "RESHARD":
-            self._sharded.reshard(action.stage)
+            self._sharded.reshard(bucket)
             return
         started = self._recorder.now()
-        self._recorder.collective(action, started, self._sharded.unshard(action.stage, timed=self._recorder.on))
+        self._recorder.collective(action, started, self._sharded.unshard(bucket, timed=self._recorder.on))
 
     def _pass(self, action: Action, step: Step, index: int) -> None:
         stage, kind, stages = action.stage, action.kind, step.parts.stages
@@ -232,7 +233,7 @@ class Executor:
             return
         if self._sharded is not None and kind != "W":
             if self._watch is not None:
-                self._watch.waiting(f"{stage}UNSHARD")
+                self._watch.waiting("UNSHARD")
             self._sharded.wait(stage)
         has_loss = stage == self._loss_stage
         weight = step.weights.of(index) if has_loss and kind in ("B", "I") else 0.0

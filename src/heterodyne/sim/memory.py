@@ -1,7 +1,7 @@
 """Memory of one rank while it runs its list: what each action adds and frees, and the most at any moment.
 
 A forward adds what its stage keeps of the micro-batch; R adds what was not kept; a backward frees both, or in halves: I leaves what W
-still needs. The first backward of a stage leaves its gradients behind. Where parameters are shared out, UNSHARD brings those of a stage and
+still needs. The first backward of a stage leaves its gradients behind. Where parameters are shared out, UNSHARD brings those of a bucket and
 RESHARD takes them; where gradients are, SCATTER leaves the own part of a bucket. What comes and goes inside an action counts while it runs.
 """
 
@@ -105,7 +105,7 @@ class _Shards:
 
     def __init__(self, actions: Sequence[Action], costs: RankCosts) -> None:
         self._costs = costs
-        self._users: dict[int, set[int]] = {}
+        self._gathered = {bucket: size for of in costs.gathered_bytes.values() for bucket, size in of.items()}
         self._pending: deque[Reduction] = deque()
         self._last = {a.stage: a for a in actions if a.kind in ("B", "W") and _of(costs.stages[a.stage].kept_bytes, a)}
 
@@ -140,18 +140,14 @@ class _Shards:
         if action.kind == "SCATTER":
             reduced = None if action.index is None else self._costs.reductions.get(action.index)
             return (0, 0) if reduced is None else self._reduced(reduced)
-        if action.kind not in ("UNSHARD", "RESHARD"):
-            return 0, 0
-        total = 0
-        for bucket, size in self._costs.gathered_bytes.get(action.stage, {}).items():
-            users = self._users.setdefault(bucket, set())
-            if action.kind == "UNSHARD":
-                total += 0 if users else size
-                users.add(action.stage)
-            else:
-                users.discard(action.stage)
-                total -= 0 if users else size
-        return max(0, total), total
+        size = 0 if action.index is None else self._gathered.get(action.index, 0)
+        match action.kind:
+            case "UNSHARD":
+                return size, size
+            case "RESHARD":
+                return 0, -size
+            case _:
+                return 0, 0
 
     def _reduced(self, bucket: Reduction) -> Change:
         """A few are under way; when one more begins, the first is waited for."""

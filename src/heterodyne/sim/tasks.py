@@ -114,16 +114,17 @@ class Tasks:
         begin = last = self._add(costs.overhead_s, rank)
         pending: tuple[int, ...] = ()  # messages that the next task waits for
         ends: dict[tuple[int, float], int] = {}  # (stage, fraction of its last backward): the task that reaches it
-        gathering: dict[int, Action] = {}  # by stage
+        gathering: dict[int, Action] = {}  # by bucket
         action = actions[0]
         try:
             for position, action in enumerate(actions):
                 kind, stage, index = action.kind, action.stage, action.index
                 if kind in table:
-                    if stage in gathering:
-                        while (rank, gathering[stage]) not in self._unsharded:
-                            yield action
-                        pending += (self._unsharded[rank, gathering.pop(stage)],)
+                    for bucket in costs.gathered_bytes.get(stage, ()) if gathering else ():
+                        if bucket in gathering:
+                            while (rank, gathering[bucket]) not in self._unsharded:
+                                yield action
+                            pending += (self._unsharded[rank, gathering.pop(bucket)],)
                     seconds = table[kind][stage][index]  # type: ignore[index]  # only CLIP and STEP have none
                     if stage in together and kind in _TOGETHER:
                         meeting = self._come(rank, action, together[stage], seconds, pending, cuts.get(position, ()))
@@ -157,8 +158,8 @@ class Tasks:
                 elif kind in REDUCTIONS:
                     self._join(rank, action, completes(costs, action, ends, begin))
                 elif kind in ("GATHER", "UNSHARD"):
-                    if kind == "UNSHARD":
-                        gathering[stage] = action
+                    if kind == "UNSHARD" and index is not None:
+                        gathering[index] = action
                     self._join(rank, action, (last,))
                 elif kind == "RESHARD":
                     continue
