@@ -103,7 +103,7 @@ def with_box(whole: Tensor | None, box: Box, gradient: Tensor) -> Tensor:
 
 def slices_of_ops(draw: st.DrawFn, graph: ModelGraph, homes: Sequence[tuple[int, ...]]) -> tuple[StageOf, ...]:
     """The model cut anywhere, one stage for each of these groups of ranks; blocks that are whole in one may be recomputed there,
-    all of them or all but what some ops make, or wait on the host.
+    all of them or all but what some ops make, or wait on the host, and come back early or late.
     """
     ops = len(graph.ops)
     cuts = draw(st.lists(st.integers(1, ops - 1), min_size=len(homes) - 1, max_size=len(homes) - 1, unique=True))
@@ -117,7 +117,8 @@ def slices_of_ops(draw: st.DrawFn, graph: ModelGraph, homes: Sequence[tuple[int,
         )
         names = sorted({name for n in again for name in names_of(graph, graph.blocks[n])})
         keep = draw(st.lists(st.sampled_from(names), unique=True).map(tuple)) if names else ()
-        stages.append(StageOf(stop, ranks, shares[ranks], again, keep=keep, hosted=hosted))
+        ahead = draw(st.sampled_from((None, 0, 1, 3))) if hosted else None
+        stages.append(StageOf(stop, ranks, shares[ranks], again, keep=keep, hosted=hosted, reload=ahead))
         start = stop
     return tuple(stages)
 
@@ -236,8 +237,7 @@ def replicas(draw: st.DrawFn, graph: ModelGraph) -> Spread:
     made = []
     for number in range(draw(st.integers(1, 2))):
         stages = tuple(
-            StageOf(s.stop, (s.ranks[0] + number * width,), s.shares, s.recompute, keep=s.keep, hosted=s.hosted)
-            for s in first.stages
+            replace(s, ranks=(s.ranks[0] + number * width,), reload=s.reload if number else None) for s in first.stages
         )
         made.append(PipelineOf(draw(sizes), stages))
     return reranked(draw, Spread(width * len(made), schedule, tuple(made)))

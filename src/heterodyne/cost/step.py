@@ -11,7 +11,9 @@ from heterodyne.plan.program import COLLECTIVES, Action
 
 __all__ = ["RankCosts", "Reduction", "StepCosts"]
 
-_PASSES = {"F": "forward_s", "B": "backward_s", "I": "input_s", "W": "weight_s", "R": "recompute_s"}
+_PASSES = {
+    "F": "forward_s", "B": "backward_s", "I": "input_s", "W": "weight_s", "R": "recompute_s", "RELOAD": "reload_s"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,7 @@ class RankCosts:
     @property
     def compute_s(self) -> float:
         """Seconds of all actions and the overhead, undisturbed: no step of this rank is shorter."""
-        passes = sum(stage.compute_s for stage in self.stages.values())
+        passes = sum(stage.compute_s - sum(stage.fetch_s) for stage in self.stages.values())
         return passes + self.clip_s + self.step_s + self.overhead_s
 
 
@@ -127,7 +129,7 @@ class StepCosts:
             return 0.0
         if action.kind.startswith("SEND"):
             return self._send_s(rank, action, action.index)
-        if action.kind == "RESHARD":
+        if action.kind in ("RESHARD", "OFFLOAD"):
             return 0.0
         if action.kind in COLLECTIVES:
             return self.collective_s(action)

@@ -1,7 +1,8 @@
 """A plan becomes a program: what each rank does in one optimizer step, in order.
 
 A schedule says what the devices of each place compute, and in which order. Lowering adds what follows from it: before a stage
-runs it receives what other places send, behind it it sends what others read; forward activations, backward gradients. Then the
+runs it receives what other places send, behind it it sends what others read; forward activations, backward gradients. Activations that
+wait on the host leave and come back between the passes (see `heterodyne.plan.offloading`). Then the
 gradient buckets, in the order in which the backward completes them, each between the devices that own its parameters; where these shard
 its state, each sums and updates its own range, and the new weights are gathered in the order in which the forward reads them; or, where
 parameters are sharded too, before the passes that read them (see `heterodyne.plan.unsharding`).
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heterodyne.cluster.spec import Cluster
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.check import require_valid
+from heterodyne.plan.offloading import with_offload
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action, Program
@@ -45,7 +47,7 @@ def _passes(plan: Plan, cluster: Cluster, wanted: Sequence[Duty | None]) -> tupl
             for rank in map(cluster.rank, devices):
                 duty = wanted[rank]
                 assert duty is not None  # it is in a pipeline
-                ranks[rank] = tuple(_with_traffic(order, duty.traffic))
+                ranks[rank] = tuple(_with_traffic(with_offload(order, duty.hosted), duty.traffic))
     return tuple(ranks)
 
 

@@ -91,6 +91,8 @@ class Stage(PlanPart):
     ``recompute`` holds indices of blocks; ``keep`` names ops of these that keep what they make and are not run again, by their kind
     (``linear``) or by module and kind (``mlp.fc1.linear``, see `heterodyne.plan.kept`);
     ``offload_activations`` holds indices of other blocks, whose activations wait in the memory of the host for their backward;
+    ``reload_ahead``: so many passes ahead of it all of them begin to come back (0: where it would wait for its gradients); None: inside of
+    it, one block ahead of the other, which needs least room;
     ``state_shares`` how much of the optimizer's state each device keeps, one whole number a device (ratios between all devices that
     hold the same weights), where the plan shards it; None: 1 each;
     ``offload``: each device keeps the optimizer's state and master weights in the memory of its host, and updates there;
@@ -108,6 +110,7 @@ class Stage(PlanPart):
     recompute: tuple[Whole, ...] = ()
     keep: tuple[str, ...] = ()
     offload_activations: tuple[Whole, ...] = ()
+    reload_ahead: Whole | None = None
     state_shares: tuple[Whole, ...] | None = None
     exchange: Exchange = Exchange()
     overlap: bool = False

@@ -6,6 +6,8 @@ An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is th
     F j        forward of micro-batch j
     B j        its whole backward; or in two halves: I j, the gradients of the stage's inputs, and W j, those of its weights
     R j        what the stage does not keep of micro-batch j is computed again, ahead of its backward
+    OFFLOAD j  what the stage keeps of micro-batch j on the host is gone from the device; it began to leave inside of F
+    RELOAD j   it begins to come back, all of it; without a RELOAD it comes inside of the backward, one block ahead of the other
     SEND_F j   what later stages read of micro-batch j leaves for other ranks;  RECV_F j: it has come
     SEND_B j   the gradients of what was received leave for the ranks it came from;  RECV_B j: they have come
     REDUCE_GRAD k, CLIP, STEP: of the rank as a whole, so their stage is always 0
@@ -17,7 +19,8 @@ An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is th
 Sends, reductions and gathers are asynchronous: they stand in the list where they may be *started* at the latest, and nothing that follows
 waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for each UNSHARD of what it reads. A reduction starts as soon as
 the gradients of its bucket are complete, which is inside the backward before it. A receive waits until its message is there; room for it
-is made long before.
+is made long before. Copies between a device and its host run one after the other beside its passes: what follows OFFLOAD waits until those of
+its micro-batch are over, nothing waits for RELOAD but its backward, for what it needs when it needs it; there must be room from RELOAD on.
 The other kinds occupy their rank from start to end.
 """
 
@@ -31,7 +34,7 @@ __all__ = ["COLLECTIVES", "REDUCTIONS", "Action", "ActionKind", "Program"]
 
 ActionKind = Literal[
     "F", "B", "I", "W", "R", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "SCATTER", "CLIP", "STEP", "GATHER",
-    "UNSHARD", "RESHARD",
+    "UNSHARD", "RESHARD", "OFFLOAD", "RELOAD",
 ]  # fmt: skip
 REDUCTIONS: Final[tuple[ActionKind, ...]] = ("REDUCE_GRAD", "SCATTER")
 COLLECTIVES: Final[tuple[ActionKind, ...]] = (*REDUCTIONS, "GATHER", "UNSHARD")

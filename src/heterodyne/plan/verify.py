@@ -8,7 +8,8 @@ backward; and updates once, last. And if it comes to its end: no rank waits for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
@@ -86,12 +87,8 @@ def _passes(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
             for earlier, later in pairwise(chain):
                 if earlier in place and later in place and place[earlier] > place[later]:
                     yield f"runs {later} before {earlier}: {_needs(later, earlier)}"
-            again = Action(stage, "R", index)
-            if seen.pop(again, 0):
-                backward = next(action for action in chain if action.kind in ("B", "I"))
-                before, behind = place.get(Action(stage, "F", index), -1), place.get(backward, len(actions))
-                if not before < place[again] < behind:
-                    yield f"runs {again} out of its place: it stands between the forward and the backward"
+            backward = next(action for action in chain if action.kind in ("B", "I"))
+            yield from _between(Action(stage, "F", index), backward, place, seen, hosted=stage in duty.hosted)
     for action in seen:
         if action.stage not in duty.stages:
             yield f"runs {action}, but holds {_listed(duty.stages)}: remove it"
@@ -99,6 +96,22 @@ def _passes(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
             yield f"runs {action}, but has {duty.micro_batches} micro-batches: remove it"
         else:
             yield f"runs {action}, which nobody needs: remove it"
+
+
+def _between(
+    forward: Action, backward: Action, place: Mapping[Action, int], seen: Counter[Action], *, hosted: bool
+) -> Iterator[str]:
+    """What may stand between a forward and its backward; it is taken out of ``seen``."""
+    kinds: tuple[ActionKind, ...] = ("R", "OFFLOAD", "RELOAD") if hosted else ("R",)
+    before = place.get(forward, -1)
+    for each in (Action(forward.stage, kind, forward.index) for kind in kinds):
+        count = seen.pop(each, 0)
+        if count > 1:
+            yield f"runs {each} {count} times: once is enough"
+        if count and not before < place[each] < place.get(backward, place[each] + 1):
+            yield f"runs {each} out of its place: it stands between the forward and the backward"
+        if count and each.kind == "RELOAD" and place[each] < place.get(replace(each, kind="OFFLOAD"), 0):
+            yield f"runs {each} before {replace(each, kind='OFFLOAD')}: nothing has left there"
 
 
 def _chain(stage: int, index: int, duty: Duty, *, split: bool) -> list[Action]:

@@ -231,6 +231,11 @@ class Executor:
             send = stages.send_forward if kind == "SEND_F" else stages.send_backward
             send(stage, index)
             return
+        if kind in ("OFFLOAD", "RELOAD"):
+            move = stages.offload if kind == "OFFLOAD" else stages.reload
+            with self._recorder.during(action, "comm"):
+                move(stage, index)
+            return
         if self._sharded is not None and kind != "W":
             if self._watch is not None:
                 self._watch.waiting("UNSHARD")

@@ -1,6 +1,6 @@
 """Memory of one rank while it runs its list: what each action adds and frees, and the most at any moment.
 
-A forward adds what its stage keeps of the micro-batch; R adds what was not kept; a backward frees both, or in halves: I leaves what W
+A forward adds what its stage keeps of the micro-batch; R adds what was not kept, RELOAD what waits on the host; a backward frees all, or in halves: I leaves what W
 still needs. The first backward of a stage leaves its gradients behind. Where parameters are shared out, UNSHARD brings those of a bucket and
 RESHARD takes them; where gradients are, SCATTER leaves the own part of a bucket. What comes and goes inside an action counts while it runs.
 """
@@ -169,10 +169,11 @@ def _table(actions: Sequence[Action], costs: RankCosts) -> dict[str, dict[int, l
     """The changes of the passes, by kind, stage and micro-batch."""
     again = {number: stage for number, stage in costs.stages.items() if any(stage.recomputed_bytes)}
     ahead = {(a.stage, a.index) for a in actions if a.kind == "R"} if again else set()
-    made: dict[str, dict[int, list[Change]]] = {kind: {} for kind in ("F", "B", "I", "W", "R")}
+    back = {(a.stage, a.index) for a in actions if a.kind == "RELOAD"}
+    made: dict[str, dict[int, list[Change]]] = {kind: {} for kind in ("F", "B", "I", "W", "R", "RELOAD")}
     for number, stage in costs.stages.items():
         rows = [
-            _of_micro_batch(stage, index, costs.workspace_bytes, (number, index) in ahead)
+            _of_micro_batch(stage, index, costs.workspace_bytes, (number, index) in ahead, (number, index) in back)
             for index in range(len(stage.forward_s))
         ]
         for place, of_kind in enumerate(made.values()):
@@ -180,10 +181,11 @@ def _table(actions: Sequence[Action], costs: RankCosts) -> dict[str, dict[int, l
     return made
 
 
-def _of_micro_batch(stage: StageCosts, index: int, space: int, ahead: bool) -> tuple[Change, ...]:
-    """F, B, I, W, R of one micro-batch; ``ahead``: R comes before its backward."""
+def _of_micro_batch(stage: StageCosts, index: int, space: int, ahead: bool, back: bool) -> tuple[Change, ...]:
+    """F, B, I, W, R, RELOAD of one micro-batch; ``ahead``: R comes before its backward, ``back``: RELOAD does."""
     kept, again, left = _at(stage.kept_bytes, index), _at(stage.recomputed_bytes, index), _at(stage.weight_bytes, index)
-    alive = kept + (again if ahead else 0)
+    reloaded = _at(stage.reloaded_bytes, index)
+    alive = kept + (again if ahead else 0) + (reloaded if back else 0)
     during = space + _at(stage.gradient_bytes, index) + (0 if ahead else _at(stage.redone_bytes, index))
     return (
         (kept + space, kept),
@@ -191,6 +193,7 @@ def _of_micro_batch(stage: StageCosts, index: int, space: int, ahead: bool) -> t
         (during + max(0, left - alive), left - alive),
         (space, -left),
         (again + space, again),
+        (reloaded, reloaded),
     )
 
 
