@@ -48,12 +48,15 @@ def spread_of(graph: ModelGraph, *, hosted: bool, stages: int, schedule: str, ah
         made.append(StageOf(stop, (rank,), (1,), hosted=whole if hosted else ()))
         start = stop
     if hosted:
-        made[0] = replace(made[0], reload=ahead, recompute=made[0].hosted[1:2], hosted=(made[0].hosted[0], *made[0].hosted[2:]))
+        made[0] = replace(
+            made[0], reload=ahead, recompute=made[0].hosted[1:2], hosted=(made[0].hosted[0], *made[0].hosted[2:])
+        )
     return schedule, (PipelineOf((3, 2, 4), tuple(made)),)
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "schedule", "ahead"), [("llama", 2, "1F1B", 1), ("gpt2", 2, "ZBH1", None), ("gpt2", 1, "GPipe", 2)]
+    ("name", "stages", "schedule", "ahead"),
+    [("llama", 2, "1F1B", 1), ("gpt2", 2, "ZBH1", None), ("gpt2", 1, "GPipe", 2)],
 )
 def test_training_is_that_without_host_whatever_copies_take(
     pool: Pool, name: str, stages: int, schedule: str, ahead: int | None

@@ -77,7 +77,8 @@ def deep(graph: ModelGraph) -> Spread:
     cuts = [(0.3, 0.6), (0.3, 0.6), (0.2, 0.5, 0.8)]
     sizes = [(2, 1, 1, 1), (3, 1), ()]
     return "GPipe", tuple(
-        PipelineOf(of, cut(graph, at, ((rank,),) * (1 + len(at)))) for rank, (of, at) in enumerate(zip(sizes, cuts, strict=True))
+        PipelineOf(of, cut(graph, at, ((rank,),) * (1 + len(at))))
+        for rank, (of, at) in enumerate(zip(sizes, cuts, strict=True))
     )
 
 

@@ -113,7 +113,9 @@ def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None
                     buckets=tuple(bucket.index for bucket in own),
                     zero=plan.zero,
                     readers={b.index: tuple(s for s in stages if not reads[s].isdisjoint(b.parameters)) for b in own},
-                    hosted={s: pipeline.stages[s].reload_ahead for s in stages if pipeline.stages[s].offload_activations},
+                    hosted={
+                        s: pipeline.stages[s].reload_ahead for s in stages if pipeline.stages[s].offload_activations
+                    },
                     kept=frozenset(s for s in stages if not pipeline.stages[s].reshard_after_forward),
                 )
     return tuple(found)

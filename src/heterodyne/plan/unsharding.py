@@ -54,7 +54,9 @@ def with_unsharding(ranks: Sequence[Passes | None], *, ahead: bool = False) -> t
             often.setdefault(bucket, set()).add(len(own[bucket]))
     made: list[tuple[Action, ...]] = []
     for rank, own in zip(ranks, spans, strict=True):
-        agreed = {bucket: of if len(often[bucket]) == 1 and not ahead else _one(of, ahead) for bucket, of in own.items()}
+        agreed = {
+            bucket: of if len(often[bucket]) == 1 and not ahead else _one(of, ahead) for bucket, of in own.items()
+        }
         agreed = {bucket: of for bucket, of in agreed.items() if max(often[bucket])}  # else nobody reads it
         made.append(() if rank is None else _placed(rank, agreed))
     try:

@@ -176,7 +176,11 @@ def _unsharding(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
             elif bucket not in duty.buckets:
                 yield f"runs {action}, but shares {', '.join(map(str, duty.buckets)) or 'none'}: remove it"
             elif (kind == "RESHARD") != (bucket in gathered):
-                is_ = "gathered already: remove it, or put RESHARD before it" if bucket in gathered else "sharded there: remove it"
+                is_ = (
+                    "gathered already: remove it, or put RESHARD before it"
+                    if bucket in gathered
+                    else "sharded there: remove it"
+                )
                 yield f"runs {action}, and the parameters of bucket {bucket} are {is_}"
             gathered ^= {bucket}
         elif duty.zero > 2 and kind in ("F", "B", "I", "R"):

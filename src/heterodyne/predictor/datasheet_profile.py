@@ -62,7 +62,7 @@ def believed_cluster(fleet: Fleet) -> Cluster:
         for link in cluster.links
         if link.between[0] != link.between[1]
     ]
-    return Cluster(name=cluster.name, devices=cluster.devices, links=(*inside, *between))
+    return Cluster(name=cluster.name, devices=cluster.devices, links=(*inside, *between), hosts=cluster.hosts)
 
 
 def _of_kind(layers: GraphLayers, kind: str, sizes: Sequence[int], backend: str) -> DeviceProfile:

@@ -54,7 +54,12 @@ class ParameterSharding:
                 return Candidate(name=_NAME, kind="balanced", why_not=str(error))
             if found is None:
                 continue
-            if best is not None and best.step_s is not None and found.step_s is not None and found.step_s >= best.step_s:
+            if (
+                best is not None
+                and best.step_s is not None
+                and found.step_s is not None
+                and found.step_s >= best.step_s
+            ):
                 break  # more micro-batches only take longer
             best = found
         why = "its devices have no room even for a shard of the model beside the two largest of its blocks"

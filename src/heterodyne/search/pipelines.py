@@ -16,8 +16,9 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
 from heterodyne.search.drafts import Draft, Drafting, even_draft
-from heterodyne.search.line_drafts import LineDrafts
+from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.hosted import reloading
+from heterodyne.search.line_drafts import LineDrafts
 from heterodyne.search.lines import groupings
 from heterodyne.search.planned import CUTTING_PAYS, FOLDING_PAYS, Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict
@@ -97,6 +98,8 @@ class Pipelines:
         if over:
             lacks = ", ".join(f"{device} lacks {format_bytes(size)}" for device, size in over.items())
             return Candidate(name=name, kind=kind, why_not=lacks)
+        if lacking := lacking_on_hosts(self.model, made, simulation):
+            return Candidate(name=name, kind=kind, why_not=lacking, short_of_host=True)
         left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in made.devices)
         return Candidate(name=name, kind=kind, plan=made, simulation=simulation, left_out=left_out)
 

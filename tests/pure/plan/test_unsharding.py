@@ -95,7 +95,9 @@ def pipelines(draw: st.DrawFn) -> list[Passes]:
 
 
 @given(pipelines())
-def test_all_owners_gather_and_reduce_as_often_and_in_one_order_whatever_their_micro_batches(ranks: list[Passes]) -> None:
+def test_all_owners_gather_and_reduce_as_often_and_in_one_order_whatever_their_micro_batches(
+    ranks: list[Passes],
+) -> None:
     made = with_unsharding(ranks)
     for _, members in collective_order(Program(ranks=made)):
         assert len(set(members)) == len(members)

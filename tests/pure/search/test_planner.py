@@ -366,7 +366,9 @@ def test_devices_that_hold_the_model_only_together_share_it_by_room(part: float)
 
 def test_sharded_parameters_stay_gathered_between_the_passes_as_far_as_memory_allows() -> None:
     model, fast = graph(12, width=256, saved=10), cluster(3)
-    use = CostModel(graph=model, cluster=fast, profile=profile(model, fast, [linear(1.0)] * 3)).memory_use("n0/cpu:0", 0)
+    use = CostModel(graph=model, cluster=fast, profile=profile(model, fast, [linear(1.0)] * 3)).memory_use(
+        "n0/cpu:0", 0
+    )
     kept, steps = [], []
     for part in (0.45, 0.55, 0.65):
         machines = cluster(3, memory=[use.context + round(part * (use.fixed - use.context))] * 3)

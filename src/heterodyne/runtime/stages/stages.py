@@ -254,9 +254,7 @@ class Stages:
         assert self._store is not None
         before = alive.hosted[-1] if alive.hosted else None
         run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = partial(_on, segment, inputs, samples, None)
-        hosted = Hosted(
-            run, received, self._store, which=alive.which, weights=self._forward.weights(), before=before
-        )
+        hosted = Hosted(run, received, self._store, which=alive.which, weights=self._forward.weights(), before=before)
         alive.hosted.append(hosted)
         return hosted.first()
 

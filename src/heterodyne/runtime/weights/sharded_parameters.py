@@ -179,7 +179,12 @@ class ShardedParameters:
         def go_on(stage: int) -> None:
             if not all_at_once:
                 let_go(stage)
-            gather(min((bucket for bucket in left if stage in self._readers.get(bucket, ())), default=1 + max(left, default=0)))
+            gather(
+                min(
+                    (bucket for bucket in left if stage in self._readers.get(bucket, ())),
+                    default=1 + max(left, default=0),
+                )
+            )
             self.wait(stage)
 
         if all_at_once:
