@@ -104,8 +104,13 @@ def choices(results: Results, pool: Pool, parts: Collection[str], *, rounds: int
             continue
         ratio = median(a / b for a, b in zip(*(found["seconds"][way] for way in ("chosen", "other")), strict=True))
         results.row(
-            f"{name}: {found['chosen']}", part=part, step_s=told["chosen"], other_s=told["other"], ratio=ratio, predicted_s=found["predicted"]
-        )  # fmt: skip
+            f"{name}: {found['chosen']}",
+            part=part,
+            step_s=told["chosen"],
+            other_s=told["other"],
+            ratio=ratio,
+            predicted_s=found["predicted"],
+        )
     ratios = [row["ratio"] for row in results.rows if "ratio" in row]
     if ratios:
         results.bar("the planner's choice over the other way, worst of ten cases", max(ratios), "<= 1.03")

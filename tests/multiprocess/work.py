@@ -100,7 +100,7 @@ class StageOf:
 
     ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of others.
     ``free``: exchanges count for nothing beside work, so that all is cut that can be; else little of a small model is.
-    ``state``: shares of its devices of the optimizer's state. ``offload``: hosts keep it. ``hosted``: blocks whose activations they keep, and
+    ``state``: shares of its devices of the optimizer's state. ``offload``: hosts keep it. ``hosted``: blocks whose activations they keep,
     ``reload``: from how many passes ahead of a backward on they come back. ``kept``: parameters stay between forward and backward.
     """
 

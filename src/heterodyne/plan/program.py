@@ -17,11 +17,11 @@ An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is th
     nRESHARD k all of them but the own range are let go of
 
 Sends, reductions and gathers are asynchronous: they stand in the list where they may be *started* at the latest, and nothing that follows
-waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for each UNSHARD of what it reads. A reduction starts as soon as
-the gradients of its bucket are complete, which is inside the backward before it. A receive waits until its message is there; room for it
-is made long before. Copies between a device and its host run one after the other beside its passes: what follows OFFLOAD waits until those of
-its micro-batch are over, nothing waits for RELOAD but its backward, for what it needs when it needs it; there must be room from RELOAD on.
-The other kinds occupy their rank from start to end.
+waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for each UNSHARD of what it reads. A reduction
+starts as soon as the gradients of its bucket are complete, which is inside the backward before it. A receive waits until its message is
+there; room for it is made long before. Copies between a device and its host run one after the other beside its passes: what follows
+OFFLOAD waits until those of its micro-batch are over; for RELOAD nothing waits but its backward, for what it needs when it needs it, and
+there must be room from RELOAD on. The other kinds occupy their rank from start to end.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ class Duty:
         buckets: the gradient buckets that it reduces with others, in order.
         zero: what is sharded over the owners of each of them; from 1 on each updates a range of it, and gathers the others.
         readers: of each of them, the stages of the rank that read any of its parameters.
-        hosted: the stages that keep activations on the host, with how many passes ahead of a backward these begin to come back (None: none).
+        hosted: the stages that keep activations on the host, with how many passes ahead of a backward these begin to come back; None:
+            inside of it.
         kept: where parameters are sharded, the stages that keep theirs between their forwards and their backwards.
     """
 

@@ -57,7 +57,7 @@ def evaluate(
             eval_mode(module),
             stages.evaluating(),
             torch.set_grad_enabled(gradients),
-            _gathered(sharded, role, several=several, alone=transfers is None) as gathered,
+            _gathered(sharded, several=several, alone=transfers is None) as gathered,
         ):
             for stage, index in _order(role.stages, len(sizes), by_stage=several and transfers is None):
                 start, samples = role.spans_of(first, sizes, stage)[index]
@@ -82,9 +82,9 @@ def evaluate(
 
 @contextmanager
 def _gathered(
-    sharded: ShardedParameters | None, role: RankRole, *, several: bool, alone: bool
+    sharded: ShardedParameters | None, *, several: bool, alone: bool
 ) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-    """Yields what surrounds each pass of a stage, for which its parameters are there. ``alone``: the rank has all stages of its pipeline."""
+    """Yields what surrounds each pass of a stage, so that its parameters are there. ``alone``: the rank has all stages of its pipeline."""
     if sharded is None:
         yield lambda _: nullcontext()
     elif not several:

@@ -1,8 +1,9 @@
 """Memory of one rank while it runs its list: what each action adds and frees, and the most at any moment.
 
-A forward adds what its stage keeps of the micro-batch; R adds what was not kept, RELOAD what waits on the host; a backward frees all, or in halves: I leaves what W
-still needs. The first backward of a stage leaves its gradients behind. Where parameters are shared out, UNSHARD brings those of a bucket and
-RESHARD takes them; where gradients are, SCATTER leaves the own part of a bucket. What comes and goes inside an action counts while it runs.
+A forward adds what its stage keeps of the micro-batch; R adds what was not kept, RELOAD what waits on the host; a backward frees all, or
+in halves: I leaves what W still needs. The first backward of a stage leaves its gradients behind. Where parameters are shared out, UNSHARD
+brings those of a bucket and RESHARD takes them; where gradients are, SCATTER leaves the own part of a bucket. What comes and goes inside an
+action counts while it runs.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class Tasks:
 
     ``compute`` holds ``(rank, action, first task, last task)``: a backward inside which a bucket becomes complete is cut into several
     tasks; ``sends`` ``(rank, action, messages)``; ``receives`` ``(rank, action, task before it, messages)``; ``reduces``
-    ``(rank, action, task)``; ``copies`` ``(rank, action, first task, last task)`` of OFFLOAD and RELOAD. ``engine`` is ready to run; ``lanes`` is the lane of each task, that of a rank's computing its number.
+    ``(rank, action, task)``; ``copies`` ``(rank, action, first task, last task)`` of OFFLOAD and RELOAD. ``engine`` is ready to run;
+    ``lanes`` is the lane of each task, that of a rank's computing its number.
     """
 
     def __init__(self, program: Program, costs: StepCosts) -> None:

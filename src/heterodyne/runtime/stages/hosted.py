@@ -2,8 +2,8 @@
 
 What autograd would keep is replaced by handles. When the run is over the memory that these lie in is copied to the host, while what comes
 behind runs, and let go of when the next such run is over, or the program says so (OFFLOAD): so at most one is on the device on its way
-out. Until then nothing that a backward needs can change, so the copy is of the right values whenever it is made. The backward asks for it in
-the reverse order: while one run's is used, that of the run before is on its way back; or all are asked for ahead of it (RELOAD).
+out. Until then nothing that a backward needs can change, so the copy is of the right values whenever it is made. The backward asks for
+it in the reverse order: while one run's is used, that of the run before is on its way back; or all are asked for ahead of it (RELOAD).
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ __all__ = ["Stages"]
 class _Alive:
     """A micro-batch of a stage between its forward and the end of its backward.
 
-    ``which``: its stage and number; ``leaves``: what it has received, where its own part of the graph begins; ``made``: what it sends; both by name.
+    ``which``: its stage and number; ``leaves``: what it has received, where its own part of the graph begins; ``made``: what it sends;
+    both by name.
     """
 
     which: tuple[int, int]
