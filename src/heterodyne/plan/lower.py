@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from heterodyne.cluster.spec import Cluster
+from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.offloading import with_offload
@@ -22,7 +23,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.plan.traffic import Duty, Traffic, duties
 from heterodyne.plan.unsharding import Passes, with_unsharding
-from heterodyne.plan.verify import program_violations, require_runnable
+from heterodyne.plan.verify import require_runnable
 
 __all__ = ["lower"]
 
@@ -33,9 +34,14 @@ def lower(plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True)
     wanted = duties(plan, graph, cluster)
     passes = _passes(plan, cluster, wanted)
     program = _program(passes, wanted, clip=clip)
-    if plan.zero > 2 and len(plan.pipelines) > 1 and program_violations(program, wanted):
+    try:
+        require_runnable(program, wanted)
+    except PlanError:
+        if plan.zero < 3:
+            raise
+        # Gathers may make ranks wait for each other that wait for messages too. Not if they come first.
         program = _program(passes, wanted, clip=clip, ahead=True)
-    require_runnable(program, wanted)
+        require_runnable(program, wanted)
     return program
 
 
