@@ -144,7 +144,7 @@ BYSTANDER = [action for action in SHARED if action.kind not in ("F", "B", "OFFLO
         ),
         ("meet in different orders", lambda r: r[0].insert(0, r[0].pop(1))),
         (
-            "rank 0 waits at 0F0 for 0UNSHARD1 of rank 1",
+            "rank 0 waits at 0F0 for 0UNSHARD0 of rank 1",
             lambda r: r.__setitem__(1, [a for a in BYSTANDER if "SHARD" not in a.kind]),
         ),
         ("rank 0 runs 0RELOAD0 before 0OFFLOAD0: nothing has left", lambda r: r[0].insert(4, r[0].pop(5))),
