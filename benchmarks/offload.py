@@ -25,7 +25,7 @@ from results import ROOT, Results, arguments, spread
 sys.path.insert(0, str(ROOT / "tests"))
 
 import torch
-from offload_choices import CASES, choices
+from offload_choices import CASES, choices, tell_worst
 
 from device.slow_copies import SlowCopies
 from device.test_exactness import A
@@ -56,8 +56,6 @@ PARTS = ("delays", *map(str, range(1, 1 + len(CASES))))
 def main() -> int:
     options = arguments(__doc__, names=("--parts", PARTS))
     results = Results("offload")
-    if options.json is not None and options.parts != PARTS:
-        results.take_over(options.json, options.parts)
     pool = Pool()
     try:
         if "delays" in options.parts:
@@ -65,6 +63,9 @@ def main() -> int:
         choices(results, pool, options.parts, rounds=3 if options.quick else 7)
     finally:
         pool.close()
+    if options.json is not None and options.parts != PARTS:
+        results.take_over(options.json, options.parts)
+    tell_worst(results)
     return results.write(options.json)
 
 
