@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from heterodyne.cost.step import RankCosts, StepCosts
+from heterodyne.cost.step import StepCosts
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import COLLECTIVES, REDUCTIONS, Action, Program
+from heterodyne.sim.copies import Copies
 from heterodyne.sim.engine import Engine
 from heterodyne.sim.passes import completes, cuts_of, seconds_of
 
@@ -35,31 +36,6 @@ class _Meeting:
         self.cuts: set[float] = set()
         self.first = self.last = _NOT_YET
         self.ends: dict[float, int] = {}
-
-
-class _Copies:
-    """Of one rank, between its device and the host. ``left``: by stage and micro-batch the copies that go on behind its forward; ``lead``:
-    those back that have to be over when its backward begins."""
-
-    def __init__(self, costs: RankCosts) -> None:
-        self._costs = costs
-        self.left: dict[tuple[int, int | None], int] = {}
-        self.lead: dict[tuple[int, int | None], int] = {}
-
-    def leaving_s(self, action: Action) -> float:
-        seconds = self._costs.stages[action.stage].leaving_s
-        return seconds[action.index or 0] if seconds else 0.0
-
-    def reload_s(self, action: Action) -> tuple[float, float]:
-        stage, index = self._costs.stages[action.stage], action.index or 0
-        return stage.lead_s[index], max(0.0, stage.reload_s[index] - stage.lead_s[index])
-
-    def awaited(self, action: Action) -> tuple[int, ...]:
-        """What a backward waits for."""
-        if not self.lead or action.kind not in ("B", "I"):
-            return ()
-        task = self.lead.get((action.stage, action.index))
-        return () if task is None else (task,)
 
 
 class Tasks:
@@ -143,7 +119,7 @@ class Tasks:
         pending: tuple[int, ...] = ()  # messages that the next task waits for
         ends: dict[tuple[int, float], int] = {}  # (stage, fraction of its last backward): the task that reaches it
         gathering: dict[int, Action] = {}  # by bucket
-        copies = _Copies(costs)
+        copies = Copies(costs)
         action = actions[0]
         try:
             for position, action in enumerate(actions):
@@ -212,7 +188,7 @@ class Tasks:
     def _copying(self, rank: int) -> int:
         return 2 * self._ranks + len(self._links) + 1 + rank
 
-    def _copy(self, rank: int, action: Action, last: int, copies: _Copies) -> tuple[int, ...]:
+    def _copy(self, rank: int, action: Action, last: int, copies: Copies) -> tuple[int, ...]:
         """Play OFFLOAD or RELOAD; the tasks that the next pass has to wait for."""
         if action.kind == "OFFLOAD":
             left = copies.left.get((action.stage, action.index))
