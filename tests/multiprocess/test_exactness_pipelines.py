@@ -192,14 +192,14 @@ def pipelines(
 
 @st.composite
 def spreads(draw: st.DrawFn, graph: ModelGraph) -> Spread:
-    """One or two pipelines that are not alike, of one or more stages, of one or more devices each; a rank may be idle. Those that hold the
+    """One to three pipelines that are not alike, of one or more stages, of one or more devices each; a rank may be idle. Those that hold the
     same weights may share out state, gradients and parameters.
     """
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     made: list[PipelineOf] = []
     world = 0
-    for number in range(draw(st.integers(1, 2))):
-        made.append(draw(pipelines(graph, schedule, world, 2 if number else 3)))
+    for number in range(draw(st.sampled_from((1, 2, 2, 3)))):
+        made.append(draw(pipelines(graph, schedule, world, 3 - number)))
         world = 1 + max(rank for stage in made[-1].stages for rank in stage.ranks)
     shared = len(made) > 1 or any(len(stage.ranks) > 1 for stage in made[0].stages)
     zero = draw(st.sampled_from((0, 1, 2, 3, 3))) if shared else 0

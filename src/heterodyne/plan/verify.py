@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import COLLECTIVES, REDUCTIONS, Action, ActionKind, Program
@@ -105,12 +105,12 @@ def _between(
     kinds: tuple[ActionKind, ...] = ("R", "OFFLOAD", "RELOAD") if hosted else ("R",)
     before = place.get(forward, -1)
     for each in (Action(forward.stage, kind, forward.index) for kind in kinds):
-        count = seen.pop(each, 0)
-        if count > 1:
-            yield f"runs {each} {count} times: once is enough"
-        if count and not before < place[each] < place.get(backward, place[each] + 1):
+        times = seen.pop(each, 0)
+        if times > 1:
+            yield f"runs {each} {times} times: once is enough"
+        if times and not before < place[each] < place.get(backward, place[each] + 1):
             yield f"runs {each} out of its place: it stands between the forward and the backward"
-        if count and each.kind == "RELOAD" and place[each] < place.get(replace(each, kind="OFFLOAD"), 0):
+        if times and each.kind == "RELOAD" and place[each] < place.get(replace(each, kind="OFFLOAD"), 0):
             yield f"runs {each} before {replace(each, kind='OFFLOAD')}: nothing has left there"
 
 
@@ -240,8 +240,7 @@ def _awaited(
             (rank, gather)
             for bucket, stages in duty.readers.items()
             if action.stage in stages
-            for gather in (Action(0, "UNSHARD", bucket), Action(1, "UNSHARD", bucket))
-            if gather in own
+            for gather in takewhile(own.__contains__, (Action(n, "UNSHARD", bucket) for n in count()))
             for rank in owners.get(bucket, ())
             if gather not in done[rank]
         ]
