@@ -192,8 +192,8 @@ def pipelines(
 
 @st.composite
 def spreads(draw: st.DrawFn, graph: ModelGraph) -> Spread:
-    """One to three pipelines that are not alike, of one or more stages, of one or more devices each; a rank may be idle. Those that hold the
-    same weights may share out state, gradients and parameters.
+    """One to three pipelines that are not alike, of one or more stages, of one or more devices each; a rank may be idle. Those that hold
+    the same weights may share out state, gradients and parameters.
     """
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     made: list[PipelineOf] = []

@@ -125,9 +125,11 @@ def test_each_fault_is_named(says: str, spoil: Callable[[list[list[Action]]], ob
 
 SHARED = [
     Action.parse(text)
-    for text in (
-        "0UNSHARD1 0UNSHARD0 0F0 0F1 0OFFLOAD0 0RELOAD0 0B0 0B1 0RESHARD0 0SCATTER0 0RESHARD1 0SCATTER1 0CLIP 0STEP".split()
+    for line in (
+        "0UNSHARD1 0UNSHARD0 0F0 0F1 0OFFLOAD0 0RELOAD0 0B0 0B1",
+        "0RESHARD0 0SCATTER0 0RESHARD1 0SCATTER1 0CLIP 0STEP",
     )
+    for text in line.split()
 ]
 BYSTANDER = [action for action in SHARED if action.kind not in ("F", "B", "OFFLOAD", "RELOAD")]
 
