@@ -76,6 +76,13 @@ class Results:
         self.rows: list[dict[str, Any]] = []
         self.bars: dict[str, dict[str, Any]] = {}
 
+    def take_over(self, path: Path, parts: Sequence[str]) -> None:
+        """What an earlier run has written there, but for rows of these parts, which were run now; ``part`` of a row says of which it is."""
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            self.rows = [*(row for row in before["rows"] if row.get("part") not in parts), *self.rows]
+            self.bars = {**before["bars"], **self.bars}
+
     def row(self, what: str, **figures: Any) -> None:
         self.rows.append({"what": what, **figures})
         print(f"{what:<44} " + "  ".join(f"{k} {_short(v)}" for k, v in figures.items()), flush=True)

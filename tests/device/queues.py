@@ -129,7 +129,8 @@ class DeviceQueues:
                 )
             operation.apply()
         if ticket < 0:
-            gone = {n: operation for n, operation in self.operations.items() if operation in operations}
+            over = set(map(id, operations))
+            gone = {n: operation for n, operation in self.operations.items() if id(operation) in over}
             self._ended_s |= {n: operation.ended_s for n, operation in gone.items()}
             self.operations = {n: operation for n, operation in self.operations.items() if n not in gone}
         return max((operation.ended_s for operation in operations), default=0.0)

@@ -38,7 +38,7 @@ def trained(world: World, graph: ModelGraph, spread: Spread, most_s: float | Non
     return losses, 0 if slow is None else slow.done, 0 if slow is None else slow.lost
 
 
-def spread_of(graph: ModelGraph, *, hosted: bool, stages: int, schedule: str) -> Spread:
+def spread_of(graph: ModelGraph, *, hosted: bool, stages: int, schedule: str, ahead: int | None = None) -> Spread:
     """All blocks of the first stage on the host, but for one that is computed again; of two micro-batches or more."""
     ops, blocks = len(graph.ops), graph.blocks
     cuts = (ops,) if stages == 1 else (blocks[2].stop, ops)
@@ -48,14 +48,23 @@ def spread_of(graph: ModelGraph, *, hosted: bool, stages: int, schedule: str) ->
         made.append(StageOf(stop, (rank,), (1,), hosted=whole if hosted else ()))
         start = stop
     if hosted:
-        made[0] = replace(made[0], recompute=made[0].hosted[1:2], hosted=(made[0].hosted[0], *made[0].hosted[2:]))
+        made[0] = replace(
+            made[0], reload=ahead, recompute=made[0].hosted[1:2], hosted=(made[0].hosted[0], *made[0].hosted[2:])
+        )
     return schedule, (PipelineOf((3, 2, 4), tuple(made)),)
 
 
-@pytest.mark.parametrize(("name", "stages", "schedule"), [("llama", 2, "1F1B"), ("gpt2", 2, "ZBH1")])
-def test_training_is_that_without_host_whatever_copies_take(pool: Pool, name: str, stages: int, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule", "ahead"),
+    [("llama", 2, "1F1B", 1), ("gpt2", 2, "ZBH1", None), ("gpt2", 1, "GPipe", 2)],
+)
+def test_training_is_that_without_host_whatever_copies_take(
+    pool: Pool, name: str, stages: int, schedule: str, ahead: int | None
+) -> None:
     graph = captured(name)
-    plain, hosted = (spread_of(graph, hosted=way, stages=stages, schedule=schedule) for way in (False, True))
+    plain, hosted = (
+        spread_of(graph, hosted=way, stages=stages, schedule=schedule, ahead=ahead) for way in (False, True)
+    )
     devices = (A,) * stages
     expected = pool.run(stages, trained, graph, plain, None, devices=devices)
     found = pool.run(stages, trained, graph, hosted, MOST_S, devices=devices)

@@ -67,6 +67,7 @@ def test_a_cluster_lists_devices_by_rank_and_shares_memory_by_host() -> None:
     cluster = join_sightings(seen)
     assert [d.id for d in cluster.devices] == ["a/cpu:0", "a/cpu:1", "b/cpu:0", "c/T4:0"]
     assert [d.memory_bytes for d in cluster.devices] == [32 * GIB, 32 * GIB, 64 * GIB, 16 * GIB]
+    assert cluster.hosts == dict.fromkeys("abc", 64 * GIB)
 
 
 def test_a_limit_on_one_worker_is_no_limit_on_the_other() -> None:

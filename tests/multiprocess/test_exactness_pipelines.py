@@ -42,6 +42,7 @@ class Spread:
     bucket_bytes: int = 4096
     precision: str = "fp32"
     compiled: bool = False
+    zero: int = 0
 
 
 def errors_of(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str, float]]:
@@ -58,6 +59,7 @@ def errors_of(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str
         seed=SEED,
         precision=spread.precision,
         compile_stages=spread.compiled,
+        zero=spread.zero,
     )
     assert worker.runs_compiled or not spread.compiled
     loss, gradients = worker.gradients(case.batch, STEP)
@@ -101,7 +103,7 @@ def with_box(whole: Tensor | None, box: Box, gradient: Tensor) -> Tensor:
 
 def slices_of_ops(draw: st.DrawFn, graph: ModelGraph, homes: Sequence[tuple[int, ...]]) -> tuple[StageOf, ...]:
     """The model cut anywhere, one stage for each of these groups of ranks; blocks that are whole in one may be recomputed there,
-    all of them or all but what some ops make, or wait on the host.
+    all of them or all but what some ops make, or wait on the host, and come back early or late.
     """
     ops = len(graph.ops)
     cuts = draw(st.lists(st.integers(1, ops - 1), min_size=len(homes) - 1, max_size=len(homes) - 1, unique=True))
@@ -115,7 +117,8 @@ def slices_of_ops(draw: st.DrawFn, graph: ModelGraph, homes: Sequence[tuple[int,
         )
         names = sorted({name for n in again for name in names_of(graph, graph.blocks[n])})
         keep = draw(st.lists(st.sampled_from(names), unique=True).map(tuple)) if names else ()
-        stages.append(StageOf(stop, ranks, shares[ranks], again, keep=keep, hosted=hosted))
+        ahead = draw(st.sampled_from((None, 0, 1, 3))) if hosted else None
+        stages.append(StageOf(stop, ranks, shares[ranks], again, keep=keep, hosted=hosted, reload=ahead))
         start = stop
     return tuple(stages)
 
@@ -189,19 +192,36 @@ def pipelines(
 
 @st.composite
 def spreads(draw: st.DrawFn, graph: ModelGraph) -> Spread:
-    """One or two pipelines that are not alike, of one or more stages, of one or more devices each; a rank may be idle."""
+    """One to three pipelines that are not alike, of one or more stages, of one or more devices each; a rank may be idle. Those that hold
+    the same weights may share out state, gradients and parameters.
+    """
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     made: list[PipelineOf] = []
     world = 0
-    for number in range(draw(st.integers(1, 2))):
-        made.append(draw(pipelines(graph, schedule, world, 2 if number else 3)))
+    for number in range(draw(st.sampled_from((1, 2, 2, 3)))):
+        made.append(draw(pipelines(graph, schedule, world, 3 - number)))
         world = 1 + max(rank for stage in made[-1].stages for rank in stage.ranks)
+    shared = len(made) > 1 or any(len(stage.ranks) > 1 for stage in made[0].stages)
+    zero = draw(st.sampled_from((0, 1, 2, 3, 3))) if shared else 0
+    if zero:
+        shares = [draw(st.integers(0, 3)) for _ in range(world)]
+        made = [with_state(pipeline, shares) for pipeline in made]
     return reranked(
         draw,
         Spread(
-            world + (world < 5 and draw(st.booleans())), schedule, tuple(made), draw(st.sampled_from((1, 4096, 10**7)))
+            world + (world < 5 and draw(st.booleans())),
+            schedule,
+            tuple(made),
+            draw(st.sampled_from((1, 4096, 10**7))),
+            zero=zero,
         ),
     )
+
+
+def with_state(pipeline: PipelineOf, shares: Sequence[int]) -> PipelineOf:
+    """Each rank keeps so much of the state."""
+    kept = (replace(stage, state=tuple(shares[rank] for rank in stage.ranks)) for stage in pipeline.stages)
+    return replace(pipeline, stages=tuple(kept))
 
 
 @st.composite
@@ -217,8 +237,7 @@ def replicas(draw: st.DrawFn, graph: ModelGraph) -> Spread:
     made = []
     for number in range(draw(st.integers(1, 2))):
         stages = tuple(
-            StageOf(s.stop, (s.ranks[0] + number * width,), s.shares, s.recompute, keep=s.keep, hosted=s.hosted)
-            for s in first.stages
+            replace(s, ranks=(s.ranks[0] + number * width,), reload=s.reload if number else None) for s in first.stages
         )
         made.append(PipelineOf(draw(sizes), stages))
     return reranked(draw, Spread(width * len(made), schedule, tuple(made)))

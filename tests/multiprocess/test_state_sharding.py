@@ -72,6 +72,16 @@ def layered(graph: ModelGraph) -> Spread:
     return "GPipe", (PipelineOf((3, 4, 2), tuple(replace(stage, shares=(2, 0, 1)) for stage in stages)),)
 
 
+def deep(graph: ModelGraph) -> Spread:
+    """Three pipelines, each on one device, which gather one block after the other; cut in two ways, with 4, 2 and no micro-batches."""
+    cuts = [(0.3, 0.6), (0.3, 0.6), (0.2, 0.5, 0.8)]
+    sizes = [(2, 1, 1, 1), (3, 1), ()]
+    return "GPipe", tuple(
+        PipelineOf(of, cut(graph, at, ((rank,),) * (1 + len(at))))
+        for rank, (of, at) in enumerate(zip(sizes, cuts, strict=True))
+    )
+
+
 def recomputed(graph: ModelGraph) -> Spread:
     """The same on four devices, whose hosts keep the state; everything is recomputed but some products, or waits on the hosts."""
     stages = []
@@ -129,6 +139,9 @@ def train(
         ("seen", layered, 3, (3, 0, 2), 1, ADAMW),
         ("seen", wide, 3, (0, 1, 5, 3), 1, SGD),
         ("gpt2", recomputed, 3, (2, 3, 1, 5), 4096, ADAMW),
+        ("gpt2", replicas, 3, (3, 0, 2), 2**20, ADAMW),
+        ("t5", unlike, 3, (2, 3, 1, 5), 4096, SGD),
+        ("gpt2", deep, 3, (1, 3, 2), 4096, ADAMW),
     ],
 )
 def test_training_goes_where_one_device_goes(
@@ -175,6 +188,23 @@ def test_gradients_can_be_asked_for_whole(pool: Pool, spread: Any, zero: int) ->
     assert by_rank[0][1].keys() == {p.name for p in graph.parameters if p.trainable}
 
 
+def evaluated(world: World, graph: ModelGraph, spread: Spread, zero: int) -> list[float]:
+    worker, _ = worker_under(world, graph, spread, ADAMW, 4096, zero)
+    losses = [worker.evaluate(build(graph, size).batch) for size in (SAMPLES, 7, 2)]
+    worker.close()
+    return losses
+
+
+@pytest.mark.parametrize("spread", [deep, unlike])
+def test_evaluation_gathers_parameters_whatever_parts_each_pipeline_has(pool: Pool, spread: Any) -> None:
+    graph = captured("gpt2")
+    plain, made = spread(graph), sharded(spread(graph), 1, 3, 2, 1)
+    for losses, wanted in zip(
+        pool.run(4, evaluated, graph, made, 3), pool.run(4, evaluated, graph, plain, 0), strict=True
+    ):
+        assert losses == pytest.approx(wanted, rel=BAR)
+
+
 def take_over(
     world: World, graph: ModelGraph, before: tuple[Spread, int], after: tuple[Spread, int], folder: Path
 ) -> tuple[list[float], list[float]]:
@@ -213,6 +243,7 @@ def test_a_resumed_run_changes_no_bit(pool: Pool, spread: Any, zero: int, tmp_pa
         ((meshed, 1), (unlike, 1)),
         ((unlike, 1), (recomputed, 3)),
         ((layered, 3), (replicas, 2)),
+        ((deep, 3), (unlike, 3)),
     ],
 )
 def test_another_plan_goes_on_from_a_checkpoint(pool: Pool, before: Any, after: Any, tmp_path: Path) -> None:
@@ -232,10 +263,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
     assert "in different ways, so that its state cannot be sharded" in faults(in_parts(graph), 1)
     assert "no two devices do: leave 'zero' out" in faults(("1F1B", alone(graph)), 1)
-    assert (
-        "over 3 pipelines (ZeRO-3), and this version does not run it: give each stage of one pipeline several devices"
-        in faults(replicas(graph), 3)
-    )
+    assert not faults(replicas(graph), 3)
     assert "write 'zero': 1, or leave them out" in faults(sharded(replicas(graph), 1, 2, 3), 0)
 
 

@@ -100,7 +100,8 @@ class StageOf:
 
     ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of others.
     ``free``: exchanges count for nothing beside work, so that all is cut that can be; else little of a small model is.
-    ``state``: shares of its devices of the optimizer's state. ``offload``: hosts keep it. ``hosted``: blocks whose activations they keep.
+    ``state``: shares of its devices of the optimizer's state. ``offload``: hosts keep it. ``hosted``: blocks whose activations they keep,
+    ``reload``: from how many passes ahead of a backward on they come back. ``kept``: parameters stay between forward and backward.
     """
 
     stop: int
@@ -117,6 +118,8 @@ class StageOf:
     offload: bool = False
     keep: tuple[str, ...] = ()
     hosted: tuple[int, ...] = ()
+    reload: int | None = None
+    kept: bool = False
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -156,6 +159,8 @@ def staged_plan(
                     recompute=stage.recompute,
                     keep=stage.keep,
                     offload_activations=stage.hosted,
+                    reload_ahead=stage.reload if stage.hosted else None,
+                    reshard_after_forward=not stage.kept,
                     overlap=stage.overlap,
                     state_shares=stage.state,
                     offload=stage.offload,

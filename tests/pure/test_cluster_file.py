@@ -57,6 +57,13 @@ def test_devices_in_the_order_of_the_file(write: Write) -> None:
     assert [d.backend for d in cluster.devices] == ["cuda"] * 6 + ["cpu"]
 
 
+def test_memory_of_hosts_is_that_of_the_nodes_that_tell_it(write: Write) -> None:
+    cluster = load_cluster(write(LAB.replace("    link: {band", "    host_memory: 256 GiB\n    link: {band")))
+    assert cluster.hosts == {"old": 256 * 2**30}
+    assert cluster.fingerprint == load_cluster(write(LAB)).fingerprint
+    assert cluster.only(["new-0/A100-SXM-80GB:0"]).hosts == {}
+
+
 def test_links_inside_nodes_between_them_and_for_the_rest(write: Write) -> None:
     cluster = load_cluster(write(LAB))
     a100, sibling, twin, _, v100, _, cpu = (d.id for d in cluster.devices)
@@ -187,7 +194,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
         for pair in pairs
         if draw(st.booleans())
     )
-    return Cluster(name=draw(names), devices=devices, links=links)
+    hosts = {node: draw(memories) for node in nodes if draw(st.booleans())}
+    return Cluster(name=draw(names), devices=devices, links=links, hosts=hosts)
 
 
 @settings(deadline=None, max_examples=50)

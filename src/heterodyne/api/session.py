@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -194,4 +194,6 @@ def _as_described(described: Cluster, found: Cluster, path: Path) -> Cluster:
             ),
             path=str(path),
         )
-    return described
+    # What the file does not say of its hosts, their workers have seen.
+    seen = {there.node: found.hosts[here.node] for there, here in zip(described.devices, found.devices, strict=True)}
+    return replace(described, hosts={**seen, **described.hosts})

@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from heterodyne.cluster.catalog import find, lookup
-from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S, Count, DevicesEntry, LinkValues, Name, some
+from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S, Count, DevicesEntry, LinkValues, Memory, Name, some
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
@@ -56,6 +56,7 @@ class _Node(Section):
     name: Name
     count: Count | None = None
     devices: Annotated[tuple[DevicesEntry, ...], AfterValidator(some)]
+    host_memory: Memory | None = None
     link: LinkValues | None = None
 
     @property
@@ -139,7 +140,10 @@ class _Reader:
                 devices += here
                 links += self._inner_link(node, name, [d.kind for d in here])
         links += self._outer_links()
-        return Cluster(name=self._file.name, devices=tuple(devices), links=tuple(links))
+        hosts = {
+            name: node.host_memory for node in self._file.nodes if node.host_memory is not None for name in node.names
+        }
+        return Cluster(name=self._file.name, devices=tuple(devices), links=tuple(links), hosts=hosts)
 
     def _devices(self, index: int, node: _Node, name: str) -> Iterator[Device]:
         counted: Counter[str] = Counter()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated
 
@@ -58,6 +58,9 @@ class Link:
 class Cluster:
     """All devices, in the order of their ranks, and the links between and inside their nodes.
 
+    ``hosts``: of nodes, the bytes of memory of the host itself, where plans may keep optimizer state and activations; of a node that is not
+    there nothing is known. It is no part of the fingerprint: what a plan is does not change with it.
+
     Raises ClusterError if there is no device, an id is used twice, or a link names a node that is not there.
     """
 
@@ -66,6 +69,7 @@ class Cluster:
     name: str
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
+    hosts: Mapping[str, Count] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -108,7 +112,8 @@ class Cluster:
         devices = tuple(d for d in self.devices if d.id in wanted)
         nodes = {d.node for d in devices}
         links = tuple(link for link in self.links if set(link.between) <= nodes)
-        return Cluster(name=self.name, devices=devices, links=links)
+        hosts = {node: size for node, size in self.hosts.items() if node in nodes}
+        return Cluster(name=self.name, devices=devices, links=links, hosts=hosts)
 
     @cached_property
     def fingerprint(self) -> str:

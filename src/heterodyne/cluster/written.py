@@ -38,6 +38,8 @@ def dump_cluster(cluster: Cluster) -> str:
     nodes: list[dict[str, object]] = []
     for name, devices in groupby(cluster.devices, key=lambda d: d.node):
         node: dict[str, object] = {"name": name, "devices": [_entry(list(run)) for _, run in groupby(devices, _alike)]}
+        if name in cluster.hosts:
+            node["host_memory"] = _exact(cluster.hosts[name], format_bytes, parse_bytes, "B")
         inner = next((link for link in cluster.links if set(link.between) == {name}), None)
         nodes.append({**node, "link": None if inner is None else _values(inner)})
     outer = [{"between": list(link.between), **_values(link)} for link in cluster.links if len(set(link.between)) == 2]

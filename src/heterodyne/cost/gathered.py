@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from heterodyne.plan.buckets import BUCKETS_UNDER_WAY, Bucket
 from heterodyne.plan.program import Action
-from heterodyne.plan.unsharding import with_unsharding
+from heterodyne.plan.unsharding import Passes, with_unsharding
 
 __all__ = ["Gathered", "gathered"]
 
@@ -21,7 +21,7 @@ class Gathered:
 
 
 def gathered(order: Sequence[Action], buckets: Sequence[Bucket], readers: Mapping[int, Sequence[int]]) -> Gathered:
-    """Of a device that computes in this order.
+    """Of a device that computes in this order, as often as it alone would gather.
 
     ``buckets``: those that it shares; ``readers``: of each the stages of the device that read it.
 
@@ -30,28 +30,22 @@ def gathered(order: Sequence[Action], buckets: Sequence[Bucket], readers: Mappin
     """
     size = {bucket.index: bucket.bytes for bucket in buckets}
     largest = (1 + BUCKETS_UNDER_WAY) * max(size.values(), default=0)
-    of_stage: dict[int, set[int]] = {}
-    for bucket in size:
-        for stage in readers.get(bucket, ()):
-            of_stage.setdefault(stage, set()).add(bucket)
     backwards = [action.stage for action in order if action.kind in ("B", "W")]
-    users: dict[int, set[int]] = {bucket: set() for bucket in size}
+    (actions,) = with_unsharding([Passes(actions=order, readers={bucket: readers.get(bucket, ()) for bucket in size})])
     open_: set[int] = set()
-    whole = gradients = 0
-    for action in with_unsharding(order, readers):
-        own = of_stage.get(action.stage, set())
+    there = whole = gradients = 0
+    for action in actions:
+        bucket = action.index or 0
         if action.kind == "UNSHARD":
-            for bucket in own:
-                users[bucket].add(action.stage)
-            whole = max(whole, sum(size[bucket] for bucket, of in users.items() if of))
+            there += size[bucket]
+            whole = max(whole, there)
         elif action.kind == "RESHARD":
-            for bucket in own:
-                users[bucket].discard(action.stage)
+            there -= size[bucket]
         elif action.kind in ("B", "W"):
-            open_ |= own
+            open_ |= {bucket for bucket, stages in readers.items() if action.stage in stages}
             gradients = max(gradients, sum(map(size.__getitem__, open_)))
-        elif action.kind == "SCATTER" and action.index is not None:
-            open_.discard(action.index)
+        elif action.kind == "SCATTER":
+            open_.discard(bucket)
     in_turn = len(backwards) == len(set(backwards))
     gradients = min(sum(size.values()), largest if in_turn else gradients + largest)
     return Gathered(parameters=whole, gradients=gradients)

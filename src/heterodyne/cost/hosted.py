@@ -2,7 +2,8 @@
 
 Copies to the host and back run one after the other beside the passes, each behind what is computed when it is asked for
 (`runtime.stages.hosted`): a block's activations leave while what is behind it runs forward, and must be gone when the next such block is
-over; in the backward those of the block before come while a block's are used. A pass takes longer by what it waits for them.
+over; in the backward those of the block before come while a block's are used. A pass takes longer by what it waits for them. Where all of
+a micro-batch begins to come ahead of its backward (RELOAD), that waits only until so much of it is there that the rest comes in time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from heterodyne.cost.stage import StageCosts
 
-__all__ = ["Part", "exposed_s", "on_host"]
+__all__ = ["Part", "exposed_s", "lead_s", "leaving_s", "on_host"]
 
 _AT_A_TIME = 3  # one whose copy is not over yet, one in use, one that comes
 
@@ -33,17 +34,35 @@ class Part:
 
 def exposed_s(parts: Sequence[Part]) -> tuple[float, float]:
     """What a forward and a backward wait for copies."""
-    return _forward_s(parts) - sum(p.forward_s for p in parts), _backward_s(parts) - sum(p.backward_s for p in parts)
+    return _forward_s(parts)[0] - sum(p.forward_s for p in parts), _backward_s(parts) - sum(p.backward_s for p in parts)
 
 
-def _forward_s(parts: Sequence[Part]) -> float:
+def leaving_s(parts: Sequence[Part]) -> float:
+    """What copies still take when the forward is over."""
+    over, copied = _forward_s(parts)
+    return max(0.0, copied - over)
+
+
+def lead_s(parts: Sequence[Part]) -> float:
+    """Of the copies back, one behind the other, those that must be over when the backward begins, or it would wait for one."""
+    computed = copied = most = 0.0
+    for part in reversed(parts):
+        if part.bytes:
+            copied += part.copied_s
+            most = max(most, copied - computed)
+        computed += part.backward_s
+    return most
+
+
+def _forward_s(parts: Sequence[Part]) -> tuple[float, float]:
+    """When it is over, and when the last copy is."""
     now = link = leaving = 0.0
     for part in parts:
         now += part.forward_s
         if part.bytes:
             link = max(link, now) + part.copied_s
             now, leaving = max(now, leaving), link
-    return now
+    return now, link
 
 
 def _backward_s(parts: Sequence[Part]) -> float:
@@ -87,6 +106,11 @@ def on_host(
         input_s=later(costs.input_s, 1),
         halved_forward_s=later(costs.halved_forward_s, 0),
         kept_bytes=tuple(max(0, k - a - lost(a)) for k, a in zip(costs.kept_bytes, away, strict=True)),
+        reloaded_bytes=tuple(a + lost(a) for a in away),
+        leaving_s=tuple(leaving_s(parts[size]) for size in sizes),
+        fetch_s=tuple(exposed[size][1] for size in sizes),
+        reload_s=tuple(sum(part.copied_s for part in parts[size]) for size in sizes),
+        lead_s=tuple(lead_s(parts[size]) for size in sizes),
         host_bytes=tuple(away),
     )
     return made, most + lost(most)

@@ -347,14 +347,9 @@ class CostModel:
         half = [self._half_s(plan, bucket, [shares[owner] for owner in bucket.owners]) for bucket in buckets]
         if plan.zero < 3:
             return {"reduce_s": tuple(half), "gather_s": tuple(half)}
-        reads = stages_reading(plan.pipelines[0], self.graph)
         return {
             "reduce_s": tuple(half),
             "gather_s": tuple(seconds if b.blocks else 0.0 for b, seconds in zip(buckets, half, strict=True)),
-            "unshard_s": tuple(
-                sum(s for b, s in zip(buckets, half, strict=True) if not names.isdisjoint(b.parameters))
-                for names in reads
-            ),
         }
 
     def _half_s(self, plan: Plan, bucket: Bucket, shares: Sequence[int]) -> float:

@@ -25,6 +25,10 @@ class StageCosts:
             was there before.
         last_bytes, summed_bytes: the same for the last backward, of sums that are made apart from the gradients.
         gradient_bytes: gradients that come from other ranks and leave for other ranks, while B or I runs.
+        reloaded_bytes: what RELOAD adds to ``kept_bytes``, of activations that wait on the host.
+        leaving_s: of copies there that go on when F is over; OFFLOAD waits for them.
+        fetch_s: what a backward waits for copies back, among its seconds, where it has no RELOAD.
+        reload_s, lead_s: of all copies back, and of the first part of them, after which the backward waits for none.
         host_bytes: what is in the memory of the host from F to B or I.
         together: the ranks that hold parts of this stage and meet inside of F, B, I and R, this one included; their seconds are then those
             from the moment at which the last of them begins until all are done. Empty: this rank needs nobody.
@@ -42,6 +46,11 @@ class StageCosts:
     redone_bytes: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
+    reloaded_bytes: tuple[int, ...] = ()
+    leaving_s: tuple[float, ...] = ()
+    fetch_s: tuple[float, ...] = ()
+    reload_s: tuple[float, ...] = ()
+    lead_s: tuple[float, ...] = ()
     host_bytes: tuple[int, ...] = ()
     made_bytes: int = 0
     input_made_bytes: int = 0

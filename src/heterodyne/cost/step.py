@@ -11,7 +11,9 @@ from heterodyne.plan.program import COLLECTIVES, Action
 
 __all__ = ["RankCosts", "Reduction", "StepCosts"]
 
-_PASSES = {"F": "forward_s", "B": "backward_s", "I": "input_s", "W": "weight_s", "R": "recompute_s"}
+_PASSES = {
+    "F": "forward_s", "B": "backward_s", "I": "input_s", "W": "weight_s", "R": "recompute_s", "RELOAD": "reload_s"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,7 @@ class RankCosts:
         fixed_bytes: what does not depend on the micro-batches.
         coming_bytes: the part of that which is not there when a step begins: gradients that no buffer waits for, parameters that are
             gathered.
-        gathered_bytes: of each stage whose parameters are shared out, by bucket, what its UNSHARD brings.
+        gathered_bytes: of each stage whose parameters are shared out, the buckets that it reads, and what UNSHARD of each brings.
         reductions: of each bucket of gradients that are shared out, in order.
         workspace_bytes: what comes and goes inside a pass.
         update_bytes: what comes and goes inside CLIP and STEP.
@@ -69,7 +71,7 @@ class RankCosts:
     @property
     def compute_s(self) -> float:
         """Seconds of all actions and the overhead, undisturbed: no step of this rank is shorter."""
-        passes = sum(stage.compute_s for stage in self.stages.values())
+        passes = sum(stage.compute_s - sum(stage.fetch_s) for stage in self.stages.values())
         return passes + self.clip_s + self.step_s + self.overhead_s
 
 
@@ -80,8 +82,7 @@ class StepCosts:
     Args:
         ranks: None for an idle rank.
         reduce_s: one value a gradient bucket, 0 for one that only one rank has; of its all-reduce, or of its reduce-scatter where state
-            is sharded, and then ``gather_s`` of the all-gather of its weights; each is gathered once at least.
-        unshard_s: of each stage, where parameters are sharded, of the all-gather of what it reads.
+            is sharded, and then ``gather_s`` of the all-gather of its weights, by GATHER or UNSHARD; each is gathered once at least.
         routes: what the ranks send to each other.
         norm_s: seconds in which the ranks agree on the norm of all gradients, before CLIP; None: each knows it by itself, since it has
             all of them.
@@ -93,7 +94,6 @@ class StepCosts:
     ranks: tuple[RankCosts | None, ...]
     reduce_s: tuple[float, ...] = ()
     gather_s: tuple[float, ...] = ()
-    unshard_s: tuple[float, ...] = ()
     routes: tuple[Route, ...] = ()
     norm_s: float | None = None
     ranks_meet: bool = False
@@ -133,7 +133,7 @@ class StepCosts:
             return 0.0
         if action.kind.startswith("SEND"):
             return self._send_s(rank, action, action.index)
-        if action.kind == "RESHARD":
+        if action.kind in ("RESHARD", "OFFLOAD"):
             return 0.0
         if action.kind in COLLECTIVES:
             return self.collective_s(action)
@@ -145,9 +145,7 @@ class StepCosts:
 
     def collective_s(self, action: Action) -> float:
         """Seconds of a collective. Raises KeyError for one that has no cost."""
-        values, place = self.gather_s if action.kind == "GATHER" else self.reduce_s, action.index
-        if action.kind == "UNSHARD":
-            values, place = self.unshard_s, action.stage
+        values, place = self.gather_s if action.kind in ("GATHER", "UNSHARD") else self.reduce_s, action.index
         if place is None or place >= len(values):
             raise KeyError(f"there is no cost of {action}")
         return values[place]

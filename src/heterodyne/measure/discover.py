@@ -170,6 +170,10 @@ def join_sightings(sightings: Sequence[Sighting]) -> Cluster:
         name=nodes[0] if len(nodes) == 1 else "cluster",
         devices=tuple(devices),
         links=tuple(link for link in found if link is not None),
+        hosts={
+            node: min(worker_memory(s.memory, ()) for s, d in zip(sightings, devices, strict=True) if d.node == node)
+            for node in nodes
+        },
     )
 
 

@@ -112,8 +112,7 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         "gradient_sharding": _Words(name="sharded gradients too (ZeRO-2)", remedy="write 'zero': 1"),
         "parameter_sharding": _Words(name="sharded parameters too (ZeRO-3)", remedy="write 'zero': 2"),
         "parameter_sharding_over_pipelines": _Words(
-            name="parameters sharded over several pipelines",
-            remedy="give each stage of one pipeline several devices, or write 'zero': 2",
+            name="parameters sharded over several pipelines", remedy="write 'zero': 2"
         ),
         "offload": _Words(name="optimizer state in host memory", remedy="leave 'offload' out"),
     }
@@ -171,7 +170,7 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="any model",
         why=lambda *_: "this version does not run it",
-        refuses=frozenset({"overlap_with_recompute", "parameter_sharding_over_pipelines"}),
+        refuses=frozenset({"overlap_with_recompute"}),
     ),
     Trait(
         name="statistics over the batch (BatchNorm)",

@@ -210,6 +210,10 @@ def _of_recompute(stage: Stage, graph: ModelGraph) -> list[str]:
         elif not stage.ops[0] <= graph.blocks[index].start < graph.blocks[index].stop <= stage.ops[1]:
             block = graph.blocks[index]
             broken.append(f"{does} block {index} (ops {block.start} to {block.stop}), which is not whole in the stage")
+    if stage.reload_ahead is not None and not stage.offload_activations:
+        broken.append(
+            "has 'reload_ahead', and nothing of it waits on the host: leave it out, or name blocks in 'offload_activations'"
+        )
     both = sorted(set(stage.recompute).intersection(stage.offload_activations))
     if both:
         shown = ", ".join(map(str, both))

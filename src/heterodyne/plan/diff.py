@@ -73,9 +73,11 @@ def _of_pipeline(old: Pipeline, new: Pipeline) -> list[str]:
                 "recompute",
                 "keep",
                 "offload_activations",
+                "reload_ahead",
                 "state_shares",
                 "overlap",
                 "offload",
+                "reshard_after_forward",
             )
             if getattr(a, field) != getattr(b, field)
         ]

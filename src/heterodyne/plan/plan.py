@@ -93,9 +93,13 @@ class Stage(PlanPart):
     ``recompute`` holds indices of blocks; ``keep`` names ops of these that keep what they make and are not run again, by their kind
     (``linear``) or by module and kind (``mlp.fc1.linear``, see `heterodyne.plan.kept`);
     ``offload_activations`` holds indices of other blocks, whose activations wait in the memory of the host for their backward;
+    ``reload_ahead``: so many passes ahead of it all of them begin to come back (0: where it would wait for its gradients); None: inside of
+    it, one block ahead of the other, which needs least room;
     ``state_shares`` how much of the optimizer's state each device keeps, one whole number a device (ratios between all devices that
     hold the same weights), where the plan shards it; None: 1 each;
     ``offload``: each device keeps the optimizer's state and master weights in the memory of its host, and updates there;
+    ``reshard_after_forward``: where parameters are sharded, those of the stage are let go of between its forwards and its backwards, and
+    gathered once more; else they stay;
     ``exchange`` and ``overlap`` are only read where a region is not replicated. ``overlap``: each micro-batch runs as two halves in
     turns, so that what one half exchanges is on its way while the other one computes.
     """
@@ -108,10 +112,12 @@ class Stage(PlanPart):
     recompute: tuple[Whole, ...] = ()
     keep: tuple[str, ...] = ()
     offload_activations: tuple[Whole, ...] = ()
+    reload_ahead: Whole | None = None
     state_shares: tuple[Whole, ...] | None = None
     exchange: Exchange = Exchange()
     overlap: bool = False
     offload: bool = False
+    reshard_after_forward: bool = True
 
     @property
     def sharded(self) -> bool:
@@ -343,6 +349,7 @@ _USUAL: Mapping[str, object] = {
     "offload_activations": [],
     "overlap": False,
     "offload": False,
+    "reshard_after_forward": True,
     "exchange": Exchange().model_dump(mode="json"),
 }
 

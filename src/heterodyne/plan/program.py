@@ -6,19 +6,22 @@ An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is th
     F j        forward of micro-batch j
     B j        its whole backward; or in two halves: I j, the gradients of the stage's inputs, and W j, those of its weights
     R j        what the stage does not keep of micro-batch j is computed again, ahead of its backward
+    OFFLOAD j  what the stage keeps of micro-batch j on the host is gone from the device; it began to leave inside of F
+    RELOAD j   it begins to come back, all of it; without a RELOAD it comes inside of the backward, one block ahead of the other
     SEND_F j   what later stages read of micro-batch j leaves for other ranks;  RECV_F j: it has come
     SEND_B j   the gradients of what was received leave for the ranks it came from;  RECV_B j: they have come
     REDUCE_GRAD k, CLIP, STEP: of the rank as a whole, so their stage is always 0
     SCATTER k  in place of REDUCE_GRAD where state is sharded: each owner of bucket k gets the sums of its own range alone
     GATHER k   behind STEP: each owner gets the weights of bucket k that the others have updated
-    UNSHARD n  where parameters are sharded: those of a stage are gathered, for its forwards (n = 0) and once more for its backwards (n = 1)
-    RESHARD n  all of them but the own range are let go of
+    nUNSHARD k where parameters are sharded: those of bucket k are gathered, for the (n + 1)-th time in this step
+    nRESHARD k all of them but the own range are let go of
 
 Sends, reductions and gathers are asynchronous: they stand in the list where they may be *started* at the latest, and nothing that follows
-waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for its UNSHARD. A reduction starts as soon as
-the gradients of its bucket are complete, which is inside the backward before it. A receive waits until its message is there; room for it
-is made long before.
-The other kinds occupy their rank from start to end.
+waits for them, except that CLIP and STEP wait for reductions, and the passes of a stage for each UNSHARD of what it reads. A reduction
+starts as soon as the gradients of its bucket are complete, which is inside the backward before it. A receive waits until its message is
+there; room for it is made long before. Copies between a device and its host run one after the other beside its passes: what follows
+OFFLOAD waits until those of its micro-batch are over; for RELOAD nothing waits but its backward, for what it needs when it needs it, and
+there must be room from RELOAD on. The other kinds occupy their rank from start to end.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ __all__ = ["COLLECTIVES", "REDUCTIONS", "Action", "ActionKind", "Program"]
 
 ActionKind = Literal[
     "F", "B", "I", "W", "R", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "SCATTER", "CLIP", "STEP", "GATHER",
-    "UNSHARD", "RESHARD",
+    "UNSHARD", "RESHARD", "OFFLOAD", "RELOAD",
 ]  # fmt: skip
 REDUCTIONS: Final[tuple[ActionKind, ...]] = ("REDUCE_GRAD", "SCATTER")
 COLLECTIVES: Final[tuple[ActionKind, ...]] = (*REDUCTIONS, "GATHER", "UNSHARD")
@@ -42,7 +45,9 @@ _ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)([0-9]*)$")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """``index`` is the micro-batch, the bucket (REDUCE_GRAD, SCATTER, GATHER), the n of UNSHARD and RESHARD, or None (CLIP, STEP).
+    """``index`` is the micro-batch, the bucket (REDUCE_GRAD, SCATTER, GATHER, UNSHARD, RESHARD), or None (CLIP, STEP).
+
+    Actions of the rank as a whole have no stage: it is 0, or of UNSHARD and RESHARD how often that bucket was gathered before.
 
     >>> str(Action.parse("0F3"))
     '0F3'

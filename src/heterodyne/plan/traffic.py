@@ -78,6 +78,9 @@ class Duty:
         buckets: the gradient buckets that it reduces with others, in order.
         zero: what is sharded over the owners of each of them; from 1 on each updates a range of it, and gathers the others.
         readers: of each of them, the stages of the rank that read any of its parameters.
+        hosted: the stages that keep activations on the host, with how many passes ahead of a backward these begin to come back; None:
+            inside of it.
+        kept: where parameters are sharded, the stages that keep theirs between their forwards and their backwards.
     """
 
     pipeline: int = 0
@@ -87,6 +90,8 @@ class Duty:
     buckets: tuple[int, ...] = ()
     zero: int = 0
     readers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    hosted: Mapping[int, int | None] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
 
 
 def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None, ...]:
@@ -109,5 +114,9 @@ def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None
                     buckets=tuple(bucket.index for bucket in own),
                     zero=plan.zero,
                     readers={b.index: tuple(s for s in stages if not reads[s].isdisjoint(b.parameters)) for b in own},
+                    hosted={
+                        s: pipeline.stages[s].reload_ahead for s in stages if pipeline.stages[s].offload_activations
+                    },
+                    kept=frozenset(s for s in stages if not pipeline.stages[s].reshard_after_forward),
                 )
     return tuple(found)

@@ -8,9 +8,10 @@ backward; and updates once, last. And if it comes to its end: no rank waits for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import COLLECTIVES, REDUCTIONS, Action, ActionKind, Program
@@ -86,12 +87,8 @@ def _passes(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
             for earlier, later in pairwise(chain):
                 if earlier in place and later in place and place[earlier] > place[later]:
                     yield f"runs {later} before {earlier}: {_needs(later, earlier)}"
-            again = Action(stage, "R", index)
-            if seen.pop(again, 0):
-                backward = next(action for action in chain if action.kind in ("B", "I"))
-                before, behind = place.get(Action(stage, "F", index), -1), place.get(backward, len(actions))
-                if not before < place[again] < behind:
-                    yield f"runs {again} out of its place: it stands between the forward and the backward"
+            backward = next(action for action in chain if action.kind in ("B", "I"))
+            yield from _between(Action(stage, "F", index), backward, place, seen, hosted=stage in duty.hosted)
     for action in seen:
         if action.stage not in duty.stages:
             yield f"runs {action}, but holds {_listed(duty.stages)}: remove it"
@@ -99,6 +96,22 @@ def _passes(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
             yield f"runs {action}, but has {duty.micro_batches} micro-batches: remove it"
         else:
             yield f"runs {action}, which nobody needs: remove it"
+
+
+def _between(
+    forward: Action, backward: Action, place: Mapping[Action, int], seen: Counter[Action], *, hosted: bool
+) -> Iterator[str]:
+    """What may stand between a forward and its backward; it is taken out of ``seen``."""
+    kinds: tuple[ActionKind, ...] = ("R", "OFFLOAD", "RELOAD") if hosted else ("R",)
+    before = place.get(forward, -1)
+    for each in (Action(forward.stage, kind, forward.index) for kind in kinds):
+        times = seen.pop(each, 0)
+        if times > 1:
+            yield f"runs {each} {times} times: once is enough"
+        if times and not before < place[each] < place.get(backward, place[each] + 1):
+            yield f"runs {each} out of its place: it stands between the forward and the backward"
+        if times and each.kind == "RELOAD" and place[each] < place.get(replace(each, kind="OFFLOAD"), 0):
+            yield f"runs {each} before {replace(each, kind='OFFLOAD')}: nothing has left there"
 
 
 def _chain(stage: int, index: int, duty: Duty, *, split: bool) -> list[Action]:
@@ -156,21 +169,26 @@ def _unsharding(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
     """Where parameters are sharded, each pass of a stage while they are gathered; elsewhere they always are."""
     gathered: set[int] = set()
     for action in actions:
-        kind, stage = action.kind, action.stage
-        if duty.zero < 3 and kind in ("UNSHARD", "RESHARD"):
-            yield f"runs {action}, and its parameters are not sharded: remove it"
-        elif kind == "UNSHARD":
-            if stage in gathered:
-                yield f"runs {action}, and the parameters of stage {stage} are gathered already: remove it, or put RESHARD before it"
-            gathered.add(stage)
-        elif kind == "RESHARD":
-            if stage not in gathered:
-                yield f"runs {action}, and the parameters of stage {stage} are sharded there: remove it"
-            gathered.discard(stage)
-        elif duty.zero > 2 and kind in ("F", "B", "I", "R") and stage not in gathered:
-            yield f"runs {action} while the parameters of stage {stage} are sharded: put {stage}UNSHARD before it"
-    if gathered:
-        yield f"keeps the parameters of {_listed(sorted(gathered))} gathered: put RESHARD behind the last pass"
+        kind, bucket = action.kind, action.index or 0
+        if kind in ("UNSHARD", "RESHARD"):
+            if duty.zero < 3:
+                yield f"runs {action}, and its parameters are not sharded: remove it"
+            elif bucket not in duty.buckets:
+                yield f"runs {action}, but shares {', '.join(map(str, duty.buckets)) or 'none'}: remove it"
+            elif (kind == "RESHARD") != (bucket in gathered):
+                is_ = (
+                    "gathered already: remove it, or put RESHARD before it"
+                    if bucket in gathered
+                    else "sharded there: remove it"
+                )
+                yield f"runs {action}, and the parameters of bucket {bucket} are {is_}"
+            gathered ^= {bucket}
+        elif duty.zero > 2 and kind in ("F", "B", "I", "R"):
+            for each, stages in duty.readers.items():
+                if action.stage in stages and each not in gathered:
+                    yield f"runs {action} while the parameters of bucket {each} are sharded: put UNSHARD before it"
+    if duty.zero > 2 and gathered:
+        yield f"keeps the parameters of buckets {', '.join(map(str, sorted(gathered)))} gathered: put RESHARD behind the last pass"
 
 
 def _blocked(program: Program, duties: Sequence[Duty | None]) -> list[str]:
@@ -179,13 +197,19 @@ def _blocked(program: Program, duties: Sequence[Duty | None]) -> list[str]:
     for rank, duty in enumerate(duties):
         for stage in duty.stages if duty is not None else ():
             holders.setdefault((duty.pipeline, stage), []).append(rank)  # type: ignore[union-attr]  # the loop is empty for None
+    owners: dict[int, list[int]] = {}  # of parameters that are sharded, by bucket: ranks
+    for rank, duty in enumerate(duties):
+        for bucket in duty.buckets if duty is not None and duty.zero > 2 else ():
+            owners.setdefault(bucket, []).append(rank)
     done: list[set[Action]] = [set() for _ in program.ranks]
     reached = [0] * len(program.ranks)
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(program.ranks):
-            while reached[rank] < len(actions) and not _awaited(actions[reached[rank]], duties[rank], holders, done):
+            while reached[rank] < len(actions) and not _awaited(
+                actions[reached[rank]], duties[rank], holders, done, owners, done[rank]
+            ):
                 done[rank].add(actions[reached[rank]])
                 reached[rank] += 1
                 moved = True
@@ -193,7 +217,7 @@ def _blocked(program: Program, duties: Sequence[Duty | None]) -> list[str]:
     for rank, actions in enumerate(program.ranks):
         if reached[rank] < len(actions):
             action = actions[reached[rank]]
-            who, what = _awaited(action, duties[rank], holders, done)[0]
+            who, what = _awaited(action, duties[rank], holders, done, owners, done[rank])[0]
             broken.append(
                 f"rank {rank} waits at {action} for {what} of rank {who}, which waits too: put {what} earlier"
             )
@@ -201,10 +225,26 @@ def _blocked(program: Program, duties: Sequence[Duty | None]) -> list[str]:
 
 
 def _awaited(
-    action: Action, duty: Duty | None, holders: dict[tuple[int, int], list[int]], done: list[set[Action]]
+    action: Action,
+    duty: Duty | None,
+    holders: dict[tuple[int, int], list[int]],
+    done: list[set[Action]],
+    owners: dict[int, list[int]],
+    own: set[Action],
 ) -> list[tuple[int, Action]]:
-    """What has to be done elsewhere before an action can be, and is not: ``(rank, action)``."""
-    if duty is None or action.kind not in ("RECV_F", "RECV_B"):
+    """What has to be done elsewhere before an action can be, and is not: ``(rank, action)``. ``own``: what its rank has done."""
+    if duty is None:
+        return []
+    if duty.zero > 2 and action.kind in ("F", "B", "I", "R"):
+        return [
+            (rank, gather)
+            for bucket, stages in duty.readers.items()
+            if action.stage in stages
+            for gather in takewhile(own.__contains__, (Action(n, "UNSHARD", bucket) for n in count()))
+            for rank in owners.get(bucket, ())
+            if gather not in done[rank]
+        ]
+    if action.kind not in ("RECV_F", "RECV_B"):
         return []
     forward = action.kind == "RECV_F"
     if forward:

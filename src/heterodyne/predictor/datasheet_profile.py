@@ -52,7 +52,7 @@ def believed_cluster(fleet: Fleet) -> Cluster:
         for node, own in of_node.items()
     ]
     between = [_reached(link) for link in cluster.links if link.between[0] != link.between[1]]
-    return Cluster(name=cluster.name, devices=cluster.devices, links=(*inside, *between))
+    return Cluster(name=cluster.name, devices=cluster.devices, links=(*inside, *between), hosts=cluster.hosts)
 
 
 def _reached(link: Link) -> Link:

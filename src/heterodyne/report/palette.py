@@ -34,7 +34,8 @@ LIGHT: Final[Palette] = MappingProxyType(
     {
         "F": "#3b82c4", "B": "#e08e2b", "I": "#c9703a", "W": "#f0c05a", "R": "#8fb7dc", "REDUCE_GRAD": "#159a80",
         "SCATTER": "#159a80", "GATHER": "#0d6b8c", "UNSHARD": "#0d6b8c", "CLIP": "#b8a327", "STEP": "#a4588f",
-        "SEND": "#6f7787", "RECV": "#c3c8d1", "exposed": "#8fd1c1", "idle": "#e4e6ea", "other": "#7b8494",
+        "SEND": "#6f7787", "RECV": "#c3c8d1", "OFFLOAD": "#8a8d2b", "RELOAD": "#a9ac4c",
+        "exposed": "#8fd1c1", "idle": "#e4e6ea", "other": "#7b8494",
         "c0": "#2b74b8", "c1": "#d9822b", "c2": "#159a80", "c3": "#a4588f",
         "c4": "#c0504d", "c5": "#56a6d6", "c6": "#8a8d2b", "c7": "#6f7787",
     }
@@ -45,7 +46,8 @@ DARK: Final[Palette] = MappingProxyType(
     {
         "F": "#5aa2e4", "B": "#efa24a", "I": "#dd8a58", "W": "#f2cd78", "R": "#3f6d99", "REDUCE_GRAD": "#3bbfa3",
         "SCATTER": "#3bbfa3", "GATHER": "#2fa3cc", "UNSHARD": "#2fa3cc", "CLIP": "#d3c04f", "STEP": "#c682b4",
-        "SEND": "#98a1b0", "RECV": "#4a5261", "exposed": "#23695b", "idle": "#2b313c", "other": "#8f99a8",
+        "SEND": "#98a1b0", "RECV": "#4a5261", "OFFLOAD": "#bcbf5a", "RELOAD": "#8d9040",
+        "exposed": "#23695b", "idle": "#2b313c", "other": "#8f99a8",
         "c0": "#5aa2e4", "c1": "#efa24a", "c2": "#3bbfa3", "c3": "#c682b4",
         "c4": "#e37c78", "c5": "#8cc8ee", "c6": "#bcbf5a", "c7": "#98a1b0",
     }

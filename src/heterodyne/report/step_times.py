@@ -38,7 +38,23 @@ WAIT = "wait"
 EXPOSED = "exposed"
 IDLE = "idle"
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-_ORDER = ("F", "B", "I", "W", "R", *MESSAGES, "REDUCE_GRAD", "SCATTER", "CLIP", "STEP", "GATHER", "UNSHARD", WAIT)
+_ORDER = (
+    "F",
+    "B",
+    "I",
+    "W",
+    "R",
+    *MESSAGES,
+    "REDUCE_GRAD",
+    "SCATTER",
+    "CLIP",
+    "STEP",
+    "GATHER",
+    "UNSHARD",
+    "OFFLOAD",
+    "RELOAD",
+    WAIT,
+)
 
 Interval = tuple[float, float]
 

@@ -44,6 +44,8 @@ _KINDS = {
     "SCATTER": "reduce-scatter gradients",
     "GATHER": "all-gather weights",
     "UNSHARD": "all-gather weights",
+    "OFFLOAD": "activations to the host",
+    "RELOAD": "activations back",
     "CLIP": "clip",
     "STEP": "optimizer step",
     "SEND_F": "send activations",

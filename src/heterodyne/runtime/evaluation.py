@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -36,7 +36,8 @@ def evaluate(
     """The loss of the whole batch, and what it counts, on every rank. Collective over ``control``.
 
     Each pipeline takes its parts through its stages one after the other. ``gradients``: a forward may ask for one
-    (torch.autograd.grad), so autograd is on. ``sharded``: parameters to gather, stage by stage.
+    (torch.autograd.grad), so autograd is on. ``sharded``: parameters to gather, stage by stage; where pipelines share them, these run all
+    parts through one stage after the other, or through all of them, since not all have as many parts.
     """
     stages, transfers = parts.stages, parts.transfers
     role = placement.places[rank]
@@ -51,18 +52,23 @@ def evaluate(
         if transfers is not None:
             transfers.begin([_sends(other, len(sizes)) for other in placement.places], sizes)
         stages.begin()
-        with eval_mode(module), stages.evaluating(), torch.set_grad_enabled(gradients):
-            for index in range(len(sizes)):
-                for stage in role.stages:
-                    start, samples = role.spans_of(first, sizes, stage)[index]
-                    with nullcontext() if sharded is None else sharded.unsharded(stage):
-                        if not samples and not loss_count.together:
-                            continue
-                        inputs = source.samples(start, samples)
-                        inputs = {**inputs, **weights.divisors}
-                        loss = stages.evaluate(stage, index, inputs, range(start, start + samples))
-                    if loss is not None:
-                        losses[index] = loss.item()
+        several = sharded is not None and len({other.pipeline for other in placement.places} - {None}) > 1
+        with (
+            eval_mode(module),
+            stages.evaluating(),
+            torch.set_grad_enabled(gradients),
+            _gathered(sharded, several=several, alone=transfers is None) as gathered,
+        ):
+            for stage, index in _order(role.stages, len(sizes), by_stage=several and transfers is None):
+                start, samples = role.spans_of(first, sizes, stage)[index]
+                with gathered(stage):
+                    if not samples and not loss_count.together:
+                        continue
+                    inputs = source.samples(start, samples)
+                    inputs = {**inputs, **weights.divisors}
+                    loss = stages.evaluate(stage, index, inputs, range(start, start + samples))
+                if loss is not None:
+                    losses[index] = loss.item()
         if transfers is not None:
             transfers.settle()
     defined = weights.is_defined
@@ -72,6 +78,34 @@ def evaluate(
     )
     control.all_reduce(sums).wait()
     return (known_loss(sums) if defined else float("nan")), (weights.total if defined else 0.0)
+
+
+@contextmanager
+def _gathered(
+    sharded: ShardedParameters | None, *, several: bool, alone: bool
+) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
+    """Yields what surrounds each pass of a stage, so that its parameters are there. ``alone``: the rank has all stages of its pipeline."""
+    if sharded is None:
+        yield lambda _: nullcontext()
+    elif not several:
+        yield sharded.unsharded
+    else:
+        with sharded.in_turn(all_at_once=not alone) as go_on:
+            reached: set[int] = set()
+
+            def around(stage: int) -> AbstractContextManager[None]:
+                if stage not in reached:
+                    reached.add(stage)
+                    go_on(stage)
+                return nullcontext()
+
+            yield around
+
+
+def _order(stages: Sequence[int], parts: int, *, by_stage: bool) -> Iterator[tuple[int, int]]:
+    if by_stage:
+        return ((stage, index) for stage in stages for index in range(parts))
+    return ((stage, index) for index in range(parts) for stage in stages)
 
 
 def evaluation_parts(placement: Placement, size: int) -> dict[int, tuple[int, tuple[int, ...]]]:

@@ -211,11 +211,12 @@ class Executor:
 
     def _shard(self, action: Action) -> None:
         assert self._sharded is not None  # or its program has no such action
+        bucket = _number(action.index)
         if action.kind == "RESHARD":
-            self._sharded.reshard(action.stage)
+            self._sharded.reshard(bucket)
             return
         started = self._recorder.now()
-        self._recorder.collective(action, started, self._sharded.unshard(action.stage, timed=self._recorder.on))
+        self._recorder.collective(action, started, self._sharded.unshard(bucket, timed=self._recorder.on))
 
     def _pass(self, action: Action, step: Step, index: int) -> None:
         stage, kind, stages = action.stage, action.kind, step.parts.stages
@@ -230,9 +231,14 @@ class Executor:
             send = stages.send_forward if kind == "SEND_F" else stages.send_backward
             send(stage, index)
             return
+        if kind in ("OFFLOAD", "RELOAD"):
+            move = stages.offload if kind == "OFFLOAD" else stages.reload
+            with self._recorder.during(action, "comm"):
+                move(stage, index)
+            return
         if self._sharded is not None and kind != "W":
             if self._watch is not None:
-                self._watch.waiting(f"{stage}UNSHARD")
+                self._watch.waiting("UNSHARD")
             self._sharded.wait(stage)
         has_loss = stage == self._loss_stage
         weight = step.weights.of(index) if has_loss and kind in ("B", "I") else 0.0

@@ -38,7 +38,8 @@ def chosen_of(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequenc
         return min(possible, key=lambda c: (c.weighed_s, len(c.left_out)))
     if not any(fit.sizes for fit in fits):
         why = next((c.why_not for c in serving if c.kind == "pipeline"), "")
-        raise nothing_fits(fits, recipe.optimizer, in_words(recipe.precision), pipeline=why)
+        hosts = "; ".join(c.why_not for c in serving if c.short_of_host)
+        raise nothing_fits(fits, recipe.optimizer, in_words(recipe.precision), pipeline=why, hosts=hosts)
     raise InfeasibleError(
         f"no plan with strategy {strategy!r}: "
         + ("; ".join(f"{c.name}: {c.why_not}" for c in serving) or "pipelines need two devices and two ops at least")

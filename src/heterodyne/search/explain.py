@@ -149,6 +149,7 @@ def _part(plan: Plan, graph: ModelGraph, device: str) -> str:
             again = f", recomputing {len(stage.recompute)} blocks{but}" if stage.recompute else ""
             if stage.offload_activations:
                 again += f", with activations of {len(stage.offload_activations)} blocks on the host"
+                again += "" if stage.reload_ahead is None else ", brought back ahead of the backward"
             what = f"stage {number} ({_span(graph, stage.ops)}{again})" if len(pipeline.stages) > 1 else "the model"
             parts.append(own + what)
     return ", ".join(parts)

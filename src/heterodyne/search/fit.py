@@ -14,6 +14,7 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.activations import ALL_KEPT, Activations
+from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.hosted import can_be_hosted, hosted
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
@@ -144,8 +145,10 @@ def passes_s(model: CostModel, device: str, pipeline: Pipeline) -> float:
 
 
 def _lacks_bytes(model: CostModel, device: Device, pipeline: Pipeline) -> int:
-    """Of a device that runs one micro-batch."""
-    _, played = predict(model, plan_of(model, pipeline.micro_batches.samples, (pipeline,)), {})
+    """Of a device that runs one micro-batch; all of it, where its host has no room for what it keeps there."""
+    made, played = predict(model, plan_of(model, pipeline.micro_batches.samples, (pipeline,)), {})
+    if lacking_on_hosts(model, made, played):
+        return device.memory_bytes
     return played.peak_bytes[model.cluster.rank(device.id)] - device.memory_bytes
 
 
@@ -183,10 +186,12 @@ def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
     )
 
 
-def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str, *, pipeline: str = "") -> InfeasibleError:
+def nothing_fits(
+    fits: Iterable[Fit], optimizer: str, precision: str, *, pipeline: str = "", hosts: str = ""
+) -> InfeasibleError:
     """The error for a model that no device can hold: what each lacks, and what would help.
 
-    ``pipeline``: why the devices cannot hold it together either, if that was tried.
+    ``pipeline``: why the devices cannot hold it together either, if that was tried; ``hosts``: why not with a part of it on hosts.
     """
     fits = tuple(fits)
     helps = ["devices with more memory"]
@@ -202,6 +207,7 @@ def nothing_fits(fits: Iterable[Fit], optimizer: str, precision: str, *, pipelin
         "no device can hold a copy of the model:\n  - "
         + "\n  - ".join(fit.say() for fit in fits)
         + (f"\nnor can they hold it together: {pipeline}\n{_shared_out(fits)}" if pipeline else "")
+        + (f"\nnor with a part of it on hosts: {hosts}" if hosts else "")
         + "\nwhat would help: "
         + "; ".join(helps),
         shortfalls={fit.device.id: fit.lacks_bytes for fit in fits},

@@ -8,6 +8,7 @@ from dataclasses import replace
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import PlanError
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.planned import Candidate
 from heterodyne.search.predict import overflow, predict
 from heterodyne.search.runs import Runs
@@ -55,7 +56,9 @@ def offloading(
         except PlanError as error:
             yield replace(named, plan=None, simulation=None, why_not=str(error))
             continue
-        if not overflow(model, made, simulation):
+        if lacking := lacking_on_hosts(model, made, simulation):
+            yield replace(named, plan=None, simulation=None, why_not=lacking, short_of_host=True)
+        elif not overflow(model, made, simulation):
             yield replace(named, plan=made, simulation=simulation)
 
 

@@ -48,20 +48,48 @@ class ParameterSharding:
         devices = tuple(device.id for device in self.model.cluster.devices)
         best: Candidate | None = None
         for plan in self._plans(devices):
-            found = self._with_shards(plan)
-            if found is None:
-                continue
             try:
-                made, simulation = predict(self.model, found, self.runs)
+                found = self._played(plan)
             except PlanError as error:
                 return Candidate(name=_NAME, kind="balanced", why_not=str(error))
-            if overflow(self.model, made, simulation):
+            if found is None:
                 continue
-            if best is not None and best.step_s is not None and simulation.step_s >= best.step_s:
+            if (
+                best is not None
+                and best.step_s is not None
+                and found.step_s is not None
+                and found.step_s >= best.step_s
+            ):
                 break  # more micro-batches only take longer
-            best = Candidate(name=_NAME, kind="balanced", plan=made, simulation=simulation)
+            best = found
         why = "its devices have no room even for a shard of the model beside the two largest of its blocks"
-        return best or Candidate(name=_NAME, kind="balanced", why_not=why)
+        return Candidate(name=_NAME, kind="balanced", why_not=why) if best is None else self._keeping(best)
+
+    def _played(self, plan: Plan) -> Candidate | None:
+        """None if devices have no room for it. Raises PlanError for a plan that cannot run."""
+        found = self._with_shards(plan)
+        if found is None:
+            return None
+        made, simulation = predict(self.model, found, self.runs)
+        if overflow(self.model, made, simulation):
+            return None
+        return Candidate(name=_NAME, kind="balanced", plan=made, simulation=simulation)
+
+    def _keeping(self, found: Candidate) -> Candidate:
+        """With as many stages as fit that keep their parameters from forward to backward, if that is faster. The last ones do so first:
+        they wait least for their backwards."""
+        assert found.plan is not None  # only such are asked for
+        few, many = 0, len(found.plan.pipelines[0].stages)
+        while few < many:
+            count = (few + many + 1) // 2
+            kept = self._played(_keeping_last(found.plan, count))
+            if kept is None:
+                many = count - 1
+                continue
+            few = count
+            if kept.step_s is not None and found.step_s is not None and kept.step_s < found.step_s:
+                found = kept
+        return found
 
     def _plans(self, devices: tuple[str, ...]) -> Iterator[Plan]:
         """What keeps most first: all activations, then only the inputs of blocks, of ever smaller micro-batches."""
@@ -120,3 +148,14 @@ class ParameterSharding:
 
         pipelines = tuple(p.model_copy(update={"stages": tuple(map(shared, p.stages))}) for p in plan.pipelines)
         return plan.model_copy(update={"pipelines": pipelines})
+
+
+def _keeping_last(plan: Plan, count: int) -> Plan:
+    """The plan with so many stages, from the last on, that keep their parameters between forward and backward."""
+
+    def of(pipeline: Pipeline) -> Pipeline:
+        first = len(pipeline.stages) - count
+        stages = (s.model_copy(update={"reshard_after_forward": n < first}) for n, s in enumerate(pipeline.stages))
+        return pipeline.model_copy(update={"stages": tuple(stages)})
+
+    return plan.model_copy(update={"predicted": None, "pipelines": tuple(map(of, plan.pipelines))})

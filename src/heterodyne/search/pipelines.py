@@ -16,6 +16,8 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
 from heterodyne.search.drafts import Draft, Drafting, even_draft
+from heterodyne.search.host_room import lacking_on_hosts
+from heterodyne.search.hosted import reloading
 from heterodyne.search.line_drafts import LineDrafts
 from heterodyne.search.lines import groupings
 from heterodyne.search.planned import CUTTING_PAYS, FOLDING_PAYS, Candidate, Kind
@@ -96,6 +98,8 @@ class Pipelines:
         if over:
             lacks = ", ".join(f"{device} lacks {format_bytes(size)}" for device, size in over.items())
             return Candidate(name=name, kind=kind, why_not=lacks)
+        if lacking := lacking_on_hosts(self.model, made, simulation):
+            return Candidate(name=name, kind=kind, why_not=lacking, short_of_host=True)
         left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in made.devices)
         return Candidate(name=name, kind=kind, plan=made, simulation=simulation, left_out=left_out)
 
@@ -115,7 +119,13 @@ class Pipelines:
                 options.append(self._played(built))
             if not options:  # no order fits: what 1F1B lacks is what can be said
                 options.append(self._played(self._builder(drafting, fine).plain(fine)))
-        return min(options, key=lambda c: c.weighed_s)
+        best = min(options, key=lambda c: c.weighed_s)
+        return min((best, *self._reloaded(best)), key=lambda c: c.weighed_s)
+
+    def _reloaded(self, best: Candidate) -> Iterator[Candidate]:
+        """The same with activations that come back from hosts ahead of their backwards; they need room as long, so not all fit."""
+        for pipeline in () if best.plan is None else reloading(best.plan.pipelines[0]):
+            yield self.weighed(best.name, best.kind, (pipeline,), best.plan.schedule)  # type: ignore[union-attr]  # there is no None left
 
     def _played(self, built: Built) -> Candidate:
         return self.weighed(self._name(built), "pipeline", (built.pipeline,), built.schedule or "1F1B")

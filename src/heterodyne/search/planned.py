@@ -68,6 +68,7 @@ class Candidate:
     """One way that was weighed. ``plan`` and ``simulation`` are None if it cannot be, and ``why_not`` says why.
 
     ``left_out``: devices that could take part and have no share in it. ``rehearsed_s``: of a step, if the plan was run to see.
+    ``short_of_host``: what it lacks is memory of hosts.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Candidate:
     left_out: tuple[str, ...] = ()
     why_not: str = ""
     rehearsed_s: float | None = None
+    short_of_host: bool = False
 
     @property
     def step_s(self) -> float | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
@@ -16,6 +17,7 @@ from heterodyne.cost.memory import MemoryAssumptions, MemoryUse
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.position import worked_on
 from heterodyne.cost.recipe import OptimizerName, Recipe
+from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.capabilities import Capabilities
@@ -25,6 +27,7 @@ from heterodyne.plan.state_shards import state_parts
 from heterodyne.search.choice import chosen_of
 from heterodyne.search.explain import reason
 from heterodyne.search.families import Families
+from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.planned import Candidate, Planned, Strategy, identity
 from heterodyne.search.predict import compute_seconds, own_rates, predict
 from heterodyne.sim.run import Simulation
@@ -62,7 +65,7 @@ def plan(
         near: how many times as long as the fastest a plan may be predicted to take and is still looked for, as a rehearsal wants it.
 
     Raises InfeasibleError if no plan fits, with what each device lacks; MeasureError where the profile lacks a
-    measurement; PlanError if ``given`` cannot run.
+    measurement; PlanError if ``given`` cannot run, or hosts have no room for what it keeps there.
     """
     sizes = profile.micro_batch_sizes if micro_batch_sizes is None else micro_batch_sizes
     if global_batch_size < 1 or not sizes or min(sizes) < 1:
@@ -97,15 +100,25 @@ def _weighed(families: Families, given: Plan | None, rehearsed: Mapping[str, flo
     """What is chosen of everything that is weighed."""
     candidates = tuple(
         c if c.plan is None else replace(c, rehearsed_s=rehearsed.get(identity(c.plan)))
-        for c in families.candidates(on_hosts=given is None)
+        for c in map(partial(_with_host_room, families.model), families.candidates(on_hosts=given is None))
     )
     if given is None:
         chosen = chosen_of(candidates, families.strategy, families.fits, families.model.recipe)
     else:
         made, played = predict(families.model, given, families.runs)
+        if lacking := lacking_on_hosts(families.model, made, played):
+            raise PlanError(f"the plan cannot run: {lacking}")
         chosen = Candidate(name="the given plan", kind="given", plan=made, simulation=played)
         candidates = (chosen, *candidates)
     return _planned(families, chosen, candidates)
+
+
+def _with_host_room(model: CostModel, candidate: Candidate) -> Candidate:
+    """The candidate; why it cannot be, where hosts have no room for what it keeps there."""
+    if candidate.plan is None or candidate.simulation is None:
+        return candidate
+    lacking = lacking_on_hosts(model, candidate.plan, candidate.simulation)
+    return replace(candidate, plan=None, simulation=None, why_not=lacking, short_of_host=True) if lacking else candidate
 
 
 def _planned(families: Families, chosen: Candidate, candidates: Sequence[Candidate]) -> Planned:

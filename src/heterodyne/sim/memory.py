@@ -1,8 +1,9 @@
 """Memory of one rank while it runs its list: what each action adds and frees, and the most at any moment.
 
-A forward adds what its stage keeps of the micro-batch; R adds what was not kept; a backward frees both, or in halves: I leaves what W
-still needs. The first backward of a stage leaves its gradients behind. Where parameters are shared out, UNSHARD brings those of a stage and
-RESHARD takes them; where gradients are, SCATTER leaves the own part of a bucket. What comes and goes inside an action counts while it runs.
+A forward adds what its stage keeps of the micro-batch; R adds what was not kept, RELOAD what waits on the host; a backward frees all, or
+in halves: I leaves what W still needs. The first backward of a stage leaves its gradients behind. Where parameters are shared out, UNSHARD
+brings those of a bucket and RESHARD takes them; where gradients are, SCATTER leaves the own part of a bucket. What comes and goes inside an
+action counts while it runs.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class _Shards:
 
     def __init__(self, actions: Sequence[Action], costs: RankCosts) -> None:
         self._costs = costs
-        self._users: dict[int, set[int]] = {}
+        self._gathered = {bucket: size for of in costs.gathered_bytes.values() for bucket, size in of.items()}
         self._pending: deque[Reduction] = deque()
         self._last = {a.stage: a for a in actions if a.kind in ("B", "W") and _of(costs.stages[a.stage].kept_bytes, a)}
 
@@ -140,18 +141,14 @@ class _Shards:
         if action.kind == "SCATTER":
             reduced = None if action.index is None else self._costs.reductions.get(action.index)
             return (0, 0) if reduced is None else self._reduced(reduced)
-        if action.kind not in ("UNSHARD", "RESHARD"):
-            return 0, 0
-        total = 0
-        for bucket, size in self._costs.gathered_bytes.get(action.stage, {}).items():
-            users = self._users.setdefault(bucket, set())
-            if action.kind == "UNSHARD":
-                total += 0 if users else size
-                users.add(action.stage)
-            else:
-                users.discard(action.stage)
-                total -= 0 if users else size
-        return max(0, total), total
+        size = 0 if action.index is None else self._gathered.get(action.index, 0)
+        match action.kind:
+            case "UNSHARD":
+                return size, size
+            case "RESHARD":
+                return 0, -size
+            case _:
+                return 0, 0
 
     def _reduced(self, bucket: Reduction) -> Change:
         """A few are under way; when one more begins, the first is waited for."""
@@ -173,10 +170,11 @@ def _table(actions: Sequence[Action], costs: RankCosts) -> dict[str, dict[int, l
     """The changes of the passes, by kind, stage and micro-batch."""
     again = {number: stage for number, stage in costs.stages.items() if any(stage.recomputed_bytes)}
     ahead = {(a.stage, a.index) for a in actions if a.kind == "R"} if again else set()
-    made: dict[str, dict[int, list[Change]]] = {kind: {} for kind in ("F", "B", "I", "W", "R")}
+    back = {(a.stage, a.index) for a in actions if a.kind == "RELOAD"}
+    made: dict[str, dict[int, list[Change]]] = {kind: {} for kind in ("F", "B", "I", "W", "R", "RELOAD")}
     for number, stage in costs.stages.items():
         rows = [
-            _of_micro_batch(stage, index, costs.workspace_bytes, (number, index) in ahead)
+            _of_micro_batch(stage, index, costs.workspace_bytes, (number, index) in ahead, (number, index) in back)
             for index in range(len(stage.forward_s))
         ]
         for place, of_kind in enumerate(made.values()):
@@ -184,10 +182,11 @@ def _table(actions: Sequence[Action], costs: RankCosts) -> dict[str, dict[int, l
     return made
 
 
-def _of_micro_batch(stage: StageCosts, index: int, space: int, ahead: bool) -> tuple[Change, ...]:
-    """F, B, I, W, R of one micro-batch; ``ahead``: R comes before its backward."""
+def _of_micro_batch(stage: StageCosts, index: int, space: int, ahead: bool, back: bool) -> tuple[Change, ...]:
+    """F, B, I, W, R, RELOAD of one micro-batch; ``ahead``: R comes before its backward, ``back``: RELOAD does."""
     kept, again, left = _at(stage.kept_bytes, index), _at(stage.recomputed_bytes, index), _at(stage.weight_bytes, index)
-    alive = kept + (again if ahead else 0)
+    reloaded = _at(stage.reloaded_bytes, index)
+    alive = kept + (again if ahead else 0) + (reloaded if back else 0)
     during = space + _at(stage.gradient_bytes, index) + (0 if ahead else _at(stage.redone_bytes, index))
     return (
         (kept + space, kept),
@@ -195,6 +194,7 @@ def _of_micro_batch(stage: StageCosts, index: int, space: int, ahead: bool) -> t
         (during + max(0, left - alive), left - alive),
         (space, -left),
         (again + space, again),
+        (reloaded, reloaded),
     )
 
 

@@ -16,7 +16,8 @@ Table: TypeAlias = dict[str, dict[int, tuple[float, ...]]]
 
 
 def seconds_of(actions: Sequence[Action], costs: RankCosts) -> Table:
-    """Seconds of the passes by kind, stage and micro-batch. What is recomputed counts in B or I where the list has no R for it."""
+    """Seconds of the passes by kind, stage and micro-batch. What is recomputed counts in B or I where the list has no R for it; what is
+    waited for from the host where it has no RELOAD."""
     table: Table = {kind: {} for kind in ("F", "B", "I", "W", "R")}
     halved = {action.stage for action in actions if action.kind == "W"}
     redone: set[tuple[int, int | None]] | None = None
@@ -33,6 +34,11 @@ def seconds_of(actions: Sequence[Action], costs: RankCosts) -> Table:
             inside = [0.0 if (number, j) in redone else seconds for j, seconds in enumerate(stage.recompute_s)]
             table["B"][number] = _plus(table["B"][number], inside)
             table["I"][number] = _plus(stage.input_s, inside)
+        if any(stage.fetch_s):
+            early = {action.index for action in actions if action.kind == "RELOAD" and action.stage == number}
+            fetched = [-seconds if j in early else 0.0 for j, seconds in enumerate(stage.fetch_s)]
+            table["B"][number] = _plus(table["B"][number], fetched)
+            table["I"][number] = _plus(table["I"][number], fetched)
     return table
 
 

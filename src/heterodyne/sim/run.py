@@ -5,7 +5,8 @@ it sends and waits for. A collective starts when all its ranks are ready for it:
 the last backward, at the fraction that `cost` gives; a rank without a micro-batch is ready at once. While a collective is in
 flight, the compute of its ranks is slowed. A pass of a stage that lies in parts on several ranks occupies all of them, from the
 moment at which the last comes to it until they are done together. A message leaves when its rank reaches the SEND, occupies its link,
-and is there a latency later. CLIP and STEP wait for every reduction of their rank. Steps follow each other at once, as they do in training.
+and is there a latency later. Copies between a device and its host run beside both, one after the other. CLIP and STEP wait for every
+reduction of their rank. Steps follow each other at once, as they do in training.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Simulation:
                 spans.append(Span(rank, "compute", action, step, start[at + first], end[at + last]))
             for rank, action, task in tasks.reduces:
                 spans.append(Span(rank, "comm", action, step, start[at + task], end[at + task]))
+            for rank, action, first, last in tasks.copies:
+                spans.append(Span(rank, "comm", action, step, start[at + first], end[at + last]))
             for rank, action, messages in tasks.sends:
                 if messages:
                     begun = min(start[at + task] for task in messages)

@@ -1,6 +1,7 @@
 """A program and its costs become tasks on lanes: what the engine plays.
 
-Each rank has a lane for what it computes and one for its collectives, each link has a lane for each direction. What several ranks do
+Each rank has a lane for what it computes, one for its collectives and one for copies between its device and the host; each link has a
+lane for each direction. What several ranks do
 together, each with its part of a stage, is one task on the lanes of all of them. Every rank's list is walked once, as far as it can
 go: it stops at a RECV whose message has not been sent, at a pass to which the others of its stage have not come, and at a CLIP whose
 collectives have not been joined by all. So tasks come in an order in which each is behind all that it waits for, and a program in which
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from heterodyne.cost.step import StepCosts
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import COLLECTIVES, REDUCTIONS, Action, Program
+from heterodyne.sim.copies import Copies
 from heterodyne.sim.engine import Engine
 from heterodyne.sim.passes import completes, cuts_of, seconds_of
 
@@ -42,7 +44,8 @@ class Tasks:
 
     ``compute`` holds ``(rank, action, first task, last task)``: a backward inside which a bucket becomes complete is cut into several
     tasks; ``sends`` ``(rank, action, messages)``; ``receives`` ``(rank, action, task before it, messages)``; ``reduces``
-    ``(rank, action, task)``. ``engine`` is ready to run; ``lanes`` is the lane of each task, that of a rank's computing its number.
+    ``(rank, action, task)``; ``copies`` ``(rank, action, first task, last task)`` of OFFLOAD and RELOAD. ``engine`` is ready to run;
+    ``lanes`` is the lane of each task, that of a rank's computing its number.
     """
 
     def __init__(self, program: Program, costs: StepCosts) -> None:
@@ -50,6 +53,7 @@ class Tasks:
         self.sends: list[tuple[int, Action, tuple[int, ...]]] = []
         self.receives: list[tuple[int, Action, int, tuple[int, ...]]] = []
         self.reduces: list[tuple[int, Action, int]] = []
+        self.copies: list[tuple[int, Action, int, int]] = []
         self.lanes: list[int] = []
         self._work: list[float] = []
         self._waits: list[tuple[int, ...]] = []
@@ -118,16 +122,19 @@ class Tasks:
         begin = last = self._begins[rank]
         pending: tuple[int, ...] = ()  # messages that the next task waits for
         ends: dict[tuple[int, float], int] = {}  # (stage, fraction of its last backward): the task that reaches it
-        gathering: dict[int, Action] = {}  # by stage
+        gathering: dict[int, Action] = {}  # by bucket
+        copies = Copies(costs)
         action = actions[0]
         try:
             for position, action in enumerate(actions):
                 kind, stage, index = action.kind, action.stage, action.index
                 if kind in table:
-                    if stage in gathering:
-                        while (rank, gathering[stage]) not in self._unsharded:
-                            yield action
-                        pending += (self._unsharded[rank, gathering.pop(stage)],)
+                    for bucket in costs.gathered_bytes.get(stage, ()) if gathering else ():
+                        if bucket in gathering:
+                            while (rank, gathering[bucket]) not in self._unsharded:
+                                yield action
+                            pending += (self._unsharded[rank, gathering.pop(bucket)],)
+                    pending += copies.awaited(action)
                     seconds = table[kind][stage][index]  # type: ignore[index]  # only CLIP and STEP have none
                     if stage in together and kind in _TOGETHER:
                         meeting = self._come(rank, action, together[stage], seconds, pending, cuts.get(position, ()))
@@ -147,6 +154,10 @@ class Tasks:
                         lag.append(0.0)
                         compute.append((rank, action, last, last))
                     pending = ()
+                    if kind == "F" and (rest := copies.leaving_s(action)):
+                        copies.left[stage, index] = self._add(rest, self._copying(rank), (last,))
+                elif kind in ("OFFLOAD", "RELOAD"):
+                    pending += self._copy(rank, action, last, copies)
                 elif kind in into:
                     came, busy_s = [], 0.0
                     for tasks, carried_s in into[kind].get(stage, ()):
@@ -168,8 +179,8 @@ class Tasks:
                 elif kind in REDUCTIONS:
                     self._join(rank, action, completes(costs, action, ends, begin))
                 elif kind in ("GATHER", "UNSHARD"):
-                    if kind == "UNSHARD":
-                        gathering[stage] = action
+                    if kind == "UNSHARD" and index is not None:
+                        gathering[index] = action
                     self._join(rank, action, (last,))
                 elif kind == "RESHARD":
                     continue
@@ -184,6 +195,24 @@ class Tasks:
         except (KeyError, IndexError):
             raise PlanError(f"rank {rank} has no cost of {action}: the program is not that of the plan") from None
         self._passed.setdefault(rank, last)
+
+    def _copying(self, rank: int) -> int:
+        return 2 * self._ranks + len(self._links) + 1 + rank
+
+    def _copy(self, rank: int, action: Action, last: int, copies: Copies) -> tuple[int, ...]:
+        """Play OFFLOAD or RELOAD; the tasks that the next pass has to wait for."""
+        if action.kind == "OFFLOAD":
+            left = copies.left.get((action.stage, action.index))
+            if left is None:
+                return ()
+            self.copies.append((rank, action, left, left))
+            return (left,)
+        first = len(self._work)
+        for seconds in copies.reload_s(action):
+            task = self._add(seconds, self._copying(rank), (last,) if len(self._work) == first else ())
+        copies.lead[action.stage, action.index] = first
+        self.copies.append((rank, action, first, task))
+        return ()
 
     def _send(self, sent: Sequence[Sent], index: int | None, waits: tuple[int, ...]) -> tuple[int, ...]:
         """Add the messages of one SEND."""
@@ -306,7 +335,7 @@ class Tasks:
             self._add(0.0, rank, (everyone,))
 
     def _engine(self, program: Program) -> Engine:
-        engine = Engine(2 * self._ranks + len(self._links) + 1)
+        engine = Engine(3 * self._ranks + len(self._links) + 1)
         first = 0
         for task, lanes in self._several.items():
             self._extend(engine, first, task)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.cost import CostModel, MemoryAssumptions
-from heterodyne.cost.hosted import Part, exposed_s
+from heterodyne.cost.hosted import Part, exposed_s, lead_s
 from heterodyne.errors import MeasureError
 from heterodyne.plan import MicroBatches, Pipeline
 from heterodyne.plan.lower import lower
@@ -77,3 +77,57 @@ def test_bytes_move_from_the_device_to_its_host_and_fast_links_cost_next_to_noth
     unknown = costs_of(copy_s_per_byte=0.0)
     with pytest.raises(MeasureError, match="not measured"):
         unknown.of(plan_of(unknown, 24, (hosted,)))
+
+
+PARTS = st.lists(
+    st.builds(Part, forward_s=SECONDS, backward_s=SECONDS, copied_s=SECONDS, bytes=st.integers(0, 1)), max_size=5
+)
+
+
+@given(parts=PARTS, before=SECONDS)
+def test_copies_that_begin_before_a_backward_spare_it_what_they_are_ahead(parts: list[Part], before: float) -> None:
+    """Played copy by copy: they begin ``before`` the backward, one behind the other, and each block waits for its own."""
+    now, copied = 0.0, -before
+    for part in reversed(parts):
+        if part.bytes:
+            copied += part.copied_s
+            now = max(now, copied)
+        now += part.backward_s
+    waited = now - sum(part.backward_s for part in parts)
+    assert waited == pytest.approx(max(0.0, lead_s(parts) - before), abs=1e-9)
+
+
+def test_a_pipeline_that_asks_for_activations_ahead_hides_the_copies_and_needs_the_room() -> None:
+    """Two stages, of which the first waits for gradients anyway."""
+    machines = cluster(2, named="gpu")
+    machines = replace(machines, devices=tuple(replace(d, backend="cuda") for d in machines.devices))
+    measured = profile(MODEL, machines, [linear(1.0)] * 2)
+    # A block of a micro-batch of 2 is copied in half of the second that its forward takes.
+    own = {name: replace(of, host_copy_s_per_byte=0.5 / 4000) for name, of in measured.devices.items()}
+    costs = CostModel(
+        graph=MODEL,
+        cluster=machines,
+        profile=replace(measured, devices=own),
+        memory=MemoryAssumptions(other_context_bytes=0, fragmentation=0.0),
+    )
+    border = MODEL.blocks[2].start
+    first, second = (
+        stage_of(ops, (device.id,))
+        for ops, device in zip(((0, border), (border, len(MODEL.ops))), machines.devices, strict=True)
+    )
+    played = {}
+    for ahead in (None, 0, 1):
+        hosted = first.model_copy(update={"offload_activations": (0, 1), "reload_ahead": ahead})
+        pipeline = Pipeline(micro_batches=MicroBatches((2,) * 6), stages=(hosted, second))
+        made = plan_of(costs, 12, (pipeline,), schedule="GPipe")
+        played[ahead] = simulate(lower(made, MODEL, machines), costs.of(made))
+    assert played[1].step_s < played[None].step_s
+    assert played[0].step_s <= played[None].step_s + 1e-9
+    assert played[1].peak_bytes[0] > played[None].peak_bytes[0]
+    assert played[1].host_bytes == played[None].host_bytes
+    lanes = {(span.action.kind, span.lane) for span in played[1].spans if span.action.kind in ("OFFLOAD", "RELOAD")}
+    assert ("RELOAD", "comm") in lanes
+    ends = {span.action: span for span in played[1].spans if span.rank == 0 and span.step == 0}
+    for action, span in ends.items():
+        if action.kind == "B" and (back := ends.get(replace(action, kind="RELOAD"))):
+            assert back.start_s < span.start_s

@@ -27,6 +27,8 @@ STAGES = st.builds(
     keep=st.lists(NAMES, max_size=2).map(tuple),
     state_shares=st.none() | SHARES,
     overlap=st.booleans(),
+    reload_ahead=st.none() | st.integers(0, 3),
+    reshard_after_forward=st.booleans(),
 )
 MICRO_BATCHES = st.lists(st.integers(1, 9), max_size=6).map(lambda sizes: MicroBatches(tuple(sizes)))
 PIPELINES = st.builds(

@@ -52,6 +52,8 @@ def any_plan(draw: st.DrawFn, model: ModelGraph, machines: Cluster) -> Plan:
                     regions=(Region(layout=Layout(shares=tuple(draw(st.integers(1, 3)) for _ in devices))),),
                     recompute=again,
                     offload_activations=hosted,
+                    reload_ahead=draw(st.sampled_from([None, 0, 1, 2])) if hosted else None,
+                    reshard_after_forward=draw(st.booleans()),
                     keep=draw(st.lists(st.sampled_from(names), max_size=1).map(tuple)) if names else (),
                 )
             )

@@ -362,3 +362,22 @@ def test_devices_that_hold_the_model_only_together_share_it_by_room(part: float)
     assert (stage.state_shares or (1, 1, 1))[2] >= (stage.state_shares or (1, 1, 1))[1]
     assert violations(found, model, machines) == ()
     assert all(found.predicted.memory_bytes[device.id] <= device.memory_bytes for device in machines.devices)
+
+
+def test_sharded_parameters_stay_gathered_between_the_passes_as_far_as_memory_allows() -> None:
+    model, fast = graph(12, width=256, saved=10), cluster(3)
+    use = CostModel(graph=model, cluster=fast, profile=profile(model, fast, [linear(1.0)] * 3)).memory_use(
+        "n0/cpu:0", 0
+    )
+    kept, steps = [], []
+    for part in (0.45, 0.55, 0.65):
+        machines = cluster(3, memory=[use.context + round(part * (use.fixed - use.context))] * 3)
+        measured = profile(model, machines, [linear(0.001)] * 3, reduce=lambda size: size * 1e-8)
+        found = plan(model, machines, measured, global_batch_size=9, micro_batch_sizes=(1, 2), strategy="data")
+        assert found.plan.zero == 3
+        assert all(found.plan.predicted.memory_bytes[device.id] <= device.memory_bytes for device in machines.devices)
+        kept.append(sum(not stage.reshard_after_forward for stage in found.plan.pipelines[0].stages))
+        steps.append(found.chosen.step_s)
+    assert kept == sorted(kept)
+    assert kept[-1] > kept[0]
+    assert steps == sorted(steps, reverse=True)

@@ -1,9 +1,9 @@
 """Running something so that what its backward needs waits in the memory of the host.
 
 What autograd would keep is replaced by handles. When the run is over the memory that these lie in is copied to the host, while what comes
-behind runs, and let go of when the next such run is over: so at most one is on the device on its way out. Until then nothing that a
-backward needs can change, so the copy is of the right values whenever it is made. The backward asks for it in the reverse order: while
-one run's is used, that of the run before is on its way back.
+behind runs, and let go of when the next such run is over, or the program says so (OFFLOAD): so at most one is on the device on its way
+out. Until then nothing that a backward needs can change, so the copy is of the right values whenever it is made. The backward asks for
+it in the reverse order: while one run's is used, that of the run before is on its way back; or all are asked for ahead of it (RELOAD).
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor
 from heterodyne.runtime.stages.host_link import Batch, HostLink
 
 __all__ = ["Hosted", "HostedStore"]
+
+Which = tuple[int, int]
+"""Stage and micro-batch."""
 
 Run = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -61,20 +64,20 @@ class HostedStore:
 
     def __init__(self, device: torch.device) -> None:
         self.link = HostLink(device)
-        self._leaving: tuple[Batch, list[_Memory]] | None = None
+        self._leaving: tuple[Batch, list[_Memory], Which] | None = None
 
-    def send(self, memories: list[_Memory]) -> None:
-        """Begin to copy them; those before are let go of."""
+    def send(self, memories: list[_Memory], which: Which) -> None:
+        """Begin to copy them; those before are let go of. ``which``: what they are of."""
         batch = self.link.out([memory.device for memory in memories if memory.device is not None])
         for number, memory in enumerate(memories):
             memory.host = batch.take(number)
         self.settle()
-        self._leaving = batch, memories
+        self._leaving = batch, memories, which
 
-    def settle(self) -> None:
-        """What is on its way to the host is gone from the device."""
-        if self._leaving is not None:
-            batch, memories = self._leaving
+    def settle(self, which: Which | None = None) -> None:
+        """What is on its way to the host is gone from the device, if it is of that; None: whatever it is of."""
+        if self._leaving is not None and which in (None, self._leaving[-1]):
+            batch, memories, _ = self._leaving
             batch.wait()
             for memory in memories:
                 if not memory.wanted:
@@ -87,6 +90,7 @@ class Hosted:
 
     Args:
         store: of this rank.
+        which: the stage and the micro-batch that it is of.
         weights: addresses of memory that stays where it is, whoever saves it.
         before: the run ahead of this one; None: this one's backward is the last.
     """
@@ -97,12 +101,14 @@ class Hosted:
         values: Mapping[str, Tensor],
         store: HostedStore,
         *,
+        which: Which,
         weights: Collection[int],
         before: Hosted | None,
     ) -> None:
         self._run = run
         self._values = values
         self._store = store
+        self._which = which
         self._weights = weights
         self._before = before
         self._memories: dict[int, weakref.ref[_Memory]] = {}
@@ -115,7 +121,7 @@ class Hosted:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             made = self._run(self._values)
         self._values = {}
-        self._store.send(self._alive())
+        self._store.send(self._alive(), self._which)
         return made
 
     def fetch(self) -> None:
@@ -147,7 +153,7 @@ class Hosted:
             self._before = None
         if self._returning is not None and self._returning.count == len(self._alive()):
             # The one behind it was still on its way out when its backward began, and has been used up meanwhile.
-            self._store.settle()
+            self._store.settle(self._which)
 
     def _alive(self) -> list[_Memory]:
         return [memory for ref in self._memories.values() if (memory := ref()) is not None]

@@ -27,9 +27,11 @@ __all__ = ["Stages"]
 class _Alive:
     """A micro-batch of a stage between its forward and the end of its backward.
 
-    ``leaves``: what it has received, where its own part of the graph begins; ``made``: what it sends; both by name.
+    ``which``: its stage and number; ``leaves``: what it has received, where its own part of the graph begins; ``made``: what it sends;
+    both by name.
     """
 
+    which: tuple[int, int]
     draws: Draws | None
     leaves: dict[str, Tensor]
     made: dict[str, Tensor]
@@ -121,7 +123,7 @@ class Stages:
         values = self._values.setdefault(index, {})
         if stage in self._in_parts:
             self._fill(segments, values)
-        alive = _Alive(draws, self._leaves(segments, values), {})
+        alive = _Alive((stage, index), draws, self._leaves(segments, values), {})
         local = {**values, **alive.leaves}
         if stage in self._halves and torch.is_grad_enabled():
             alive.deferred = DeferredWeights(self._home)
@@ -169,9 +171,14 @@ class Stages:
         for recomputation in self._alive[stage, index].recomputations:
             recomputation.now()
 
-    def fetch(self, stage: int, index: int) -> None:
-        """Begin to bring back what the backward will need first."""
-        for hosted in self._alive[stage, index].hosted[-1:]:
+    def offload(self, stage: int, index: int) -> None:
+        """What of it has begun to leave for the host is gone from the device."""
+        if self._store is not None:
+            self._store.settle((stage, index))
+
+    def reload(self, stage: int, index: int) -> None:
+        """Begin to bring all of it back, what the backward will need first at first."""
+        for hosted in reversed(self._alive[stage, index].hosted):
             hosted.fetch()
 
     def backward(self, stage: int, index: int, weight: float, *, half: bool = False) -> None:
@@ -192,7 +199,8 @@ class Stages:
             elif tensor.requires_grad and (name in gradients or stage in self._in_parts):
                 roots.append(tensor)
                 upstream.append(gradients[name] if name in gradients else torch.zeros_like(tensor))
-        self.fetch(stage, index)
+        for hosted in alive.hosted[-1:]:
+            hosted.fetch()
         if roots:
             with self._forward.around_backward(alive.draws):
                 torch.autograd.backward(roots, upstream)
@@ -201,8 +209,7 @@ class Stages:
         for hosted in alive.hosted:
             hosted.close()
         alive.hosted.clear()
-        if self._store is not None:
-            self._store.settle()
+        self.offload(stage, index)
         if alive.deferred is not None and not half:
             alive.deferred.run()
             alive.deferred = None
@@ -248,7 +255,7 @@ class Stages:
         assert self._store is not None
         before = alive.hosted[-1] if alive.hosted else None
         run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = partial(_on, segment, inputs, samples, None)
-        hosted = Hosted(run, received, self._store, weights=self._forward.weights(), before=before)
+        hosted = Hosted(run, received, self._store, which=alive.which, weights=self._forward.weights(), before=before)
         alive.hosted.append(hosted)
         return hosted.first()
 

@@ -150,6 +150,8 @@ class Transfers:
         """The gradients of this rank's samples of a stage's values, summed over the stages of other places that read them."""
         total: dict[str, Tensor] = {}
         for edge in self._between(maker=stage):
+            if not edge.differentiable:
+                continue  # its reader sends nothing back, and has no action for it where it reads nothing else
             own = self._slice(edge.maker, self._rank, index)[1]
             found: dict[str, Tensor] = {}
             for other in self._team.ranks[edge.reader]:
@@ -206,9 +208,9 @@ class Transfers:
             if action.kind not in ("SEND_F", "SEND_B") or action.index is None:
                 continue
             forward = action.kind == "SEND_F"
-            for maker, reader in self._edges:
+            for (maker, reader), edge in self._edges.items():
                 mine, theirs = (reader, maker) if forward else (maker, reader)
-                if theirs == action.stage and self._rank in self._team.ranks[mine]:
+                if (forward or edge.differentiable) and theirs == action.stage and self._rank in self._team.ranks[mine]:
                     kind: Literal["SEND_F", "SEND_B"] = "SEND_F" if forward else "SEND_B"
                     messages.append(_Message(kind, maker, reader, action.index))
         return messages

@@ -8,10 +8,12 @@ memory, and is not a number wherever it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +28,14 @@ __all__ = ["ShardedParameters"]
 
 @dataclass(eq=False)
 class _Flat:
-    """``flat``: has memory only while one of ``users`` needs it. ``own``: the range of it that this rank keeps. ``parts``: where its
-    parameters begin."""
+    """``flat``: has memory only while it is gathered. ``own``: the range of it that this rank keeps. ``parts``: where its parameters
+    begin."""
 
     flat: Tensor
     own: Tensor
     ranges: Sequence[Range]
     process_group: ProcessGroup
     parts: list[tuple[nn.Parameter, int]]
-    users: set[int] = field(default_factory=set)
     pending: Work | None = None
 
     def gather(self, *, timed: bool) -> Work:
@@ -96,7 +97,7 @@ class ShardedParameters:
         # One without elements is there as it is: nobody has a part of it.
         self._shared = frozenset(name for bucket, _ in self._buckets for name in bucket.parameters if name in slices)
         self._slices = slices
-        self._of_stage: dict[int, list[_Flat]] = {}
+        self._flats: dict[int, _Flat] = {}  # by bucket
 
     @torch.no_grad()
     def keep(self, name: str, value: Tensor) -> Tensor:
@@ -123,38 +124,73 @@ class ShardedParameters:
             made = _Flat(flat=flat, own=own, ranges=self._ranges[bucket.index], process_group=process_group, parts=of)
             flat.untyped_storage().resize_(0)
             self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
-            for stage in self._readers.get(bucket.index, ()):
-                self._of_stage.setdefault(stage, []).append(made)
+            self._flats[bucket.index] = made
 
     @torch.no_grad()
-    def unshard(self, stage: int, *, timed: bool = False) -> Work:
-        """Start to gather the parameters of a stage; the last of what is under way. Collective among the devices of the stage."""
-        last = Work(timed=timed)
-        for each in self._of_stage.get(stage, ()):
-            if not each.users:
-                last = each.gather(timed=timed)
-            each.users.add(stage)
-        return last
+    def unshard(self, bucket: int, *, timed: bool = False) -> Work:
+        """Start to gather the parameters of a bucket. Collective among its owners."""
+        flat = self._flats.get(bucket)
+        return Work(timed=timed) if flat is None else flat.gather(timed=timed)
 
     def wait(self, stage: int) -> None:
-        """Wait until the parameters of a stage are there."""
-        for each in self._of_stage.get(stage, ()):
-            each.wait()
+        """Wait until all that was gathered for a stage is there."""
+        for bucket, flat in self._flats.items():
+            if stage in self._readers.get(bucket, ()):
+                flat.wait()
 
-    def reshard(self, stage: int) -> None:
-        """Let go of what no other stage that is gathered needs."""
-        for each in self._of_stage.get(stage, ()):
-            each.wait()
-            each.users.discard(stage)
-            if not each.users:
-                each.let_go()
+    def reshard(self, bucket: int) -> None:
+        """Let go of its parameters, but for the own range."""
+        if bucket in self._flats:
+            self._flats[bucket].wait()
+            self._flats[bucket].let_go()
 
     @contextmanager
     def unsharded(self, stage: int) -> Iterator[None]:
-        """The parameters of a stage are there while the block runs. Collective."""
-        self.unshard(stage)
+        """The parameters of a stage are there while the block runs. Collective, and as often for all owners of what it reads."""
+        wanted = [bucket for bucket in self._flats if stage in self._readers.get(bucket, ())]
+        for bucket in wanted:
+            self.unshard(bucket)
         self.wait(stage)
         try:
             yield
         finally:
-            self.reshard(stage)
+            for bucket in wanted:
+                self.reshard(bucket)
+
+    @contextmanager
+    def in_turn(self, *, all_at_once: bool) -> Iterator[Callable[[int], None]]:
+        """Yields what is to be called before each stage, in their order: it gathers what that reads, and lets go of what no later one does.
+
+        Every bucket is gathered once, in one order, whoever reads it in which of how many stages. Collective. ``all_at_once``: stages
+        come in any order, so all are gathered at first, and let go of at the end.
+        """
+        left, there = deque(sorted(self._flats, reverse=True)), set[int]()
+
+        def gather(upto: int) -> None:
+            while left and left[0] >= upto:
+                there.add(left[0])
+                self.unshard(left.popleft())
+
+        def let_go(before: float) -> None:
+            for bucket in [each for each in there if max(self._readers.get(each, ()), default=-1) < before]:
+                there.discard(bucket)
+                self.reshard(bucket)
+
+        def go_on(stage: int) -> None:
+            if not all_at_once:
+                let_go(stage)
+            gather(
+                min(
+                    (bucket for bucket in left if stage in self._readers.get(bucket, ())),
+                    default=1 + max(left, default=0),
+                )
+            )
+            self.wait(stage)
+
+        if all_at_once:
+            gather(0)
+        try:
+            yield go_on
+        finally:
+            gather(0)
+            let_go(inf)
