@@ -252,7 +252,7 @@ def prepare(
         return search_plan(
             captured.graph,
             session.cluster,
-            _with_what_planning_keeps(known, session, whole),
+            known,
             global_batch_size=settings.global_batch_size,
             micro_batch_sizes=None if while_faster else sizes,
             optimizer=settings.optimizer.name,
@@ -275,24 +275,27 @@ def prepare(
         around=MeasuredDraws.of(captured.graph, session.device),
     )
 
+    def look(known: Profile) -> Profile:
+        return _with_what_is_occupied(known, session, whole)
+
     def attempt(share: Share) -> float:
         if not _has_room(session, captured.graph, share):
             share = ()
         return try_share([(_part(captured, whole, ops), sizes) for ops, sizes in share], bench)
 
     if profile is not None:
-        plan, planned = plan_once(session, search, profile)
+        plan, planned = plan_once(session, search, profile, look)
     elif given is not None:
         profile = measure_everywhere(session, captured, whole, settings, to_plan=True)
-        plan, planned, profile = plan_and_try(session, search, profile, attempt, trials=1)
+        plan, planned, profile = plan_and_try(session, search, profile, attempt, look=look, trials=1)
     else:
         profile = measure_everywhere(session, captured, whole, settings, to_plan=True)
-        plan, planned, profile = plan_and_try(session, search, profile, attempt)
+        plan, planned, profile = plan_and_try(session, search, profile, attempt, look=look)
         make = _rehearsal_workers(session, captured, whole, settings, profile)
         batch = _rehearsal_batch(whole, settings)
         rehearsed = rehearse(session, planned, make, batch, budget_s=settings.parallelism.rehearsal_s)
         if rehearsed:
-            plan, planned = plan_once(session, search, profile)
+            plan, planned = plan_once(session, search, profile, look)
     return _prepared(session, captured, profile, plan, planned)
 
 
@@ -363,14 +366,17 @@ def _rehearsal_batch(whole: WholeModel, settings: Settings) -> dict[str, Tensor]
     return {i.name: tensor for i, tensor in zip(whole.inputs, tensors, strict=True)}
 
 
-def _with_what_planning_keeps(known: Profile, session: Session, whole: WholeModel) -> Profile:
-    """The profile with what this rank, the one that plans, occupies by now: alternatives and tables of the searches before are kept."""
-    own = session.cluster.devices[session.rank].id
-    before = known.devices[own].context_bytes
-    if session.device.type != "cpu" or not before:
-        return known
-    now = max(before, host_context_bytes() - whole.resident_bytes)
-    return replace(known, devices={**known.devices, own: replace(known.devices[own], context_bytes=now)})
+def _with_what_is_occupied(known: Profile, session: Session, whole: WholeModel) -> Profile:
+    """The profile with what each CPU worker occupies by now: libraries that its first steps have loaded, what trials and rehearsals leave
+    in its heap, and of the one that plans the alternatives and tables of the searches before. Collective.
+    """
+    session.give_back()
+    seen = host_context_bytes() - whole.resident_bytes if session.device.type == "cpu" else 0
+    devices = dict(known.devices)
+    for device, now in zip(session.cluster.devices, session.communicator.all_gather_object(seen), strict=True):
+        before = devices[device.id].context_bytes
+        devices[device.id] = replace(devices[device.id], context_bytes=max(before, now) if before else 0)
+    return replace(known, devices=devices)
 
 
 def _has_room(session: Session, graph: ModelGraph, share: Share) -> bool:
