@@ -380,7 +380,7 @@ class CostModel:
         """``state``: the part of its weights that the rank updates."""
         device, mine = at.device, at.stages
         rank, measured = self.cluster.rank(device), self.measured(device)
-        costs, workspace = {}, 0
+        costs, workspace, holes = {}, 0, 0
         coming = Coming.of(self, at, buckets, state, plan)
         for number in mine:
             # What a stage of the same rank has made is there already.
@@ -393,6 +393,7 @@ class CostModel:
                 costs[number], passing = self._on_host(at, number, costs[number])
                 needed += passing
             workspace = max(workspace, needed)
+            holes = max(holes, self.device_memory[device].holes(max(at.sizes(number), default=0), mine[number].ops))
         ranges = tuple(stage.ops for stage in mine.values())
         on_host = any(stage.offload for stage in mine.values())
         alone = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
@@ -410,6 +411,7 @@ class CostModel:
             overlap=min(1.0, max(0.0, measured.overlap)),
             fixed_bytes=fixed.fixed + (self._rooms(device, buckets) if plan.zero > 1 else 0),
             workspace_bytes=_under_way(travel, rank) + workspace,
+            holes_bytes=holes,
             update_bytes=fixed.update,
             coming_bytes=comes + lost(comes),
             gathered_bytes=coming.gathered,
