@@ -33,7 +33,7 @@ def test_what_is_written_is_read_whatever_it_shares_and_however_it_lies(tmp_path
 
 
 def test_a_dtype_that_the_format_lacks_is_told_by_name(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="phase is torch.complex64"):
+    with pytest.raises(OSError, match=r"phase is torch\.complex64"):
         write_tensors(tmp_path, 0, {"phase": torch.zeros(2, dtype=torch.complex64)})
 
 
