@@ -24,13 +24,23 @@ Search = Callable[[Profile], Planned]
 Share = tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
 """What one device computes in a step: for each of its stages the ops ``[start, stop)``, and the samples of each micro-batch."""
 
+Look = Callable[[Profile], Profile]
+"""The profile with what each rank occupies of its memory by now. Collective."""
+
 Attempt = Callable[[Share], float]
 """Seconds of forward and backward that this rank needs for its share, while the others do theirs. Collective."""
 
 
-def plan_once(session: Session, search: Search, profile: Profile) -> tuple[Plan, Planned | None]:
+def _unchanged(profile: Profile) -> Profile:
+    return profile
+
+
+def plan_once(
+    session: Session, search: Search, profile: Profile, look: Look = _unchanged
+) -> tuple[Plan, Planned | None]:
     """Rank 0 searches; every rank gets the plan. ``Planned`` is None on the others. Raises what the search does, everywhere."""
     found: list[Planned] = []
+    profile = look(profile)
 
     def dumped() -> str:
         found.append(search(profile))
@@ -42,10 +52,16 @@ def plan_once(session: Session, search: Search, profile: Profile) -> tuple[Plan,
 
 
 def plan_and_try(
-    session: Session, search: Search, profile: Profile, attempt: Attempt, *, trials: int = _MOST_TRIALS
+    session: Session,
+    search: Search,
+    profile: Profile,
+    attempt: Attempt,
+    *,
+    look: Look = _unchanged,
+    trials: int = _MOST_TRIALS,
 ) -> tuple[Plan, Planned | None, Profile]:
     """The plan that stood its trial, and the profile as calibrated by it. Collective; one device has nothing to balance."""
-    plan, planned = plan_once(session, search, profile)
+    plan, planned = plan_once(session, search, profile, look)
     found: dict[str, list[float]] = {device.id: [] for device in session.cluster.devices}
     for trial in range(trials if session.world_size > 1 else 0):
         with session.announced(f"trying the plan, each device its share (trial {trial + 1} of at most {trials})"):
@@ -53,7 +69,7 @@ def plan_and_try(
         for device, ratio in ratios.items():
             found[device].append(profile.devices[device].calibration * ratio)
         profile = _calibrated(profile, found)
-        plan, planned = plan_once(session, search, profile)
+        plan, planned = plan_once(session, search, profile, look)
         if all(abs(ratio - 1) < _GOOD_ENOUGH for ratio in ratios.values()):
             break
     return plan, planned, profile

@@ -62,15 +62,17 @@ def prepare(
     settings = _admitted(session, captured, whole, settings, given, measured=profile is not None)
     planning = _Planning(session=session, captured=captured, whole=whole, settings=settings, given=given)
     if profile is not None:
-        plan, planned = plan_once(session, planning.search, profile)
+        plan, planned = plan_once(session, planning.search, profile, planning.look)
         return planning.prepared(profile, plan, planned)
     profile = measure_everywhere(session, captured, whole, settings, to_plan=True)
     if given is not None:
-        plan, planned, profile = plan_and_try(session, planning.search, profile, planning.attempt, trials=1)
+        plan, planned, profile = plan_and_try(
+            session, planning.search, profile, planning.attempt, look=planning.look, trials=1
+        )
         return planning.prepared(profile, plan, planned)
     near = NEAR if settings.parallelism.rehearsal_s else 1.0
     search = partial(planning.search, near=near)
-    plan, planned, profile = plan_and_try(session, search, profile, planning.attempt)
+    plan, planned, profile = plan_and_try(session, search, profile, planning.attempt, look=planning.look)
     rehearsed = rehearse(
         session,
         planned,
@@ -79,7 +81,7 @@ def prepare(
         budget_s=settings.parallelism.rehearsal_s,
     )
     if rehearsed:
-        plan, planned = plan_once(session, partial(search, rehearsed=rehearsed), profile)
+        plan, planned = plan_once(session, partial(search, rehearsed=rehearsed), profile, planning.look)
     return planning.prepared(profile, plan, planned)
 
 
@@ -130,7 +132,7 @@ class _Planning:
         return search_plan(
             self.captured.graph,
             self.session.cluster,
-            _with_what_planning_keeps(known, self.session, self.whole),
+            known,
             global_batch_size=settings.global_batch_size,
             micro_batch_sizes=None if while_faster else sizes,
             optimizer=settings.optimizer.name,
@@ -143,6 +145,9 @@ class _Planning:
             near=near,
             whole_weights=settings.reach.reach != "element",
         )
+
+    def look(self, known: Profile) -> Profile:
+        return _with_what_is_occupied(known, self.session, self.whole)
 
     def attempt(self, share: Share) -> float:
         """Seconds that this rank takes for its share of a plan; a share that it has no room for is not tried."""
@@ -203,14 +208,17 @@ class _Planning:
         return {i.name: tensor for i, tensor in zip(self.whole.inputs, tensors, strict=True)}
 
 
-def _with_what_planning_keeps(known: Profile, session: Session, whole: WholeModel) -> Profile:
-    """The profile with what this rank, the one that plans, occupies by now: alternatives and tables of the searches before are kept."""
-    own = session.cluster.devices[session.rank].id
-    before = known.devices[own].context_bytes
-    if session.device.type != "cpu" or not before:
-        return known
-    now = max(before, host_context_bytes() - whole.resident_bytes)
-    return replace(known, devices={**known.devices, own: replace(known.devices[own], context_bytes=now)})
+def _with_what_is_occupied(known: Profile, session: Session, whole: WholeModel) -> Profile:
+    """The profile with what each CPU worker occupies by now: libraries that its first steps have loaded, what trials and rehearsals leave
+    in its heap, and of the one that plans the alternatives and tables of the searches before. Collective.
+    """
+    session.give_back()
+    seen = host_context_bytes() - whole.resident_bytes if session.device.type == "cpu" else 0
+    devices = dict(known.devices)
+    for device, now in zip(session.cluster.devices, session.communicator.all_gather_object(seen), strict=True):
+        before = devices[device.id].context_bytes
+        devices[device.id] = replace(devices[device.id], context_bytes=max(before, now) if before else 0)
+    return replace(known, devices=devices)
 
 
 def _has_room(session: Session, graph: ModelGraph, share: Share) -> bool:

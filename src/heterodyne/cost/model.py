@@ -32,7 +32,7 @@ from heterodyne.graph.cut import Crossing, crossings
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.size import ZERO, Size
 from heterodyne.plan.boxes import Box
-from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets, stages_reading
+from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets, room_bytes, stages_reading
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.precision import between, precision_of
@@ -380,7 +380,7 @@ class CostModel:
         """``state``: the part of its weights that the rank updates."""
         device, mine = at.device, at.stages
         rank, measured = self.cluster.rank(device), self.measured(device)
-        costs, workspace = {}, 0
+        costs, workspace, holes = {}, 0, 0
         coming = Coming.of(self, at, buckets, state, plan)
         for number in mine:
             # What a stage of the same rank has made is there already.
@@ -393,6 +393,7 @@ class CostModel:
                 costs[number], passing = self._on_host(at, number, costs[number])
                 needed += passing
             workspace = max(workspace, needed)
+            holes = max(holes, self.device_memory[device].holes(max(at.sizes(number), default=0), mine[number].ops))
         ranges = tuple(stage.ops for stage in mine.values())
         on_host = any(stage.offload for stage in mine.values())
         alone = self.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
@@ -408,13 +409,24 @@ class CostModel:
             step_s=state * self.update_s(device, ranges, at.boxes, on_host=on_host) + carried,
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
-            fixed_bytes=fixed.fixed,
+            fixed_bytes=fixed.fixed + (self._rooms(device, buckets) if plan.zero > 1 else 0),
             workspace_bytes=_under_way(travel, rank) + workspace,
+            holes_bytes=holes,
             update_bytes=fixed.update,
             coming_bytes=comes + lost(comes),
             gathered_bytes=coming.gathered,
             reductions=coming.reductions,
         )
+
+    def _rooms(self, device: str, buckets: Sequence[Bucket]) -> int:
+        """What a CPU worker lends its neighbours to exchange in what comes and goes: a room for each group of owners."""
+        largest: dict[tuple[str, ...], int] = {}
+        for bucket in buckets:
+            owners = [self.cluster.device(owner) for owner in bucket.owners]
+            alone = any(owner.backend != "cpu" for owner in owners) or len({owner.node for owner in owners}) > 1
+            if device in bucket.owners and len(owners) > 1 and not alone:
+                largest[bucket.owners] = max(largest.get(bucket.owners, 0), bucket.bytes)
+        return sum(room_bytes(most, len(owners)) for owners, most in largest.items())
 
     def _with_arriving(self, at: Position, number: int, costs: StageCosts, arriving: Arriving) -> StageCosts:
         """With the gradients that come in its first backward, and what the last one adds."""

@@ -52,6 +52,7 @@ class RankCosts:
         gathered_bytes: of each stage whose parameters are shared out, the buckets that it reads, and what UNSHARD of each brings.
         reductions: of each bucket of gradients that are shared out, in order.
         workspace_bytes: what comes and goes inside a pass.
+        holes_bytes: what a whole backward leaves unused of the heap besides.
         update_bytes: what comes and goes inside CLIP and STEP.
     """
 
@@ -63,6 +64,7 @@ class RankCosts:
     overlap: float = 0.0
     fixed_bytes: int = 0
     workspace_bytes: int = 0
+    holes_bytes: int = 0
     update_bytes: int = 0
     coming_bytes: int = 0
     gathered_bytes: Mapping[int, Mapping[int, int]] = field(default_factory=dict)

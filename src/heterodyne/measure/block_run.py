@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from heterodyne.measure.clock import Clock, Mark
 from heterodyne.measure.kept import bytes_kept
 from heterodyne.plan.precision import Precision
+from heterodyne.processes.heap import forget_high_water_mark, high_water_mark_bytes, trim_heap
 
 __all__ = ["BlockProgram", "BlockRun", "Halves", "Precision", "Surroundings"]
 
@@ -110,7 +111,7 @@ class BlockRun:
         kept = bytes_kept(lambda: self._forward(self._fresh()), weights)
         marks = self()
         if self._device.type == "cpu":
-            return kept, 0, self._seconds(marks)
+            return kept, self._resident_peak(), self._seconds(marks)
         torch.accelerator.synchronize(self._device)
         torch.accelerator.reset_peak_memory_stats(self._device)
         before = torch.accelerator.memory_allocated(self._device)
@@ -118,6 +119,19 @@ class BlockRun:
         torch.accelerator.synchronize(self._device)
         peak = max(0, torch.accelerator.max_memory_allocated(self._device) - before)
         return kept, peak, self._seconds(marks)
+
+    def _resident_peak(self) -> int:
+        """By how much a run raises the highest resident size of this process: with the pages that the C heap touches between tensors.
+
+        What is free in the heap goes back before, or it would be used again and not be seen.
+        """
+        trim_heap()
+        if not forget_high_water_mark():
+            return 0
+        before = high_water_mark_bytes()
+        self()
+        after = high_water_mark_bytes()
+        return 0 if before is None or after is None else max(0, after - before)
 
     def let_go(self) -> None:
         """It will not run again: weights and gradients go now. A module refers to itself in circles, and would keep them for a while."""

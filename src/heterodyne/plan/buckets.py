@@ -30,12 +30,23 @@ __all__ = [
     "gradient_buckets",
     "holdings_of",
     "planned_buckets",
+    "room_bytes",
     "stages_reading",
 ]
 
 
 BUCKETS_UNDER_WAY = 2
 """Buckets that are reduced or gathered at a time, where gradients are sharded and buffers come and go; one more is being filled."""
+
+_MOST_HALF_BYTES = 2**21
+
+
+def room_bytes(largest: int, places: int) -> int:
+    """Of the memory, in two halves, that a CPU worker lends its neighbours on one machine to exchange ranges of up to ``largest`` bytes in.
+
+    Longer ones go in more pieces; each of the ``places`` has 64 bytes in a half at least.
+    """
+    return 2 * -(-max(min(largest, _MOST_HALF_BYTES), 64 * places) // 64) * 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

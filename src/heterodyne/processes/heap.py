@@ -1,18 +1,47 @@
-"""Memory of this process that nothing uses any more, back to the system."""
+"""Memory of this process: what nothing uses any more goes back to the system, and the most that was in use is counted anew."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import sys
+from pathlib import Path
 
-__all__ = ["give_back_memory"]
+__all__ = ["forget_high_water_mark", "give_back_memory", "high_water_mark_bytes", "trim_heap"]
+
+_PROCESS = Path("/proc/self")
+_RESET_HIGH_WATER_MARK = "5"  # proc(5), clear_refs
+_HIGH_WATER_MARK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def give_back_memory() -> None:
     """What was freed stays in the heap of a process; a C library that can (glibc) gives it back to the system."""
     gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """The same of what is freed already, without looking for circles."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def forget_high_water_mark() -> bool:
+    """Count the highest resident size of this process anew from here; False where the system cannot."""
+    try:
+        (_PROCESS / "clear_refs").write_text(_RESET_HIGH_WATER_MARK)
+    except OSError:
+        return False
+    return True
+
+
+def high_water_mark_bytes() -> int | None:
+    """The highest resident size of this process; None where the system does not tell."""
+    try:
+        found = _HIGH_WATER_MARK.search((_PROCESS / "status").read_text())
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024

@@ -20,6 +20,7 @@ from heterodyne.loss_count import LossCount
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precision
 from heterodyne.plan.program import Program
+from heterodyne.processes.heap import trim_heap
 from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import evaluate
@@ -165,6 +166,7 @@ class Worker:
             total_steps=total_steps,
             watch=watch,
         )
+        self._first = True  # no step has been done here
         self._before: dict[str, Tensor] = {}  # statistics as they were before the step under way
         self._settled = None if communicator.device.type == "cpu" else torch.Event(communicator.device)
         self._executor = Executor(
@@ -210,6 +212,11 @@ class Worker:
         self._before = {}
         self.steps_done = number + 1
         self._executor.updating = False
+        if self._first and self._communicator.device.type == "cpu":
+            # The optimizer has made its state where activations had been. Those of the next step come to lie otherwise, so what is free
+            # of this step's heap would stay beside them.
+            trim_heap()
+        self._first = False
         if self._settled is not None:
             self._settled.record()
         return StepResult(

@@ -97,7 +97,7 @@ class _Arriving:
         if action.kind == "W":
             made = stage.made_bytes - stage.input_made_bytes
             return max(during, space + made - _of(stage.weight_bytes, action)), after + made
-        most = space + _of(stage.gradient_bytes, action) + _of(stage.first_bytes, action)
+        most = space + self._costs.holes_bytes + _of(stage.gradient_bytes, action) + _of(stage.first_bytes, action)
         return max(during, most), after + stage.made_bytes
 
 
@@ -174,7 +174,7 @@ def _table(actions: Sequence[Action], costs: RankCosts) -> dict[str, dict[int, l
     made: dict[str, dict[int, list[Change]]] = {kind: {} for kind in ("F", "B", "I", "W", "R", "RELOAD")}
     for number, stage in costs.stages.items():
         rows = [
-            _of_micro_batch(stage, index, costs.workspace_bytes, (number, index) in ahead, (number, index) in back)
+            _of_micro_batch(stage, index, costs, (number, index) in ahead, (number, index) in back)
             for index in range(len(stage.forward_s))
         ]
         for place, of_kind in enumerate(made.values()):
@@ -182,15 +182,16 @@ def _table(actions: Sequence[Action], costs: RankCosts) -> dict[str, dict[int, l
     return made
 
 
-def _of_micro_batch(stage: StageCosts, index: int, space: int, ahead: bool, back: bool) -> tuple[Change, ...]:
+def _of_micro_batch(stage: StageCosts, index: int, costs: RankCosts, ahead: bool, back: bool) -> tuple[Change, ...]:
     """F, B, I, W, R, RELOAD of one micro-batch; ``ahead``: R comes before its backward, ``back``: RELOAD does."""
+    space = costs.workspace_bytes
     kept, again, left = _at(stage.kept_bytes, index), _at(stage.recomputed_bytes, index), _at(stage.weight_bytes, index)
     reloaded = _at(stage.reloaded_bytes, index)
     alive = kept + (again if ahead else 0) + (reloaded if back else 0)
     during = space + _at(stage.gradient_bytes, index) + (0 if ahead else _at(stage.redone_bytes, index))
     return (
         (kept + space, kept),
-        (during, -alive),
+        (during + costs.holes_bytes, -alive),
         (during + max(0, left - alive), left - alive),
         (space, -left),
         (again + space, again),

@@ -169,3 +169,24 @@ def test_buffers_and_what_nobody_reads_are_held_where_they_are_needed() -> None:
     assert names[0] == {"embed.weight", "table", "unread"}
     assert "table" not in names[1]
     assert "unread" in names[1]
+
+
+def _measured(handed_over: int, backend: str = "cpu") -> DeviceMemory:
+    """Of which every block was seen to need so many bytes inside."""
+    profile = device_profile(MODEL, linear(0.5))
+    blocks = {
+        kind: tuple(replace(s, peak_bytes=s.saved_bytes + handed_over) for s in of)
+        for kind, of in profile.blocks.items()
+    }
+    return memory(device=replace(DEVICE, backend=backend), profile=replace(profile, blocks=blocks))
+
+
+def test_gradients_of_one_block_may_lie_in_the_c_heap_twice() -> None:
+    whole = (0, len(MODEL.ops))
+    of_block = max(sum(4 * p.numel for p in MODEL.parameters_of(b) if p.trainable) for b in MODEL.blocks)
+    assert _measured(10 * of_block).holes(1, whole) == of_block
+    assert (
+        0 < _measured(of_block // 4).holes(1, whole) < of_block
+    )  # nothing can be there twice that never was there at once
+    assert _measured(of_block, "cuda").holes(1, whole) == 0
+    assert _measured(of_block).holes(0, whole) == memory().holes(1, whole) == 0

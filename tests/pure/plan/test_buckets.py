@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from heterodyne.graph import ModelGraph, Parameter
 from heterodyne.plan import gradient_buckets
+from heterodyne.plan.buckets import room_bytes
 from pure.build import graph
 
 
@@ -73,3 +74,9 @@ def test_a_parameter_that_nothing_reads_is_reduced_last() -> None:
     assert gradient_buckets(replace(model, parameters=(extra, *model.parameters)), 1)[-1].parameters == (
         "unused.weight",
     )
+
+
+def test_a_room_has_two_halves_that_no_bucket_however_long_makes_larger() -> None:
+    assert room_bytes(1000, 3) == 2 * 1024
+    assert room_bytes(1, 3) == 2 * 3 * 64
+    assert room_bytes(2**30, 3) == room_bytes(2**40, 5) == 2 * 2**21

@@ -1,16 +1,18 @@
 """Tensors by name in safetensors files, of which each rank writes those that it was given.
 
-A file holds at most about a GiB, so that a rank never copies more than that to the host at once. Nothing in a safetensors file is code.
+A file holds at most about a GiB. It is written tensor by tensor, so that no rank needs room for more than one, and on a CPU for none:
+a worker whose memory is full can still write what it holds. Nothing in a safetensors file is code.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from heterodyne.errors import CheckpointError
@@ -19,6 +21,14 @@ __all__ = ["assigned", "read_tensors", "write_tensors"]
 
 _FILE_BYTES = 1 << 30
 _SUFFIX = ".safetensors"
+_ALIGNMENT = 8
+# https://github.com/huggingface/safetensors#format
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+}  # fmt: skip
 
 
 def assigned(held: Sequence[Mapping[str, int]], rank: int) -> list[str]:
@@ -45,16 +55,29 @@ def write_tensors(directory: Path, rank: int, tensors: Mapping[str, Tensor]) -> 
     written = []
     for number, names in enumerate(_files_of(tensors)):
         path = directory / f"rank-{rank}-{number}{_SUFFIX}"
-        # A copy each: the format refuses tensors that share memory, as tied weights do.
-        content = {name: tensors[name].detach().cpu().clone().contiguous() for name in names}
-        try:
-            save_file(content, path)
-        except SafetensorError as error:
-            raise OSError(None, str(error), str(path)) from error
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        _write(path, {name: tensors[name] for name in names})
         written.append(path.name)
     return written
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The length of a header, the header, then the tensors, the widest first, so that each lies where its type wants to. Raises OSError."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, stop = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPES:
+            raise OSError(None, f"{name} is {tensor.dtype}, which safetensors cannot hold", str(path))
+        begin, stop = stop, stop + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_tensors(

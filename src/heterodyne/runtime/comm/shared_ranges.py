@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from heterodyne.plan.buckets import room_bytes
 from heterodyne.runtime.comm.meeting import Meeting
 from heterodyne.runtime.comm.shared_memory import SharedBuffers, add_up
 
 __all__ = ["SharedRanges"]
-
-_MOST_BYTES = 2**21  # of half a room
 
 Gather = Callable[[object], list[object]]
 Range = tuple[int, int]
@@ -40,8 +39,7 @@ class SharedRanges:
 
         Collective, with the same ``largest`` on every rank.
         """
-        half = -(-max(min(largest, _MOST_BYTES), 64 * places) // 64) * 64
-        shared = SharedBuffers.allocate([(2 * half, torch.uint8)], place, gather)
+        shared = SharedBuffers.allocate([(room_bytes(largest, places), torch.uint8)], place, gather)
         meeting = None if shared is None else Meeting.allocate(places, place, gather)
         if shared is None or meeting is None:
             return None

@@ -26,7 +26,7 @@ from heterodyne.errors import DataError
 from heterodyne.runtime.data.corpus import text_sources
 from heterodyne.runtime.data.order import EpochOrder, held_out
 from heterodyne.runtime.data.source import ByStep
-from heterodyne.runtime.data.tokens import VOCABULARY, TokenFile, open_tokens
+from heterodyne.runtime.data.tokens import VOCABULARY, TokenFile, let_go_of_pages, open_tokens
 
 __all__ = ["GlobalBatch", "TextData", "open_text", "require_vocabulary"]
 
@@ -58,6 +58,7 @@ class GlobalBatch:
             raise ValueError(f"samples {first} to {first + count} are not in a batch of {self.size}")
         starts = self.windows[first : first + count] * self.length
         chosen = self.tokens[starts[:, None] + np.arange(self.length)]  # [count, T]
+        let_go_of_pages(self.tokens)
         input_ids = torch.from_numpy(chosen.astype(np.int64))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from heterodyne.errors import DataError
 from heterodyne.runtime.data.corpus import Source, fingerprint
 from heterodyne.text_files import replacing
 
-__all__ = ["VOCABULARY", "TokenFile", "open_cached", "open_tokens", "read_tokens"]
+__all__ = ["VOCABULARY", "TokenFile", "let_go_of_pages", "open_cached", "open_tokens", "read_tokens"]
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
@@ -53,6 +54,13 @@ class TokenFile:
     digest: str
     vocabulary: int | None = VOCABULARY
     unit: str = "bytes"
+
+
+def let_go_of_pages(tokens: NDArray[Any]) -> None:
+    """Of a mapped file, what was read so far: the system keeps it in its cache, and no longer counts it as memory of this process."""
+    mapped = getattr(tokens, "_mmap", None)
+    if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def open_tokens(sources: Sequence[Source], cache: Path, *, say: Callable[[str], None]) -> TokenFile:
