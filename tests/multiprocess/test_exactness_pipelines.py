@@ -16,6 +16,7 @@ from torch import Tensor
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.boxes import Box
+from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.kept import names_of
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.best import best_orders
@@ -24,7 +25,7 @@ from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.weights.boxed import boxed
 from multiprocess.models import BRANCHED, MIXING, build, captured
 from multiprocess.pool import Pool, World
-from multiprocess.work import PipelineOf, StageOf, copied, staged_worker
+from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan, staged_worker
 
 BAR = 1e-5
 BAR_BF16 = 0.1
@@ -201,8 +202,7 @@ def spreads(draw: st.DrawFn, graph: ModelGraph) -> Spread:
     for number in range(draw(st.sampled_from((1, 2, 2, 3)))):
         made.append(draw(pipelines(graph, schedule, world, 3 - number)))
         world = 1 + max(rank for stage in made[-1].stages for rank in stage.ranks)
-    shared = len(made) > 1 or any(len(stage.ranks) > 1 for stage in made[0].stages)
-    zero = draw(st.sampled_from((0, 1, 2, 3, 3))) if shared else 0
+    zero = draw(st.sampled_from((0, 1, 2, 3, 3))) if share_weights(graph, world, made) else 0
     if zero:
         shares = [draw(st.integers(0, 3)) for _ in range(world)]
         made = [with_state(pipeline, shares) for pipeline in made]
@@ -243,6 +243,12 @@ def replicas(draw: st.DrawFn, graph: ModelGraph) -> Spread:
     return reranked(draw, Spread(width * len(made), schedule, tuple(made)))
 
 
+def share_weights(graph: ModelGraph, world: int, pipelines: Sequence[PipelineOf]) -> bool:
+    """Whether any two ranks hold the same weight."""
+    plan = staged_plan(graph, cluster_of(world, None), pipelines, "1F1B")
+    return any(len(bucket.owners) > 1 for bucket in planned_buckets(plan, graph))
+
+
 def within(examples: int) -> settings:
     return settings(
         max_examples=examples,
@@ -271,6 +277,22 @@ def test_batch_norm_sees_the_micro_batches_of_all_pipelines(name: str, pool: Poo
     for errors in pool.run(spread.world, errors_of, graph, spread):
         for what, error in errors:
             assert error <= BAR, (what, error)
+
+
+def test_a_pipeline_without_samples_gathers_and_reduces_in_the_order_of_the_others(pool: Pool) -> None:
+    """Its ranks share buckets with ranks that come to these at unlike times."""
+    graph = captured("unet")
+    ops = len(graph.ops)
+
+    def stage(stop: int, rank: int) -> StageOf:
+        return StageOf(stop, (rank,), (1,), ())
+
+    without = PipelineOf((), (stage(2, 0), stage(ops, 1)))
+    first_and_last = (stage(1, 2), stage(7, 3), stage(ops, 2))
+    order = ("0F0 2F0 2B0 0B0", "1F0 1B0")
+    spread = Spread(4, "1F1B", (without, PipelineOf((1,), first_and_last, order)), bucket_bytes=1, zero=3)
+    for errors in pool.run(4, errors_of, graph, spread):
+        assert all(error <= BAR for _, error in errors), errors
 
 
 def test_in_half_precision_the_gradients_are_near(pool: Pool) -> None:

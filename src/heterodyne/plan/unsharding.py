@@ -58,7 +58,7 @@ def with_unsharding(ranks: Sequence[Passes | None], *, ahead: bool = False) -> t
             bucket: of if len(often[bucket]) == 1 and not ahead else _one(of, ahead) for bucket, of in own.items()
         }
         agreed = {bucket: of for bucket, of in agreed.items() if max(often[bucket])}  # else nobody reads it
-        made.append(() if rank is None else _placed(rank, agreed))
+        made.append(() if rank is None else _placed(rank, agreed) if rank.actions else _reductions(rank))
     try:
         order = [action for action, _ in collective_order(Program(ranks=tuple(made)))]
     except PlanError:
@@ -77,13 +77,18 @@ def _one(spans: Sequence[_Span], ahead: bool) -> list[_Span]:
 
 
 def _bystander(order: Sequence[Action], readers: Mapping[int, Sequence[int]]) -> tuple[Action, ...]:
-    """The part in them of a rank without passes. Reductions that nobody else starts come in their own order."""
+    """The part in them of a rank without passes: what it must start for the other owners."""
     own: list[Action] = []
     for action in order:
         if action.index in readers and action.kind in ("UNSHARD", "SCATTER"):
             own.append(action)
             own += [Action(action.stage, "RESHARD", action.index)] if action.kind == "UNSHARD" else []
-    return tuple(own) or tuple(Action(0, "SCATTER", bucket) for bucket in readers)
+    return tuple(own)
+
+
+def _reductions(rank: Passes) -> tuple[Action, ...]:
+    """A rank without passes starts its reductions in the order of the buckets, as every other rank does."""
+    return tuple(Action(0, "SCATTER", bucket) for bucket in sorted(rank.readers))
 
 
 def _placed(rank: Passes, spans: Mapping[int, Sequence[_Span]]) -> tuple[Action, ...]:

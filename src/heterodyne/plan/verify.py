@@ -156,6 +156,10 @@ def _reductions(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
     for bucket in seen:
         if bucket not in duty.buckets:
             yield f"reduces bucket {bucket}, but shares {', '.join(map(str, duty.buckets)) or 'none'}: remove it"
+    order = [action for action in actions if action.kind == wanted and action.index in duty.buckets]
+    for earlier, later in pairwise(order):
+        if (later.index or 0) < (earlier.index or 0):
+            yield f"runs {later} behind {earlier}: buckets are reduced in the order of their numbers on every rank"
     last = {action.stage: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
     for place, action in enumerate(actions):
         if action.kind == wanted and action.index in seen:
@@ -244,6 +248,9 @@ def _awaited(
             for rank in owners.get(bucket, ())
             if gather not in done[rank]
         ]
+    if duty.zero > 2 and action.kind == "RESHARD":  # it waits for what it lets go of
+        gather = Action(action.stage, "UNSHARD", action.index)
+        return [(rank, gather) for rank in owners.get(action.index or 0, ()) if gather not in done[rank]]
     if action.kind not in ("RECV_F", "RECV_B"):
         return []
     forward = action.kind == "RECV_F"

@@ -118,3 +118,5 @@ def test_all_owners_gather_and_reduce_as_often_and_in_one_order_whatever_their_m
                 case "F" | "B" | "I":
                     assert {b for b, stages in rank.readers.items() if action.stage in stages} <= there
         assert not there
+        reduced = [action.index or 0 for action in actions if action.kind == "SCATTER"]
+        assert reduced == sorted(reduced), "what computes the gradients reduces them in this order"
