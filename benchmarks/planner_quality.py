@@ -27,7 +27,7 @@ from results import Results
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
 from heterodyne.errors import InfeasibleError
-from heterodyne.search.fleet.plan import Group, Stage, Template
+from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
@@ -146,7 +146,7 @@ def _equal(search: Search, costs: LayerProfiles) -> Weighed | None:
                 (
                     Template(
                         micro_batch=size,
-                        stages=(Stage(pool=pool.name, width=width, start=0, stop=layers, recompute=again),),
+                        stages=(TemplateStage(pool=pool.name, width=width, start=0, stop=layers, recompute=again),),
                     ),
                     pool.devices // width,
                 )
@@ -177,7 +177,7 @@ def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> W
     longest_s = max(own.seconds(each) for own in played.values())
     own = weighed.predicted
     step_s = longest_s + own.sync_s + own.update_s
-    groups = tuple(Group(template=t, replicas=n, num_microbatches=each) for t, n in mix)
+    groups = tuple(TemplateGroup(template=t, replicas=n, num_microbatches=each) for t, n in mix)
     usd = None if own.usd is None else own.usd * step_s / own.step_s
     return replace(
         weighed,
@@ -211,8 +211,8 @@ def _pairs(fleet: Fleet, search: Search, costs: LayerProfiles) -> Iterator[tuple
             count = min(first.devices // a.devices, last.devices // b.devices)
             for cut, again in product(range(1, layers), product((False, True), repeat=2)):
                 stages = (
-                    Stage(pool=first.name, width=a.tensor, start=0, stop=cut, recompute=again[0]),
-                    Stage(pool=last.name, width=b.tensor, start=cut, stop=layers, recompute=again[1]),
+                    TemplateStage(pool=first.name, width=a.tensor, start=0, stop=cut, recompute=again[0]),
+                    TemplateStage(pool=last.name, width=b.tensor, start=cut, stop=layers, recompute=again[1]),
                 )
                 yield Template(micro_batch=size, stages=stages), count
 

@@ -14,7 +14,7 @@ from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.alike import Places
 from heterodyne.search.fleet.arrays import Floats, Ints, between
 from heterodyne.search.fleet.counts import Limits
-from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.weighed import Mix, mix_of
 
@@ -89,7 +89,7 @@ class Cutter:
         layers = len(self.predictor.tables.costs.layers)
         spans = [*((n, n + 1) for n in range(len(places) - 1)), (len(places) - 1, layers)]
         stages = (_stage(place, span) for place, span in zip(places, spans, strict=True))
-        return self.predictor.least_sends(Template(micro_batch=size, stages=tuple(stages)))
+        return self.predictor.alone.least_sends(Template(micro_batch=size, stages=tuple(stages)))
 
 
 def least_cut(
@@ -130,6 +130,8 @@ def least_cut(
     return tuple(points)
 
 
-def _stage(place: tuple[str, Widths], span: tuple[int, int], *, recompute: bool = False) -> Stage:
+def _stage(place: tuple[str, Widths], span: tuple[int, int], *, recompute: bool = False) -> TemplateStage:
     pool, (tensor, context, data) = place
-    return Stage(pool=pool, width=tensor, context=context, data=data, start=span[0], stop=span[1], recompute=recompute)
+    return TemplateStage(
+        pool=pool, width=tensor, context=context, data=data, start=span[0], stop=span[1], recompute=recompute
+    )

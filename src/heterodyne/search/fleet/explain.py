@@ -7,7 +7,7 @@ from heterodyne.predictor.constants import constants
 from heterodyne.search.explain import ratio_in_words
 from heterodyne.search.fleet.families import Outcome
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import FleetPlan
+from heterodyne.search.fleet.plan import TemplatePlan
 from heterodyne.search.fleet.planner import Planned
 from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.search.fleet.wires import collectives
@@ -31,7 +31,7 @@ def step_in_words(planned: Planned) -> str:
     return said
 
 
-def host_exchange_in_words(fleet: Fleet, plan: FleetPlan) -> str:
+def host_exchange_in_words(fleet: Fleet, plan: TemplatePlan) -> str:
     """How devices without a common collectives library exchange tensors, and the bandwidth assumed for it; "" where all share one."""
     libraries: dict[str, dict[str, None]] = {}
     for pool in plan.devices:

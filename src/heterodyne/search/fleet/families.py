@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import INTERLEAVED, FleetPlan
+from heterodyne.search.fleet.plan import INTERLEAVED, TemplatePlan
 from heterodyne.search.fleet.planner import FleetPlanner, Planned, frontier_of
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.weighed import Weighed
@@ -77,7 +77,7 @@ def outcomes(planner: FleetPlanner, planned: Planned, space: Space | None = None
 
 
 def best_of_all(
-    planned: Planned, found: Iterable[Outcome], accepts: Callable[[FleetPlan], bool] | None = None
+    planned: Planned, found: Iterable[Outcome], accepts: Callable[[TemplatePlan], bool] | None = None
 ) -> Planned:
     """With the best of a family as the plan, where that is better: a search does limited work, and does more of it in a smaller space.
 

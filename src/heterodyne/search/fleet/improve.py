@@ -2,8 +2,7 @@
 
 Cuts that are best for the slowest stage need not be best for few micro-batches, and whole counts leave devices over. So a
 step moves a layer over a border, changes a size of micro-batch, the widths of a stage, what is recomputed or how many stages a place
-has, makes one pipeline of two that are alike or two of one, or takes pipelines away and puts others in their place. Whatever cannot
-win even if its pipelines never waited is not played.
+has, or takes pipelines away and puts others in their place. Whatever cannot win even if its pipelines never waited is not played.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from itertools import combinations_with_replacement, pairwise
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.chunks import chunked
-from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Stage, Template
+from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.weighed import Mix, Weighed, mix_of
 
@@ -51,15 +50,6 @@ class Steps:
                 yield mix_of((changed if t == template else t, n) for t, n in mix)
                 if count > 1:
                     yield mix_of([*_less(mix, template), (changed, 1)])
-        if len(mix) > 1:
-            # The replica of a layer with the shortest backward says what of its gradients hides.
-            yield from self.resized(mix, zero)
-        for template, count in mix:
-            if count > 1:
-                for joined in self._sharing(template, 2, shared):
-                    yield mix_of([*_less(_less(mix, template), template), (joined, 1)])
-            for part in self._sharing(template, 0.5, shared):
-                yield mix_of([*_less(mix, template), (part, 2)])
         for template, _ in mix:
             fewer = _less(mix, template)
             if fewer:
@@ -73,14 +63,6 @@ class Steps:
             fewer = _less(_less(mix, a), b)
             if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
                 yield from self._filled(fewer)
-
-    def resized(self, mix: Mix, zero: int) -> Iterator[Mix]:
-        """All pipelines with micro-batches of one size."""
-        shared = (sum(count for _, count in mix), zero)
-        for size in self.sizes:
-            resized = [self._fitted(replace(template, micro_batch=size), shared) for template, _ in mix]
-            if all(map(self._known, resized)):
-                yield mix_of(zip(resized, (count for _, count in mix), strict=True))
 
     def interleaved(self, mix: Mix, zero: int) -> Iterator[Mix]:
         """With more stages on each place, wherever there are layers for that."""
@@ -100,8 +82,8 @@ class Steps:
                     yield mix_of(again)
 
     def changed(self, template: Template, shared: Shared) -> Iterator[Template]:
-        """A border moved, more or fewer stages on each place, the places the other way round, other widths, another size of micro-batch,
-        or something recomputed or not.
+        """A border moved, more or fewer stages on each place, the places the other way round, other widths, another size of
+        micro-batch, or something recomputed or not.
         """
         yield from self._moved(template, shared)
         for chunks in range(1, self.max_chunks + 1):
@@ -116,7 +98,7 @@ class Steps:
             if size != template.micro_batch:
                 sized = self._fitted(replace(template, micro_batch=size), shared)
                 # Where its widths do not divide the size, others may.
-                for other in self._known(sized) or self._rewidened(sized, shared):
+                for other in [sized] if self._known(sized) else self._rewidened(sized, shared):
                     yield other
                     if len(template.stages) <= _FEW:
                         yield from self._moved(other, shared)
@@ -133,24 +115,6 @@ class Steps:
                     yield replace(template, stages=moved)
                     if self.recompute:
                         yield self._fitted(replace(template, stages=moved), shared)
-        if template.chunks > 1:
-            yield from self._within_places(template)
-
-    def _within_places(self, template: Template) -> Iterator[Template]:
-        """A layer more in one stage of a place and a layer less in its next one: every border between them moves."""
-        stages, places = template.stages, template.places
-        for first in range(len(stages) - places):
-            for by in (-1, 1):
-                starts = [s.start + by * (first < number <= first + places) for number, s in enumerate(stages)]
-                stops = [*starts[1:], stages[-1].stop]
-                if all(start < stop for start, stop in zip(starts, stops, strict=True)):
-                    yield replace(
-                        template,
-                        stages=tuple(
-                            replace(s, start=start, stop=stop)
-                            for s, start, stop in zip(stages, starts, stops, strict=True)
-                        ),
-                    )
 
     def _rewidened(self, template: Template, shared: Shared) -> Iterator[Template]:
         """Other widths of as many devices, for alike places behind each other at once; of a few places for each by itself too."""
@@ -169,23 +133,17 @@ class Steps:
                         else stage
                         for number, stage in enumerate(template.stages)
                     )
-                    yield from self._known(self._fitted(replace(template, stages=stages), shared))
+                    made = self._fitted(replace(template, stages=stages), shared)
+                    if self._known(made):
+                        yield made
 
-    def _sharing(self, template: Template, times: float, shared: Shared) -> list[Template]:
-        """Two such pipelines as one that shares their micro-batches (``times`` 2), or half of one that does (0.5)."""
-        if any(number * times % 1 for number in (template.micro_batch, *(home.data for home in template.homes))):
-            return []
-        stages = tuple(replace(stage, data=int(stage.data * times)) for stage in template.stages)
-        made = replace(template, micro_batch=int(template.micro_batch * times), stages=stages)
-        offered = all(home.widths in self.widths(home.pool, made.micro_batch) for home in made.homes)
-        return self._known(self._fitted(made, shared)) if offered else []
-
-    def _known(self, template: Template) -> list[Template]:
+    def _known(self, template: Template) -> bool:
+        """Whether the costs of its stages are."""
         try:
             self.predictor.stage_tables(template)
         except KeyError:
-            return []
-        return [template]
+            return False
+        return True
 
     def _fitted(self, template: Template, shared: Shared) -> Template:
         """Recomputed on the places where it does not fit otherwise, and on no other."""
@@ -259,7 +217,7 @@ def climb(
     return best, best_mix
 
 
-def _place(stage: Stage) -> tuple[str, Widths]:
+def _place(stage: TemplateStage) -> tuple[str, Widths]:
     return stage.pool, stage.widths
 
 

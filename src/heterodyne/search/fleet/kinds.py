@@ -14,7 +14,7 @@ import numpy as np
 
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import LayerCost, Widths
-from heterodyne.search.fleet.plan import Stage
+from heterodyne.search.fleet.plan import TemplateStage
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Table, Tables
 
@@ -35,9 +35,9 @@ class Kind:
     def devices(self) -> int:
         return self.widths.devices
 
-    def stage(self, start: int, stop: int, *, recompute: bool) -> Stage:
+    def stage(self, start: int, stop: int, *, recompute: bool) -> TemplateStage:
         tensor, context, data = self.widths
-        return Stage(
+        return TemplateStage(
             pool=self.name, width=tensor, context=context, data=data, start=start, stop=stop, recompute=recompute
         )
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.network import Exchange
-from heterodyne.search.fleet.plan import Layout, Stage
+from heterodyne.search.fleet.plan import Layout, TemplateStage
 from heterodyne.search.fleet.sent import EXCHANGED, Sent
 from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.wires import Wires
@@ -240,7 +240,7 @@ def _ring(wires: Wires, pools: Mapping[str, tuple[int, int]]) -> Ring:
     return Ring(inf if unknown else 1 / slowest, round_s, tree_s)
 
 
-def _share(wires: Wires, stage: Stage, stages: int, count: int, layout: Layout) -> _Share:
+def _share(wires: Wires, stage: TemplateStage, stages: int, count: int, layout: Layout) -> _Share:
     """``stages``: places of the pipeline in this pool."""
     places = max(1, wires.fleet.pool(stage.pool).devices_per_node // stage.devices)
     if layout == "stages":
@@ -257,18 +257,18 @@ def _leaving(sent: Sent, experts: Floats | float, replicas: int) -> Floats:
     return found
 
 
-def _inside_rate(wires: Wires, stage: Stage) -> float:
+def _inside_rate(wires: Wires, stage: TemplateStage) -> float:
     """Seconds of a byte of a device."""
     wire = wires.inside(wires.fleet.pool(stage.pool))
     return inf if wire is None else 1 / wire.bandwidth_bytes_per_s
 
 
-def _nodes_of(wires: Wires, stage: Stage) -> int:
+def _nodes_of(wires: Wires, stage: TemplateStage) -> int:
     """Over which the devices of one stage lie."""
     return max(1, stage.devices // wires.fleet.pool(stage.pool).devices_per_node)
 
 
-def _experts(wires: Wires, stage: Stage, width: int) -> float:
+def _experts(wires: Wires, stage: TemplateStage, width: int) -> float:
     """The part of a set of them that a node sends: it may lie over several, each of which sends those that it has."""
     return min(1.0, stage.devices / _nodes_of(wires, stage) / width) if width else 0.0
 

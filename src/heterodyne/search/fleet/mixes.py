@@ -79,7 +79,7 @@ class Mixes:
     ) -> list[int]:
         """Samples in a time, of which a column does nothing in ``once``."""
         layout = self.space.layouts[-1]
-        played = [self.predictor.makespans(t, self.schedule, layout) for t in columns]
+        played = [self.predictor.alone.makespans(t, self.schedule, layout) for t in columns]
         return [
             t.micro_batch * own.most_bound(seconds - extra, top)
             for t, own, extra, top in zip(columns, played, once, most, strict=True)
@@ -135,8 +135,8 @@ class Mixes:
     def _most(self, template: Template, seconds: float, layout: Layout, top: int) -> int:
         """Micro-batches in a time, at most."""
         if self.waits:
-            return self.predictor.makespans(template, self.schedule, layout).most_bound(seconds, top)
-        done = seconds / self.predictor.longest_s(template)
+            return self.predictor.alone.makespans(template, self.schedule, layout).most_bound(seconds, top)
+        done = seconds / self.predictor.alone.longest_s(template)
         return int(min(top, done)) if done > 0 else 0  # nor where either never ends
 
     def _bisected(

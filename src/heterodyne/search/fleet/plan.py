@@ -1,4 +1,7 @@
-"""A plan over a fleet: alike pipelines are one template and a count, so that a plan of 25,000 devices is a few lines."""
+"""The compact form of a plan that the search weighs: alike pipelines are one template and a count, so that 25,000 devices are a few lines.
+
+It stays in this room: `written` writes it as a `plan.plan.Plan`, which names every device, at the edge.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from heterodyne.cost.layers import Widths
 from heterodyne.plan.schedules import SCHEDULES
 
 __all__ = [
-    "INTERLEAVED", "LAYOUTS", "SPLIT", "ZERO_LEVELS", "FleetPlan", "Group", "Layout", "ScheduleName", "Stage", "Template", "suits",
-]  # fmt: skip
+    "INTERLEAVED", "LAYOUTS", "SPLIT", "ZERO_LEVELS", "Layout", "ScheduleName", "Template", "TemplateGroup", "TemplatePlan",
+    "TemplateStage", "suits",
+]  # fmt: skip  # fmt: skip
 
 ScheduleName = Literal["1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble"]
 """Those of `plan.schedules` that a search over fleets chooses from."""
@@ -28,7 +32,7 @@ ZERO_LEVELS = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class TemplateStage:
     """Layers ``[start, stop)`` on some devices of a pool that share the work by `Widths`: ``width`` of tensor parallelism, ``context``,
     ``data``.
     """
@@ -64,7 +68,7 @@ class Template:
     """
 
     micro_batch: int
-    stages: tuple[Stage, ...]
+    stages: tuple[TemplateStage, ...]
     chunks: int = 1
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -91,7 +95,7 @@ class Template:
         return len(self.stages) // self.chunks
 
     @property
-    def homes(self) -> tuple[Stage, ...]:
+    def homes(self) -> tuple[TemplateStage, ...]:
         """The first stage of each place, which tells the devices of all of them."""
         return self.stages if self.chunks == 1 else self.stages[: self.places]
 
@@ -110,7 +114,7 @@ def _devices(template: Template) -> Mapping[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class TemplateGroup:
     """Alike pipelines, each with as many micro-batches."""
 
     template: Template
@@ -124,8 +128,8 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FleetPlan:
-    """Groups of pipelines that share a global batch.
+class TemplatePlan:
+    """The plan as the search weighs it: groups of alike pipelines that share a global batch.
 
     The groups can hold at least ``global_batch`` samples; where they can hold more, micro-batches of the last pipelines of the last
     group are not full.
@@ -135,7 +139,7 @@ class FleetPlan:
         zero: what all devices that hold a layer share out, of `ZERO_LEVELS`.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[TemplateGroup, ...]
     global_batch: int
     schedule: ScheduleName = "1F1B"
     layout: Layout = "stages"

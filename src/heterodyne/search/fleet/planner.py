@@ -16,7 +16,7 @@ from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import FleetPlan
+from heterodyne.search.fleet.plan import TemplatePlan
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.search import Search
@@ -102,7 +102,7 @@ class FleetPlanner:
         space: Space | None = None,
         watch: Watch | None = None,
         frontier: bool = False,
-        accepts: Callable[[FleetPlan], bool] | None = None,
+        accepts: Callable[[TemplatePlan], bool] | None = None,
     ) -> Planned:
         """The best plan. ``watch``: may stop the search with the best so far; unless it does, the same input gives the same plan.
 
@@ -173,7 +173,7 @@ class FleetPlanner:
             middle = (low + high) / 2
             smaller = self.search(space, watch=search.watch, memory=middle)
             best = smaller.run(objective.score, by_time=False)
-            search.stopped = search.stopped or smaller.stopped
+            search.ledger.stopped = search.stopped or smaller.stopped
             if best is None:
                 low = middle
             else:

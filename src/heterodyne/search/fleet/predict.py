@@ -1,4 +1,4 @@
-"""What a plan over a fleet takes: a step's seconds, played exactly; money, energy and memory.
+"""What a plan over a fleet takes: a step's seconds, played exactly (`spent`: money, energy and memory).
 
 A step is the longest pipeline, what shows of the exchange of gradients and parameters, the update. Pipelines are played with their
 unequal stages and the messages between them; how many micro-batches each gets follows from that: as many as it can do until all are done.
@@ -15,19 +15,26 @@ from functools import cached_property
 from math import inf
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.plan.schedules.bounds import place_lines
 from heterodyne.plan.schedules.makespans import Makespans
-from heterodyne.plan.schedules.times import StageTimes, blocked
+from heterodyne.search.fleet.alone import Alone
 from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.network import Exchanges, Network
-from heterodyne.search.fleet.plan import LAYOUTS, ZERO_LEVELS, FleetPlan, Group, Layout, ScheduleName, Template
+from heterodyne.search.fleet.plan import (
+    ZERO_LEVELS,
+    Layout,
+    ScheduleName,
+    Template,
+    TemplateGroup,
+    TemplatePlan,
+)
 from heterodyne.search.fleet.room import Room
 from heterodyne.search.fleet.sharding import at_end_s, beside, of_places, usd
 from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
+from heterodyne.search.fleet.spent import Spent
 from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.stage_tables import StageTables
 from heterodyne.search.fleet.tables import Table, Tables
-from heterodyne.search.fleet.weighed import Mix, Predicted, Weighed
+from heterodyne.search.fleet.weighed import Mix, Weighed
 
 __all__ = ["Predictor"]
 
@@ -49,23 +56,22 @@ class Predictor:
     global_batch: int
     blocking: bool = False
     overlap: bool = True
-    _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
-    _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
-    _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
     _after: Kept[tuple[Mix, Layout, int], tuple[float, float]] = field(default_factory=lambda: Kept(1024), repr=False)
-    _sent: Kept[object, list[float]] = field(default_factory=lambda: Kept(1024), repr=False)
     _exchanged: Kept[tuple[Mix, Layout], Exchanges] = field(default_factory=lambda: Kept(64), repr=False)
-    _played: list[int] = field(default_factory=lambda: [0], repr=False)
 
-    @property
-    def actions_played(self) -> int:
-        """Under the schedules that are played by their orders, so far."""
-        return self._played[0]
+    @cached_property
+    def alone(self) -> Alone:
+        """What each pipeline takes by itself."""
+        return Alone(tables=self._stage_tables, network=self.network, blocking=self.blocking)
 
     @cached_property
     def room(self) -> Room:
         """In the memory of the devices."""
         return Room(fleet=self.fleet, global_batch=self.global_batch, tables=self._stage_tables)
+
+    @cached_property
+    def _spent(self) -> Spent:
+        return Spent(fleet=self.fleet, room=self.room, tables=self._stage_tables)
 
     @cached_property
     def _stage_tables(self) -> StageTables:
@@ -85,48 +91,9 @@ class Predictor:
         routed = any(cost.expert_bytes for cost in table.costs[stage.start : stage.stop])
         return table.expert_width if routed else 0
 
-    def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
-        key = (template, schedule, layout)
-        if key not in self._makespans:
-            stages, sends = self._waiting(template, self._sends(template, layout))
-            self._makespans[key] = Makespans(stages, sends, schedule, template.chunks, self._played)
-        return self._makespans[key]
-
-    def _waiting(self, template: Template, sends: list[float]) -> tuple[Sequence[StageTimes], list[float]]:
-        """The stages and the messages between them, which are a part of the stages where devices wait for them."""
-        stages = self._times(template)
-        return (blocked(stages, sends), [0.0] * len(sends)) if self.blocking else (stages, sends)
-
-    def _times(self, template: Template) -> tuple[StageTimes, ...]:
-        if template not in self._timed:
-            own = list(zip(template.stages, self.stage_tables(template), strict=True))
-            self._timed[template] = tuple(
-                StageTimes.halved(
-                    forward_s=table.forward_s(stage.start, stage.stop),
-                    backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
-                    recompute_s=table.forward_s(stage.start, stage.stop) if stage.recompute else 0.0,
-                )
-                for stage, table in own
-            )
-        return self._timed[template]
-
-    def _sends(self, template: Template, layout: Layout) -> list[float]:
-        """Seconds of a message from each stage to the next one: the same for pipelines of the same places that send as much."""
-        stages, tables = template.stages, self.stage_tables(template)
-        sizes = [table.output_bytes(s.stop) for s, table in zip(stages[:-1], tables, strict=False)]
-        places = tuple((home.pool, home.widths) for home in template.homes)
-        return self._sent.get(
-            (places, template.chunks, tuple(sizes), layout),
-            lambda: [self.network.send_s(template, number, size, layout) for number, size in enumerate(sizes)],
-        )
-
-    def least_sends(self, template: Template) -> list[float]:
-        """Seconds of a message from each stage to the next one, in the layout in which it takes less."""
-        return [min(own) for own in zip(*(self._sends(template, layout) for layout in LAYOUTS), strict=True)]
-
     def played(self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: int) -> Mapping[Template, Makespans]:
         """Of each template, with what is exchanged beside each of its micro-batches."""
-        plain = {template: self.makespans(template, schedule, layout) for template, _ in mix}
+        plain = {template: self.alone.makespans(template, schedule, layout) for template, _ in mix}
         if zero < 2:
             return plain
         exchanges = self.exchanges(mix, layout).of
@@ -134,7 +101,9 @@ class Predictor:
         for template, own in plain.items():
             stages = beside(own.stages, exchanges[template], zero, overlap=self.overlap)
             same = stages == list(own.stages)
-            found[template] = own if same else Makespans(stages, own.sends, schedule, template.chunks, self._played)
+            found[template] = (
+                own if same else Makespans(stages, own.sends, schedule, template.chunks, self.alone.played)
+            )
         return found
 
     def exchanges(self, mix: Mix, layout: Layout) -> Exchanges:
@@ -162,18 +131,8 @@ class Predictor:
 
     def _tied_s(self, template: Template, layout: Layout) -> float:
         """Of the sum over places of one pipeline that hold the same parameters, after the sums over replicas (as Megatron-LM does it)."""
-        places, size_bytes = self._tied(template)
+        places, size_bytes = self._stage_tables.tied(template)
         return self.network.summed_s(template, places, size_bytes, layout) if len(places) > 1 else 0.0
-
-    def _tied(self, template: Template) -> tuple[tuple[int, ...], float]:
-        """Places that hold tied parameters, and the bytes of their gradients on one."""
-        held: dict[int, float] = {}
-        for number, (stage, table) in enumerate(zip(template.stages, self.stage_tables(template), strict=True)):
-            own = table.tied_bytes(stage.start, stage.stop)
-            if own:
-                place = number % template.places
-                held[place] = max(own, held.get(place, 0.0))
-        return tuple(held), max(held.values(), default=0.0)
 
     def weigh(
         self,
@@ -257,7 +216,7 @@ class Predictor:
             return None, free
         pipelines_s = max(by_template[g.template].seconds(g.num_microbatches) for g in groups)
         step_s = self._step_s(mix, groups, schedule, layout, zero)
-        plan = FleetPlan(
+        plan = TemplatePlan(
             groups=groups,
             global_batch=self.global_batch,
             schedule=schedule,
@@ -268,9 +227,11 @@ class Predictor:
         seconds = (pipelines_s, shown_s, update_s)
         sent_usd = usd(self.exchanges(mix, layout), zero, max(counts)) if self.fleet.usd_per_byte else 0.0
         free = free or all(count < own for count, own in zip(counts, most, strict=True))
-        return Weighed(plan=plan, predicted=self._predicted(plan, seconds, sent_usd, replicas)), free
+        return Weighed(plan=plan, predicted=self._spent.of(plan, seconds, sent_usd, replicas)), free
 
-    def _step_s(self, mix: Mix, groups: Sequence[Group], schedule: ScheduleName, layout: Layout, zero: int) -> float:
+    def _step_s(
+        self, mix: Mix, groups: Sequence[TemplateGroup], schedule: ScheduleName, layout: Layout, zero: int
+    ) -> float:
         """From level 2 on never less than that of the level below, all of whose exchanges there are too.
 
         What lies at the end of the step at the lower level hides at the higher one behind more, as far as is known of it.
@@ -285,7 +246,7 @@ class Predictor:
 
         ``split``: under schedules that run the halves of a backward apart, too.
         """
-        lines = [(self._lines(template, split), count * template.micro_batch) for template, count in mix]
+        lines = [(self.alone.lines(template, split), count * template.micro_batch) for template, count in mix]
         if not all(own for own, _ in lines):
             return inf
         return time_until(lines, [self.global_batch] * len(lines), self.global_batch)
@@ -300,31 +261,18 @@ class Predictor:
         levels = sorted({min(level, 1) for level in zero}) if _shared(mix) else [0]
         return min(sum(self.after_s(mix, layout, level)) for layout in layouts for level in levels)
 
-    def longest_s(self, template: Template) -> float:
-        """What the slowest place works on one micro-batch."""
-        return max((max(_SLACK, each) for _, each in self._lines(template, True)), default=inf)
-
     def could_take(self, mix: Mix, seconds: float, *, split: bool = True) -> bool:
         """Whether `bound_s` is within so many seconds."""
         if seconds <= 0:
             return False
         done = 0.0
         for template, count in mix:
-            lines = self._lines(template, split)
+            lines = self.alone.lines(template, split)
             if not lines:
                 return False
             rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in lines if e > 0)
             done += count * template.micro_batch * max(0, rounds)
         return done >= self.global_batch
-
-    def _lines(self, template: Template, split: bool) -> list[tuple[float, float]]:
-        """See `place_lines`; none where stages are not joined."""
-        if (template, split) not in self._bounds:
-            least = self.least_sends(template)
-            stages, sends = self._waiting(template, least)
-            known = inf not in least
-            self._bounds[template, split] = place_lines(stages, sends, template.places, split=split) if known else []
-        return self._bounds[template, split]
 
     def _enough_devices(self, mix: Mix) -> bool:
         used: dict[str, int] = {}
@@ -332,69 +280,6 @@ class Predictor:
             for pool, devices in template.devices.items():
                 used[pool] = used.get(pool, 0) + count * devices
         return all(devices <= self.fleet.pool(pool).devices for pool, devices in used.items())
-
-    def _predicted(
-        self, plan: FleetPlan, seconds: tuple[float, float, float], sync_usd: float, replicas: int
-    ) -> Predicted:
-        step_s = sum(seconds)
-        used = [(self.fleet.pool(name), count) for name, count in plan.devices.items()]
-        prices = [pool.usd_per_device_hour for pool, _ in used]
-        watts = [pool.watts_per_device for pool, _ in used]
-        hourly = sum((p or 0.0) * n for p, (_, n) in zip(prices, used, strict=True)) if None not in prices else None
-        power = sum((w or 0.0) * n for w, (_, n) in zip(watts, used, strict=True)) if None not in watts else None
-        peaks = [
-            (need.total, self.fleet.pool(home.pool).memory_bytes)
-            for g in plan.groups
-            for need, home in zip(
-                self.room.memory(
-                    g.template,
-                    micro_batches=g.num_microbatches,
-                    schedule=plan.schedule,
-                    replicas=replicas,
-                    zero=plan.zero,
-                ),
-                g.template.homes,
-                strict=True,
-            )
-        ]
-        fullest, room = max(peaks, key=lambda own: own[0] / own[1])
-        return Predicted(
-            step_s=step_s,
-            pipelines_s=seconds[0],
-            sync_s=seconds[1],
-            update_s=seconds[2],
-            samples_per_s=plan.global_batch / step_s if step_s > 0 else inf,
-            devices=sum(count for _, count in used),
-            usd_per_hour=hourly,
-            usd=None if hourly is None else hourly * step_s / 3600 + sync_usd + self._message_usd(plan),
-            joules=None if power is None else power * step_s,
-            peak_bytes=max(peak for peak, _ in peaks),
-            fullest_bytes=fullest,
-            peak_share=fullest / room,
-        )
-
-    def _message_usd(self, plan: FleetPlan) -> float:
-        if not self.fleet.usd_per_byte:
-            return 0.0
-        usd = 0.0
-        for group in plan.groups:
-            tables = self.stage_tables(group.template)
-            for a, b, table in zip(group.template.stages, group.template.stages[1:], tables, strict=False):
-                price = self.fleet.traffic_usd_per_byte(self.fleet.pool(a.pool), self.fleet.pool(b.pool))
-                if a.pool != b.pool and price:
-                    usd += 2 * price * table.output_bytes(a.stop) * group.num_microbatches * group.replicas
-            usd += group.replicas * self._tied_usd(group.template)
-        return usd
-
-    def _tied_usd(self, template: Template) -> float:
-        """Of a ring through the places that hold the same parameters, twice round."""
-        places, size_bytes = self._tied(template)
-        if len(places) < 2:
-            return 0.0
-        pools = [self.fleet.pool(template.homes[place].pool) for place in places]
-        around = zip(pools, [*pools[1:], pools[0]], strict=True)
-        price = sum(self.fleet.traffic_usd_per_byte(a, b) for a, b in around if a.name != b.name)
-        return price * size_bytes * 2 * (len(places) - 1) / len(places)
 
 
 def _shared(mix: Mix) -> bool:

@@ -22,7 +22,7 @@ from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.kept import Kept
 from heterodyne.search.fleet.laid import Laid, Line, Ring
 from heterodyne.search.fleet.network import Exchanges, Placed
-from heterodyne.search.fleet.plan import Layout, Stage, Template
+from heterodyne.search.fleet.plan import Layout, Template, TemplateStage
 from heterodyne.search.fleet.sent import Rates
 from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.wires import Wires
@@ -98,7 +98,9 @@ class Rings:
             1 / max(wire.bandwidth_bytes_per_s for wire in wires) if wires else inf,
         )
 
-    def _way(self, template: Template, source: Stage, target: Stage, layout: Layout) -> tuple[float, float]:
+    def _way(
+        self, template: Template, source: TemplateStage, target: TemplateStage, layout: Layout
+    ) -> tuple[float, float]:
         """Latency and seconds of a byte between two places of a pipeline, wherever in it they are."""
         pool = self.fleet.pool(source.pool)
         if source.pool == target.pool and self._all_in_a_node(template, pool, layout):
@@ -127,7 +129,7 @@ class Rings:
         own = template.devices[pool.name]
         return pool.nodes == 1 or (layout == "pipelines" and pool.devices_per_node % own == 0)
 
-    def _part(self, template: Template, stage: Stage, layout: Layout) -> float:
+    def _part(self, template: Template, stage: TemplateStage, layout: Layout) -> float:
         """Of a node's link."""
         pool = self.fleet.pool(stage.pool)
         own = stage.devices if layout == "stages" else template.devices[stage.pool]

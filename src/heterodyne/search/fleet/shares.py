@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import ceil, inf
 
 from heterodyne.plan.schedules.makespans import Makespans
-from heterodyne.search.fleet.plan import Group
+from heterodyne.search.fleet.plan import TemplateGroup
 from heterodyne.search.fleet.weighed import Mix
 
 __all__ = ["groups_of", "micro_batches_each", "time_until"]
@@ -58,7 +58,7 @@ def micro_batches_each(
     return counts if all(counts) else None
 
 
-def groups_of(mix: Mix, samples: int, counts: Sequence[int]) -> tuple[Group, ...]:
+def groups_of(mix: Mix, samples: int, counts: Sequence[int]) -> tuple[TemplateGroup, ...]:
     """Where more samples have room than there are, as many pipelines get a micro-batch less."""
     spare = sum(n * t.micro_batch * m for (t, n), m in zip(mix, counts, strict=True)) - samples
     groups = []
@@ -69,7 +69,7 @@ def groups_of(mix: Mix, samples: int, counts: Sequence[int]) -> tuple[Group, ...
         spare -= less * template.micro_batch
         for part, own in ((replicas - less, count), (less, count - 1)):
             if part:
-                groups.append(Group(template=template, replicas=part, num_microbatches=own))
+                groups.append(TemplateGroup(template=template, replicas=part, num_microbatches=own))
     return tuple(groups)
 
 

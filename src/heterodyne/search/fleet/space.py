@@ -68,4 +68,14 @@ class Space:
     def first_schedules(self) -> tuple[ScheduleName, ...]:
         """Under which mixes of pipelines are found: those whose bounds are strong, if there are any."""
         plain = tuple(schedule for schedule in self.schedules if schedule not in SPLIT | INTERLEAVED)
-        return plain or tuple(schedule for schedule in self.schedules if schedule not in INTERLEAVED)
+        return plain or self.plain_schedules
+
+    @property
+    def plain_schedules(self) -> tuple[ScheduleName, ...]:
+        """Those with one stage on each place."""
+        return tuple(schedule for schedule in self.schedules if schedule not in INTERLEAVED)
+
+    @property
+    def interleaved_schedules(self) -> tuple[ScheduleName, ...]:
+        """Those with several."""
+        return tuple(s for s in self.schedules if s in INTERLEAVED and self.max_chunks > 1)

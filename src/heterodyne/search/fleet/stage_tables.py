@@ -39,3 +39,13 @@ class StageTables:
     def sums(self, template: Template) -> StageSums:
         """Raises KeyError if the costs of a stage are not known."""
         return self._sums.get(template, lambda: StageSums(template, self.of(template)))
+
+    def tied(self, template: Template) -> tuple[tuple[int, ...], float]:
+        """Places that hold tied parameters, and the bytes of their gradients on one."""
+        held: dict[int, float] = {}
+        for number, (stage, table) in enumerate(zip(template.stages, self.of(template), strict=True)):
+            own = table.tied_bytes(stage.start, stage.stop)
+            if own:
+                place = number % template.places
+                held[place] = max(own, held.get(place, 0.0))
+        return tuple(held), max(held.values(), default=0.0)

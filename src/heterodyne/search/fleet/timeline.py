@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.clock import play
 from heterodyne.plan.schedules.times import Read
-from heterodyne.search.fleet.plan import Group
+from heterodyne.search.fleet.plan import TemplateGroup
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.weighed import Weighed, mix_of
 from heterodyne.timeline import Event, Timeline
@@ -41,7 +41,7 @@ def fleet_timeline(predictor: Predictor, weighed: Weighed) -> Timeline:
     return Timeline.of("simulated", names, events)
 
 
-def _played(predictor: Predictor, weighed: Weighed, group: Group, first: int) -> Iterator[Event]:
+def _played(predictor: Predictor, weighed: Weighed, group: TemplateGroup, first: int) -> Iterator[Event]:
     plan = weighed.plan
     mix = mix_of((own.template, own.replicas) for own in plan.groups)
     makespans = predictor.played(mix, plan.schedule, plan.layout, plan.zero)[group.template]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.plan import FleetPlan, Stage, Template
+from heterodyne.search.fleet.plan import Template, TemplatePlan, TemplateStage
 
 __all__ = ["Mix", "Predicted", "Weighed", "mix_of"]
 
@@ -45,7 +45,7 @@ class Predicted:
 class Weighed:
     """A plan and what it takes."""
 
-    plan: FleetPlan
+    plan: TemplatePlan
     predicted: Predicted
 
 
@@ -62,5 +62,5 @@ def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bo
     return template.micro_batch, tuple(map(_stage_key, template.stages)), template.chunks
 
 
-def _stage_key(stage: Stage) -> tuple[str, int, int, Widths, bool]:
+def _stage_key(stage: TemplateStage) -> tuple[str, int, int, Widths, bool]:
     return stage.pool, stage.start, stage.stop, stage.widths, stage.recompute

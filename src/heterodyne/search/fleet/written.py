@@ -21,8 +21,7 @@ from heterodyne.plan.short import in_short
 from heterodyne.search.fleet.explain import family_in_words, host_exchange_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import best_of_all, outcomes
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import FleetPlan, Template
-from heterodyne.search.fleet.plan import Stage as FleetStage
+from heterodyne.search.fleet.plan import Template, TemplatePlan, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner, Planned
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
@@ -126,7 +125,7 @@ class PaperPlanner:
             _found=found,
         )
 
-    def _plan(self, plan: FleetPlan) -> Plan:
+    def _plan(self, plan: TemplatePlan) -> Plan:
         made = written_plan(plan, self.fleet, self._predictor.expert_width)
         return made.model_copy(update={"precision": self.precision})
 
@@ -151,7 +150,7 @@ class PaperPlanner:
         return self.planner.search(Space()).predictor
 
 
-def written_plan(plan: FleetPlan, fleet: Fleet, expert_width: Callable[[Template, int], int] = lambda *_: 0) -> Plan:
+def written_plan(plan: TemplatePlan, fleet: Fleet, expert_width: Callable[[Template, int], int] = lambda *_: 0) -> Plan:
     """Micro-batches that are not full are those of the last pipelines; pipelines of as many are written once.
 
     ``expert_width``: devices of a stage over which one set of its experts is sharded.
@@ -182,7 +181,7 @@ def written_plan(plan: FleetPlan, fleet: Fleet, expert_width: Callable[[Template
     )
 
 
-def _stage(stage: FleetStage, fleet: Fleet, place: int | None, experts: int) -> Stage:
+def _stage(stage: TemplateStage, fleet: Fleet, place: int | None, experts: int) -> Stage:
     pool = fleet.pool(stage.pool)
     # What exchanges most is innermost, among the devices that are nearest to each other.
     ways: tuple[tuple[Kind, int], ...] = (("replicate", stage.data), ("context", stage.context), ("split", stage.width))
@@ -202,7 +201,7 @@ def _stage(stage: FleetStage, fleet: Fleet, place: int | None, experts: int) -> 
     )
 
 
-def _batches(plan: FleetPlan) -> list[tuple[int, ...]]:
+def _batches(plan: TemplatePlan) -> list[tuple[int, ...]]:
     """Sizes of the micro-batches of each pipeline. What the groups could hold beyond the global batch is missing from the last ones."""
     found = [
         [group.template.micro_batch] * group.num_microbatches for group in plan.groups for _ in range(group.replicas)

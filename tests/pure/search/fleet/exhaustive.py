@@ -161,7 +161,7 @@ class Exhaustive:
             return self._lines[template]
         space, predictor = self.search.space, self.search.predictor
         split = any(s in SPLIT for s in space.schedules if template.chunks == 1 or s in INTERLEAVED)
-        ways = [predictor.makespans(template, "1F1B", layout) for layout in space.layouts]
+        ways = [predictor.alone.makespans(template, "1F1B", layout) for layout in space.layouts]
         sends = [min(own) for own in zip(*(way.sends for way in ways), strict=True)]
         self._lines[template] = place_lines(ways[0].stages, sends, template.places, split=split)
         return self._lines[template]

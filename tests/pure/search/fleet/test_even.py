@@ -9,7 +9,7 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.errors import PlanError
 from heterodyne.plan.export import even_plan_of_groups, megatron_arguments, schedule_csv, torchtitan_toml
-from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
+from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage
 from heterodyne.search.fleet.written import written_plan
 
 FLEET = Fleet(
@@ -19,9 +19,12 @@ FLEET = Fleet(
         for name, kind in (("new", "A100-SXM-80GB"), ("more", "A100-SXM-80GB"), ("old", "V100-SXM2-32GB"))
     ),
 )
-STAGES = (Stage(pool="new", width=2, start=0, stop=6, recompute=True), Stage(pool="new", width=2, start=6, stop=14))
-GROUP = Group(template=Template(micro_batch=2, stages=STAGES), replicas=4, num_microbatches=8)
-PLAN = FleetPlan(groups=(GROUP,), global_batch=64)
+STAGES = (
+    TemplateStage(pool="new", width=2, start=0, stop=6, recompute=True),
+    TemplateStage(pool="new", width=2, start=6, stop=14),
+)
+GROUP = TemplateGroup(template=Template(micro_batch=2, stages=STAGES), replicas=4, num_microbatches=8)
+PLAN = TemplatePlan(groups=(GROUP,), global_batch=64)
 
 
 def test_an_even_plan_keeps_its_degrees() -> None:
@@ -69,7 +72,7 @@ def test_pools_of_one_kind_are_one() -> None:
         ((STAGES[0], replace(STAGES[1], width=4)), "widths tensor 2, tensor 4"),
     ],
 )
-def test_what_is_uneven_is_told(stages: tuple[Stage, ...], told: str) -> None:
+def test_what_is_uneven_is_told(stages: tuple[TemplateStage, ...], told: str) -> None:
     uneven = replace(PLAN, groups=(replace(GROUP, template=replace(GROUP.template, stages=stages)),))
     with pytest.raises(PlanError, match=told):
         even_plan_of_groups(written_plan(uneven, FLEET))
@@ -84,7 +87,7 @@ def test_shares_that_differ_are_told_with_a_batch_that_would_be_even() -> None:
 
 
 def test_several_stages_on_each_place_keep_their_number() -> None:
-    stages = tuple(Stage(pool="new", width=2, start=a, stop=b) for a, b in ((0, 4), (4, 7), (7, 10), (10, 14)))
+    stages = tuple(TemplateStage(pool="new", width=2, start=a, stop=b) for a, b in ((0, 4), (4, 7), (7, 10), (10, 14)))
     group = replace(GROUP, template=Template(micro_batch=2, stages=stages, chunks=2))
     even = even_plan_of_groups(written_plan(replace(PLAN, groups=(group,), schedule="Interleaved1F1B"), FLEET))
     assert (even.pp, even.vpp, even.devices) == (2, 2, 16)

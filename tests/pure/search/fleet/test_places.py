@@ -10,7 +10,7 @@ from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.plan.short import in_short
 from heterodyne.report.plan_tables import plan_rows
 from heterodyne.search.fleet.chunks import chunked
-from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
+from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.sharding import of_places
 from heterodyne.search.fleet.written import written_plan
@@ -28,7 +28,9 @@ FLEET = Fleet(
 COSTS = Drawn(
     layers=("block",) * 8, speed={"a": 1.0}, fixed_s=0.0, lost=1.0, backward=2.0, head=1.0, kept=0.1, weights=0.1
 )
-PLAIN = Template(micro_batch=1, stages=tuple(Stage(pool="a", width=1, start=2 * n, stop=2 * n + 2) for n in range(4)))
+PLAIN = Template(
+    micro_batch=1, stages=tuple(TemplateStage(pool="a", width=1, start=2 * n, stop=2 * n + 2) for n in range(4))
+)
 (CHUNKED,) = chunked(PLAIN, 2)
 
 
@@ -55,8 +57,8 @@ def test_the_message_from_the_last_place_to_the_first_goes_between_nodes() -> No
 
 
 def test_a_table_tells_the_layers_of_each_place() -> None:
-    group = Group(template=CHUNKED, replicas=2, num_microbatches=8)
-    plan = FleetPlan(groups=(group,), global_batch=16, schedule="Interleaved1F1B")
+    group = TemplateGroup(template=CHUNKED, replicas=2, num_microbatches=8)
+    plan = TemplatePlan(groups=(group,), global_batch=16, schedule="Interleaved1F1B")
     made = written_plan(plan, FLEET)
     rows = plan_rows(made, FLEET).rows
     assert [(row[2], row[6]) for row in rows] == [

@@ -17,7 +17,7 @@ from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.explain import family_in_words, host_exchange_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import Family, Outcome, best_of_all, outcomes
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import FleetPlan, Group, Stage, Template
+from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.shapes import shapes
@@ -215,7 +215,10 @@ def test_the_fullest_device_is_told_by_its_own_bytes() -> None:
     """A device with little memory is the fullest, and another one holds more."""
     small, large = _pool("slow", 1, memory=3), _pool("fast", 1, memory=60)
     predictor = _planner(small, large).search(Space()).predictor
-    stages = (Stage(pool="slow", width=1, start=0, stop=3), Stage(pool="fast", width=1, start=3, stop=10))
+    stages = (
+        TemplateStage(pool="slow", width=1, start=0, stop=3),
+        TemplateStage(pool="fast", width=1, start=3, stop=10),
+    )
     weighed = predictor.weigh(((Template(micro_batch=1, stages=stages), 1),))
     assert weighed is not None
     own = weighed.predicted
@@ -237,9 +240,11 @@ def test_devices_without_a_library_in_common_meet_over_sockets_and_it_is_said() 
     wires = Wires(fleet)
 
     def said(*names: str) -> str:
-        groups = (Template(micro_batch=1, stages=(Stage(pool=name, width=1, start=0, stop=10),)) for name in names)
-        alone = tuple(Group(template=template, replicas=1, num_microbatches=1) for template in groups)
-        return host_exchange_in_words(fleet, FleetPlan(groups=alone, global_batch=4))
+        groups = (
+            Template(micro_batch=1, stages=(TemplateStage(pool=name, width=1, start=0, stop=10),)) for name in names
+        )
+        alone = tuple(TemplateGroup(template=template, replicas=1, num_microbatches=1) for template in groups)
+        return host_exchange_in_words(fleet, TemplatePlan(groups=alone, global_batch=4))
 
     for one, other, together in (("green", "older", True), ("green", "new", True), ("green", "red", False)):
         found = wires.between(one, other)
@@ -267,7 +272,7 @@ def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> Non
 def test_gradients_go_round_a_ring_that_enters_every_node_once() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
     search = search_of(fleet, _costs(), 64)
-    template = Template(micro_batch=1, stages=(Stage(pool="fast", width=1, start=0, stop=10),))
+    template = Template(micro_batch=1, stages=(TemplateStage(pool="fast", width=1, start=0, stop=10),))
     sums = {template: search.predictor.stage_sums(template)}
     size = sums[template].tables[0].reduced_bytes(0, 10)
     for pipelines, bandwidth in ((1, 1.0), (2, 200e9), (8, 10e9)):

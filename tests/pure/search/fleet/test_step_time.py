@@ -15,7 +15,7 @@ from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.software import Software
 from heterodyne.predictor.step import step_time
 from heterodyne.predictor.transformer import Transformer
-from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.tables import Tables
@@ -55,7 +55,7 @@ def both(
     )
     each = MODEL.layers // pp
     cuts = [0, *(1 + each * stage for stage in range(1, pp)), MODEL.layers + 2]
-    stages = tuple(Stage(pool="all", width=tp, start=a, stop=b) for a, b in pairwise(cuts))
+    stages = tuple(TemplateStage(pool="all", width=tp, start=a, stop=b) for a, b in pairwise(cuts))
     weighed = predictor.weigh(((Template(micro_batch=2, stages=stages), dp),), zero=(zero,))
     assert isinstance(weighed, Weighed)
     setup = Setup(

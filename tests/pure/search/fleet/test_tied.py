@@ -9,7 +9,7 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.transformer import Transformer
-from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rings import Rings
@@ -38,7 +38,10 @@ def _predictor(fleet: Fleet, model: Transformer) -> Predictor:
 
 CUT = Template(
     micro_batch=2,
-    stages=(Stage(pool="new", width=1, start=0, stop=15), Stage(pool="old", width=1, start=15, stop=26)),
+    stages=(
+        TemplateStage(pool="new", width=1, start=0, stop=15),
+        TemplateStage(pool="old", width=1, start=15, stop=26),
+    ),
 )
 
 
@@ -48,7 +51,7 @@ def test_two_machines_that_hold_the_shared_weights_sum_their_gradient() -> None:
     tied, own = (_predictor(fleet, replace(SMALL, tied=tied)) for tied in (True, False))
     ((with_sum, _), (without, _)) = (p.after_s(((CUT, 1),), "stages", 0) for p in (tied, own))
     assert with_sum - without == pytest.approx(GRADIENT_BYTES / 125e6 + 2e-4)
-    whole = Template(micro_batch=2, stages=(Stage(pool="new", width=1, start=0, stop=26),))
+    whole = Template(micro_batch=2, stages=(TemplateStage(pool="new", width=1, start=0, stop=26),))
     assert tied.after_s(((whole, 1),), "stages", 0) == own.after_s(((whole, 1),), "stages", 0)
 
 

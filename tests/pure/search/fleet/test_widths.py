@@ -13,7 +13,7 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.transformer import Transformer
 from heterodyne.search.fleet.kinds import chosen_of, kinds_of, usable_widths
-from heterodyne.search.fleet.plan import Stage, Template
+from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.rings import Rings
 from heterodyne.search.fleet.space import Space
@@ -125,9 +125,9 @@ def test_copies_in_a_stage_meet_like_replicas(widths: tuple[int, int, int]) -> N
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
     tensor, context, data = widths
     shared = Template(
-        micro_batch=2, stages=(Stage(pool="fast", width=tensor, context=context, data=data, start=0, stop=10),)
+        micro_batch=2, stages=(TemplateStage(pool="fast", width=tensor, context=context, data=data, start=0, stop=10),)
     )
-    one = Template(micro_batch=1, stages=(Stage(pool="fast", width=1, start=0, stop=10),))
+    one = Template(micro_batch=1, stages=(TemplateStage(pool="fast", width=1, start=0, stop=10),))
     for count in (1, 2, 4):
         seconds, dense, _ = _synced(shared, count, fleet, _costs())
         assert seconds == pytest.approx(_synced(one, 2 * count, fleet, _costs())[0])
@@ -138,7 +138,7 @@ def test_copies_in_a_stage_meet_like_replicas(widths: tuple[int, int, int]) -> N
 
 def test_experts_meet_those_of_other_stages_only() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
-    template = Template(micro_batch=2, stages=(Stage(pool="fast", width=1, data=2, start=0, stop=10),))
+    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", width=1, data=2, start=0, stop=10),))
     seconds, dense, experts = _synced(template, 1, fleet, _costs(experts=0.5))
     assert experts > 0
     assert seconds == pytest.approx(dense / 200e9)
@@ -148,7 +148,7 @@ def test_experts_meet_those_of_other_stages_only() -> None:
 
 def test_experts_over_two_nodes_send_half_of_a_set_from_each() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4, per_node=1),))
-    template = Template(micro_batch=2, stages=(Stage(pool="fast", width=1, data=2, start=0, stop=10),))
+    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", width=1, data=2, start=0, stop=10),))
     for count in (1, 2):
         seconds, dense, experts = _synced(template, count, fleet, _costs(experts=0.5))
         ring = 2 * (2 * count - 1) / (2 * count) * dense + 2 * (count - 1) / count * experts / 2
@@ -161,8 +161,8 @@ def test_what_crosses_between_stages_goes_side_by_side_as_far_as_both_have_parts
 
     def send_s(first: int, second: int) -> float:
         stages = (
-            Stage(pool="fast", width=1, data=first, start=0, stop=5),
-            Stage(pool="fast", width=1, data=second, start=5, stop=10),
+            TemplateStage(pool="fast", width=1, data=first, start=0, stop=5),
+            TemplateStage(pool="fast", width=1, data=second, start=5, stop=10),
         )
         return rings.send_s(Template(micro_batch=2, stages=stages), 0, 1e9, "stages")
 

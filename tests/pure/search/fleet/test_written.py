@@ -17,7 +17,7 @@ from heterodyne.plan.bind import bind
 from heterodyne.plan.check import require_valid, violations
 from heterodyne.plan.lower import lower
 from heterodyne.plan.schedules import SCHEDULES
-from heterodyne.search.fleet.plan import INTERLEAVED, FleetPlan, Group, ScheduleName, Stage, Template
+from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template, TemplateGroup, TemplatePlan, TemplateStage
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import written_plan
 from pure.build import cluster, graph
@@ -37,7 +37,7 @@ FLEET = Fleet(
 CLUSTER = cluster_of(FLEET)
 
 
-def bound(asked: FleetPlan, model: ModelGraph = MODEL) -> Plan:
+def bound(asked: TemplatePlan, model: ModelGraph = MODEL) -> Plan:
     """Through the file that it is written to."""
     made = written_plan(asked, FLEET)
     assert Plan.parse(made.dump()) == made
@@ -57,14 +57,16 @@ def plan(
     missing: int,
     layout: str,
     again: bool,
-) -> FleetPlan:
+) -> TemplatePlan:
     ends = [0, *cuts, len(MODEL.blocks)]
     stages = tuple(
-        Stage(pool=pool, width=1, start=start, stop=stop, recompute=again and number == 0)
+        TemplateStage(pool=pool, width=1, start=start, stop=stop, recompute=again and number == 0)
         for number, (pool, start, stop) in enumerate(zip(pools, ends[:-1], ends[1:], strict=True))
     )
-    group = Group(template=Template(micro_batch=micro_batch, stages=stages), replicas=replicas, num_microbatches=count)
-    return FleetPlan(groups=(group,), global_batch=group.capacity - missing, layout=layout, zero=0)  # type: ignore[arg-type]
+    group = TemplateGroup(
+        template=Template(micro_batch=micro_batch, stages=stages), replicas=replicas, num_microbatches=count
+    )
+    return TemplatePlan(groups=(group,), global_batch=group.capacity - missing, layout=layout, zero=0)  # type: ignore[arg-type]
 
 
 @given(
@@ -182,7 +184,7 @@ def test_a_plan_of_many_devices_is_a_screenful() -> None:
     group = plan(
         [3], ["new", "old"], replicas=2, count=2, micro_batch=1, missing=0, layout="stages", again=True
     ).groups[0]
-    many = FleetPlan(groups=(replace(group, replicas=10_000),), global_batch=39_999, zero=0)
+    many = TemplatePlan(groups=(replace(group, replicas=10_000),), global_batch=39_999, zero=0)
     made = written_plan(many, FLEET)
     assert [p.replicas for p in made.pipelines] == [9_999, 1]
     assert len(made.dump().splitlines()) < 60

@@ -14,7 +14,7 @@ from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.search.fleet.kinds import Kind, kinds_of
-from heterodyne.search.fleet.plan import ZERO_LEVELS, Stage, Template
+from heterodyne.search.fleet.plan import ZERO_LEVELS, Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.rings import Rings
@@ -273,7 +273,7 @@ def test_level_three_takes_the_longer_of_computing_and_exchange() -> None:
     predictor = search_of(fleet, Large(), 8).predictor  # type: ignore[arg-type]
     assert isinstance(predictor, Predictor)
     assert isinstance(predictor.network, Rings)
-    mix = ((Template(micro_batch=1, stages=(Stage(pool="all", width=1, start=0, stop=8),)), 2),)
+    mix = ((Template(micro_batch=1, stages=(TemplateStage(pool="all", width=1, start=0, stop=8),)), 2),)
     by_zero = {zero: predictor.weigh(mix, zero=(zero,)) for zero in ZERO_LEVELS}
     told = {zero: own.predicted for zero, own in by_zero.items() if own is not None}
     # Once round a ring of two is half of the bytes: 4 s for parameters, 8 s for gradients; passes of 0.8 and 1.6 s, four of each.

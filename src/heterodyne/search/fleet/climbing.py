@@ -1,0 +1,170 @@
+"""Other schedules for the mixes that are known, and steps from the best of them to better ones, as far as the work allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import inf
+
+from heterodyne.search.fleet.aim import Aim
+from heterodyne.search.fleet.ascending import ascending
+from heterodyne.search.fleet.improve import Steps, climb
+from heterodyne.search.fleet.ledger import ACTIONS, Ledger
+from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, ScheduleName, Template
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.rows import MANY_DEVICES, Rows
+from heterodyne.search.fleet.shares import time_until
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.weighed import Mix, Weighed
+
+__all__ = ["Climbing"]
+
+_STARTS = 3  # mixes that are improved
+_RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
+_RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
+_NEARLY = 1.15  # times the best, up to which a plan may be a start
+_NEARLY_OF_FEW = 1.3
+_PART_OF_MANY = 20  # of the work, where pipelines are long
+_Start = tuple[Mix, Weighed, ScheduleName, tuple[ScheduleName, ...]]
+"""What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Climbing:
+    """Of one search. ``columns``: templates that may be put into a mix."""
+
+    predictor: Predictor
+    space: Space
+    rows: Rows
+    ledger: Ledger
+    columns: Sequence[Template]
+    aim: Aim
+
+    def improved(self, best: Weighed) -> Weighed:
+        """From the best mixes, and from the best pipelines that are all alike: a mix may be the better start and the worse end."""
+        within = [(mix, w) for mix, w in self.ledger.weighed.items() if self.aim.within(mix)]
+        ranked = sorted(within, key=lambda entry: self.aim.score(entry[1]))
+        starts = dict(ranked[:_STARTS])
+        starts.update([entry for entry in ranked if len(entry[0]) == 1][:1])
+        # Over many devices whole numbers hardly matter, and long pipelines take long to play.
+        part = _PART_OF_MANY if self.predictor.fleet.devices > MANY_DEVICES else 1
+        climbs = [(mix, start, start.plan.schedule, self.space.plain_schedules) for mix, start in starts.items()]
+        return self._climbed(best, climbs, self.space.work // part)
+
+    def rescheduled(self, best: Weighed, schedules: tuple[ScheduleName, ...]) -> Weighed:
+        """The best under schedules that are not tried first; for those that interleave with every number of stages on each place.
+
+        Tried are the best mix that is known, and then others and those that would be best if their slowest places always worked, those
+        with the least bound first.
+        """
+        within = [
+            mix
+            for mix in dict.fromkeys((*self.ledger.weighed, *self.ledger.proposed))
+            if any(len(t.stages) > 1 for t, _ in mix) and self.aim.within(mix)
+        ]
+        small = self.rows.few
+        known = sorted(
+            (m for m in within if m in self.ledger.weighed), key=lambda mix: self.aim.score(self.ledger.weighed[mix])
+        )
+        known = known[:_RESCHEDULED]
+        others: list[Mix] = []
+        if self.aim.by_time:
+            count = _RESCHEDULED_OF_FEW if small else _RESCHEDULED
+            others += islice(ascending(within, self._steady_s, self._least_after_s, best.predicted.step_s), count)
+        steps = self._steps("1F1B", schedules)
+        options: Iterable[Mix] = dict.fromkeys((*known, *others))
+        if not INTERLEAVED.isdisjoint(schedules):
+            options = [option for mix in options for option in steps.interleaved(mix, self._zero_of(mix))]
+            known = []
+        nearly = _NEARLY_OF_FEW if small else _NEARLY
+        if self.aim.by_time:
+            limit_s = best.predicted.step_s * nearly
+            options = [mix for mix in options if self.predictor.could_take(mix, limit_s)]
+            options = ascending(options, self.predictor.bound_s, self._least_after_s, limit_s)
+        # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
+        work = self.space.work if small else self.space.work // _PART_OF_MANY
+        limit = self.ledger.spent + work
+        for mix in dict.fromkeys(chain(known[:1], options)):
+            if self.ledger.late() or self.ledger.spent > limit:
+                break
+            if self._fewest_actions(mix, schedules[-1]) > work * ACTIONS:
+                continue
+            weighed = self.ledger.weigh(mix, self.aim.below_s(best, nearly), schedules)
+            if weighed is not None and self.aim.better(weighed, best):
+                best = weighed
+        return best
+
+    def _steady_s(self, mix: Mix) -> float:
+        """Of the pipelines, if the slowest place of each always worked."""
+        batch = self.predictor.global_batch
+        lines = [([(0.0, self.predictor.alone.longest_s(t))], n * t.micro_batch) for t, n in mix]
+        return time_until(lines, [batch] * len(lines), batch)
+
+    def _fewest_actions(self, mix: Mix, schedule: ScheduleName) -> int:
+        """That are played for pipelines with several stages on each place, however the batch is shared out."""
+        seconds, layout = self.predictor.bound_s(mix), self.space.layouts[0]
+        return sum(
+            self.predictor.alone.makespans(t, schedule, layout).fewest_actions(
+                int(seconds / self.predictor.alone.longest_s(t))
+            )
+            for t, _ in mix
+            if t.chunks > 1
+        )
+
+    def _least_after_s(self, mix: Mix) -> float:
+        return self.predictor.least_after_s(mix, self.space.layouts, self.space.zero)
+
+    def _zero_of(self, mix: Mix) -> int:
+        """The level at which it is known to be best, or might be."""
+        return self.ledger.weighed[mix].plan.zero if mix in self.ledger.weighed else self.rows.low
+
+    def _climbed(
+        self,
+        best: Weighed,
+        starts: Sequence[_Start],
+        work: int,
+    ) -> Weighed:
+        """From each start, as many steps as its part of the work allows."""
+        limit = self.ledger.spent
+        for mix, start, schedule, schedules in starts:
+            limit += work // len(starts)
+            split = not SPLIT.isdisjoint(schedules)
+            steps = self._steps(schedule, schedules)
+
+            def could_beat(tried: Mix, least: float, split: bool = split) -> bool:
+                if not self.aim.within(tried):
+                    return False
+                if not self.aim.by_time:
+                    return True
+                could = self.predictor.could_take
+                if not could(tried, least, split=split):
+                    return False
+                # Over many devices to work out what is exchanged takes longer than to play pipelines.
+                many = self.predictor.fleet.devices > MANY_DEVICES
+                return many or could(tried, least - self._least_after_s(tried), split=split)
+
+            def proceed(limit: int = limit) -> bool:
+                return self.ledger.spent < limit and not self.ledger.late()
+
+            def weigh(tried: Mix, least: float, schedules: tuple[ScheduleName, ...] = schedules) -> Weighed | None:
+                return self.ledger.weigh(tried, least if self.aim.by_time else inf, schedules)
+
+            found, _ = climb(start, mix, steps.from_mix, weigh, self.aim.score, could_beat, proceed)
+            if self.aim.score(found) < self.aim.score(best):
+                best = found
+        return best
+
+    def _steps(self, schedule: ScheduleName, schedules: tuple[ScheduleName, ...]) -> Steps:
+        return Steps(
+            predictor=self.predictor,
+            columns=self.columns,
+            sizes=self.rows.sizes,
+            recompute=self.space.recompute,
+            widths=self.rows.widths,
+            schedule=schedule,
+            max_chunks=1 if INTERLEAVED.isdisjoint(schedules) else self.space.max_chunks,
+            max_stages=self.space.max_stages,
+            most_pipelines=self.space.max_pipelines,
+            usd=self.aim.usd,
+        )

@@ -1,0 +1,98 @@
+"""All that a search has weighed: each mix once under the same schedules, and the work that it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from heterodyne.search.fleet.plan import Layout, ScheduleName, suits
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.watch import Watch
+from heterodyne.search.fleet.weighed import Mix, Weighed, mix_of
+
+__all__ = ["ACTIONS", "Ledger"]
+
+ACTIONS = 25
+"""Of the orders of a schedule that are as much work as a stage under 1F1B."""
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """Of one search.
+
+    Args:
+        weighed: the best of each mix. ``proposed``: mixes that could be weighed, in the order in which they came.
+        stopped: the watch has said that the search is over.
+    """
+
+    predictor: Predictor
+    space: Space
+    watch: Watch
+    weighed: dict[Mix, Weighed] = field(default_factory=dict)
+    proposed: dict[Mix, None] = field(default_factory=dict)
+    stopped: bool = False
+    _by_schedules: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
+    _work: int = 0
+
+    @property
+    def spent(self) -> int:
+        """Work, in stages that were played under 1F1B."""
+        return self._work + self.predictor.alone.played[0] // ACTIONS
+
+    def late(self) -> bool:
+        """Whether the search has to end."""
+        late = self.watch.over()
+        self.stopped = self.stopped or late
+        return late
+
+    def weigh(
+        self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
+    ) -> Weighed | None:
+        """The best way to run these pipelines: every layout and schedule that makes a difference; ``schedules`` None: of the space.
+
+        None if they do not fit, or where their bound is no shorter than ``below_s``.
+        """
+        deep = any(len(template.stages) > 1 for template, _ in mix)
+        templates = [template for template, _ in mix]
+        own = (
+            tuple(s for s in schedules or self.space.schedules if suits(s, templates))
+            if deep
+            else self.space.first_schedules[:1]
+        )
+        if (mix, own) in self._by_schedules:
+            return self._by_schedules[mix, own]
+        self._work += sum(4 + len(t.stages) + len(t.stages) ** 2 // 16 for t, _ in mix)
+        known: list[Weighed] = []
+        for schedule in own:
+            for layout in self.space.layouts if deep else self.space.layouts[:1]:
+                if any(self._no_faster(option, schedule, layout) for option in known):
+                    continue
+                option = self.predictor.weigh(
+                    mix, schedule=schedule, layout=layout, zero=self.space.zero, below_s=below_s
+                )
+                if option is not None:
+                    known.append(option)
+                    below_s = option.predicted.step_s
+        if not known:
+            return None
+        best = known[-1]
+        self._by_schedules[mix, own] = best
+        if mix not in self.weighed or best.predicted.step_s < self.weighed[mix].predicted.step_s:
+            self.weighed[mix] = best
+            self.watch.saw(best)
+        return best
+
+    def _no_faster(self, known: Weighed, schedule: ScheduleName, layout: Layout) -> bool:
+        """Whether these very pipelines and shares take as long with another schedule in the same layout."""
+        if known.plan.schedule == schedule or known.plan.layout != layout:
+            return False
+        mix = mix_of((group.template, group.replicas) for group in known.plan.groups)
+        ours, theirs = (
+            self.predictor.played(mix, name, layout, known.plan.zero) for name in (schedule, known.plan.schedule)
+        )
+        return all(
+            ours[group.template].seconds(group.num_microbatches)
+            >= theirs[group.template].seconds(group.num_microbatches)
+            for group in known.plan.groups
+        )
