@@ -374,7 +374,7 @@ class Worker:
         return self._communicator.borrowed_bytes
 
     def _work(self, batch: GlobalBatchLike, number: int) -> Step:
-        self._model.require_none_unfrozen()
+        self._model.require_as_left()
         return self._batches.step(batch, number)
 
     @property
