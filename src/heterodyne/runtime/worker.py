@@ -33,6 +33,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.same_ranks import require_together
 from heterodyne.runtime.slices import GlobalBatchLike
+from heterodyne.runtime.stages.python_values import PythonValues
 from heterodyne.runtime.stages.stage_builder import (
     StageBuilder,
     StagePrograms,
@@ -153,6 +154,7 @@ class Worker:
             say=say,
         )
         self._stages.parts()
+        self._values = PythonValues(module) if self._stages.cut else None
         self._batches = BatchWork(
             graph,
             self._stages,
@@ -375,6 +377,8 @@ class Worker:
 
     def _work(self, batch: GlobalBatchLike, number: int) -> Step:
         self._model.require_as_left()
+        if self._values is not None:
+            self._values.require_unchanged()
         return self._batches.step(batch, number)
 
     @property
