@@ -26,6 +26,9 @@ class Annealed(nn.Module):
         floor = 0.5
         self.loss_fn = lambda x: (x * WEIGHT[0]).clamp(min=floor)
 
+    def counted(self) -> None:
+        self.epoch += 1
+
     def forward(self, x: Tensor) -> Tensor:
         return self.loss_fn(self.drop(self.linear(x)) * self.beta * self.config.scale / self.temperature).sum()
 
@@ -52,10 +55,10 @@ def test_what_the_graph_has_as_a_number_may_not_change(change: Callable[[Anneale
         values.require_unchanged()
 
 
-def test_what_no_code_of_the_model_reads_may_change() -> None:
+def test_what_forward_does_not_read_may_change() -> None:
     model = Annealed()
     values = PythonValues(model)
-    model.epoch += 1
+    model.counted()
     model.temperature = torch.tensor(0.5)
     model.eval()
     values.require_unchanged()

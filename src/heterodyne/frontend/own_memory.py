@@ -54,8 +54,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
     """From its first byte to behind its last one."""
-    first = tensor.storage_offset() * tensor.itemsize
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (reach + 1) * tensor.itemsize
 
 

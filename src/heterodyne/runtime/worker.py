@@ -154,7 +154,8 @@ class Worker:
             say=say,
         )
         self._stages.parts()
-        self._values = PythonValues(module) if self._stages.cut else None
+        # All ranks alike: where one runs the module, it is beside others that run its graph.
+        self._values = PythonValues(module) if any(communicator.all_gather_object(self._stages.cut)) else None
         self._batches = BatchWork(
             graph,
             self._stages,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -18,12 +19,12 @@ _MANY = 64  # longer lists are data
 
 
 class PythonValues:
-    """Of a model whose graph runs in its place: attributes of its modules that its code names, and what functions that it holds (a loss)
-    read from around them."""
+    """Of a model whose graph runs in its place: attributes of its modules that its forward may read, and what functions that it holds
+    (a loss) read from around them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._names = frozenset(name for code in _codes(module) for name in code.co_names)
+        self._names = _names_read(module)
         self._captured = self._now()
 
     def require_unchanged(self) -> None:
@@ -44,17 +45,20 @@ class PythonValues:
             for key, value in vars(module).items():
                 name = repr(f"{path}.{key}".lstrip("."))
                 if key in self._names and not key.startswith("_") and key != "training":
-                    found |= _plain_parts(name, value)
+                    found |= _plain_parts(name, value, self._names)
                 if isinstance(value, FunctionType | MethodType):
                     found |= _around(name, value)
         return found
 
 
-def _plain_parts(name: str, value: object) -> Mapping[str, _Value]:
-    """The value, or the attributes of an object such as a configuration, as far as they are plain."""
+def _plain_parts(name: str, value: object, names: Collection[str]) -> Mapping[str, _Value]:
+    """The value as far as it is plain, or the numbers of an object such as a configuration whose names are among these: words in one are
+    changed by saving it (of Transformers: ``dtype``)."""
     held = {name: value}
     if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type) and not callable(value):
-        held = {f"{name}.{key}": part for key, part in vars(value).items() if not key.startswith("_")}
+        held = {
+            f"{name}.{key}": part for key, part in vars(value).items() if key in names and isinstance(part, int | float)
+        }
     frozen = {key: _frozen(part) for key, part in held.items()}
     return {key: part[0] for key, part in frozen.items() if part}
 
@@ -92,13 +96,23 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _codes(module: nn.Module) -> Iterator[CodeType]:
-    """Of all methods of all modules but those that torch itself has for any, and that build them."""
-    for kind in dict.fromkeys(type(part) for part in module.modules()):
-        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-            for name, made in vars(base).items():
-                if isinstance(made, FunctionType) and name not in ("__init__", "__repr__", "extra_repr"):
-                    yield from _with_inner([made.__code__])
+def _names_read(module: nn.Module) -> frozenset[str]:
+    """All names in the code that forward may come to: its own, and that of methods and properties which such code names."""
+    kinds = dict.fromkeys(type(part) for part in module.modules())
+    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__[: kind.__mro__.index(nn.Module)])
+    methods: dict[str, list[CodeType]] = {}
+    for base in bases:
+        for name, made in vars(base).items():
+            function = inspect.unwrap(made.fget if isinstance(made, property) and made.fget else made)
+            if isinstance(function, FunctionType):
+                methods.setdefault(name, []).append(function.__code__)
+    seen: set[str] = set()
+    coming = {"forward"}
+    while coming:
+        name = coming.pop()
+        seen.add(name)
+        coming |= {n for code in _with_inner(methods.get(name, ())) for n in code.co_names} - seen
+    return frozenset(seen)
 
 
 def _with_inner(codes: Iterable[object]) -> Iterator[CodeType]:
