@@ -46,6 +46,8 @@ class PythonValues:
                 name = repr(f"{path}.{key}".lstrip("."))
                 if key in self._names and not key.startswith("_") and key != "training":
                     found |= _plain_parts(name, value, self._names)
+                if key == "training" and _has_modes(type(module)):
+                    found[name] = bool(value)
                 if isinstance(value, FunctionType | MethodType):
                     found |= _around(name, value)
         return found
@@ -86,6 +88,12 @@ def _around(name: str, function: Callable[..., Any]) -> dict[str, _Value]:
     for key, value in held.items():
         found |= {f"{key!r} (read by {name})": part[0] for part in [_frozen(value)] if part}
     return found
+
+
+def _has_modes(kind: type[nn.Module]) -> bool:
+    """Whether forward asks if it trains, as that of dropout and of BatchNorm does."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "training" in code.co_names
 
 
 def _is_filled(cell: Any) -> bool:
