@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,6 +119,51 @@ def test_a_lazy_module_is_to_be_called_first() -> None:
         capture(model, (torch.zeros(4, 4),))
     with pytest.raises(CaptureError, match=r"'0\.weight' of Sequential has no shape yet.*Call the model once"):
         copies_of(model)
+
+
+def _two_layers(tie: Callable[[nn.Linear, nn.Linear], None]) -> nn.Module:
+    class Two(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(4, 4)
+            tie(self.linear, self.other)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.linear(x)).mean()
+
+    return Two()
+
+
+def _data_of(a: nn.Linear, b: nn.Linear) -> None:
+    b.weight.data = a.weight.data
+
+
+def _transposed(a: nn.Linear, b: nn.Linear) -> None:
+    b.weight = nn.Parameter(a.weight.data.t())
+
+
+def _kept(a: nn.Linear, b: nn.Linear) -> None:
+    b.register_buffer("before", a.weight.data)
+
+
+@pytest.mark.parametrize(
+    ("tie", "other"), [(_data_of, "other.weight"), (_transposed, "other.weight"), (_kept, "other.before")]
+)
+def test_parameters_that_are_tied_by_their_memory_are_refused(
+    tie: Callable[[nn.Linear, nn.Linear], None], other: str
+) -> None:
+    for take in (lambda model: capture(model, (torch.zeros(4, 4),)), copies_of):
+        with pytest.raises(CaptureError, match=rf"'linear\.weight' and '{other}' .* in the same memory"):
+            take(_two_layers(tie))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_parameters_side_by_side_in_one_memory_are_not(columns: bool) -> None:
+    def side_by_side(a: nn.Linear, b: nn.Linear) -> None:
+        both = torch.randn(8, 4).view(4, 8) if columns else torch.randn(8, 4)
+        a.weight.data, b.weight.data = (both[:, :4], both[:, 4:]) if columns else (both[:4], both[4:])
+
+    capture(_two_layers(side_by_side), (torch.zeros(4, 4),))
 
 
 class Returns(Model):

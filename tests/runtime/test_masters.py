@@ -41,6 +41,12 @@ def clamped(parameters: Parameters) -> None:
             p.clamp_(-0.5, 0.5)
 
 
+def replaced(parameters: Parameters) -> None:
+    """As the shadows of an average are put in the place of weights, and these back."""
+    for p in parameters.values():
+        p.data = p.data * 0.5
+
+
 def trained(masters: MasterWeights | None, between: Callable[[Parameters], None], parameters: Parameters) -> None:
     held = parameters if masters is None else masters.updated
     optimizer = optimizer_of(fused, held)
@@ -56,14 +62,20 @@ def trained(masters: MasterWeights | None, between: Callable[[Parameters], None]
             masters.settled()
 
 
-@pytest.mark.parametrize("between", [lambda _: None, clamped], ids=["alone", "clamped by the user"])
-@pytest.mark.parametrize("on_host", [False, True])
-def test_weights_go_where_they_go_by_themselves(between: Callable[[Parameters], None], on_host: bool) -> None:
-    expected, found = made(), made()
+@pytest.mark.parametrize(
+    "between", [lambda _: None, clamped, replaced], ids=["alone", "clamped by the user", "replaced by the user"]
+)
+@pytest.mark.parametrize("where", ["device", "host", "ranges"])
+def test_weights_go_where_they_go_by_themselves(between: Callable[[Parameters], None], where: str) -> None:
+    expected = made()
     trained(None, between, expected)
-    trained(MasterWeights(found, on_host=on_host), between, found)
-    for name, p in expected.items():
-        torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-7)
+    for low, high in [(0, 7), (7, 24)] if where == "ranges" else [(0, None)]:
+        found = made()
+        ranges = {} if high is None else dict.fromkeys(found, (low, high))
+        trained(MasterWeights(found, ranges, on_host=where == "host"), between, found)
+        for name, p in expected.items():
+            own, wanted = (whole.reshape(-1)[low:high] for whole in (found[name], p))
+            torch.testing.assert_close(own, wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_masters_keep_their_bits_unless_the_user_changes_the_weight() -> None:

@@ -26,6 +26,7 @@ from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.experts import put_together
 from heterodyne.frontend.export import Traced, export
 from heterodyne.frontend.loss import read_loss
+from heterodyne.frontend.own_memory import require_own_memory
 from heterodyne.frontend.replay import Observed, observe
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import spec_of
@@ -103,6 +104,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     Raises CaptureError, with the line of the model and what to change.
     """
     require_initialised(model)
+    require_own_memory(model)
     example = read_example(model, example_batch)
     exported = export(model, example)
     refuse_closures(exported, model)

@@ -169,9 +169,11 @@ class RankModel:
         process_group = self._communicator.process_group(self._placement.active)
         return Clipping(self.masters, self.parameters, counted, largest, process_group)
 
-    def require_none_unfrozen(self) -> None:
-        """Raises CaptureError where a parameter is trained now that was not when the model was captured."""
+    def require_as_left(self) -> None:
+        """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""
         require_none_unfrozen(self._module, self._trained)
+        if self.sharded is not None:
+            self.sharded.require_untouched(self.parameters)
 
     def fault(self, work: Step, loss: float, statistics: Mapping[str, Tensor]) -> str:
         """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""

@@ -34,6 +34,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.same_ranks import require_together
 from heterodyne.runtime.slices import GlobalBatchLike
+from heterodyne.runtime.stages.python_values import PythonValues
 from heterodyne.runtime.stages.stage_builder import (
     StageBuilder,
     StagePrograms,
@@ -154,6 +155,8 @@ class Worker:
             say=say,
         )
         self._stages.parts()
+        # All ranks alike: where one runs the module, it is beside others that run its graph.
+        self._values = PythonValues(module) if any(communicator.all_gather_object(self._stages.cut)) else None
         self._batches = BatchWork(
             graph,
             self._stages,
@@ -381,7 +384,9 @@ class Worker:
         return self._communicator.borrowed_bytes
 
     def _work(self, batch: GlobalBatchLike, number: int) -> Step:
-        self._model.require_none_unfrozen()
+        self._model.require_as_left()
+        if self._values is not None:
+            self._values.require_unchanged()
         return self._batches.step(batch, number)
 
     @property

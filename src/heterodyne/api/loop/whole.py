@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.api.compiled import uncompiled
 from heterodyne.errors import CaptureError
-from heterodyne.frontend import CapturedModel, loss_of, require_initialised
+from heterodyne.frontend import CapturedModel, loss_of, require_initialised, require_own_memory
 from heterodyne.measure.whole_model import WholeModel, resident_bytes, without_weights
 
 __all__ = ["copies_of", "whole_model"]
@@ -19,9 +19,10 @@ __all__ = ["copies_of", "whole_model"]
 def copies_of(model: nn.Module) -> Callable[[torch.device], nn.Module]:
     """Copies of the model, so that measuring leaves the user's own as it is; ones without weights where it has none.
 
-    Raises CaptureError for a model that cannot be copied, or whose weights no forward has made yet.
+    Raises CaptureError for a model that cannot be copied, whose weights no forward has made yet, or lie in the memory of others.
     """
     require_initialised(model)
+    require_own_memory(model)
     _require_copies(model)
 
     def build(device: torch.device) -> nn.Module:

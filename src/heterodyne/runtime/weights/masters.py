@@ -141,7 +141,7 @@ class MasterWeights:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update by the gradients of the parameters, and round the masters into these.
 
-        Weights that the user has changed in place since the last step are taken over first.
+        Weights that the user has changed since the last step, in place or by others in their place, are taken over first.
         """
         self._take_over_changes()
         apart = {
@@ -172,13 +172,22 @@ class MasterWeights:
 
     def settled(self) -> None:
         """What the model has now is what the masters have; what changes it from here on is the user."""
-        self._versions = {name: self._parameters[name]._version for name in self._masters if name not in self._shards}
+        apart = [name for name, made in self.updated.items() if made is not self._parameters[name]]
+        held = {name: self._parameters[name] for name in apart if name not in self._shards}
+        self._versions = {name: p._version for name, p in held.items() if name in self._masters}
+        self._memory = {name: p.data for name, p in held.items()}
 
     @torch.no_grad()
     def _take_over_changes(self) -> None:
-        """Of weights that have been written since `settled`, as autograd counts it."""
-        for name, version in self._versions.items():
-            if self._parameters[name]._version != version:
+        """Of weights that have been written since `settled`, as autograd counts it, or that lie elsewhere now (``.data =``): these
+        values go to the memory that is updated."""
+        for name, memory in self._memory.items():
+            parameter = self._parameters[name]
+            moved = parameter.data_ptr() != memory.data_ptr() or parameter.stride() != memory.stride()
+            if moved:
+                memory.copy_(parameter)
+                parameter.data = memory
+            if name in self._masters and (moved or parameter._version != self._versions[name]):
                 self._masters[name].copy_(self._own_weight(name))
 
     @torch.no_grad()

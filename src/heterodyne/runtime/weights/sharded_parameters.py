@@ -18,6 +18,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
+from heterodyne.errors import PlanError
 from heterodyne.plan.buckets import Bucket
 from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.comm.process_group import ProcessGroup
@@ -125,6 +126,16 @@ class ShardedParameters:
             flat.untyped_storage().resize_(0)
             self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
             self._flats[bucket.index] = made
+
+    def require_untouched(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Between steps, of all that are kept. Raises PlanError for one that was given other values, which nobody would read."""
+        for name in self._shared:
+            parameter = parameters[name]
+            if parameter.numel() > 1 and parameter.untyped_storage().nbytes() > parameter.itemsize:
+                raise PlanError(
+                    f"{name!r} was given other values (.data =) between two steps, and under this plan each device keeps a part of it "
+                    "elsewhere ('zero': 3). Change weights in a state_dict() of the trainer and load_state_dict() that, or write 'zero': 2"
+                )
 
     @torch.no_grad()
     def unshard(self, bucket: int, *, timed: bool = False) -> Work:
