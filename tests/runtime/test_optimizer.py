@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from heterodyne.runtime.weights.optimizer import (
     make_optimizer,
     norms_and_biases,
     optimizer_of,
+    require_kept_by_name,
     state_by_name,
 )
 
@@ -180,3 +182,21 @@ def test_a_state_of_other_entries_or_shapes_is_refused(section: OptimizerSection
                     load_state_by_name(other, parameters, {**state, "weight": change})
     with pytest.raises(CheckpointError, match="the optimizer's state of weight is"):
         load_state_by_name(other, parameters, {**state, "weight": {**state["weight"], "more": torch.ones(())}})
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps slow weights beside the state of parameters (Zhang et al., 2019)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": [torch.zeros(2)]}
+
+
+def test_state_beside_that_of_parameters_is_refused_before_it_is_lost() -> None:
+    held = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(CheckpointError, match="Lookahead.state_dict.*slow.*optimizer.state"):
+        require_kept_by_name(Lookahead(held))
+    plain = torch.optim.SGD(held)
+    require_kept_by_name(plain)
+    plain.register_state_dict_post_hook(lambda _, state: state | {"slow": 1})
+    with pytest.raises(CheckpointError, match="slow"):
+        require_kept_by_name(plain)

@@ -25,6 +25,7 @@ __all__ = [
     "make_optimizer",
     "norms_and_biases",
     "optimizer_of",
+    "require_kept_by_name",
     "require_optimizer_library",
     "state_by_name",
     "takes_names",
@@ -150,6 +151,22 @@ def takes_names(factory: OptimizerFactory) -> bool:
     except (TypeError, ValueError):  # what is written in C may have no signature
         return False
     return names[:1] == [_NAMED]
+
+
+def require_kept_by_name(optimizer: torch.optim.Optimizer) -> None:
+    """Raises CheckpointError for an optimizer whose ``state_dict()`` has more than the state of parameters and the options of groups.
+
+    Whose parameters that belongs to nobody knows, so no checkpoint can have it, and training would go on otherwise after a resume.
+    """
+    own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    if not own and not optimizer._optimizer_state_dict_post_hooks:
+        return
+    more = sorted(map(str, set(optimizer.state_dict()) - {"state", "param_groups"}))
+    if more:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.state_dict() has {', '.join(more[:5])} besides 'state' and 'param_groups', which a checkpoint "
+            "cannot keep: hold what belongs to a parameter in optimizer.state[parameter], and numbers in its param_groups"
+        )
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.held_state import Held, held_state
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import stored_tensors
-from heterodyne.runtime.weights.optimizer import load_state_by_name, state_by_name
+from heterodyne.runtime.weights.optimizer import load_state_by_name, require_kept_by_name, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.parameter_groups import load_options, options_by_name
 from heterodyne.runtime.weights.whole_state import (
@@ -197,6 +197,7 @@ class WorkerState:
         return {_OPTIONS: own}
 
     def _of_optimizer(self) -> dict[str, Any]:
+        require_kept_by_name(self._optimizer)
         return self._masters.with_masters(state_by_name(self._optimizer, self._updated))
 
 
