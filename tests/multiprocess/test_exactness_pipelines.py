@@ -201,8 +201,7 @@ def spreads(draw: st.DrawFn, graph: ModelGraph) -> Spread:
     for number in range(draw(st.sampled_from((1, 2, 2, 3)))):
         made.append(draw(pipelines(graph, schedule, world, 3 - number)))
         world = 1 + max(rank for stage in made[-1].stages for rank in stage.ranks)
-    shared = len(made) > 1 or any(len(stage.ranks) > 1 for stage in made[0].stages)
-    zero = draw(st.sampled_from((0, 1, 2, 3, 3))) if shared else 0
+    zero = draw(st.sampled_from((0, 1, 2, 3, 3))) if several_hold_a_weight(graph, made) else 0
     if zero:
         shares = [draw(st.integers(0, 3)) for _ in range(world)]
         made = [with_state(pipeline, shares) for pipeline in made]
@@ -216,6 +215,18 @@ def spreads(draw: st.DrawFn, graph: ModelGraph) -> Spread:
             zero=zero,
         ),
     )
+
+
+def several_hold_a_weight(graph: ModelGraph, pipelines: Sequence[PipelineOf]) -> bool:
+    """Stages that read none may have several ranks, and nothing to share out."""
+    trained = {parameter.name for parameter in graph.parameters if parameter.trainable}
+    holders: dict[str, set[int]] = {}
+    for pipeline in pipelines:
+        starts = [0, *(stage.stop for stage in pipeline.stages)]
+        for start, stage in zip(starts, pipeline.stages, strict=False):
+            for name in trained & {n for op in graph.ops[start : stage.stop] for n in op.parameters}:
+                holders.setdefault(name, set()).update(stage.ranks)
+    return any(len(ranks) > 1 for ranks in holders.values())
 
 
 def with_state(pipeline: PipelineOf, shares: Sequence[int]) -> PipelineOf:
