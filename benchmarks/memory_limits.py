@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ BAR = 0.95
 @dataclass(frozen=True)
 class Size:
     """Of a benchmark: MiB of the smallest worker, the width of the model, the part of the closed form that is asked for first, and
-    how often what was found runs again."""
+    how often what was found runs again, and how often equal sharding does there."""
 
     unit: int
     width: int
     first: float
     trials: int
+    deaths: int
 
     @property
     def room(self) -> list[int]:
@@ -53,38 +55,70 @@ class Size:
         return 12 * self.width**2 + 13 * self.width
 
 
+class Answers:
+    """What each run told, by its question; with a folder, of earlier calls as well. No run begins after so many minutes."""
+
+    def __init__(self, folder: Path, minutes: float) -> None:
+        self.folder, self.file, self.until_s = folder, folder / "answers.json", time.monotonic() + 60 * minutes
+        self.known: dict[str, int] = json.loads(self.file.read_text()) if self.file.exists() else {}
+
+    def of(self, question: str, ask: Callable[[], int]) -> int:
+        if question not in self.known:
+            if time.monotonic() > self.until_s:
+                raise TimeoutError
+            self.known[question] = int(ask())
+            self.file.write_text(json.dumps(self.known, indent=1))
+        return self.known[question]
+
+
 def main() -> int:
-    options = arguments(__doc__)
-    results = Results("memory_limits")
+    options = arguments(__doc__, resumed="runs")
     size = (
-        Size(unit=128, width=512, first=0.66, trials=1)
+        Size(unit=128, width=512, first=0.66, trials=1, deaths=1)
         if options.quick
-        else Size(unit=768, width=768, first=BAR, trials=3)
+        else Size(unit=768, width=768, first=BAR, trials=30, deaths=2)
     )
-    base = {way: base_bytes(way, size) for way in ("plan", "fsdp")}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.keep:
+            options.keep.mkdir(parents=True, exist_ok=True)
+        results, answers = Results("memory_limits"), Answers(options.keep or Path(folder), options.minutes)
+        try:
+            asked(results, answers, size)
+        except TimeoutError:
+            print(f"{len(answers.known)} questions are answered; the same command goes on with the next one")
+            return 1
+    return results.write(options.json)
+
+
+def asked(results: Results, answers: Answers, size: Size) -> None:
+    base = {way: answers.of(f"base of {way}", partial(base_bytes, way, size)) for way in ("plan", "fsdp")}
     results.row("a worker with the framework and no model, bytes", **base)
     allowed = sum(size.room) // BYTES // size.layer
     equal = len(SHARES) * min(size.room) // BYTES // size.layer
     results.row("by the closed form, layers", all_memories=allowed, equal_shards=equal)
-    with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder)
-        ours = next(
-            (n for n in sizes_from(allowed, size.first) if trains("plan", base, size, n, ["--keep", folder])), 0
-        )
-        fsdp = largest_of_fsdp(base, size, equal)
-        results.row("the largest that trains, layers", plan=ours, fsdp2=fsdp)
-        results.bar("largest model: plan over equal sharding", ours / max(1, fsdp), ">= 1.8")
-        results.bar("largest model: plan over the closed form", ours / allowed, f">= {BAR}")
-        ratios = peaks(results, kept)
-        lives = [trains("plan", base, size, ours, ["--use", folder]) for _ in range(size.trials if ours else 0)]
-    dies = not trains("fsdp", base, size, ours)
-    results.row(f"at {ours} layers, of {size.trials} runs", plan_trains=sum(lives), fsdp2_is_killed=int(dies))
+    folder = str(answers.folder.resolve())
+
+    def run(question: str, way: str, layers: int, *more: str) -> int:
+        return answers.of(question, partial(trains, way, base, size, layers, more))
+
+    ours = next((n for n in sizes_from(allowed, size.first) if run(f"plan {n}", "plan", n, "--keep", folder)), 0)
+    lives = [run(f"life {n}", "plan", ours, "--use", folder) for n in range(size.trials if ours else 0)]
+    deaths = [not run(f"fsdp {ours}, {n}", "fsdp", ours) for n in range(size.deaths)]
+    fsdp = largest_of_fsdp(lambda layers: run(f"fsdp {layers}", "fsdp", layers), equal)
+    results.row("the largest that trains, layers", plan=ours, fsdp2=fsdp)
+    results.row(
+        f"at {ours} layers, of {size.trials} further runs of the plan and {size.deaths} of equal sharding",
+        plan_trains=sum(lives),
+        fsdp2_is_killed=sum(deaths),
+    )
+    results.bar("largest model: plan over equal sharding", ours / max(1, fsdp), ">= 1.8")
+    results.bar("largest model: plan over the closed form", ours / allowed, f">= {BAR}")
     results.bar("runs of that plan that train", sum(lives) / size.trials, ">= 1")
-    results.bar("runs of equal sharding that are killed there", int(dies), ">= 1")
+    results.bar("runs of equal sharding that are killed there", sum(deaths) / size.deaths, ">= 1")
+    ratios = peaks(results, answers.folder)
     if ratios:
         results.bar("peak predicted over measured, least of a worker", min(ratios), ">= 1")
         results.bar("peak predicted over measured, most of a worker", max(ratios), "<= 1.05")
-    return results.write(options.json)
 
 
 def sizes_from(allowed: int, first: float) -> Iterator[int]:
@@ -93,12 +127,12 @@ def sizes_from(allowed: int, first: float) -> Iterator[int]:
     return (layers for layers in range(most, 0, -max(1, allowed // 14)))
 
 
-def largest_of_fsdp(base: dict[str, int], size: Size, equal: int) -> int:
+def largest_of_fsdp(lives: Callable[[int], int], equal: int) -> int:
     """Layers, by bisection below the closed form."""
     low, high = 0, equal + 1
     while high - low > max(1, equal // 10):
         middle = (low + high) // 2
-        low, high = (middle, high) if trains("fsdp", base, size, middle) else (low, middle)
+        low, high = (middle, high) if lives(middle) else (low, middle)
     return low
 
 

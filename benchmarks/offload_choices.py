@@ -114,10 +114,11 @@ def choices(results: Results, pool: Pool, parts: Collection[str], *, rounds: int
 
 
 def tell_worst(results: Results) -> None:
-    """The bar, of all cases that are known."""
+    """The bar, of all cases that were run two ways."""
     ratios = [row["ratio"] for row in results.rows if "ratio" in row]
     if ratios:
-        results.bar("the planner's choice over the other way, worst of ten cases", max(ratios), "<= 1.03")
+        results.bar("the planner's choice over the other way, worst case", max(ratios), "<= 1.03")
+        results.bar("cases that were run", sum("predicted_s" in row for row in results.rows), f">= {len(CASES)}")
 
 
 # ---- What is known of the devices ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -28,9 +29,11 @@ def arguments(
     seed: int | None = None,
     names: tuple[str, tuple[str, ...]] | None = None,
     part: str | None = None,
+    resumed: str | None = None,
 ) -> argparse.Namespace:
     """``--quick`` for a form of at most two minutes, ``--json FILE`` for a machine; ``--all``, if there is more than ten minutes hold;
     ``--cases 0-4``, if a ``part`` of the cases can be measured by itself;
+    ``--keep FOLDER`` and ``--minutes M``, if what is ``resumed`` can be done in several calls;
     ``--seed``, if something is drawn; an option such as ``--plans A,B`` with which of the names are wanted, by default all.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
@@ -40,6 +43,16 @@ def arguments(
         parser.add_argument("--all", action="store_true", help=whole)
     if part:
         parser.add_argument("--cases", type=_range, metavar="FIRST-LAST", help=f"only these, {part}")
+    if resumed:
+        parser.add_argument(
+            "--keep",
+            type=Path,
+            metavar="FOLDER",
+            help=f"keep there what was found; other calls go on with its {resumed}",
+        )
+        parser.add_argument(
+            "--minutes", type=float, default=math.inf, help=f"after so many, begin no further {resumed}"
+        )
     if seed is not None:
         parser.add_argument("--seed", type=int, default=seed, help=f"what is drawn follows from it; {seed} by default")
     if names is not None:

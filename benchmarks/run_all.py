@@ -157,6 +157,8 @@ def page(found: list[dict[str, Any]]) -> str:
 
 
 def shown(value: Any) -> str:
+    if isinstance(value, dict) and "median" not in value:
+        return ", ".join(f"{name} {shown(each)}" for name, each in value.items())
     if isinstance(value, dict):
         return f"{value['median']:.4g} [{value['q1']:.4g} .. {value['q3']:.4g}], n={value['n']}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,8 @@
 """A part of a stage that is computed again before its backward, but for ops that keep what they make.
 
 How the seconds of a block divide over its ops is told by a roofline of the device, since only blocks are measured: by operations
-alone, activation functions and norms would take no time. On one device the second run ends where nothing more is needed, so a product
+alone, activation functions and norms would take no time. An op of the user's own may take any part of them: where one is run again, all
+seconds of the block are counted. On one device the second run ends where nothing more is needed, so a product
 that comes last is not done again: its backward needs what enters it alone.
 """
 
@@ -18,6 +19,7 @@ __all__ = ["Again", "op_weight", "parts_again"]
 
 Ops = tuple[int, int]
 _NEEDS_INPUTS_ALONE = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d"})
+_WEIGHED = frozenset({"aten", "heterodyne", "prims"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,8 @@ class Again:
         whole, needed = sum(weights), len(ops) if to_end else _needed(ops)
         if whole <= 0:
             return 1.0
-        done = zip(ops[:needed], weights, strict=False)
-        return sum(weight for op, weight in done if op.name not in self.kept) / whole
+        done = [(op, weight) for op, weight in zip(ops[:needed], weights, strict=False) if op.name not in self.kept]
+        return 1.0 if any(_of_any_weight(op) for op, _ in done) else sum(weight for _, weight in done) / whole
 
     def kept_bytes(
         self, graph: ModelGraph, size: int, saved: float, part: Callable[[Op], float] | None = None
@@ -71,6 +73,12 @@ def parts_again(graph: ModelGraph, ops: Ops, blocks: Collection[int], keep: Sequ
 def op_weight(op: Op, size: int, operations_a_byte: float) -> float:
     """What the forward of an op takes, in operations: its own, or those that could be done while memory is moved, whichever is more."""
     return max(op.flops_forward(size), operations_a_byte * (op.bytes_read(size) + op.bytes_written(size)))
+
+
+def _of_any_weight(op: Op) -> bool:
+    """Whether nothing tells how long it takes: an operator that is neither PyTorch's nor of this library."""
+    library, name, _ = op.target.partition(".")
+    return bool(name) and library not in _WEIGHED
 
 
 def _needed(ops: Sequence[Op]) -> int:

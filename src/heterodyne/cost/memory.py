@@ -246,14 +246,21 @@ class DeviceMemory:
         return bool(self._transient)
 
     def workspace(
-        self, size: int, ops: Ops | None = None, moved: Mapping[str, float] | None = None, *, again: bool = False
+        self,
+        size: int,
+        ops: Ops | None = None,
+        moved: Mapping[str, float] | None = None,
+        *,
+        boxes: Mapping[str, Box] = _ALL_OF_EACH,
+        again: bool = False,
     ) -> int:
         """Bytes that come and go inside a backward: measured, else gradients of inputs and outputs of the largest op, twice.
 
         Twice, since where paths join (skip connections) a second gradient waits for the first. Measured is the model in one piece, or
         else, and for a stage, the worst of its blocks. ``moved``: the bytes that each op reads and writes here; what was measured
-        shrinks as the largest of them does. ``again``: the worst of its blocks counts as well: blocks are
-        computed again one by one, or gradients come while activations go, so it is not only the moment that matters at which most is kept.
+        shrinks as the largest of them does. ``boxes``: of the parameters that are here in part, which. ``again``: the worst of its blocks
+        counts as well: blocks are computed again one by one, or gradients come while activations go, so it is not only the moment that
+        matters at which most is kept.
         """
         if size == 0:
             return 0
@@ -264,7 +271,7 @@ class DeviceMemory:
         if known and (WHOLE not in known or ((again or not all_ops) and self._all_in(known))):
             blocks = [block for block in self.graph.blocks if block.start < stop and start < block.stop]
             worst = max((known[b.kind](size) * self._shrunk(b.start, b.stop, size, moved) for b in blocks), default=0.0)
-            return round(max(worst + self._gradients_that_wait(blocks), whole if all_ops else 0.0))
+            return round(max(worst + self._gradients_that_wait(blocks, boxes), whole if all_ops else 0.0))
         if known:
             return round(whole)
         return round(
@@ -283,12 +290,12 @@ class DeviceMemory:
         handed = (sum(gradient_bytes(p) for p in self.graph.parameters_of(b) if p.trainable) for b in blocks)
         return min(self.workspace(size, ops), max(handed, default=0))
 
-    def _gradients_that_wait(self, blocks: Sequence[Block]) -> int:
+    def _gradients_that_wait(self, blocks: Sequence[Block], boxes: Mapping[str, Box]) -> int:
         """Of parameters that several blocks read: autograd holds the gradient from one until it has that from the others."""
         readers = Counter(
             name for block in blocks for name in {n for op in self.graph.ops_of(block) for n in op.parameters}
         )
-        return sum(gradient_bytes(p) for p in self.graph.parameters if p.trainable and readers[p.name] > 1)
+        return sum(gradient_bytes(p) for p in self.held(None, boxes) if p.trainable and readers[p.name] > 1)
 
     def _most_flowing(self, start: int, stop: int, size: int) -> float:
         """The most bytes of inputs and outputs of one op. Its weights are no part of them, and their gradient is counted by itself."""

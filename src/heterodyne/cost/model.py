@@ -515,7 +515,7 @@ class CostModel:
             leaving=leaving,
             ranks=tuple(map(self.cluster.rank, row)),
         )
-        return costs, kept.workspace(largest) if largest else 0
+        return costs, kept.workspace(largest, at.boxes) if largest else 0
 
     def _on_host(self, at: Position, number: int, costs: StageCosts) -> tuple[StageCosts, int]:
         """A stage with activations on the host, and what of them comes and goes on the device."""

@@ -17,6 +17,7 @@ from heterodyne.cost.parts import Layouts, Parts
 from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import Op, Ref
 from heterodyne.graph.sharding import Exchange, Layout
+from heterodyne.plan.boxes import Box
 
 __all__ = ["KeptInParts", "copied_bytes"]
 
@@ -66,8 +67,8 @@ class KeptInParts:
                 leaving.update(parts.made_by(op))
         return sum(self._own(ref, layouts, samples) for ref, layouts in (*entering, *leaving))
 
-    def workspace(self, samples: int) -> int:
-        """What comes and goes inside of a pass: of its largest op, and of its largest exchange."""
+    def workspace(self, samples: int, boxes: Mapping[str, Box]) -> int:
+        """What comes and goes inside of a pass: of its largest op, and of its largest exchange. ``boxes``: of its parameters."""
         parts = self.stage.parts(samples)
         moved = {}
         for op in self._in(self.stage.ops):
@@ -83,7 +84,7 @@ class KeptInParts:
             ),
             default=0.0,
         )
-        return self.memory.workspace(samples, self.stage.ops, moved) + round(exchanged)
+        return self.memory.workspace(samples, self.stage.ops, moved, boxes=boxes) + round(exchanged)
 
     def _own(self, ref: Ref, layouts: Layouts, samples: int) -> float:
         """Bytes of what this member has of a tensor."""

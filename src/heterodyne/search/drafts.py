@@ -83,6 +83,29 @@ class Drafting:
             longest_s=cut.longest_s,
         )
 
+    def roomiest(self, line: Line, micro_batches: MicroBatches) -> tuple[float, Draft]:
+        """The cut that leaves most memory free on the place that has least of it, with as many micro-batches in flight as 1F1B has, and
+        the bytes that this place lacks (less than 0: has left). Raises InfeasibleError where the model has too few points.
+        """
+        count, places = len(micro_batches), len(line)
+        in_flight = [min(count, places - r) for r in range(places)]
+        tables = [self._table(*each) for each in zip(line, [micro_batches] * places, in_flight, strict=True)]
+        over = [self.tables.over(d, max(micro_batches.sizes), most) for d, most in zip(line, in_flight, strict=True)]
+        lacks = [np.where(np.isfinite(t.step_s), own, np.inf) for t, own in zip(tables, over, strict=True)]
+        least = min(float(lack.min()) for lack in lacks)
+        nothing = np.zeros_like(lacks[0])
+        cut = best_cut([lack - least for lack in lacks], [nothing] * places, [nothing[0]] * (places - 1), line)
+        works = [float(t.step_s[a, b]) for t, (a, b) in zip(tables, pairwise(cut.points), strict=True)]
+        return cut.longest_s + least, Draft(
+            line=line,
+            micro_batches=micro_batches,
+            place_of=tuple(range(places)),
+            borders=tuple(self.points.positions[at] for at in cut.points),
+            points=cut.points,
+            estimate_s=max(works) + FILLED / max(1, count) * (sum(works) - max(works)),
+            longest_s=max(works),
+        )
+
     def folded(self, line: Line, micro_batches: MicroBatches, placement: Literal["loop", "v"]) -> Draft | None:
         """Two stages a place; None where the model has too few points. Memory is left to whoever makes the orders."""
         places, count = len(line), len(self.points)

@@ -218,11 +218,18 @@ def _shared_out(fits: Sequence[Fit]) -> str:
     """What all devices lack together."""
     use = max((fit.use for fit in fits), key=lambda use: use.parameters + use.gradients + use.optimizer)
     hosts = all(fit.device.backend != "cpu" for fit in fits)
-    kinds: dict[str, list[int]] = {}
+    # Devices of one kind may be given unequal memory, as parts of one host are.
+    kinds: dict[tuple[str, int], list[int]] = {}
     for fit in fits:
-        kinds.setdefault(fit.device.kind, []).append(fit.device.memory_bytes - fit.use.context)
+        kinds.setdefault((fit.device.kind, fit.device.memory_bytes), []).append(
+            fit.device.memory_bytes - fit.use.context
+        )
+    unequal = len(kinds) > len({kind for kind, _ in kinds})
     return shortfall(
-        {kind: (len(rooms), min(rooms)) for kind, rooms in kinds.items()},
+        {
+            f"{kind} with {format_bytes(memory)}" if unequal else kind: (len(rooms), min(rooms))
+            for (kind, memory), rooms in kinds.items()
+        },
         on_devices=use.parameters + use.gradients + (0 if hosts else use.optimizer),
         on_hosts=use.optimizer if hosts else 0,
     )

@@ -6,6 +6,7 @@ Drafts cost table look-ups, and are drawn for all orders of up to five devices, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.search.classes import first_of, interchangeable
 from heterodyne.search.drafts import Draft, Drafting
-from heterodyne.search.lines import orders, swaps
+from heterodyne.search.lines import Line, orders, swaps
 from heterodyne.search.points import points_of
 from heterodyne.search.runs import Runs
 from heterodyne.search.tables import Tables
@@ -74,10 +75,7 @@ class LineDrafts:
     def drafts(self, devices: Sequence[str], samples: int | None = None) -> list[Draft]:
         """The best draft for each size of micro-batch, best first. Raises InfeasibleError if none fits."""
         samples = self.samples if samples is None else samples
-        memory = {d.id: d.memory_bytes for d in self.model.cluster.devices}
-        most = len(self.drafting.points) - 1
-        kept = sorted(sorted(devices, key=lambda d: -self.rate[d])[:most], key=list(devices).index)
-        lines = orders(kept, self.kinds, memory, self.rate)
+        lines = self._lines(devices)
         failure: InfeasibleError | None = None
         for drafting in (self.drafting, self._finer):  # where memory is short, cuts inside blocks may be what helps
             best: dict[MicroBatches, Draft] = {}
@@ -98,6 +96,15 @@ class LineDrafts:
             f"{samples} samples cannot be cut into {self.count} micro-batches of at most {max(self.sizes)}"
         )
 
+    def roomiest(self, devices: Sequence[str]) -> tuple[Draft, Drafting] | None:
+        """Of all lines and micro-batches the draft with most memory left on the device that has least of it, however long it takes."""
+        found: list[tuple[float, Draft]] = []
+        for micro_batches in self._micro_batches(self.samples):
+            for line in self._lines(devices):
+                with suppress(InfeasibleError):
+                    found.append(self._finer.roomiest(line, micro_batches))
+        return (min(found, key=lambda each: each[0])[1], self._finer) if found else None
+
     def fine(self, draft: Draft) -> tuple[Draft, Drafting]:
         """The same line cut with more care: inside blocks if that pays."""
         options: list[tuple[Draft, Drafting]] = []
@@ -109,6 +116,12 @@ class LineDrafts:
             if not options or cut.estimate_s < options[0][0].estimate_s * _FINER:
                 options.insert(0, (cut, drafting))
         return options[0]
+
+    def _lines(self, devices: Sequence[str]) -> list[Line]:
+        memory = {d.id: d.memory_bytes for d in self.model.cluster.devices}
+        most = len(self.drafting.points) - 1
+        kept = sorted(sorted(devices, key=lambda d: -self.rate[d])[:most], key=list(devices).index)
+        return list(orders(kept, self.kinds, memory, self.rate))
 
     def _swapped(self, drafting: Drafting, draft: Draft) -> Draft:
         """One round of swaps of two places."""

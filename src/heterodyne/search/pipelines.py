@@ -62,7 +62,10 @@ class Pipelines:
                 name = f"a pipeline over {self._who(usable)}"
                 return (Candidate(name=name, kind="pipeline", why_not=str(error)),)
         tried = drafts[: _MOST_SIZES if self._small(drafts[0]) else 1]
-        return (self._best(tried, below_s), self._even(drafts[0]))
+        best = self._best(tried, below_s)
+        if best.plan is None and below_s == inf:
+            best = self._roomiest(usable) or best
+        return (best, self._even(drafts[0]))
 
     def built(self, draft: Draft) -> list[Built]:
         """Pipelines of a draft, with finer cuts where they pay, and with two stages a place."""
@@ -121,6 +124,15 @@ class Pipelines:
                 options.append(self._played(self._builder(drafting, fine).plain(fine)))
         best = min(options, key=lambda c: c.weighed_s)
         return min((best, *self._reloaded(best)), key=lambda c: c.weighed_s)
+
+    def _roomiest(self, usable: Sequence[str]) -> Candidate | None:
+        """Where the fastest cut fits in no order: the one that leaves most memory, in the best order that fits; None: there is none."""
+        found = self.lines.roomiest(usable)
+        if found is None:
+            return None
+        draft, drafting = found
+        built = sorted(self._builder(drafting, draft).best(draft, move=False), key=self._doubted_s)
+        return next((c for c in map(self._played, built[:_MOST_PLAYED]) if c.plan is not None), None)
 
     def _reloaded(self, best: Candidate) -> Iterator[Candidate]:
         """The same with activations that come back from hosts ahead of their backwards; they need room as long, so not all fit."""

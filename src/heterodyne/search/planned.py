@@ -41,7 +41,7 @@ Kind = Literal[
     "given",
 ]
 CLEARLY = 0.95
-"""Sharded state is chosen only if so much faster: what is gathered hides behind nothing."""
+"""Sharded state, or state on hosts, is chosen only if so much faster: what is gathered or copied hides behind nothing."""
 
 CUTTING_PAYS = 0.95
 """A model is cut only if that makes a step so much faster than whole models beside each other: what stages cost on top of their
@@ -94,9 +94,15 @@ class Candidate:
             CUTTING_PAYS if self.kind in (*_OF_PIPELINES, "split", "context") else 1,
             FOLDING_PAYS if self._is_folded else 1,
             IN_TURNS_PAYS if self._in_turns else 1,
-            CLEARLY if self.plan is not None and self.plan.zero else 1,
+            CLEARLY if self._has_state_elsewhere else 1,
         )
         return self.step_s / prod(doubts)
+
+    @property
+    def _has_state_elsewhere(self) -> bool:
+        """Sharded over devices, or on hosts."""
+        plan = self.plan
+        return plan is not None and (plan.zero > 0 or any(s.offload for p in plan.pipelines for s in p.stages))
 
     @property
     def _is_folded(self) -> bool:

@@ -97,7 +97,7 @@ class Tables:
             start=np.zeros(len(self.points)),
         )
         step = _differences(passes) + self.update_s(device)
-        over = self.needs(device, largest, in_flight) - self.model.cluster.device(device).memory_bytes
+        over = self.over(device, largest, in_flight)
         # What is lacking is made again instead of kept: the more is lacking, the more of the forward runs twice.
         frees, again_s, held_again = self._again(device, sizes)
         frees = np.maximum(0.0, in_flight * frees - held_again)
@@ -119,6 +119,10 @@ class Tables:
         clip = 1 + self.model.recipe.clip_to_step
         return np.multiply(self._weights.gradients, self.model.measured(device).optimizer_s_per_byte * clip)
 
+    def over(self, device: str, size: int, in_flight: int) -> Floats:
+        """Bytes that every stage lacks on the device if nothing is recomputed; less than 0 where it has them left."""
+        return self.needs(device, size, in_flight) - self.model.cluster.device(device).memory_bytes
+
     def needs(self, device: str, size: int, in_flight: int) -> Floats:
         """Bytes of the peak of every stage, with so many micro-batches of that size in flight, if nothing is recomputed."""
         weights, memory = self._weights, self.model.device_memory[device]
@@ -136,7 +140,7 @@ class Tables:
     def _workspace(self, device: str, size: int) -> Floats:
         if (device, size) not in self._space:
             memory = self.model.device_memory[device]
-            own = self._own(lambda ops: float(memory.workspace(size, ops)))
+            own = self._own(lambda ops: float(memory.workspace(size, ops) + memory.holes(size, ops)))
             count = len(self.points)
             most = np.zeros((count, count))
             for first in range(count - 1):

@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heterodyne.cost import CostModel
 from heterodyne.errors import InfeasibleError
+from heterodyne.plan import MicroBatches
 from heterodyne.search.cuts import best_cut
-from heterodyne.search.tables import Floats
+from heterodyne.search.drafts import Drafting
+from heterodyne.search.points import points_of
+from heterodyne.search.tables import Floats, Tables
+from pure.build import cluster, graph, linear, profile
 
 NUMBERS = st.integers(0, 6).map(float)
 
@@ -82,3 +87,23 @@ def test_filling_is_weighed_against_the_slowest_stage(
 def test_more_stages_than_places_to_cut_are_refused() -> None:
     with pytest.raises(InfeasibleError, match="take fewer stages"):
         best_cut([np.zeros((3, 3))] * 3, [np.zeros((3, 3))] * 3, [np.zeros(3)] * 2, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("memory", [(40, 20, 10), (10, 40, 20), (25, 25, 25)])
+def test_the_roomiest_cut_leaves_the_fullest_device_most_memory(memory: tuple[int, ...]) -> None:
+    """Compared with all cuts, however slow the devices with memory are."""
+    model = graph(10, width=128, saved=10)
+    machines = cluster(3, memory=[2**29 + size * 2**18 for size in memory])
+    costs = CostModel(
+        graph=model, cluster=machines, profile=profile(model, machines, [linear(n) for n in (9.0, 1.0, 3.0)])
+    )
+    drafting = Drafting(model=costs, tables=Tables(model=costs, points=points_of(model)))
+    line, sizes = tuple(device.id for device in machines.devices), MicroBatches((2, 2))
+    lacks, draft = drafting.roomiest(line, sizes)
+    over = [drafting.tables.over(device, 2, most) for device, most in zip(line, (2, 2, 1), strict=True)]
+
+    def worst(points: tuple[int, ...]) -> float:
+        return max(float(own[a, b]) for own, (a, b) in zip(over, pairwise(points), strict=True))
+
+    assert worst(draft.points) == pytest.approx(lacks)
+    assert lacks == pytest.approx(min(map(worst, all_cuts(len(drafting.points), 3))))

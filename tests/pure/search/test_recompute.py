@@ -80,6 +80,18 @@ def test_what_is_dear_to_compute_and_small_is_kept_first() -> None:
     assert not {"gelu", "layer_norm"} & set(stage.keep)
 
 
+def test_an_op_of_which_nothing_is_known_may_take_all_seconds_of_its_block() -> None:
+    """It has few operations by its shape alone, as has what a kernel of the user's own does."""
+    layer = LAYERS[0]
+    (gelu,) = (op for op in MODEL.ops_of(layer) if op.kind == "gelu")
+    ops = tuple(replace(op, target="mine.gelu.default") if op is gelu else op for op in MODEL.ops)
+    graph = replace(MODEL, ops=ops)
+    (again,) = parts_again(graph, (layer.start, layer.stop), (layer.index,), ())
+    assert again.redone(graph, SIZE, 8.0) == 1
+    (kept,) = parts_again(graph, (layer.start, layer.stop), (layer.index,), ("gelu",))
+    assert kept.redone(graph, SIZE, 8.0) < 1
+
+
 def test_what_cannot_be_freed_is_freed_as_far_as_it_can() -> None:
     (stage,) = recomputed(COSTS, PLAIN, {DEVICE: 2**60}, [1], ALIVE).stages
     assert set(stage.recompute) == {block.index for block in LAYERS}
