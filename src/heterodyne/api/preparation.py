@@ -35,7 +35,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words, precision_of
 from heterodyne.runtime.worker import Worker
 from heterodyne.search.contenders import NEAR
-from heterodyne.search.planned import Planned, Strategy
+from heterodyne.search.planned import Planned, Rehearsed, Strategy
 from heterodyne.search.planner import plan as search_plan
 
 __all__ = ["prepare"]
@@ -125,7 +125,7 @@ class _Planning:
     settings: Settings
     given: Plan | None
 
-    def search(self, known: Profile, *, near: float = 1.0, rehearsed: Mapping[str, float] | None = None) -> Planned:
+    def search(self, known: Profile, *, near: float = 1.0, rehearsed: Mapping[str, Rehearsed] | None = None) -> Planned:
         """On the rank that plans. ``near``, ``rehearsed``: see `search.planner.plan`."""
         settings = self.settings
         sizes, while_faster = sizes_to_measure(self.captured.graph, settings)
