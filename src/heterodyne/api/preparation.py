@@ -40,6 +40,9 @@ from heterodyne.search.planner import plan as search_plan
 
 __all__ = ["prepare"]
 
+_REHEARSALS = 2
+"""The second one only if a plan that may be faster has come to fit since the first."""
+
 
 def prepare(
     session: Session,
@@ -73,14 +76,16 @@ def prepare(
     near = NEAR if settings.parallelism.rehearsal_s else 1.0
     search = partial(planning.search, near=near)
     plan, planned, profile = plan_and_try(session, search, profile, planning.attempt, look=planning.look)
-    rehearsed = rehearse(
-        session,
-        planned,
-        planning.rehearsal_workers(profile),
-        planning.rehearsal_batch(),
-        budget_s=settings.parallelism.rehearsal_s,
-    )
-    if rehearsed:
+    for _ in range(_REHEARSALS):
+        rehearsed = rehearse(
+            session,
+            planned,
+            planning.rehearsal_workers(profile),
+            planning.rehearsal_batch(),
+            budget_s=settings.parallelism.rehearsal_s,
+        )
+        if not rehearsed:
+            break
         plan, planned = plan_once(session, partial(search, rehearsed=rehearsed), profile, planning.look)
     return planning.prepared(profile, plan, planned)
 

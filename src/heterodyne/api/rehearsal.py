@@ -20,7 +20,7 @@ from torch import Tensor
 from heterodyne.api.session import Session
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.worker import Worker
-from heterodyne.search.contenders import LEAST_TURNS, near_the_chosen, still_in, told_apart
+from heterodyne.search.contenders import LEAST_TURNS, near_the_chosen, nothing_new, still_in, told_apart
 from heterodyne.search.planned import Planned, Rehearsed, identity
 from heterodyne.units import format_seconds
 
@@ -77,7 +77,7 @@ def rehearse(
 
 def _program(session: Session, planned: Planned | None, budget_s: float) -> _Program:
     nothing = _Program(plans=())
-    if planned is None or session.world_size < 2:
+    if planned is None or session.world_size < 2 or nothing_new(planned):
         return nothing
     step_s = planned.chosen.step_s or _TURN_S
     steps = max(1, round(_TURN_S / step_s))

@@ -13,7 +13,7 @@ from statistics import median, quantiles
 
 from heterodyne.search.planned import Candidate, Planned, Rehearsed, identity, serves
 
-__all__ = ["LEAST_TURNS", "NEAR", "near_the_chosen", "still_in", "told_apart"]
+__all__ = ["LEAST_TURNS", "NEAR", "near_the_chosen", "nothing_new", "still_in", "told_apart"]
 
 NEAR = 1.25
 """How much longer than the chosen plan's a step may be predicted, for the plan to be worth a rehearsal."""
@@ -33,6 +33,17 @@ def near_the_chosen(planned: Planned, most: int) -> tuple[Candidate, ...]:
         if candidate.plan is not None and close:
             near.setdefault(identity(candidate.plan), candidate)
     return tuple(near.values())[:most] if len(near) > 1 else ()
+
+
+def nothing_new(planned: Planned) -> bool:
+    """Whether the choice was rehearsed among all that may be faster. What memory is free changes, so another plan may fit by now."""
+    return planned.chosen.rehearsed is not None and not any(
+        c.plan is not None
+        and c.rehearsed is None
+        and serves(c.kind, planned.strategy)
+        and c.weighed_s < planned.chosen.weighed_s
+        for c in planned.candidates
+    )
 
 
 def still_in(taken: Sequence[Sequence[float]]) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from heterodyne.search import Planned, plan
 from heterodyne.search.alternatives import alternatives
-from heterodyne.search.contenders import LEAST_TURNS, NEAR, near_the_chosen, still_in, told_apart
+from heterodyne.search.contenders import LEAST_TURNS, NEAR, near_the_chosen, nothing_new, still_in, told_apart
 from heterodyne.search.explain import paragraph
 from heterodyne.search.planned import Rehearsed, Strategy, identity, serves
 from pure.build import cluster, graph, linear, profile
@@ -50,6 +50,14 @@ def test_a_difference_smaller_than_its_own_spread_is_left_to_the_prediction() ->
             MODEL, machines, known, global_batch_size=24, rehearsed=dict(zip(plans, seen, strict=True)), near=NEAR
         )
         assert (identity(after.plan) == plans[0]) is kept
+
+
+def test_a_plan_that_came_to_fit_after_a_rehearsal_is_rehearsed_too() -> None:
+    before = searched()
+    assert not nothing_new(before), "nothing was run yet"
+    best, *others = [identity(c.plan) for c in near_the_chosen(before, 6) if c.plan is not None]
+    assert nothing_new(searched(**dict.fromkeys([best, *others], 1.0)))
+    assert not nothing_new(searched(**dict.fromkeys(others, 1.0))), "the best one by prediction was not run"
 
 
 def test_what_slows_the_machine_down_for_all_plans_does_not_hide_which_is_the_faster_one() -> None:
