@@ -35,10 +35,13 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words, precision_of
 from heterodyne.runtime.worker import Worker
 from heterodyne.search.contenders import NEAR
-from heterodyne.search.planned import Planned, Strategy
+from heterodyne.search.planned import Planned, Rehearsed, Strategy
 from heterodyne.search.planner import plan as search_plan
 
 __all__ = ["prepare"]
+
+_REHEARSALS = 2
+"""The second one only if a plan that may be faster has come to fit since the first."""
 
 
 def prepare(
@@ -73,14 +76,16 @@ def prepare(
     near = NEAR if settings.parallelism.rehearsal_s else 1.0
     search = partial(planning.search, near=near)
     plan, planned, profile = plan_and_try(session, search, profile, planning.attempt, look=planning.look)
-    rehearsed = rehearse(
-        session,
-        planned,
-        planning.rehearsal_workers(profile),
-        planning.rehearsal_batch(),
-        budget_s=settings.parallelism.rehearsal_s,
-    )
-    if rehearsed:
+    for _ in range(_REHEARSALS):
+        rehearsed = rehearse(
+            session,
+            planned,
+            planning.rehearsal_workers(profile),
+            planning.rehearsal_batch(),
+            budget_s=settings.parallelism.rehearsal_s,
+        )
+        if not rehearsed:
+            break
         plan, planned = plan_once(session, partial(search, rehearsed=rehearsed), profile, planning.look)
     return planning.prepared(profile, plan, planned)
 
@@ -125,7 +130,7 @@ class _Planning:
     settings: Settings
     given: Plan | None
 
-    def search(self, known: Profile, *, near: float = 1.0, rehearsed: Mapping[str, float] | None = None) -> Planned:
+    def search(self, known: Profile, *, near: float = 1.0, rehearsed: Mapping[str, Rehearsed] | None = None) -> Planned:
         """On the rank that plans. ``near``, ``rehearsed``: see `search.planner.plan`."""
         settings = self.settings
         sizes, while_faster = sizes_to_measure(self.captured.graph, settings)

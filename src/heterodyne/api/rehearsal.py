@@ -2,6 +2,9 @@
 
 A prediction is right to a few percent, and the best plans of a search are often closer together than that. What is rehearsed works on
 copies of the model; weights, optimizer and data of the run are not touched.
+
+Plans take turns of several steps. The first step of a turn does not count: it finds the caches full of what another plan has left, and
+in training each step follows another one.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -18,15 +20,16 @@ from torch import Tensor
 from heterodyne.api.session import Session
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.worker import Worker
-from heterodyne.search.contenders import near_the_chosen, still_in
-from heterodyne.search.planned import Planned, identity
+from heterodyne.search.contenders import LEAST_TURNS, near_the_chosen, nothing_new, still_in, told_apart
+from heterodyne.search.planned import Planned, Rehearsed, identity
 from heterodyne.units import format_seconds
 
 __all__ = ["rehearse"]
 
 _MOST_PLANS = 6
-_ROUNDS = 3
-_MOST_ROUNDS = 20
+_MOST_TURNS = 40
+_TURN_S = 0.3
+"""A device that is held to a part of a processor may use it at the begin of each period, and the usual one lasts 0.1 s."""
 _MEMORY = 0.8
 """Of each device: what plans that take turns may fill together."""
 
@@ -35,10 +38,13 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
-    """What is to be run, as rank 0 has found it. ``beside``: all of them fit into memory at once, so that they can take turns."""
+    """What is to be run, as rank 0 has found it. ``steps``: of a turn that count; ``beside``: all of the plans fit into memory at once; if
+    they do not, each is made anew for some turns.
+    """
 
     plans: tuple[str, ...]
-    beside: bool
+    steps: int = 1
+    beside: bool = False
 
 
 def rehearse(
@@ -48,8 +54,8 @@ def rehearse(
     batch: Batch,
     *,
     budget_s: float,
-) -> Mapping[str, float]:
-    """Seconds of a step by the `identity` of the plan; empty where there is nothing to tell apart, or no time for it.
+) -> Mapping[str, Rehearsed]:
+    """What was seen of each plan that was run, by its `identity`; empty where there is nothing to tell apart, or no time for it.
 
     Args:
         planned: on rank 0.
@@ -62,52 +68,76 @@ def rehearse(
     if not program.plans:
         return {}
     plans = [Plan.parse(text) for text in program.plans]
-    groups = [plans] if program.beside else [[plan] for plan in plans]
-    found: dict[str, float] = {}
     with session.announced(f"rehearsing {len(plans)} plans, for about {format_seconds(budget_s)} at most"):
-        for group in groups:
-            seconds = _in_turns(session, group, make, batch, budget_s / len(groups))
-            found.update((identity(plan), own) for plan, own in zip(group, seconds, strict=True))
+        stage = _Stage(session=session, plans=plans, make=make, batch=batch, steps=program.steps)
+        taken = stage.in_turns(budget_s, beside=program.beside)
+    found = {identity(plan): seen for plan, seen in zip(plans, told_apart(taken), strict=True)}
     return session.communicator.broadcast_object(found, 0)
 
 
 def _program(session: Session, planned: Planned | None, budget_s: float) -> _Program:
-    nothing = _Program(plans=(), beside=False)
-    if planned is None or session.world_size < 2:
+    nothing = _Program(plans=())
+    if planned is None or session.world_size < 2 or nothing_new(planned):
         return nothing
-    step_s = planned.chosen.step_s or 0.0
-    most = _MOST_PLANS if step_s <= 0 else min(_MOST_PLANS, int(budget_s / (step_s * (1 + _ROUNDS))))
+    step_s = planned.chosen.step_s or _TURN_S
+    steps = max(1, round(_TURN_S / step_s))
+    most = min(_MOST_PLANS, int(budget_s / (step_s * (1 + steps) * LEAST_TURNS)))
     near = near_the_chosen(planned, most) if most > 1 else ()
     plans = tuple(candidate.plan.dump() for candidate in near if candidate.plan is not None)
     used = [candidate.simulation.peak_bytes for candidate in near if candidate.simulation is not None]
     rooms = [device.memory_bytes for device in session.cluster.devices]
     beside = all(sum(of_rank) <= _MEMORY * room for of_rank, room in zip(zip(*used, strict=True), rooms, strict=False))
-    return _Program(plans=plans, beside=beside) if len(plans) > 1 else nothing
+    return _Program(plans=plans, steps=steps, beside=beside) if len(plans) > 1 else nothing
 
 
-def _in_turns(
-    session: Session, plans: Sequence[Plan], make: Callable[[Plan], Worker], batch: Batch, budget_s: float
-) -> list[float]:
-    """Of each plan the median second of a step, by this rank's clock; in rounds, so that a machine that gets slower does so for all."""
-    started_s = time.perf_counter()
-    taken: list[list[float]] = [[] for _ in plans]
-    with ExitStack() as stack, torch.random.fork_rng(devices=[]):
-        workers = []
-        for plan in plans:
-            workers.append(make(plan))
-            stack.callback(workers[-1].close)
-            workers[-1].step(batch)  # the first one makes what the others use
-        for number in range(_MOST_ROUNDS):
-            late = number >= _ROUNDS and time.perf_counter() - started_s > budget_s
-            left = session.communicator.broadcast_object([] if late else still_in(taken), 0)
-            if not left or (number >= _ROUNDS and len(left) == 1):
-                break
-            for place in left:
-                session.communicator.barrier()
-                begun_s = time.perf_counter()
-                workers[place].step(batch)
-                if session.device.type != "cpu":
-                    torch.accelerator.synchronize(session.device)
-                session.communicator.barrier()
-                taken[place].append(time.perf_counter() - begun_s)
-    return [median(seconds) for seconds in taken]
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Where plans are run. Everything is collective."""
+
+    session: Session
+    plans: Sequence[Plan]
+    make: Callable[[Plan], Worker]
+    batch: Batch
+    steps: int
+
+    def in_turns(self, budget_s: float, *, beside: bool) -> list[list[float]]:
+        """Seconds of a step of each plan, turn after turn, until one is left or the time is over."""
+        started_s = time.perf_counter()
+        taken: list[list[float]] = [[] for _ in self.plans]
+        with ExitStack() as stack, torch.random.fork_rng(devices=[]):
+            workers = [self._made(plan, stack) for plan in self.plans] if beside else []
+            while (turns := max(map(len, taken))) < _MOST_TURNS:
+                late = turns >= LEAST_TURNS and time.perf_counter() - started_s > budget_s
+                left = self.session.communicator.broadcast_object([] if late else still_in(taken), 0)
+                if len(left) < 2:
+                    break
+                for place in left:
+                    if beside:
+                        taken[place].append(self._turn_s(workers[place]))
+                    else:
+                        with ExitStack() as alone:
+                            worker = self._made(self.plans[place], alone)
+                            taken[place] += [self._turn_s(worker) for _ in range(LEAST_TURNS)]
+        return taken
+
+    def _made(self, plan: Plan, stack: ExitStack) -> Worker:
+        worker = self.make(plan)
+        stack.callback(worker.close)
+        worker.step(self.batch)  # the first one makes what the others use
+        return worker
+
+    def _turn_s(self, worker: Worker) -> float:
+        """Seconds of a step, by the clock of the rank that takes longest."""
+        communicator = self.session.communicator
+        worker.step(self.batch)
+        self._wait()
+        communicator.barrier()
+        begun_s = time.perf_counter()
+        for _ in range(self.steps):
+            worker.step(self.batch)
+        self._wait()
+        return max(communicator.all_gather_object((time.perf_counter() - begun_s) / self.steps))
+
+    def _wait(self) -> None:
+        if self.session.device.type != "cpu":
+            torch.accelerator.synchronize(self.session.device)

@@ -65,7 +65,8 @@ class DeviceProfile:
             measured.
         step_overhead_s: seconds of a step that belong to no action (reading the batch, bookkeeping).
         overlap: how much slower compute gets while a collective is in flight, as seconds of compute lost per second of
-            collective: 0 where it hides completely, 1 where nothing is gained by overlapping.
+            collective: 0 where it hides completely, 1 where nothing is gained by overlapping. A collective lasts as long as it
+            keeps the processor of any of its ranks busy, so it is 1 at most.
         calibration: seconds of a whole share in a trial over what the samples say of it; 1 where nothing was tried.
         context_bytes: what the process occupied of this device's memory before there was a model, 0 where it was not seen.
     """

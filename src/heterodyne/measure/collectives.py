@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -32,8 +32,9 @@ def measure_all_reduce(
 ) -> tuple[LinkSample, ...]:
     """All-reduce among all ranks at several sizes; the same result on every rank. Nothing for one rank.
 
-    Each device computes for a moment before each, as in a step: a device that is held to a part of a processor comes to it with nothing
-    left of that part, and copies more slowly than in one collective behind another. It lasts from the moment at which the last rank comes
+    Each device writes its tensor and computes for a moment before each, as in a step: what a processor has written itself lies in its own
+    caches, and takes its neighbours longer to read than what a collective has left; and a device that is held to a part of a processor
+    comes to it with nothing left of that part. It lasts from the moment at which the last rank comes
     until the last one has it; where the ranks have no clock in common, as long as for the rank that spends least time in it.
 
     Sizes that do not fit the budget are left out, the largest first, and that is said on every rank.
@@ -50,10 +51,14 @@ def measure_all_reduce(
         def reduce(tensor: torch.Tensor = tensor) -> None:
             process_group.all_reduce(tensor).wait()
 
+        def before(tensor: torch.Tensor = tensor) -> None:
+            tensor.zero_()
+            compute()
+
         expected_s = samples[-1].seconds * size / samples[-1].bytes if samples else 0.0
         left_s = deadline - bench.now()
         timing = together(
-            peers, reduce, bench, source=0, left_s=left_s, expected_s=expected_s, between=(compute, BETWEEN_S)
+            peers, reduce, bench, source=0, left_s=left_s, expected_s=expected_s, between=(before, BETWEEN_S)
         )
         if timing is None:
             text = f"all-reduce was not measured from {format_bytes(size)} on"
@@ -73,7 +78,8 @@ def measure_overlap(
     compute: Callable[[], object] | None = None,
     lasting_s: float = 0.0,
 ) -> float:
-    """Seconds of computation that this rank loses per second of a collective in flight, in [0, 1].
+    """Seconds of computation that this rank loses per second of a collective in flight; more than 1 where its processor needs longer for
+    it than it lasted by itself.
 
     ``compute`` (default: a product of small matrices) is repeated until it lasts three times the collective, with and without
     the collective beside it, in turn; the difference is what the collective took away. 0 for one rank. ``lasting_s``: of one in a step, if
@@ -116,15 +122,28 @@ def measure_overlap(
     times = max(1, min(100_000, round(_COVER * alone_s / unit_s))) if unit_s > 0 else 1
     if isinstance(clock, HostClock):
         lasting_s = max(alone_s, lasting_s)
-        return _share_of_processor(lasting_s, peers, reduce, lambda: [work() for _ in range(times * runs)], rounds)
+        return _share_of_processor(
+            lasting_s, peers, reduce, lambda: [work() for _ in range(times * runs)], rounds, tensor
+        )
     lost = [compute_s(times, runs, beside=True) - compute_s(times, runs, beside=False) for _ in range(rounds)]
     return min(1.0, max(0.0, median(lost) / max(alone_s, lasting_s))) if alone_s > 0 else 0.0
 
 
 def _share_of_processor(
-    alone_s: float, peers: Peers, reduce: Callable[[], None], compute: Callable[[], object], rounds: int
+    alone_s: float,
+    peers: Peers,
+    reduce: Callable[[], None],
+    compute: Callable[[], object],
+    rounds: int,
+    tensor: torch.Tensor,
 ) -> float:
-    """Seconds that the processor's work of a collective of ``alone_s`` takes from computing, a second; at most 1."""
-    spent = timed(peers, reduce, 2 * rounds, ProcessorClock())
+    """Seconds that the processor's work of a collective of ``alone_s`` takes from computing, a second."""
+    processor, spent = ProcessorClock(), []
+    for _ in range(2 * rounds):
+        tensor.zero_()  # as a backward leaves it: in the caches of this rank
+        peers.barrier()
+        start = processor.mark()
+        reduce()
+        spent.append(processor.seconds(start, processor.mark()))
     part = rate_of(compute)
-    return min(1.0, spent / (part * alone_s)) if alone_s > 0 and part > 0 else 0.0
+    return fmean(spent) / (part * alone_s) if alone_s > 0 and part > 0 else 0.0

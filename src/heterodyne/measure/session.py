@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -323,7 +323,10 @@ class _Session:
         overlap = measure_overlap(
             self._peers, self._process_group, self._bench, message_bytes=size, lasting_s=lasting_s
         )
-        return reduces + sends + exchanges, overlap
+        # A collective is over when the processor of each has done its part: where one needs longer, it lasts longer for all.
+        longer = max(1.0, *self._peers.all_gather_object(overlap))
+        reduces = tuple(replace(sample, seconds=longer * sample.seconds) for sample in reduces)
+        return reduces + sends + exchanges, overlap / longer
 
     def _budget(self, what: str) -> float:
         return self._request.budget_s * _BUDGET[what]

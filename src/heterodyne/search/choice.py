@@ -12,13 +12,10 @@ from heterodyne.search.planned import Candidate, Strategy, serves
 
 __all__ = ["chosen_of"]
 
-_AS_FAST = 1.01
-"""In a rehearsal, which takes too few steps to tell less."""
-
 
 def chosen_of(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:
     """The fastest of those that serve, doubt counted in; of equals the one that leaves out fewest devices, then the first. Where some
-    were rehearsed, the first of those that nearly were the fastest then.
+    were rehearsed, the first of those that were as fast as the fastest then, as far as that could be told.
 
     Raises InfeasibleError.
     """
@@ -30,10 +27,8 @@ def chosen_of(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequenc
     if any(c.kind == "marked" for c in serving) and not any(c.kind == "marked" for c in possible):
         why = "; ".join(f"{c.name}: {c.why_not}" for c in serving if c.kind == "marked")
         raise InfeasibleError(f"the model cannot run as it is marked: {why}")
-    rehearsed = [c.rehearsed_s for c in possible if c.rehearsed_s is not None]
-    if rehearsed:
-        least_s = min(rehearsed) * _AS_FAST
-        possible = [c for c in possible if c.rehearsed_s is not None and c.rehearsed_s <= least_s]
+    possible = [c for c in possible if c.rehearsed is not None] or possible
+    possible = [c for c in possible if c.rehearsed is not None and c.rehearsed.as_fast] or possible
     if possible:
         return min(possible, key=lambda c: (c.weighed_s, len(c.left_out)))
     if not any(fit.sizes for fit in fits):

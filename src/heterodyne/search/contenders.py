@@ -1,18 +1,26 @@
-"""Which plans are rehearsed, and for how long: those that may be the fastest, by prediction and then by the clock."""
+"""Which plans are rehearsed, for how long, and what that tells: those that may be the fastest, by prediction and then by the clock.
+
+Plans take turns of a few steps. What slows the machine down does so for all that have their turns then, so two plans are compared turn by
+turn: the median of the ratios, and its standard error by their quartiles (McGill, Tukey and Larsen, "Variations of box plots", 1978).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import dataclass
+from math import sqrt
+from statistics import median, quantiles
 
-from heterodyne.search.planned import Candidate, Planned, identity, serves
+from heterodyne.search.planned import Candidate, Planned, Rehearsed, identity, serves
 
-__all__ = ["NEAR", "near_the_chosen", "still_in"]
+__all__ = ["LEAST_TURNS", "NEAR", "near_the_chosen", "nothing_new", "still_in", "told_apart"]
 
 NEAR = 1.25
 """How much longer than the chosen plan's a step may be predicted, for the plan to be worth a rehearsal."""
-_CLEAR_ROUNDS = 5
-"""A plan that was slower than the best one in all of the last so many is not run any more: by chance one in 32 is."""
+LEAST_TURNS = 4
+"""Fewer have no quartiles to speak of."""
+_CLEARLY = 2
+"""Standard errors beyond which a plan is not run any more."""
 
 
 def near_the_chosen(planned: Planned, most: int) -> tuple[Candidate, ...]:
@@ -27,18 +35,57 @@ def near_the_chosen(planned: Planned, most: int) -> tuple[Candidate, ...]:
     return tuple(near.values())[:most] if len(near) > 1 else ()
 
 
-def still_in(taken: Sequence[Sequence[float]]) -> list[int]:
-    """The plans that may still be the fastest, by their places.
+def nothing_new(planned: Planned) -> bool:
+    """Whether the choice was rehearsed among all that may be faster. What memory is free changes, so another plan may fit by now."""
+    return planned.chosen.rehearsed is not None and not any(
+        c.plan is not None
+        and c.rehearsed is None
+        and serves(c.kind, planned.strategy)
+        and c.weighed_s < planned.chosen.weighed_s
+        for c in planned.candidates
+    )
 
-    ``taken``: seconds of each, round after round; those that were out before have fewer.
+
+def still_in(taken: Sequence[Sequence[float]]) -> list[int]:
+    """The plans that may still be the fastest, by their places: all but those that are clearly slower than the one that is by now.
+
+    ``taken``: seconds of a step of each, turn after turn; those that were out before have fewer.
     """
-    rounds = max(map(len, taken))
-    there = [place for place, own in enumerate(taken) if len(own) == rounds]
-    if rounds < _CLEAR_ROUNDS:
+    turns = max(map(len, taken))
+    there = [place for place, own in enumerate(taken) if len(own) == turns]
+    if turns < LEAST_TURNS:
         return there
-    best = taken[min(there, key=lambda place: median(taken[place]))][-_CLEAR_ROUNDS:]
+    best = taken[_fastest(taken, there)]
+    return [place for place in there if not _Slower.of(taken[place], best).by(_CLEARLY)]
+
+
+def told_apart(taken: Sequence[Sequence[float]]) -> list[Rehearsed]:
+    """What the turns say of each plan; who was out before the end is slower than the fastest of the others."""
+    turns = max(map(len, taken))
+    there = [place for place, own in enumerate(taken) if len(own) == turns]
+    best = taken[_fastest(taken, there)]
     return [
-        place
-        for place in there
-        if not all(own > least for own, least in zip(taken[place][-_CLEAR_ROUNDS:], best, strict=True))
+        Rehearsed(seconds=median(own), as_fast=place in there and not _Slower.of(own, best).by(1))
+        for place, own in enumerate(taken)
     ]
+
+
+def _fastest(taken: Sequence[Sequence[float]], there: Sequence[int]) -> int:
+    return min(there, key=lambda place: median(taken[place]))
+
+
+@dataclass(frozen=True)
+class _Slower:
+    """How much longer a step of one plan takes than one of another, as a part of it, and the standard error of that."""
+
+    part: float
+    error: float
+
+    @classmethod
+    def of(cls, own: Sequence[float], other: Sequence[float]) -> _Slower:
+        more = [mine / its - 1 for mine, its in zip(own, other, strict=True)]
+        low, _, high = quantiles(more, n=4, method="inclusive") if len(more) > 1 else (0.0, 0.0, 0.0)
+        return cls(median(more), (high - low) / sqrt(len(more)))
+
+    def by(self, errors: float) -> bool:
+        return self.part > errors * self.error

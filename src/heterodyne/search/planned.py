@@ -21,6 +21,7 @@ __all__ = [
     "Candidate",
     "Kind",
     "Planned",
+    "Rehearsed",
     "Strategy",
     "identity",
     "serves",
@@ -63,11 +64,19 @@ _OF_DATA = ("balanced", "equal", "fastest", "fewer")
 _OF_PIPELINES = ("pipeline", "replicas", "even")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsed:
+    """What was seen of a plan that was run. ``seconds``: of a step; ``as_fast``: as the fastest, as far as that could be told."""
+
+    seconds: float
+    as_fast: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One way that was weighed. ``plan`` and ``simulation`` are None if it cannot be, and ``why_not`` says why.
 
-    ``left_out``: devices that could take part and have no share in it. ``rehearsed_s``: of a step, if the plan was run to see.
+    ``left_out``: devices that could take part and have no share in it. ``rehearsed``: if the plan was run to see.
     ``short_of_host``: what it lacks is memory of hosts.
     """
 
@@ -77,8 +86,13 @@ class Candidate:
     simulation: Simulation | None = None
     left_out: tuple[str, ...] = ()
     why_not: str = ""
-    rehearsed_s: float | None = None
+    rehearsed: Rehearsed | None = None
     short_of_host: bool = False
+
+    @property
+    def rehearsed_s(self) -> float | None:
+        """Seconds of a step, if the plan was run to see."""
+        return None if self.rehearsed is None else self.rehearsed.seconds
 
     @property
     def step_s(self) -> float | None:

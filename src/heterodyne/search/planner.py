@@ -28,7 +28,7 @@ from heterodyne.search.choice import chosen_of
 from heterodyne.search.explain import reason
 from heterodyne.search.families import Families
 from heterodyne.search.host_room import lacking_on_hosts
-from heterodyne.search.planned import Candidate, Planned, Strategy, identity
+from heterodyne.search.planned import Candidate, Planned, Rehearsed, Strategy, identity
 from heterodyne.search.predict import compute_seconds, own_rates, predict
 from heterodyne.sim.run import Simulation
 
@@ -50,7 +50,7 @@ def plan(
     strategy: Strategy = "auto",
     memory: MemoryAssumptions | None = None,
     given: Plan | None = None,
-    rehearsed: Mapping[str, float] | None = None,
+    rehearsed: Mapping[str, Rehearsed] | None = None,
     whole_weights: bool = False,
     near: float = 1.0,
 ) -> Planned:
@@ -60,7 +60,7 @@ def plan(
         micro_batch_sizes: those of the plan; None: those that were measured on any device.
         bucket_bytes: of a gradient bucket; None: what the links ask for.
         given: a plan that somebody wrote is taken as it is, whatever its memory, and weighed against what would have been chosen.
-        rehearsed: seconds of a step of plans that were run, by their `identity`. The choice is among these alone.
+        rehearsed: what was seen of plans that were run, by their `identity`. The choice is among the fastest of these.
         whole_weights: the optimizer updates whole weights only, so plans that split them are left out.
         near: how many times as long as the fastest a plan may be predicted to take and is still looked for, as a rehearsal wants it.
 
@@ -96,10 +96,10 @@ def _believed(
     return CostModel(graph=graph, cluster=cluster, profile=profile, recipe=recipe, memory=memory or MemoryAssumptions())
 
 
-def _weighed(families: Families, given: Plan | None, rehearsed: Mapping[str, float]) -> Planned:
+def _weighed(families: Families, given: Plan | None, rehearsed: Mapping[str, Rehearsed]) -> Planned:
     """What is chosen of everything that is weighed."""
     candidates = tuple(
-        c if c.plan is None else replace(c, rehearsed_s=rehearsed.get(identity(c.plan)))
+        c if c.plan is None else replace(c, rehearsed=rehearsed.get(identity(c.plan)))
         for c in map(partial(_with_host_room, families.model), families.candidates(on_hosts=given is None))
     )
     if given is None:
