@@ -15,6 +15,7 @@ SETTINGS = (
     "parallelism.micro_batch_sizes=[2, 4]",
     "training.steps=6",
     "training.validate_every=0",
+    "parallelism.measure_s=20",  # the links too, also on a busy machine
     "parallelism.rehearsal_s=5",
     "checkpoint.every=0",
 )
