@@ -143,6 +143,21 @@ def test_discovery_is_the_same_on_every_rank(pool: Pool) -> None:
     assert pickle.loads(pickle.dumps(clusters[0])) == clusters[0]
 
 
+def reduces_when_time_ends(world: World) -> list[int]:
+    """By a clock that runs out while the first size is measured."""
+    moments = iter([0.0, 0.0, 5.0])
+    bench = Workbench(device=CPU, sampling=QUICK, now=lambda: next(moments, 100.0))
+    with communicator_of(world) as peers:
+        process_group = peers.process_group(range(world.world_size))
+        assert process_group is not None
+        return [s.bytes for s in measure_all_reduce(peers, process_group, ["a", "b"], bench, budget_s=4.0)]
+
+
+def test_no_size_of_a_collective_is_measured_alone(pool: Pool) -> None:
+    """One says nothing of bandwidth: a KiB that takes as long as its latency would make a GiB take hours."""
+    assert pool.run(2, reduces_when_time_ends) == [list(MESSAGE_BYTES[:2])] * 2
+
+
 def links(world: World, budget_s: float) -> tuple[list[int], int, list[str]]:
     said: list[str] = []
     # Ranks whose clocks run differently still have to agree on what is done.

@@ -30,8 +30,8 @@ class BlockSample:
 
     ``saved_bytes`` is what the block keeps from forward to backward, but for ``copied_bytes``, the narrow copies of weights that autocast
     makes for each forward, whatever its size; ``spread`` is that of forward plus backward.
-    ``peak_bytes`` is the most that forward and backward held at any moment beyond weights and gradients, 0 where the device does
-    not say (CPU). ``extrapolated``: not measured, but continued from the smaller sizes (out of time or of memory).
+    ``peak_bytes`` is the most that forward and backward held at any moment beyond weights and gradients, 0 where the system
+    does not say. ``extrapolated``: not measured, but continued from the smaller sizes (out of time or of memory).
     ``input_s`` and ``weight_s`` are the two halves of a backward that is run in halves, and ``halved_forward_s`` is the forward before
     them, which prepares that; all 0 where that was not measured.
     """

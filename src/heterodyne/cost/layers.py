@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from heterodyne.plan.short import width_words
+
 __all__ = ["DATA_WIDTHS", "LayerCost", "LayerCosts", "Widths"]
 
 DATA_WIDTHS = (1, 2, 4, 8)
@@ -45,7 +47,7 @@ class Widths(NamedTuple):
     @property
     def in_words(self) -> str:
         """``tensor 4 x data 2``; "" for one device."""
-        return " x ".join(f"{name} {width}" for name, width in zip(self._fields, self, strict=True) if width > 1)
+        return width_words(zip(self._fields, self, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

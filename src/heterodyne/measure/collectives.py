@@ -8,6 +8,7 @@ from statistics import fmean, median
 import torch
 
 from heterodyne.cluster.profile import LinkSample
+from heterodyne.cost.collective import fit
 from heterodyne.measure.beside import BETWEEN_S, GUESS, matrix_product, moment, rate_of
 from heterodyne.measure.clock import HostClock, ProcessorClock
 from heterodyne.measure.peers import Peers, ProcessGroup
@@ -37,12 +38,13 @@ def measure_all_reduce(
     comes to it with nothing left of that part. It lasts from the moment at which the last rank comes
     until the last one has it; where the ranks have no clock in common, as long as for the rank that spends least time in it.
 
-    Sizes that do not fit the budget are left out, the largest first, and that is said on every rank.
+    Sizes that do not fit the budget are left out, the largest first, and that is said on every rank. Never all but one: a single size does
+    not tell latency from bandwidth, and what takes the smallest is latency, of which larger ones do not have more.
     """
     if peers.world_size < 2:
         return ()
     samples: list[LinkSample] = []
-    deadline = bench.now() + budget_s
+    deadline, spent_s = bench.now() + budget_s, 0.0
     compute = moment(peers, bench)
     for index, size in enumerate(sorted(message_bytes)):
         bench.progress(f"all-reduce of {format_bytes(size)}", index + 1, len(message_bytes))
@@ -55,8 +57,10 @@ def measure_all_reduce(
             tensor.zero_()
             compute()
 
-        expected_s = samples[-1].seconds * size / samples[-1].bytes if samples else 0.0
-        left_s = deadline - bench.now()
+        known = [(own.bytes, own.seconds) for own in samples if own.seconds > 0]
+        expected_s = fit(known)(size) if len(known) > 1 else sum(seconds for _, seconds in known)
+        begun_s = bench.now()
+        left_s = max(deadline - begun_s, spent_s if index == 1 else 0.0)
         timing = together(
             peers, reduce, bench, source=0, left_s=left_s, expected_s=expected_s, between=(before, BETWEEN_S)
         )
@@ -65,6 +69,7 @@ def measure_all_reduce(
             bench.say(f"{text}: {NO_TIME}")
             break
         samples.append(sample("all_reduce", tuple(devices), size, timing, 1))
+        spent_s = bench.now() - begun_s
     return tuple(samples)
 
 

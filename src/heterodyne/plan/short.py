@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from heterodyne.plan.plan import Layout, Plan, Stage
 
-__all__ = ["device_labels", "in_short", "widths_in_words"]
+__all__ = ["device_labels", "in_short", "width_words", "widths_in_words"]
 
 _IN_SHORT = 2
 """Kinds of pipelines that a line has room for."""
@@ -64,7 +64,10 @@ def _of_width(stage: Stage) -> str:
 
 def widths_in_words(layout: Layout) -> str:
     """``tensor 4 x data 2``; "" for one device."""
-    axes = sorted(
-        (axis for axis in layout.axes if len(axis.shares) > 1), key=lambda axis: list(_NAMES).index(axis.kind)
-    )
-    return " x ".join(f"{_NAMES[axis.kind]} {len(axis.shares)}" for axis in axes)
+    axes = sorted(layout.axes, key=lambda axis: list(_NAMES).index(axis.kind))
+    return width_words((_NAMES[axis.kind], len(axis.shares)) for axis in axes)
+
+
+def width_words(widths: Iterable[tuple[str, int]]) -> str:
+    """``tensor 4 x data 2`` of axes by name and width; "" where none is wider than 1."""
+    return " x ".join(f"{name} {width}" for name, width in widths if width > 1)

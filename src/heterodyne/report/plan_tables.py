@@ -90,7 +90,7 @@ def _group_rows(plan: Plan, title: str, fleet: Fleet | None) -> Rows:
     """With several stages on each place, a row for each place. Layers are counted from 0."""
     label = device_labels(plan)
     rows: list[tuple[str, ...]] = []
-    for stages, alike in groupby(plan.pipelines, key=lambda pipeline: pipeline.stages):
+    for _, alike in groupby(plan.pipelines, key=lambda pipeline: pipeline.stages):
         for number, pipeline in enumerate(alike):
             first = (f"{pipeline.replicas:,} x", str(pipeline.micro_batches))
             if number:  # the same stages, other micro-batches
@@ -108,7 +108,6 @@ def _group_rows(plan: Plan, title: str, fleet: Fleet | None) -> Rows:
                         "all" if home.recompute else "none",
                     )
                 )
-        del stages
     idle = [] if fleet is None else _idle(plan, fleet)
     return Rows(
         title=title,

@@ -35,7 +35,7 @@ def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
         elif ratio is not None and ratio < 1 and candidate.weighed_s > planned.chosen.weighed_s:
             note += ", too little to cut the model for"
         plan = planned.plan if chosen else _predicted(candidate, planned.cluster)
-        rows.append(AlternativeRow(name=candidate.name, chosen=chosen, plan=plan, ratio=ratio, note=note))
+        rows.append(AlternativeRow(name=candidate.name, chosen=chosen, plan=plan, note=note))
     return tuple(sorted(rows, key=lambda row: (row.step_s is None, row.step_s or 0.0, not row.chosen)))
 
 

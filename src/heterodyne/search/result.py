@@ -13,15 +13,11 @@ __all__ = ["AlternativeRow", "PlanningResult"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlternativeRow:
-    """One plan that was weighed, with its prediction; ``plan`` is None for a way that is not possible, and ``note`` says why.
-
-    ``ratio``: its predicted step over that of the chosen one.
-    """
+    """One plan that was weighed, with its prediction; ``plan`` is None for a way that is not possible, and ``note`` says why."""
 
     name: str
     chosen: bool = False
     plan: Plan | None = None
-    ratio: float | None = None
     note: str = ""
 
     @property

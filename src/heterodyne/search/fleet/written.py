@@ -106,12 +106,11 @@ class PaperPlanner:
 
     def _result(self, found: Planned) -> FleetResult:
         best = self._predicted(found.best, reason=f"the best found for {found.objective.goal}")
-        rows = [AlternativeRow(name=in_short(best), plan=best, chosen=True, ratio=1.0, note="chosen")]
+        rows = [AlternativeRow(name=in_short(best), plan=best, chosen=True, note="chosen")]
         for own in found.runners_up:
             plan = self._predicted(own)
-            ratio = own.predicted.step_s / found.best.predicted.step_s
             note = why_more(own, found.best, found.objective)
-            rows.append(AlternativeRow(name=in_short(plan), plan=plan, ratio=ratio, note=note))
+            rows.append(AlternativeRow(name=in_short(plan), plan=plan, note=note))
         words = (step_in_words(found), host_exchange_in_words(self.fleet, found.best.plan))
         return FleetResult(
             plan=best,
