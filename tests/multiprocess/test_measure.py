@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,11 @@ def test_the_cache_of_rank_0_serves_all_or_is_replaced_for_all(pool: Pool, tmp_p
     assert said == said_there
     assert (profile == first) == (not any("no longer holds" in note for note in said))
     (path,) = (tmp_path / "profiles").iterdir()
+    replace(profile, links=()).save(path)  # as where the time was over before
+    (profile, said), (there, _) = pool.run(2, measured, str(tmp_path))
+    assert profile == there
+    assert profile.links
+    assert "no time for its links" in said[0]
     path.write_text("{")
     (profile, said), (there, _) = pool.run(2, measured, str(tmp_path))
     assert profile == there == Profile.load(path)

@@ -44,3 +44,10 @@ def test_alike_nodes_that_are_joined_alike_are_one_pool() -> None:
     ]
     assert [pool.nodes for pool in fleet_of(Cluster(name="c", devices=devices, links=tuple(alike))).pools] == [4]
     assert len(fleet_of(Cluster(name="c", devices=devices, links=tuple(alike[1:]))).pools) == 4
+
+
+def test_the_memory_of_hosts_stays_and_of_one_pool_it_is_that_of_the_smallest() -> None:
+    devices = tuple(Device(id=f"n-{i}/cpu:0", kind="cpu", node=f"n-{i}", memory_bytes=2**30) for i in range(2))
+    cluster = Cluster(name="c", devices=devices, hosts={"n-0": 2**34, "n-1": 2**33})
+    assert cluster_of(fleet_of(cluster)).hosts == {"n-0": 2**33, "n-1": 2**33}
+    assert cluster_of(fleet_of(Cluster(name="c", devices=devices, hosts={"n-0": 2**34}))).hosts == {}

@@ -53,6 +53,7 @@ class Pool:
         watts_per_device: None if not known.
         node: what its nodes are called, as ``new`` of ``new-0``; "": as the pool. Pools of one such name stand in the same nodes.
         numbered: whether a number follows; False only for a single node.
+        host_memory_bytes: of the host of each node; None if not known.
 
     Raises ClusterError for numbers that cannot be.
     """
@@ -71,6 +72,7 @@ class Pool:
     watts_per_device: float | None = None
     node: str = ""
     numbered: bool = True
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.devices_per_node, self.memory_bytes) < 1:

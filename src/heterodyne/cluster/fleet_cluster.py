@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement, groupby, product
 
@@ -48,7 +48,8 @@ def cluster_of(fleet: Fleet) -> Cluster:
         for (one, a), (other, b) in combinations(standing, 2)
         if (wire := wires[a.name, b.name]) is not None
     ]
-    return Cluster(name=fleet.name, devices=tuple(devices), links=(*inner, *outer))
+    hosts = {name: pool.host_memory_bytes for name, pool in standing if pool.host_memory_bytes is not None}
+    return Cluster(name=fleet.name, devices=tuple(devices), links=(*inner, *outer), hosts=hosts)
 
 
 def fleet_of(cluster: Cluster) -> Fleet:
@@ -60,7 +61,7 @@ def fleet_of(cluster: Cluster) -> Fleet:
     wires = {frozenset(link.between): _wire(link) for link in cluster.links}
     runs = _runs(nodes, wires)
     runs = _apart(runs, wires)
-    pools = [pool for run in runs for pool in _pools(run, nodes, wires)]
+    pools = [pool for run in runs for pool in _pools(run, nodes, wires, cluster.hosts)]
     links: dict[tuple[str, str], Wire] = {}
     for run in runs:
         wire = wires.get(frozenset(run.names[:2])) if len(run.names) > 1 else None
@@ -168,8 +169,11 @@ def _apart(runs: list[_Run], wires: dict[frozenset[str], Wire]) -> list[_Run]:
     ]
 
 
-def _pools(run: _Run, nodes: dict[str, tuple[Device, ...]], wires: dict[frozenset[str], Wire]) -> Iterator[Pool]:
+def _pools(
+    run: _Run, nodes: dict[str, tuple[Device, ...]], wires: dict[frozenset[str], Wire], hosts: Mapping[str, int]
+) -> Iterator[Pool]:
     first = run.names[0]
+    of_hosts = [hosts[name] for name in run.names if name in hosts]  # measured ones differ by a little
     parts = [list(part) for _, part in groupby(nodes[first], key=_alike)]
     named: Counter[str] = Counter()
     for part in parts:
@@ -190,4 +194,5 @@ def _pools(run: _Run, nodes: dict[str, tuple[Device, ...]], wires: dict[frozense
             watts_per_device=known.tdp_w if known else None,
             node=run.name,
             numbered=run.numbered,
+            host_memory_bytes=min(of_hosts) if len(of_hosts) == len(run.names) else None,
         )

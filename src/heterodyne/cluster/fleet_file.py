@@ -182,6 +182,7 @@ class _Reader:
                 watts_per_device=section.watts or self._kinds.watts(kind),
                 node=name,
                 numbered=section.count is not None,
+                host_memory_bytes=section.host_memory,
             )
             if name != "/".join(place):
                 self._links.group(name, pool.name)

@@ -108,6 +108,7 @@ class NodeSection(Section):
     devices_per_node: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     memory: Memory | None = None
     devices: tuple[DevicesEntry, ...] = ()
+    host_memory: Memory | None = None
     link: LinkValues | None = None
     usd_per_hour: Usd | None = None
     spot: bool | None = None
