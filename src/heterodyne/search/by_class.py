@@ -7,7 +7,7 @@ devices, simulated and weighed like every other candidate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from heterodyne.cluster.fleet_cluster import fleet_of
@@ -23,7 +23,9 @@ from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import PaperPlanner
 from heterodyne.search.planned import Candidate, Kind, Strategy, serves
+from heterodyne.search.predict import plan_of
 from heterodyne.search.split import Split
+from heterodyne.search.state_sharding import StateSharding
 
 __all__ = ["ByClass"]
 
@@ -33,11 +35,13 @@ _MOST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ByClass:
-    """``split``: makes and weighs stages in parts; ``able``: what runs for the model; ``strategy``: what is asked for."""
+    """``split``: makes and weighs stages in parts; ``able``: what runs for the model; ``strategy``: what is asked for; ``sharding``: shards
+    the optimizer state of plans that fit only so, None: nobody does."""
 
     split: Split
     able: Capabilities
     strategy: Strategy = "auto"
+    sharding: StateSharding | None = None
 
     def candidates(self) -> tuple[Candidate, ...]:
         """The fastest that it finds, simulated."""
@@ -104,7 +108,12 @@ class ByClass:
 
     def _weighed(self, plan: Plan) -> Candidate:
         pipelines = tuple(self._priced(pipeline) for pipeline in plan.pipelines)
-        return self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=plan.schedule)
+        found = self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=plan.schedule)
+        if found.plan is not None or self.sharding is None:
+            return found
+        whole = plan_of(self._model, self.split.samples, pipelines, plan.schedule)
+        sharded = self.sharding.sharded(replace(found, plan=whole))
+        return found if sharded.plan is None else sharded
 
     def _priced(self, pipeline: Pipeline) -> Pipeline:
         """With what sending is worth beside computing, which says how tensors lie."""

@@ -171,7 +171,7 @@ class Families:
         """By counting devices, and the pipelines beside each other that it has found made anew, each with an order of its own."""
         if counts != (None,):
             return ()
-        by_class = ByClass(split=split, able=self.able, strategy=self.strategy)
+        by_class = ByClass(split=split, able=self.able, strategy=self.strategy, sharding=self._sharding)
         found = by_class.candidates()
         if self.strategy in ("split", "context"):
             return found

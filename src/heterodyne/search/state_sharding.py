@@ -60,7 +60,7 @@ class StateSharding:
             found = DataParallel(model=self.model, runs=runs, samples=self.samples).candidates(strategy)
         except InfeasibleError:
             return ()
-        return tuple(self._sharded(candidate) for candidate in found if candidate.plan is not None)
+        return tuple(self.sharded(candidate) for candidate in found if candidate.plan is not None)
 
     def _bare_run(self, device: str, sizes: tuple[int, ...]) -> Runs:
         """Whose update, wherever it is made, is left to the simulation."""
@@ -75,10 +75,10 @@ class StateSharding:
         best = min((c for c in candidates if c.plan is not None), key=lambda c: c.weighed_s, default=None)
         if best is None or best.plan is None or best.plan.zero:
             return ()
-        made = self._sharded(best)
+        made = self.sharded(best)
         return (made,) if made.plan is not None else ()
 
-    def _sharded(self, candidate: Candidate) -> Candidate:
+    def sharded(self, candidate: Candidate) -> Candidate:
         """The candidate with its state sharded, or why that cannot be.
 
         What exchanging shards takes shows only when the plan is played: devices that then lack room keep so much less, and others more.
@@ -87,16 +87,16 @@ class StateSharding:
         assert candidate.plan is not None  # only such are asked for
         at_most: dict[str, float] = {}
         for _ in range(_MOST_PLAYED):
-            plan = self._with_shares(candidate.plan, at_most)
-            if plan is None:
-                break
             try:
+                plan = self._with_shares(candidate.plan, at_most)
+                if plan is None:
+                    break
                 made, simulation = predict(self.model, plan, self.runs)
             except PlanError as error:
                 return _refused(named, str(error))
             over = overflow(self.model, made, simulation)
             if not over:
-                return replace(named, plan=made, simulation=simulation)
+                return replace(named, plan=made, simulation=simulation, why_not="")
             parts = state_parts(plan, self.model.graph)
             at_most |= {d: parts.get(d, 1.0) * self._state_bytes(d, plan) - lacking for d, lacking in over.items()}
         return _refused(named, _NO_ROOM)
