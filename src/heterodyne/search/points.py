@@ -39,7 +39,11 @@ def points_of(graph: ModelGraph, *, inside: int = 0, most_crossing: float = MOST
     """
     forth, back = _alive(graph)
     stop = len(graph.ops)
-    kinds = {kind: _inside(graph, block, forth, inside, most_crossing) for kind, block in graph.kinds.items()} if inside else {}
+    kinds = (
+        {kind: _inside(graph, block, forth, inside, most_crossing) for kind, block in graph.kinds.items()}
+        if inside
+        else {}
+    )
     wanted = {block.start for block in graph.blocks}
     wanted |= {block.start + offset for block in graph.blocks for offset in kinds.get(block.kind, ())}
     inner = [position for position in sorted(wanted) if 0 < position < stop and back[position] != ZERO]

@@ -148,9 +148,7 @@ class Tables:
         key = (device, size, halves)
         if key not in self._space:
             memory = self.model.device_memory[device]
-            own = self._own(
-                lambda ops: float(memory.workspace(size, ops) + (0 if halves else memory.holes(size, ops)))
-            )
+            own = self._own(lambda ops: float(memory.workspace(size, ops) + (0 if halves else memory.holes(size, ops))))
             count = len(self.points)
             most = np.zeros((count, count))
             for first in range(count - 1):
