@@ -135,8 +135,9 @@ class Pipelines:
         """
         played: list[Candidate] = []
         for draft in self.lines.roomiest(usable)[:_MOST_ROOMY]:
-            built = sorted(self._builder(self.lines.finest, draft).best(draft, move=False), key=self._doubted_s)
-            played += map(self._played, built[:_MOST_PLAYED])
+            builder = self._builder(self.lines.finest, draft)
+            built = sorted(builder.best(draft, move=False), key=self._doubted_s)
+            played += map(self._played, (*built[:_MOST_PLAYED], builder.leanest(draft)))
         return min((c for c in played if c.plan is not None), key=lambda c: c.weighed_s, default=None)
 
     def _reloaded(self, best: Candidate) -> Iterator[Candidate]:
