@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from results import ROOT, Results, arguments
@@ -38,13 +39,14 @@ BAR = 0.95
 @dataclass(frozen=True)
 class Size:
     """Of a benchmark: MiB of the smallest worker, the width of the model, the part of the closed form that is asked for first, and
-    how often what was found runs again, and how often equal sharding does there."""
+    how often what was found runs again, how often equal sharding does there, and of how many workers without a model the median counts."""
 
     unit: int
     width: int
     first: float
     trials: int
     deaths: int
+    bases: int
 
     @property
     def room(self) -> list[int]:
@@ -74,9 +76,9 @@ class Answers:
 def main() -> int:
     options = arguments(__doc__, resumed="runs")
     size = (
-        Size(unit=128, width=512, first=0.66, trials=1, deaths=1)
+        Size(unit=128, width=512, first=0.66, trials=1, deaths=1, bases=1)
         if options.quick
-        else Size(unit=768, width=768, first=BAR, trials=30, deaths=2)
+        else Size(unit=768, width=768, first=BAR, trials=30, deaths=2, bases=3)
     )
     with tempfile.TemporaryDirectory() as folder:
         if options.keep:
@@ -91,8 +93,12 @@ def main() -> int:
 
 
 def asked(results: Results, answers: Answers, size: Size) -> None:
-    base = {way: answers.of(f"base of {way}", partial(base_bytes, way, size)) for way in ("plan", "fsdp")}
-    results.row("a worker with the framework and no model, bytes", **base)
+    bases = {
+        way: [answers.of(f"base of {way}, {n}", partial(base_bytes, way, size)) for n in range(size.bases)]
+        for way in ("plan", "fsdp")
+    }
+    base = {way: median(found) for way, found in bases.items()}
+    results.row(f"a worker with the framework and no model, bytes, median of {size.bases}", **base, each=bases)
     allowed = sum(size.room) // BYTES // size.layer
     equal = len(SHARES) * min(size.room) // BYTES // size.layer
     results.row("by the closed form, layers", all_memories=allowed, equal_shards=equal)

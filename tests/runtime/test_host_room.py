@@ -7,9 +7,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from heterodyne.errors import PlanError
-from heterodyne.runtime.weights.host_room import require_host_room
+from heterodyne.job import OptimizerSection
+from heterodyne.runtime.weights.host_room import host_state_bytes, require_host_room
 
 GIB = 2**30
 
@@ -42,12 +44,12 @@ def told(*ranks: tuple[str, int, int, int]) -> Any:
 )
 def test_hosts_without_room_are_named(ranks: list[tuple[str, int, int, int]], said: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
-        require_host_room(told(*ranks), elements=0, activation_bytes=0)
+        require_host_room(told(*ranks), state_bytes=0, activation_bytes=0)
     assert all(words in str(caught.value) for words in said)
 
 
 def test_what_there_is_room_for_is_kept() -> None:
-    require_host_room(told(("left", GIB, GIB, 2 * GIB)), elements=0, activation_bytes=0)
+    require_host_room(told(("left", GIB, GIB, 2 * GIB)), state_bytes=0, activation_bytes=0)
 
 
 def test_a_rank_tells_what_it_keeps() -> None:
@@ -57,7 +59,25 @@ def test_a_rank_tells_what_it_keeps() -> None:
         said.append(own)
         return [own]
 
-    require_host_room(SimpleNamespace(all_gather_object=gather), elements=100, activation_bytes=7)  # type: ignore[arg-type]
+    require_host_room(SimpleNamespace(all_gather_object=gather), state_bytes=1600, activation_bytes=7)  # type: ignore[arg-type]
     ((_, state, activations, left),) = said
-    assert (state, activations) == (1600, 7)  # of AdamW: the weight, its gradient and two moments in fp32
+    assert (state, activations) == (1600, 7)
     assert left <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "values"),
+    [
+        (OptimizerSection(), 4 * 75),  # the weight, its gradient and two moments
+        (OptimizerSection(name="sgd"), 3 * 75),
+        (OptimizerSection(name="sgd", momentum=0.0), 2 * 75),
+        (
+            OptimizerSection(name="adafactor"),
+            2 * 75 + (10 + 10) / 2 + 25,
+        ),  # a row and a column of the matrix, half of which is here
+        (torch.optim.AdamW, 4 * 75),  # as AdamW, whatever it is
+    ],
+)
+def test_the_state_on_a_host_is_that_of_the_optimizer(optimizer: Any, values: float) -> None:
+    parameters = {"matrix": torch.zeros(10, 10, dtype=torch.bfloat16), "vector": torch.zeros(25)}
+    assert host_state_bytes(parameters, {"matrix": (0, 50)}, optimizer) == 4 * values

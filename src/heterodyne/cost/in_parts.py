@@ -135,7 +135,11 @@ class InParts:
 
     def meetings(self, samples: int) -> Iterator[Meeting]:
         """All of a forward and a backward."""
-        return (meeting for _, meeting in self._line(samples, self.ops) if meeting is not None)
+        return (meeting for _, meeting in self.line(samples))
+
+    def line(self, samples: int) -> Iterator[tuple[int, Meeting]]:
+        """The same in the order of the forward, each with the place of the op it belongs to."""
+        return ((place, meeting) for place, meeting in self._line(samples, self.ops) if meeting is not None)
 
     def _steps(self, kind: Pass, samples: int, ops: Ops | None) -> Iterator[OverlapStep]:
         part = ops or self.ops

@@ -271,7 +271,7 @@ class DeviceMemory:
         if known and (WHOLE not in known or ((again or not all_ops) and self._all_in(known))):
             blocks = [block for block in self.graph.blocks if block.start < stop and start < block.stop]
             worst = max((known[b.kind](size) * self._shrunk(b.start, b.stop, size, moved) for b in blocks), default=0.0)
-            return round(max(worst + self._gradients_that_wait(blocks, boxes), whole if all_ops else 0.0))
+            return round(max(worst + self.gradients_that_wait((start, stop), boxes), whole if all_ops else 0.0))
         if known:
             return round(whole)
         return round(
@@ -290,8 +290,14 @@ class DeviceMemory:
         handed = (sum(gradient_bytes(p) for p in self.graph.parameters_of(b) if p.trainable) for b in blocks)
         return min(self.workspace(size, ops), max(handed, default=0))
 
-    def _gradients_that_wait(self, blocks: Sequence[Block], boxes: Mapping[str, Box]) -> int:
+    @property
+    def tells_blocks(self) -> bool:
+        """Whether as much is known of blocks as of the model in one piece."""
+        return not self._transient or self._all_in(self._transient)
+
+    def gradients_that_wait(self, ops: Ops, boxes: Mapping[str, Box]) -> int:
         """Of parameters that several blocks read: autograd holds the gradient from one until it has that from the others."""
+        blocks = [block for block in self.graph.blocks if block.start < ops[1] and ops[0] < block.stop]
         readers = Counter(
             name for block in blocks for name in {n for op in self.graph.ops_of(block) for n in op.parameters}
         )

@@ -36,6 +36,7 @@ from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets, room_b
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.precision import between, precision_of
+from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.state_shards import state_parts, state_shares
 from heterodyne.plan.traffic import MESSAGES_AHEAD
@@ -70,7 +71,7 @@ class CostModel:
         default_factory=dict, repr=False, compare=False
     )  # a search asks often, here as below
     _crossings: dict[tuple[int, ...], tuple[Crossing, ...]] = field(default_factory=dict, repr=False, compare=False)
-    _entering: dict[Ops, Size] = field(default_factory=dict, repr=False, compare=False)
+    _entering: dict[tuple[int, int, int], Size] = field(default_factory=dict, repr=False, compare=False)
     _reads: dict[Ops, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
     _trained: dict[_Held, int] = field(default_factory=dict, repr=False, compare=False)
     _redone: dict[tuple[str, Again, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -255,7 +256,8 @@ class CostModel:
         if size == 0:
             return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0
         dropped = [memory.activations(size, part.ops) for part in again]
-        inputs = sum(self._read_by(part.ops)(size) for part in again)
+        # What crosses into the stage is there already, as what crosses.
+        inputs = sum(self._read_by(part.ops, since=ops[0])(size) for part in again)
         inputs += sum(a.kept_bytes(self.graph, size, saved) for a, saved in zip(again, dropped, strict=True))
         made_again = [self._beside(part.ops, ops, size) for part in again]
         crossing = entering(size) + leaving(size)
@@ -297,12 +299,15 @@ class CostModel:
         ends = (precision_of(self.recipe.precision, self.cluster.device(device).kind) for device in (one, other))
         return between(*ends) != "fp32"
 
-    def _read_by(self, part: Ops) -> Size:
-        """Bytes of what the ops of a part read of those before it."""
-        if part not in self._entering:
-            into = [c for c in self.crossings((0, *part) if part[0] else part) if c.producer == 0 and 1 in c.consumers]
-            self._entering[part] = Size.total(c.bytes for c in into) if part[0] else ZERO
-        return self._entering[part]
+    def _read_by(self, part: Ops, since: int = 0) -> Size:
+        """Bytes of what the ops of a part read of those before it, from op ``since`` on."""
+        key = (since, *part)
+        if key not in self._entering:
+            starts = tuple(sorted({0, *key}))
+            made, read = starts.index(since), starts.index(part[0])
+            into = [c for c in self.crossings(starts) if c.producer == made and read in c.consumers and made < read]
+            self._entering[key] = Size.total(c.bytes for c in into)
+        return self._entering[key]
 
     def _read_in(self, ops: Ops) -> frozenset[str]:
         """The names of the parameters that the ops read."""
@@ -382,13 +387,16 @@ class CostModel:
         rank, measured = self.cluster.rank(device), self.measured(device)
         costs, workspace, holes = {}, 0, 0
         coming = Coming.of(self, at, buckets, state, plan)
+        halved = any("W" in row for row in at.pipeline.order) or SCHEDULES[plan.schedule].halves
         for number in mine:
             # What a stage of the same rank has made is there already.
             into = Size.total(c.bytes for c in crossing if number in c.consumers and c.producer not in mine)
             out = Size.total(c.bytes for c in crossing if c.producer == number)
             arriving = coming.of_stage(number)
-            stage, needed = self._stage_of(at, number, into, out, bool(arriving.first or arriving.last))
-            costs[number] = self._with_arriving(at, number, stage, arriving)
+            # Halves of backwards keep some of it; of what is made again, shared out or on hosts there are other accounts.
+            released = not (halved or plan.zero > 1 or mine[number].recompute or mine[number].offload_activations)
+            stage, needed = self._stage_of(at, number, into, out, bool(arriving.first or arriving.last), released)
+            costs[number] = self._with_arriving(at, number, stage, arriving, released)
             if mine[number].offload_activations:
                 costs[number], passing = self._on_host(at, number, costs[number])
                 needed += passing
@@ -428,7 +436,9 @@ class CostModel:
                 largest[bucket.owners] = max(largest.get(bucket.owners, 0), bucket.bytes)
         return sum(room_bytes(most, len(owners)) for owners, most in largest.items())
 
-    def _with_arriving(self, at: Position, number: int, costs: StageCosts, arriving: Arriving) -> StageCosts:
+    def _with_arriving(
+        self, at: Position, number: int, costs: StageCosts, arriving: Arriving, released: bool
+    ) -> StageCosts:
         """With the gradients that come in its first backward, and what the last one adds."""
         if not arriving.first and not arriving.last:
             return costs
@@ -440,8 +450,11 @@ class CostModel:
             held = {part: float(self.kept_by(at, number, size, part)) for part, _ in first}
             kept = [0.0 if part in remade else own for part, own in held.items()]
             again = [own + self._beside(part, ops, size) if part in remade else 0.0 for part, own in held.items()]
-            of_first = at_most(kept, [made for _, made in first], again) if size else 0.0
-            of_last = at_most(kept, [made for _, made in last], [0.0] * len(kept)) if size else 0.0
+            beside, space = self._beside_kept(at, number, size, released)
+            own = [beside.get(part, 0.0) for part, _ in first]
+            again = [a + b for a, b in zip(again, own, strict=True)]
+            of_first = max(0.0, at_most(kept, [made for _, made in first], again) - space) if size else 0.0
+            of_last = max(0.0, at_most(kept, [made for _, made in last], own) - space) if size else 0.0
             most[size] = round(of_first) + lost(of_first), round(of_last) + lost(of_last)
         made, summed = sum(arriving.first.values()), sum(arriving.last.values())
         now = self._made_in_first_half(ops, arriving.first)
@@ -458,11 +471,23 @@ class CostModel:
         """Bytes that a part of a stage keeps from forward to backward."""
         if not size:
             return 0
-        memory, together = self.device_memory[at.device], self.in_parts(at.pipeline, number, at.row(number))
+        in_parts = self._kept_in_parts(at, number)
+        return (self.device_memory[at.device] if in_parts is None else in_parts).activations(size, part)
+
+    def _kept_in_parts(self, at: Position, number: int) -> KeptInParts | None:
+        """Of a stage that lies in parts on its devices."""
+        together = self.in_parts(at.pipeline, number, at.row(number))
         if together is None:
-            return memory.activations(size, part)
+            return None
         member = at.stages[number].rows[at.row(number)].index(at.device)
-        return KeptInParts(stage=together, member=member, memory=memory).activations(size, part)
+        return KeptInParts(stage=together, member=member, memory=self.device_memory[at.device])
+
+    def _beside_kept(self, at: Position, number: int, size: int, released: bool) -> tuple[dict[Ops, float], int]:
+        """Where what comes and goes in a stage was told beside what was let go of: of each of its blocks by itself, and what was told."""
+        kept = self._kept_in_parts(at, number)
+        if kept is None or not size or not released or not kept.memory.tells_blocks:
+            return {}, 0
+        return dict(kept.passing(size, at.boxes)), kept.workspace(size, at.boxes)
 
     def _made_in_first_half(self, ops: Ops, gradients: Mapping[str, float]) -> float:
         """Those that no linear layer alone makes."""
@@ -487,13 +512,14 @@ class CostModel:
         return use.shared_out(state, gradients=whole.gradients, parameters=parameters, trained=trained, again=again)
 
     def _stage_of(
-        self, at: Position, number: int, entering: Size, leaving: Size, arriving: bool
+        self, at: Position, number: int, entering: Size, leaving: Size, arriving: bool, released: bool
     ) -> tuple[StageCosts, int]:
-        """The costs of a stage on one of its devices, and what comes and goes inside its passes."""
+        """The costs of a stage on one of its devices, and what comes and goes inside its passes. ``released``: the backward of an op lets
+        go of all that it has kept."""
         stage, memory, sizes = at.pipeline.stages[number], self.device_memory[at.device], at.sizes(number)
         largest = max(sizes, default=0)
-        together = self.in_parts(at.pipeline, number, at.row(number))
-        if together is None:
+        kept = self._kept_in_parts(at, number)
+        if kept is None:
             costs = self.stage(
                 at.device,
                 stage.ops,
@@ -504,8 +530,6 @@ class CostModel:
                 leaving=leaving,
             )
             return costs, memory.workspace(largest, stage.ops, again=arriving or bool(stage.recompute))
-        row = stage.rows[at.row(number)]
-        kept = KeptInParts(stage=together, member=row.index(at.device), memory=memory)
         costs = member_costs(
             kept,
             sizes,
@@ -513,9 +537,9 @@ class CostModel:
             again=parts_again(self.graph, stage.ops, stage.recompute, stage.keep),
             entering=entering,
             leaving=leaving,
-            ranks=tuple(map(self.cluster.rank, row)),
+            ranks=tuple(map(self.cluster.rank, stage.rows[at.row(number)])),
         )
-        return costs, kept.workspace(largest, at.boxes) if largest else 0
+        return costs, kept.workspace(largest, at.boxes, released=released) if largest else 0
 
     def _on_host(self, at: Position, number: int, costs: StageCosts) -> tuple[StageCosts, int]:
         """A stage with activations on the host, and what of them comes and goes on the device."""

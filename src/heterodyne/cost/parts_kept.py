@@ -6,12 +6,14 @@ gathered for it, and an earlier op the slice that it was gathered from, both are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from heterodyne.cost.again import Again
 from heterodyne.cost.exchange import buffer_bytes
 from heterodyne.cost.in_parts import InParts
+from heterodyne.cost.meetings import exchanges_of
 from heterodyne.cost.memory import DeviceMemory
 from heterodyne.cost.parts import Layouts, Parts
 from heterodyne.graph.cut import computed_again
@@ -67,24 +69,64 @@ class KeptInParts:
                 leaving.update(parts.made_by(op))
         return sum(self._own(ref, layouts, samples) for ref, layouts in (*entering, *leaving))
 
-    def workspace(self, samples: int, boxes: Mapping[str, Box]) -> int:
-        """What comes and goes inside of a pass: of its largest op, and of its largest exchange. ``boxes``: of its parameters."""
-        parts = self.stage.parts(samples)
-        moved = {}
-        for op in self._in(self.stage.ops):
-            of = parts.of_op(op)
-            moved[op.name] = (
-                op.bytes_read(samples) * of.read[self.member] + op.bytes_written(samples) * of.written[self.member]
-            )
-        exchanged = max(
+    def workspace(self, samples: int, boxes: Mapping[str, Box], *, released: bool = True) -> int:
+        """What comes and goes inside of a pass, on top of all that it keeps of a micro-batch. ``boxes``: of its parameters.
+
+        A forward has kept only what the ops before have made, and a backward has let go of what those behind have kept, unless not all of
+        that is ``released``.
+        """
+        backward = self.passing(samples, boxes)
+        forward = [(place, buffer_bytes(each)) for place, of in self.stage.line(samples) for each in of.forward]
+        start, stop = self.stage.ops
+        along = [0.0] * (1 + stop - start)  # on top of what all ops keep
+        if released:
+            parts, kept = self.stage.parts(samples), self.activations(samples)
+            by_op = (op.bytes_saved(samples) * parts.of_op(op).kept[self.member] for op in self._in((start, stop)))
+            sums = list(accumulate(by_op, initial=0.0))
+            along = [kept * (each / sums[-1] - 1) if sums[-1] > 0 else 0.0 for each in sums]
+        moments = [along[last - start] + size for (_, last), size in backward]
+        moments += [along[place - start] + size for place, size in forward]
+        return round(max(0.0, *moments))
+
+    def passing(self, samples: int, boxes: Mapping[str, Box]) -> list[tuple[Ops, float]]:
+        """Of the parts of the stage that its blocks are: what comes and goes inside of the backward of each, and of its largest exchange.
+        Where nothing is known of blocks, the stage is one part."""
+        start, stop = self.stage.ops
+        blocks = [(max(start, b.start), min(stop, b.stop)) for b in self.stage.graph.blocks]
+        blocks = [each for each in blocks if each[0] < each[1]] if self.memory.tells_blocks else [(start, stop)]
+        exchanged, moved = list(self._exchanged(samples)), self._moved(samples)
+        waiting = self.memory.gradients_that_wait((start, stop), boxes)
+        return [
             (
-                buffer_bytes(each)
-                for meeting in self.stage.meetings(samples)
-                for each in (*meeting.forward, *meeting.backward)
-            ),
-            default=0.0,
-        )
-        return self.memory.workspace(samples, self.stage.ops, moved, boxes=boxes) + round(exchanged)
+                part,
+                (waiting if part[1] < stop else 0)  # the last part has it in what was measured of it
+                + self.memory.workspace(samples, part, moved, boxes=boxes)
+                + max((size for place, size in exchanged if part[0] <= place < part[1]), default=0.0),
+            )
+            for part in blocks
+        ]
+
+    def _moved(self, samples: int) -> dict[str, float]:
+        """What each op reads and writes here."""
+        parts = self.stage.parts(samples)
+        of = {op: parts.of_op(op) for op in self._in(self.stage.ops)}
+        return {
+            op.name: op.bytes_read(samples) * own.read[self.member]
+            + op.bytes_written(samples) * own.written[self.member]
+            for op, own in of.items()
+        }
+
+    def _exchanged(self, samples: int) -> Iterator[tuple[int, float]]:
+        """The places of the ops at which members meet, with what that takes on the way back: buffers, and of what is laid out otherwise the
+        gradient both ways that it lies."""
+        for place, meeting in self.stage.line(samples):
+            yield place, max(map(buffer_bytes, meeting.backward), default=0.0)
+        parts, places = self.stage.parts(samples), {op.name: n for n, op in enumerate(self.stage.graph.ops)}
+        for axis, exchange in exchanges_of(parts):
+            have = list(parts.lies(exchange.tensor))
+            want = [*have[:axis], exchange.want, *have[axis + 1 :]]
+            both = sum(self._own(exchange.tensor, tuple(layouts), samples) for layouts in (have, want))
+            yield places[exchange.before or exchange.tensor.name], both
 
     def _own(self, ref: Ref, layouts: Layouts, samples: int) -> float:
         """Bytes of what this member has of a tensor."""

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Literal, TypeAlias
 
+from heterodyne.plan.optimizer_state import OptimizerName, state_values, values_an_element
 from heterodyne.plan.precision import Precisions
 
 __all__ = ["OptimizerName", "Recipe"]
-
-OptimizerName: TypeAlias = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
-
-_BLOCK, _LEAST_QUANTIZED, _CODES, _CODE = 256, 4096, 256, 0.25
-"""torchao's 8-bit optimizers: elements to a scale, elements of the least weight that is quantized, values of a code, and a code in fp32
-values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,19 +41,11 @@ class Recipe:
     @property
     def states(self) -> float:
         """What the optimizer keeps for each parameter, in fp32 values."""
-        quantized = 2 * (_CODE + 1 / _BLOCK)
-        return {"adamw": 2, "adamw8bit": quantized, "sgd": int(self.momentum > 0), "adafactor": 0}[self.optimizer]
+        return values_an_element(self.optimizer, self.momentum)
 
     def state_values(self, shape: Sequence[int]) -> float:
-        """The same of one parameter of that shape, and what does not follow its elements: of Adafactor a row and a column for each matrix,
-        or all elements of a vector; of 8 bits two tables of what a code stands for, or fp32 values where torchao does not quantize.
-        """
-        if self.optimizer == "adamw8bit":
-            blocks = prod(shape) >= _LEAST_QUANTIZED and prod(shape) % _BLOCK == 0
-            return self.states * prod(shape) + 2 * _CODES if blocks else 2 * prod(shape)
-        if self.optimizer != "adafactor":
-            return self.states * prod(shape)
-        return prod(shape[:-1]) + prod((*shape[:-2], shape[-1])) if len(shape) > 1 else prod(shape)
+        """The same of one parameter of that shape, and what does not follow its elements."""
+        return state_values(self.optimizer, self.momentum, shape)
 
     @property
     def update_passes(self) -> int:

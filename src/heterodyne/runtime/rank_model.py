@@ -28,7 +28,7 @@ from heterodyne.runtime.stages.stage_builder import (
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets
-from heterodyne.runtime.weights.host_room import require_host_room
+from heterodyne.runtime.weights.host_room import host_state_bytes, require_host_room
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import Stored, place_weights
@@ -102,7 +102,7 @@ class RankModel:
         self.statistics = {n: b for n, b in self.buffers.items() if graph.batch_statistics and not b.is_meta}
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
-        self.masters = self._masters(plan, slices, host_activation_bytes)
+        self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
         self.scale = _loss_scale(placement, graph, program)
         self.optimizer = self._make_optimizer(optimizer)
         self.gradients = GradientBuckets(
@@ -129,13 +129,19 @@ class RankModel:
             keeps_options=not isinstance(optimizer, OptimizerSection),
         )
 
-    def _masters(self, plan: Plan, slices: Mapping[str, Range], host_activation_bytes: int) -> MasterWeights:
+    def _masters(
+        self,
+        plan: Plan,
+        slices: Mapping[str, Range],
+        optimizer: OptimizerSection | OptimizerFactory,
+        host_activation_bytes: int,
+    ) -> MasterWeights:
         """Collective. Raises PlanError if a host lacks memory for what is kept there."""
         stages = plan.pipelines[self._role.pipeline or 0].stages
         on_host = any(stages[number].offload for number in self._role.stages)
         if any(stage.offload or stage.offload_activations for p in plan.pipelines for stage in p.stages):
-            kept = sum(_length(slices.get(n, (0, p.numel()))) for n, p in self.parameters.items()) if on_host else 0
-            require_host_room(self._communicator, elements=kept, activation_bytes=host_activation_bytes)
+            kept = host_state_bytes(self.parameters, slices, optimizer) if on_host else 0
+            require_host_room(self._communicator, state_bytes=kept, activation_bytes=host_activation_bytes)
         if self.sharded is not None:
             self.sharded.bind(self.parameters)
         return MasterWeights(
@@ -198,10 +204,6 @@ class RankModel:
         """Take the hooks off the model."""
         self.gradients.close()
         self.masters.close()
-
-
-def _length(of: Range) -> int:
-    return of[1] - of[0]
 
 
 def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> LossScale | None:

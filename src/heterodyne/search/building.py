@@ -53,6 +53,16 @@ class Builder:
         """With 1F1B, nothing recomputed."""
         return Built(draft=draft, pipeline=self._stages(draft), schedule="1F1B", makespan_s=draft.estimate_s)
 
+    def leanest(self, draft: Draft) -> Built:
+        """In the order that holds least: one micro-batch at a time on each place, its backward in halves, nothing recomputed."""
+        indices = range(len(draft.micro_batches))
+        order = tuple(" ".join(f"{n}F{i} {n}I{i} {n}W{i}" for i in indices) for n in range(len(draft.place_of)))
+        pipeline = self._stages(draft).model_copy(update={"order": order})
+        crossing = self.model.crossings([stage.ops[0] for stage in pipeline.stages])
+        demands = demands_of(pipeline, self._costs(pipeline), self.model.cluster, crossing)
+        makespan = play(orders_of(OWN_ORDER, pipeline), demands.times, reads=demands.reads).makespan_s
+        return Built(draft=draft, pipeline=pipeline, schedule=OWN_ORDER, makespan_s=makespan)
+
     def best(self, draft: Draft, *, move: bool = True) -> Iterator[Built]:
         """With the best order that is found, if memory is short also with recomputation, and with borders moved for that order."""
         found = list(self._variants(draft))

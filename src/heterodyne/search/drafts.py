@@ -84,13 +84,12 @@ class Drafting:
         )
 
     def roomiest(self, line: Line, micro_batches: MicroBatches) -> tuple[float, Draft]:
-        """The cut that leaves most memory free on the place that has least of it, with as many micro-batches in flight as 1F1B has, and
-        the bytes that this place lacks (less than 0: has left). Raises InfeasibleError where the model has too few points.
+        """The cut that leaves most memory free on the place that has least of it, in an order that holds as little as can be, and the
+        bytes that this place lacks (less than 0: has left). Raises InfeasibleError where the model has too few points.
         """
         count, places = len(micro_batches), len(line)
-        in_flight = [min(count, places - r) for r in range(places)]
-        tables = [self._table(*each) for each in zip(line, [micro_batches] * places, in_flight, strict=True)]
-        over = [self.tables.over(d, max(micro_batches.sizes), most) for d, most in zip(line, in_flight, strict=True)]
+        tables = [self._table(device, micro_batches, 1) for device in line]
+        over = [self.tables.least_over(device, max(micro_batches.sizes)) for device in line]
         lacks = [np.where(np.isfinite(t.step_s), own, np.inf) for t, own in zip(tables, over, strict=True)]
         least = min(float(lack.min()) for lack in lacks)
         nothing = np.zeros_like(lacks[0])

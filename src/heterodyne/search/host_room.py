@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heterodyne.cost.model import CostModel
+from heterodyne.graph.ir import dtype_bytes
+from heterodyne.plan.optimizer_state import host_values
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.state_shards import state_parts
 from heterodyne.sim.run import Simulation
@@ -37,8 +39,10 @@ def kept_on_hosts(model: CostModel, made: Plan, simulation: Simulation) -> dict[
         if any(stage.offload for stage in stages):
             boxes = model.boxes_of(made) if boxes is None else boxes
             memory, ops = model.device_memory[device], [stage.ops for stage in stages]
-            elements = sum(p.numel for p in memory.held(ops, boxes[device]) if p.trainable)
-            whole = memory.use(0, ops, boxes[device]).optimizer + 8 * elements
+            recipe, held = model.recipe, [p for p in memory.held(ops, boxes[device]) if p.trainable]
+            whole = sum(
+                max(4, dtype_bytes(p.dtype)) * host_values(recipe.optimizer, recipe.momentum, p.shape) for p in held
+            )
             state = round(parts.get(device, 1.0) * whole)
         if state or activations:
             node = model.cluster.device(device).node

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
@@ -16,7 +17,7 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.search.classes import first_of, interchangeable
 from heterodyne.search.drafts import Draft, Drafting
 from heterodyne.search.lines import Line, orders, swaps
-from heterodyne.search.points import points_of
+from heterodyne.search.points import MOST_CROSSING, points_of
 from heterodyne.search.runs import Runs
 from heterodyne.search.tables import Tables
 
@@ -42,16 +43,21 @@ class LineDrafts:
 
     @cached_property
     def drafting(self) -> Drafting:
-        return self._drafting(0)
+        return self._drafting(0, MOST_CROSSING)
 
     @cached_property
     def _finer(self) -> Drafting:
         """With cuts inside the blocks as well."""
-        blocks = len(self.model.graph.blocks)
-        return self._drafting(max(0, min(_MOST_INSIDE, (_MOST_POINTS - blocks) // max(1, blocks))))
+        return self._drafting(self._inside, MOST_CROSSING)
 
-    def _drafting(self, inside: int) -> Drafting:
-        points = points_of(self.model.graph, inside=inside)
+    @property
+    def _inside(self) -> int:
+        """Cuts in each block."""
+        blocks = len(self.model.graph.blocks)
+        return max(0, min(_MOST_INSIDE, (_MOST_POINTS - blocks) // max(1, blocks)))
+
+    def _drafting(self, inside: int, most_crossing: float) -> Drafting:
+        points = points_of(self.model.graph, inside=inside, most_crossing=most_crossing)
         return Drafting(model=self.model, tables=Tables(model=self.model, points=points, like=first_of(self.kinds)))
 
     @cached_property
@@ -96,14 +102,21 @@ class LineDrafts:
             f"{samples} samples cannot be cut into {self.count} micro-batches of at most {max(self.sizes)}"
         )
 
-    def roomiest(self, devices: Sequence[str]) -> tuple[Draft, Drafting] | None:
-        """Of all lines and micro-batches the draft with most memory left on the device that has least of it, however long it takes."""
+    @cached_property
+    def finest(self) -> Drafting:
+        """With cuts inside the blocks wherever they may be, whatever crosses there: for what fits no other way."""
+        return self._drafting(self._inside, inf)
+
+    def roomiest(self, devices: Sequence[str]) -> list[Draft]:
+        """Of every line and micro-batches the draft with most memory left on the device that has least of it, however long it takes;
+        none that lacks any. Most room first.
+        """
         found: list[tuple[float, Draft]] = []
         for micro_batches in self._micro_batches(self.samples):
             for line in self._lines(devices):
                 with suppress(InfeasibleError):
-                    found.append(self._finer.roomiest(line, micro_batches))
-        return (min(found, key=lambda each: each[0])[1], self._finer) if found else None
+                    found.append(self.finest.roomiest(line, micro_batches))
+        return [draft for lacks, draft in sorted(found, key=lambda each: each[0]) if lacks <= 0]
 
     def fine(self, draft: Draft) -> tuple[Draft, Drafting]:
         """The same line cut with more care: inside blocks if that pays."""

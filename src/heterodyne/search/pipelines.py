@@ -30,6 +30,7 @@ __all__ = ["Pipelines"]
 _SMALL = 8 * 16  # places times micro-batches up to which the search for orders is generous
 _MOST_SIZES = 2
 _MOST_PLAYED = 4  # orders of one draft that are simulated
+_MOST_ROOMY = 16  # lines that are tried where memory is all that matters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ class Pipelines:
             drafts = self.lines.drafts(usable)
         except InfeasibleError as error:
             drafts = next(filter(None, map(self._drafts_or_none, groupings(usable, self.lines.kinds)[1:])), [])
+            if not drafts and below_s == inf and (roomiest := self._roomiest(usable)):
+                return (roomiest,)
             if not drafts:
                 name = f"a pipeline over {self._who(usable)}"
                 return (Candidate(name=name, kind="pipeline", why_not=str(error)),)
@@ -126,13 +129,16 @@ class Pipelines:
         return min((best, *self._reloaded(best)), key=lambda c: c.weighed_s)
 
     def _roomiest(self, usable: Sequence[str]) -> Candidate | None:
-        """Where the fastest cut fits in no order: the one that leaves most memory, in the best order that fits; None: there is none."""
-        found = self.lines.roomiest(usable)
-        if found is None:
-            return None
-        draft, drafting = found
-        built = sorted(self._builder(drafting, draft).best(draft, move=False), key=self._doubted_s)
-        return next((c for c in map(self._played, built[:_MOST_PLAYED]) if c.plan is not None), None)
+        """Where the fastest cuts fit in no order: of those that leave most memory the fastest that fits; None: there is none.
+
+        Tables of memory lean upwards, so it is what is simulated that fits or does not.
+        """
+        played: list[Candidate] = []
+        for draft in self.lines.roomiest(usable)[:_MOST_ROOMY]:
+            builder = self._builder(self.lines.finest, draft)
+            built = sorted(builder.best(draft, move=False), key=self._doubted_s)
+            played += map(self._played, (*built[:_MOST_PLAYED], builder.leanest(draft)))
+        return min((c for c in played if c.plan is not None), key=lambda c: c.weighed_s, default=None)
 
     def _reloaded(self, best: Candidate) -> Iterator[Candidate]:
         """The same with activations that come back from hosts ahead of their backwards; they need room as long, so not all fit."""

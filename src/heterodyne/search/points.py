@@ -10,9 +10,9 @@ from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.graph.size import ZERO, Size
 
-__all__ = ["Points", "points_of"]
+__all__ = ["MOST_CROSSING", "Points", "points_of"]
 
-_MOST_CROSSING = 3.0  # a cut inside a block may send so many times what the lightest cut at its ends sends
+MOST_CROSSING = 3.0  # where room does not ask for more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,20 @@ class Points:
         return len(self.positions)
 
 
-def points_of(graph: ModelGraph, *, inside: int = 0) -> Points:
-    """The borders of the blocks, and ``inside`` more positions in each block, spread over its operations.
+def points_of(graph: ModelGraph, *, inside: int = 0, most_crossing: float = MOST_CROSSING) -> Points:
+    """The borders of the blocks, and ``inside`` more positions in each block, spread over its operations. There may cross so many times
+    what crosses at the lighter end of the block.
 
     A stage that sends nothing with a gradient would never learn, so only positions are taken that such a value crosses. A block is
     cut where its alike ones are cut.
     """
     forth, back = _alive(graph)
     stop = len(graph.ops)
-    kinds = {kind: _inside(graph, block, forth, inside) for kind, block in graph.kinds.items()} if inside else {}
+    kinds = (
+        {kind: _inside(graph, block, forth, inside, most_crossing) for kind, block in graph.kinds.items()}
+        if inside
+        else {}
+    )
     wanted = {block.start for block in graph.blocks}
     wanted |= {block.start + offset for block in graph.blocks for offset in kinds.get(block.kind, ())}
     inner = [position for position in sorted(wanted) if 0 < position < stop and back[position] != ZERO]
@@ -69,7 +74,7 @@ def _alive(graph: ModelGraph) -> tuple[list[Size], list[Size]]:
     return forth, back
 
 
-def _inside(graph: ModelGraph, block: Block, alive: list[Size], count: int) -> list[int]:
+def _inside(graph: ModelGraph, block: Block, alive: list[Size], count: int, most_crossing: float) -> list[int]:
     """Offsets at which a block may be cut: of each of ``count`` equal parts of its work the position that the least crosses."""
     ends = [size for size in (alive[block.start](1), alive[block.stop](1)) if size > 0]
     if not ends or block.stop - block.start < 2:
@@ -86,6 +91,6 @@ def _inside(graph: ModelGraph, block: Block, alive: list[Size], count: int) -> l
         middle = part / (count + 1) * done[-1]
         crossing = {at: (alive[block.start + at](1), abs(done[at] - middle)) for at in near}
         best = min(near, key=crossing.__getitem__, default=0)
-        if best and alive[block.start + best](1) <= _MOST_CROSSING * min(ends):
+        if best and alive[block.start + best](1) <= most_crossing * min(ends):
             found.add(best)
     return sorted(found)

@@ -61,7 +61,7 @@ class Tables:
     )
     _seconds: dict[tuple[str, Pass, int], Floats] = field(default_factory=dict, repr=False, compare=False)
     _kept: dict[tuple[str, int], Floats] = field(default_factory=dict, repr=False, compare=False)
-    _space: dict[tuple[str, int], Floats] = field(default_factory=dict, repr=False, compare=False)
+    _space: dict[tuple[str, int, bool], Floats] = field(default_factory=dict, repr=False, compare=False)
 
     def seconds(self, device: str, kind: Pass, size: int) -> Floats:
         """Seconds of one micro-batch from the beginning of the model to each point."""
@@ -123,8 +123,15 @@ class Tables:
         """Bytes that every stage lacks on the device if nothing is recomputed; less than 0 where it has them left."""
         return self.needs(device, size, in_flight) - self.model.cluster.device(device).memory_bytes
 
-    def needs(self, device: str, size: int, in_flight: int) -> Floats:
-        """Bytes of the peak of every stage, with so many micro-batches of that size in flight, if nothing is recomputed."""
+    def least_over(self, device: str, size: int) -> Floats:
+        """The same in the order that holds least: one micro-batch at a time, its backward in halves."""
+        return self.needs(device, size, 1, halves=True) - self.model.cluster.device(device).memory_bytes
+
+    def needs(self, device: str, size: int, in_flight: int, *, halves: bool = False) -> Floats:
+        """Bytes of the peak of every stage, with so many micro-batches of that size in flight, if nothing is recomputed.
+
+        ``halves``: of backwards in halves, which leave no holes.
+        """
         weights, memory = self._weights, self.model.device_memory[device]
         frame = memory.use(0, ()).context
         handed = 0.0 if memory.tells_peaks else weights.largest
@@ -132,21 +139,22 @@ class Tables:
         crossing = np.array([size_(size) for size_ in self.points.crossing])
         sides = crossing[:, None] + crossing[None, :]
         kept = (_differences(self.kept(device, size)) + sides) * (1 + memory.lost_part)
-        most = in_flight * kept + self._workspace(device, size) + 2 * sides
+        most = in_flight * kept + self._workspace(device, size, halves) + 2 * sides
         fixed: Floats = tensors * (1 + memory.lost_part) + frame
         peak: Floats = fixed + np.maximum(most, weights.largest)
         return peak
 
-    def _workspace(self, device: str, size: int) -> Floats:
-        if (device, size) not in self._space:
+    def _workspace(self, device: str, size: int, halves: bool) -> Floats:
+        key = (device, size, halves)
+        if key not in self._space:
             memory = self.model.device_memory[device]
-            own = self._own(lambda ops: float(memory.workspace(size, ops) + memory.holes(size, ops)))
+            own = self._own(lambda ops: float(memory.workspace(size, ops) + (0 if halves else memory.holes(size, ops))))
             count = len(self.points)
             most = np.zeros((count, count))
             for first in range(count - 1):
                 most[first, first + 1 :] = np.maximum.accumulate(own[first:])
-            self._space[device, size] = most
-        return self._space[device, size]
+            self._space[key] = most
+        return self._space[key]
 
     def _again(self, device: str, sizes: Mapping[int, int]) -> tuple[Floats, Floats, float]:
         """If every whole block is recomputed: bytes that a micro-batch does not keep, seconds of a step, bytes of the largest block."""

@@ -9,6 +9,7 @@ import pytest
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost import CostModel, MemoryAssumptions
+from heterodyne.cost.recipe import OptimizerName, Recipe
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan import MicroBatches, Pipeline, Plan
@@ -36,9 +37,12 @@ def gpus(count: int, *, memory: int, host: int | None) -> Cluster:
     return replace(made, devices=devices, hosts={} if host is None else {"n0": host})
 
 
-def test_what_is_kept_on_a_host_is_that_of_all_its_devices() -> None:
+@pytest.mark.parametrize(("optimizer", "values"), [("adamw", 4), ("sgd", 3)])
+def test_what_is_kept_on_a_host_is_that_of_all_its_devices(optimizer: OptimizerName, values: int) -> None:
     machines = gpus(2, memory=2**40, host=None)
-    model = CostModel(graph=MODEL, cluster=machines, profile=known(machines), memory=MEMORY)
+    model = CostModel(
+        graph=MODEL, cluster=machines, profile=known(machines), memory=MEMORY, recipe=Recipe(optimizer=optimizer)
+    )
     pipelines = tuple(
         Pipeline(
             micro_batches=MicroBatches((3,)),
@@ -53,14 +57,23 @@ def test_what_is_kept_on_a_host_is_that_of_all_its_devices() -> None:
     made, played = predict(model, plan_of(model, 6, pipelines), {})
     weights = sum(p.numel for p in MODEL.parameters if p.trainable)
     (kept,) = kept_on_hosts(model, made, played).values()
-    # With AdamW four fp32 values of each weight: it, its gradient and two moments.
-    assert kept == Kept(state=2 * 16 * weights, activations=sum(played.host_bytes))
+    # In fp32 each weight, its gradient, and two moments or one.
+    assert kept == Kept(state=2 * 4 * values * weights, activations=sum(played.host_bytes))
     assert kept.activations == 2 * 3 * 2 * 200_000
 
     def given(host: int | None) -> None:
         there = gpus(2, memory=2**40, host=host)
         asked = made.model_copy(update={"cluster": there.fingerprint})
-        plan(MODEL, there, known(there), global_batch_size=6, micro_batch_sizes=(3,), memory=MEMORY, given=asked)
+        plan(
+            MODEL,
+            there,
+            known(there),
+            global_batch_size=6,
+            micro_batch_sizes=(3,),
+            memory=MEMORY,
+            given=asked,
+            optimizer=optimizer,
+        )
 
     given(None)  # nobody knows
     given(kept.total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from heterodyne.cluster import Link
 from heterodyne.cost import CostModel, MemoryAssumptions
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph import ModelGraph
-from heterodyne.plan import Plan
+from heterodyne.plan import MicroBatches, Pipeline, Plan
 from heterodyne.plan.check import violations
 from heterodyne.search import Planned, alternatives, paragraph, plan, shares
+from heterodyne.search.line_drafts import LineDrafts
 from heterodyne.search.lines import groupings, orders
+from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.points import points_of
+from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.tables import Tables
 from pure.build import cluster, graph, linear, profile
 
@@ -128,6 +132,41 @@ def test_a_model_that_fits_on_no_device_is_cut() -> None:
     assert (together.zero, len(together.pipelines)) == (3, 1)
     with pytest.raises(InfeasibleError, match="no device can hold"):
         asked(model, (1.0, 1.0, 0.5), 2**10, strategy="data")
+
+
+def test_memory_that_one_plan_asks_for_to_the_byte_is_enough() -> None:
+    """Devices have just the peaks of a pipeline that has one micro-batch at a time and its backwards in halves."""
+    model = graph(12, width=64, saved=1000)
+    roomy = cluster(3)
+    measured = profile(model, roomy, [linear(1.0)] * 3, saved=2000)
+    peaks = 16 * 64 * 64  # of a gradient that is handed over, say
+    devices = {
+        name: replace(
+            of,
+            blocks={
+                k: tuple(replace(s, peak_bytes=s.saved_bytes + peaks) for s in own) for k, own in of.blocks.items()
+            },
+        )
+        for name, of in measured.devices.items()
+    }
+    measured = replace(measured, devices=devices)
+    costs = CostModel(graph=model, cluster=roomy, profile=measured, memory=BARE)
+    order = tuple(" ".join(f"{n}{kind}{i}" for i in range(2) for kind in "FIW") for n in range(3))
+    stages = tuple(
+        stage_of(ops, (device.id,)) for ops, device in zip(((0, 13), (13, 21), (21, 26)), roomy.devices, strict=True)
+    )
+    pipeline = Pipeline(micro_batches=MicroBatches((2, 2)), stages=stages, order=order)
+    _, played = predict(costs, plan_of(costs, 4, (pipeline,)), {})
+    tight = cluster(3, memory=played.peak_bytes)
+    short = replace(costs, cluster=tight)
+    lines = LineDrafts(model=short, samples=4, sizes=(2,))
+    with pytest.raises(InfeasibleError):
+        lines.drafts(lines.usable)  # which lean upwards
+    found, *_ = Pipelines(model=short, runs={}, lines=lines).candidates(inf)
+    assert found.simulation is not None
+    assert all(
+        peak <= device.memory_bytes for peak, device in zip(found.simulation.peak_bytes, tight.devices, strict=True)
+    )
 
 
 def test_where_nothing_fits_both_reasons_are_told() -> None:
