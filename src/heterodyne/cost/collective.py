@@ -38,6 +38,7 @@ class AlphaBeta:
 
 
 FREE = AlphaBeta(0.0, 0.0)
+_NUMBER_BYTES = 8
 
 
 def fit(samples: Iterable[tuple[float, float]]) -> AlphaBeta:
@@ -132,8 +133,7 @@ class Collectives:
         """What an exchange adds to the computing of devices that meet often, by the bytes that each has for each other one; None if
         that was not measured.
 
-        Of some of the devices of a node that were measured together: the last of n that come at moments of their own, evenly
-        spread over some time, comes after n / (n + 1) of it, and one by itself after half; so waits go as (n - 1) / (n + 1).
+        Of some of the devices of a node that were measured together, waits go as `_waits`, since each comes at a moment of its own.
         """
         group = frozenset(devices)
         groups = {frozenset(s.devices) for s in self.samples if s.op == "exchange"}
@@ -143,20 +143,30 @@ class Collectives:
         if not around or len(group) < 2:
             return None
         near = min(around, key=lambda g: (len(g), sorted(g)))
-        count, known = len(group), len(near)
-        return fit(self._points("exchange", near)).scaled((count - 1) / (count + 1) * (known + 1) / (known - 1), 1.0)
+        return fit(self._points("exchange", near)).scaled(_waits(len(group)) / _waits(len(near)), 1.0)
+
+    def in_shared_memory(self, devices: Iterable[str]) -> bool:
+        """Whether they are processors of one machine, which add up in memory that all of them see."""
+        of = [self.cluster.device(device) for device in devices]
+        return len({device.node for device in of}) == 1 and all(device.backend == "cpu" for device in of)
+
+    def meeting_s(self, devices: Sequence[str]) -> float:
+        """Seconds in which devices agree on a number. A sum in shared memory is two meetings, one before and one after it."""
+        return self.all_reduce(devices)(_NUMBER_BYTES) / (2 if self.in_shared_memory(devices) else 1)
 
     def reduce_scatter(self, devices: Sequence[str], shares: Sequence[int]) -> AlphaBeta:
         """A reduce-scatter or an all-gather of ranges as long as the shares; nothing for one device.
 
         Equal ones are half an all-reduce. Each device sends all but its own range, in chunks that follow each other, so the one with the
-        smallest sends most: N - s bytes, where equal shares send N (n - 1) / n.
+        smallest sends most: N - s bytes, where equal shares send N (n - 1) / n. In shared memory half of the bytes is copied, but devices
+        wait for each other before and after it, as they do around an all-reduce.
         """
         total, count = sum(shares), len(shares)
         if count < 2 or not total:
             return FREE
         most = (total - min(shares)) / total
-        return self.all_reduce(devices).scaled(0.5, 0.5 * most * count / (count - 1))
+        latency = 1.0 if self.in_shared_memory(devices) else 0.5
+        return self.all_reduce(devices).scaled(latency, 0.5 * most * count / (count - 1))
 
     def ring_s(self, devices: Sequence[str], shares: Sequence[int], size_bytes: float) -> float:
         """Seconds of a reduce-scatter or an all-gather of so many bytes as a ring of messages, whatever an all-reduce takes.
@@ -178,7 +188,8 @@ class Collectives:
         """An all-reduce among the devices; nothing for one. Raises MeasureError if nothing is known of a link.
 
         In order of trust: this very group measured; the smallest measured group around it, else the largest inside it, by
-        the ring formula; the slowest link of the group, by the ring formula.
+        the ring formula; the slowest link of the group, by the ring formula. In shared memory no bytes go round: each device adds up its
+        part of what all have there, so it reads and writes as much however many there are, and waits for the last as in `exchange`.
         """
         group = frozenset(devices)
         count = len(group)
@@ -193,9 +204,17 @@ class Collectives:
             if around
             else max(inside, key=lambda g: (len(g), sorted(g)), default=None)
         )
+        if near is not None and self.in_shared_memory({*group, *near}):
+            return self._reduces[near].scaled(_waits(count) / _waits(len(near)), 1.0)
         if near is not None:
             bandwidth = (2 * (count - 1) / count) / (2 * (len(near) - 1) / len(near))
             return self._reduces[near].scaled((count - 1) / (len(near) - 1), bandwidth)
         links = [self.send(a, b) for a, b in combinations(sorted(group), 2)]
         slowest = AlphaBeta(max(link.latency_s for link in links), max(link.s_per_byte for link in links))
         return slowest.scaled(2 * (count - 1), 2 * (count - 1) / count)
+
+
+def _waits(count: int) -> float:
+    """How long devices wait for the last one of them, if each comes at a moment of its own: the last of n comes after n / (n + 1) of the
+    time, and one by itself after half."""
+    return (count - 1) / (count + 1)

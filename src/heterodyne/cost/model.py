@@ -49,7 +49,6 @@ Boxes = Mapping[str, Box]
 
 _Held = tuple[tuple[Ops, ...] | None, frozenset[tuple[str, Box]]]
 _WHOLE: Boxes = {}
-_NORM_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,10 +337,10 @@ class CostModel:
             ranks=tuple(ranks),
             **self._collective_s(plan, buckets),
             routes=tuple(sent),
-            norm_s=None if alike else self.collectives.all_reduce(active)(_NORM_BYTES),
+            norm_s=None if alike else self.collectives.meeting_s(active),
             ranks_meet=meet,
             ranks_begin_together=meet and self.graph.loss.count == "tokens",
-            meeting_s=self.collectives.all_reduce(active)(_NORM_BYTES) if meet else 0.0,
+            meeting_s=self.collectives.meeting_s(active) if meet else 0.0,
         )
 
     def _collective_s(self, plan: Plan, buckets: Sequence[Bucket]) -> dict[str, tuple[float, ...]]:

@@ -88,9 +88,9 @@ class StepCosts:
         routes: what the ranks send to each other.
         norm_s: seconds in which the ranks agree on the norm of all gradients, before CLIP; None: each knows it by itself, since it has
             all of them.
-        ranks_meet: whether no rank ends its step before each has run its last backward, as where all of them learn the loss.
+        ranks_meet: whether no rank updates or ends its step before each has run its last backward, as where all of them learn the loss.
         ranks_begin_together: whether none begins before all have, as where they count together what the loss is averaged over.
-        meeting_s: seconds in which they learn the loss, from the moment at which the last rank comes, straight from computing.
+        meeting_s: seconds of each such meeting, from the moment at which the last rank comes, straight from computing.
     """
 
     ranks: tuple[RankCosts | None, ...]

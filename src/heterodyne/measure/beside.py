@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 
@@ -18,10 +19,16 @@ BETWEEN_S = 0.01
 GUESS = 10
 """Products are timed together at first, to see how many it takes."""
 _MATRIX = 192
+_VARIED = (0.5, 1.5)
+"""Times that, at random."""
 
 
 def moment(peers: Peers, bench: Workbench) -> Callable[[], None]:
-    """Computes for about `BETWEEN_S`, by this device's own speed while all compute. Collective."""
+    """Computes for about `BETWEEN_S`, by this device's own speed while all compute. Collective.
+
+    Now longer, now shorter, on all ranks alike: a device that is held to a part of a processor stands still once a period, and computing
+    that always lasts as long would meet the others always in the same moment of it.
+    """
     clock, work = bench.stopwatch, matrix_product(bench.device)
 
     def computing_s(times: int) -> float:
@@ -34,8 +41,10 @@ def moment(peers: Peers, bench: Workbench) -> Callable[[], None]:
     some = max(1, round(bench.sampling.sample_s / max(computing_s(GUESS) / GUESS, 1e-6)))
     times = max(1, round(BETWEEN_S * some / max(computing_s(some), 1e-6)))
 
+    chance = random.Random(bench.seed)
+
     def compute() -> None:
-        for _ in range(times):
+        for _ in range(max(1, round(times * chance.uniform(*_VARIED)))):
             work()
 
     return compute

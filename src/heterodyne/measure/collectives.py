@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 
 import torch
@@ -61,8 +62,9 @@ def measure_all_reduce(
         expected_s = fit(known)(size) if len(known) > 1 else sum(seconds for _, seconds in known)
         begun_s = bench.now()
         left_s = max(deadline - begun_s, spent_s if index == 1 else 0.0)
+        often = _often(bench, (deadline - begun_s) / (len(message_bytes) - index))
         timing = together(
-            peers, reduce, bench, source=0, left_s=left_s, expected_s=expected_s, between=(before, BETWEEN_S)
+            peers, reduce, often, source=0, left_s=left_s, expected_s=expected_s, between=(before, BETWEEN_S)
         )
         if timing is None:
             text = f"all-reduce was not measured from {format_bytes(size)} on"
@@ -71,6 +73,14 @@ def measure_all_reduce(
         samples.append(sample("all_reduce", tuple(devices), size, timing, 1))
         spent_s = bench.now() - begun_s
     return tuple(samples)
+
+
+def _often(bench: Workbench, share_s: float) -> Workbench:
+    """With samples as long as this share of the time allows, up to a section's: what a collective takes hangs on the moment at which the
+    last rank comes to it, of which a few runs tell little."""
+    sampling = bench.sampling
+    longer_s = min(sampling.section_s, share_s / sampling.samples)
+    return replace(bench, sampling=replace(sampling, sample_s=max(sampling.sample_s, longer_s)))
 
 
 def measure_overlap(

@@ -71,14 +71,14 @@ class Tasks:
         self._reduced: list[list[int]] = [[] for _ in program.ranks]
         self._clips = sum(any(a.kind == "CLIP" for a in actions) for actions in program.ranks)
         self._at_clip: list[int] = []
-        self._norm = _NOT_YET
+        self._norm = self._met = _NOT_YET
         self._unsharded: dict[tuple[int, Action], int] = {}  # by rank
         self._passed: dict[int, int] = {}  # rank: its last task before it updates
         self._meetings: dict[tuple[tuple[int, ...], Action], _Meeting] = {}
         self._begins = self._begin(program)
         self._walk_all(program, reductions)
         if costs.ranks_meet:
-            self._meet()
+            self._end_together(program)
         self.engine = self._engine(program)
 
     def _lay_routes(self) -> None:
@@ -186,9 +186,10 @@ class Tasks:
                     continue
                 else:
                     self._passed.setdefault(rank, last)
-                    while self._queues[rank] or (kind == "CLIP" and not self._agree(rank)):
+                    while self._queues[rank] or not (self._agree(rank) if kind == "CLIP" else self._meet()):
                         yield action
-                    behind = (*pending, *self._reduced[rank], *([self._norm] if self._norm >= 0 else []))
+                    together_at = (self._norm, self._met if kind == "STEP" else _NOT_YET)
+                    behind = (*pending, *self._reduced[rank], *(task for task in together_at if task >= 0))
                     last = self._add(costs.clip_s if kind == "CLIP" else costs.step_s, rank, behind)
                     compute.append((rank, action, last, last))
                     pending = ()
@@ -324,15 +325,26 @@ class Tasks:
         begins = {rank: self._add(own.overhead_s, rank) for rank, own in costs.items()}
         if not self._costs.ranks_begin_together:
             return begins
-        everyone = self._add(0.0, 2 * self._ranks + len(self._links), tuple(begins.values()))
+        everyone = self._add(self._costs.meeting_s, self._everyone, tuple(begins.values()))
         return {rank: self._add(0.0, rank, (everyone,)) for rank in begins}
 
-    def _meet(self) -> None:
-        """No rank ends its step before all have run their last backward."""
-        lane, passed = 2 * self._ranks + len(self._links), tuple(self._passed.values())
-        everyone = self._add(self._costs.meeting_s, lane, passed)
+    @property
+    def _everyone(self) -> int:
+        """The lane on which all ranks meet."""
+        return 2 * self._ranks + len(self._links)
+
+    def _meet(self) -> bool:
+        """At STEP: whether all ranks have run their last pass, where none updates its weights before it knows the loss of all."""
+        if self._costs.ranks_meet and self._met < 0 and len(self._passed) == len(self._begins):
+            self._met = self._add(self._costs.meeting_s, self._everyone, tuple(self._passed.values()))
+        return not self._costs.ranks_meet or self._met >= 0
+
+    def _end_together(self, program: Program) -> None:
+        """Who updates nothing waits for the others all the same."""
+        self._meet()
         for rank in self._passed:
-            self._add(0.0, rank, (everyone,))
+            if not any(action.kind == "STEP" for action in program.ranks[rank]):
+                self._add(0.0, rank, (self._met,))
 
     def _engine(self, program: Program) -> Engine:
         engine = Engine(3 * self._ranks + len(self._links) + 1)

@@ -82,6 +82,8 @@ def test_what_a_message_takes_of_a_device_is_that_of_the_pair_or_of_the_device_e
 
 MACHINES = cluster(4)
 IDS = tuple(d.id for d in MACHINES.devices)
+APART = cluster(4, nodes=4)
+AWAY = tuple(d.id for d in APART.devices)
 
 
 def test_one_device_has_nobody_to_talk_to() -> None:
@@ -96,17 +98,38 @@ def test_the_measured_group_is_taken_as_measured_in_any_order() -> None:
 
 def test_a_part_of_it_by_the_ring_formula() -> None:
     """2 (n - 1) / n of the bytes in 2 (n - 1) transfers: from 4 devices to 2, 1/1.5 of the bytes, a third of the latency."""
-    part = Collectives(cluster=MACHINES, samples=reduces(IDS, 3e-3, 3e-9)).all_reduce(IDS[1:3])
+    part = Collectives(cluster=APART, samples=reduces(AWAY, 3e-3, 3e-9)).all_reduce(AWAY[1:3])
     assert part.latency_s == pytest.approx(1e-3, rel=1e-6)
     assert part.s_per_byte == pytest.approx(2e-9, rel=1e-6)
 
 
 def test_the_smallest_group_around_is_nearest_and_a_smaller_one_is_scaled_up() -> None:
-    samples = (*reduces(IDS, 3e-3, 3e-9), *reduces(IDS[:3], 2e-3, 4e-9))
-    known = Collectives(cluster=MACHINES, samples=samples)
-    assert known.all_reduce(IDS[:2]).s_per_byte == pytest.approx(4e-9 * 1 / (4 / 3), rel=1e-6)
-    up = Collectives(cluster=MACHINES, samples=reduces(IDS[:2], 1e-3, 2e-9)).all_reduce(IDS)
+    samples = (*reduces(AWAY, 3e-3, 3e-9), *reduces(AWAY[:3], 2e-3, 4e-9))
+    known = Collectives(cluster=APART, samples=samples)
+    assert known.all_reduce(AWAY[:2]).s_per_byte == pytest.approx(4e-9 * 1 / (4 / 3), rel=1e-6)
+    up = Collectives(cluster=APART, samples=reduces(AWAY[:2], 1e-3, 2e-9)).all_reduce(AWAY)
     assert (up.latency_s, up.s_per_byte) == (pytest.approx(3e-3), pytest.approx(3e-9))
+
+
+def test_in_shared_memory_as_much_is_copied_by_few_as_by_many_and_waits_go_by_who_comes_last() -> None:
+    """The last of n that come at any moment is (n - 1) / (n + 1) / 2 behind the mean: from 4 devices to 2, 5/9 of it."""
+    known = Collectives(cluster=MACHINES, samples=reduces(IDS, 9e-3, 3e-9))
+    part = known.all_reduce(IDS[1:3])
+    assert (part.latency_s, part.s_per_byte) == (pytest.approx(5e-3), pytest.approx(3e-9))
+    up = Collectives(cluster=MACHINES, samples=reduces(IDS[:2], 5e-3, 3e-9)).all_reduce(IDS)
+    assert (up.latency_s, up.s_per_byte) == (pytest.approx(9e-3), pytest.approx(3e-9))
+
+
+def test_half_of_an_all_reduce_is_half_of_its_transfers_but_waits_as_long_in_shared_memory() -> None:
+    """There ranks meet before and after what they do, be it a whole or a half, and once to agree on a number."""
+    near = Collectives(cluster=MACHINES, samples=reduces(IDS, 2e-3, 2e-9))
+    away = Collectives(cluster=APART, samples=reduces(AWAY, 2e-3, 2e-9))
+    even = (1, 1, 1, 1)
+    half, ring = near.reduce_scatter(IDS, even), away.reduce_scatter(AWAY, even)
+    assert (half.latency_s, half.s_per_byte) == (pytest.approx(2e-3), pytest.approx(1e-9))
+    assert (ring.latency_s, ring.s_per_byte) == (pytest.approx(1e-3), pytest.approx(1e-9))
+    assert near.meeting_s(IDS) == pytest.approx(1e-3, rel=1e-4)
+    assert away.meeting_s(AWAY) == pytest.approx(2e-3, rel=1e-4)
 
 
 def test_links_make_a_ring_as_slow_as_the_slowest() -> None:

@@ -118,7 +118,7 @@ def test_ranks_that_meet_at_both_ends_of_a_step_wait_twice_for_the_slowest(
     )
     program = Program(ranks=(listed("0F0 0B0"),) * 2)
     costs = StepCosts(ranks=ranks, ranks_meet=True, ranks_begin_together=True, meeting_s=meeting_s)
-    assert simulate(program, costs).step_s == pytest.approx(max(besides) + 2 * max(passes) + meeting_s)
+    assert simulate(program, costs).step_s == pytest.approx(max(besides) + 2 * max(passes) + 2 * meeting_s)
     apart = simulate(program, replace(costs, ranks_begin_together=False)).step_s
     assert apart == pytest.approx(max(o + 2 * s for o, s in zip(besides, passes, strict=True)) + meeting_s)
 
