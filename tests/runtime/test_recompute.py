@@ -208,12 +208,12 @@ def test_in_parts_it_begins_with_its_backward_also_where_nothing_was_kept() -> N
 
     class Told(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        def forward(ctx: Any, x: Tensor) -> Tensor:
             order.append("forward")
             return x * 2
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
             order.append("backward")
             return gradients[0] * 2
 

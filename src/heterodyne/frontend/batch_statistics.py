@@ -34,9 +34,9 @@ def refuse_own_exchange(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise CaptureError(
-                f"{path!r} of {type(model).__name__} is a SyncBatchNorm, which exchanges its statistics with all ranks by itself, also with "
-                "those that do other work. Write torch.nn.BatchNorm2d (or leave convert_sync_batchnorm out): its statistics are those of "
-                "all replicas under any plan"
+                f"{path!r} of {type(model).__name__} is a SyncBatchNorm, which exchanges statistics with all ranks by itself, also "
+                "with those that do other work. Write torch.nn.BatchNorm2d (or leave convert_sync_batchnorm out): its statistics are "
+                "those of all replicas under any plan"
             )
 
 

@@ -128,8 +128,8 @@ def _of_statistics(plan: Plan, graph: ModelGraph) -> list[str]:
         if least and samples(least) * prod(place(least) for place in places) < 2:
             number = together.index(least)
             return [
-                f"its replicas together run {least} sample in micro-batch {number}, and {op.target} ({op.source or op.name}) takes statistics "
-                "over samples, of which it needs 2 at least: make the micro-batches larger, or fewer"
+                f"its replicas together run {least} sample in micro-batch {number}, and {op.target} ({op.source or op.name}) takes "
+                "statistics over samples, of which it needs 2 at least: make the micro-batches larger, or fewer"
             ]
     return []
 
