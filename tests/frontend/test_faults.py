@@ -121,6 +121,21 @@ def test_a_lazy_module_is_to_be_called_first() -> None:
         copies_of(model)
 
 
+def test_a_batch_norm_that_exchanges_by_itself_is_refused() -> None:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.SyncBatchNorm(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x).square().mean()
+
+    model, batch = Images(), (torch.zeros(4, 3, 2, 2),)
+    with pytest.raises(CaptureError, match=r"'norm' of Images is a SyncBatchNorm.*Write torch\.nn\.BatchNorm2d"):
+        capture(model, batch)
+    capture(model.eval(), batch)
+
+
 def _two_layers(tie: Callable[[nn.Linear, nn.Linear], None]) -> nn.Module:
     class Two(Model):
         def __init__(self) -> None:

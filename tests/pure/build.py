@@ -12,13 +12,19 @@ ROOMY = 64 * 2**30
 
 
 def graph(
-    layers: int = 4, *, width: int = 8, batch_statistics: bool = False, dtype: str = "float32", saved: int = 1000
+    layers: int = 4,
+    *,
+    width: int = 8,
+    places: tuple[int, ...] = (),
+    batch_statistics: bool = False,
+    dtype: str = "float32",
+    saved: int = 1000,
 ) -> ModelGraph:
-    """A chain: an embedding, ``layers`` alike blocks of two ops, a head tied to nothing. One parameter an op."""
+    """A chain: an embedding, ``layers`` alike blocks of two ops, a head tied to nothing. One parameter an op; ``places`` behind channels."""
     names = ["embed", *(f"layer{i}.{part}" for i in range(layers) for part in ("up", "down")), "head"]
     blocks = [("embed", 0, 1), *((f"layer{i}", 1 + 2 * i, 3 + 2 * i) for i in range(layers))]
     blocks.append(("head", 1 + 2 * layers, 2 + 2 * layers))
-    out = TensorSpec(shape=(Size.per_sample(1), Size.of(width)), dtype="float32")
+    out = TensorSpec(shape=(Size.per_sample(1), Size.of(width), *map(Size.of, places)), dtype="float32")
     ops = tuple(
         Op(
             name=name,

@@ -200,3 +200,26 @@ def test_what_is_kept_goes_with_the_second_run() -> None:
     assert alive() == 1
     y.sum().backward()
     assert alive() == 0
+
+
+def test_in_parts_it_begins_with_its_backward_also_where_nothing_was_kept() -> None:
+    """Others wait in the second run for a device without samples, which asks for nothing that was kept."""
+    order = []
+
+    class Told(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            order.append("forward")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            order.append("backward")
+            return gradients[0] * 2
+
+    x = torch.ones(3, requires_grad=True)
+    made = Recomputation(lambda values: {"y": Told.apply(values["x"])}, {"x": x}, nullcontext, to_end=True).first()  # type: ignore[no-untyped-call]
+    made["y"].sum().backward()
+    assert order == ["forward", "forward", "backward"]
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full((3,), 2.0))

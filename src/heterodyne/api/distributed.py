@@ -34,6 +34,7 @@ from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.materialise import fill_in
+from heterodyne.runtime.weights.sharded_parameters import require_no_write
 from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline
@@ -306,6 +307,8 @@ class Distributed:
         elif not self._closed:  # the other ranks may not come to any collective any more
             self._leave()
             self._closing.__exit__(kind, error, trace)
+            if self.plan.zero == 3:
+                require_no_write(error)
 
     def _leave(self) -> None:
         self._closed = True

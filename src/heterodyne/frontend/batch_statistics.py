@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import fx
+from torch import fx, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, operator_name
@@ -11,7 +11,7 @@ from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.sizes import degree, size_of
 
-__all__ = ["batch_statistics", "is_batch_norm"]
+__all__ = ["batch_statistics", "is_batch_norm", "refuse_own_exchange"]
 
 _SERVED = "batch_norm"  # what torch.nn.functional.batch_norm and torch.batch_norm call
 
@@ -27,6 +27,17 @@ def batch_statistics(traced: Traced) -> tuple[str, ...]:
     Raises CaptureError, with the line, for one that the runtime does not serve, and for one whose channels belong to the samples.
     """
     return tuple(node.name for node in traced.ops if is_batch_norm(node) and _takes_statistics(node))
+
+
+def refuse_own_exchange(model: nn.Module) -> None:
+    """Raise CaptureError, with its name, for a SyncBatchNorm in training: it would meet ranks that run other micro-batches, or none."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise CaptureError(
+                f"{path!r} of {type(model).__name__} is a SyncBatchNorm, which exchanges statistics with all ranks by itself, also "
+                "with those that do other work. Write torch.nn.BatchNorm2d (or leave convert_sync_batchnorm out): its statistics are "
+                "those of all replicas under any plan"
+            )
 
 
 def _takes_statistics(node: fx.Node) -> bool:

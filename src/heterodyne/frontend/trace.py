@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.aliases import shared_memory
-from heterodyne.frontend.batch_statistics import batch_statistics
+from heterodyne.frontend.batch_statistics import batch_statistics, refuse_own_exchange
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
 from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, Exchange
@@ -105,6 +105,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     """
     require_initialised(model)
     require_own_memory(model)
+    refuse_own_exchange(model)
     example = read_example(model, example_batch)
     exported = export(model, example)
     refuse_closures(exported, model)

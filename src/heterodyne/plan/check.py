@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
+from math import prod
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
@@ -28,6 +30,7 @@ def violations(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[str, ..
         *_of_shares(plan),
         *faults_of_state(plan),
         *(_of_stages(plan, graph) if graph.opaque is None or not refused else ()),
+        *_of_statistics(plan, graph),
         *refused,
     )
     return broken or tuple(faults_of_state_shards(plan, graph))
@@ -114,6 +117,21 @@ def _of_capabilities(plan: Plan, graph: ModelGraph) -> list[str]:
         for use in uses(plan)
         if (why := able.why_not(use.feature)) is not None
     ]
+
+
+def _of_statistics(plan: Plan, graph: ModelGraph) -> list[str]:
+    """BatchNorm has at least two values of each channel in what all replicas run together: one has no variance."""
+    together = [sum(sizes) for sizes in zip_longest(*(p.micro_batches.sizes for p in plan.pipelines), fillvalue=0)]
+    least = min((size for size in together if size), default=0)
+    for op in (graph.op_by_name[name] for name in graph.batch_statistics if graph.opaque is None):
+        samples, _, *places = op.outputs[0].shape  # [N, C, ...]
+        if least and samples(least) * prod(place(least) for place in places) < 2:
+            number = together.index(least)
+            return [
+                f"its replicas together run {least} sample in micro-batch {number}, and {op.target} ({op.source or op.name}) takes "
+                "statistics over samples, of which it needs 2 at least: make the micro-batches larger, or fewer"
+            ]
+    return []
 
 
 def _of_cuts(pipeline: Pipeline, graph: ModelGraph) -> list[str]:

@@ -23,7 +23,7 @@ from pure.build import cluster, graph, linear, profile
 CHAIN = graph(2)
 MODELS: dict[str, ModelGraph] = {
     "any model": CHAIN,
-    "statistics over the batch (BatchNorm)": graph(2, batch_statistics=True),
+    "statistics over the batch (BatchNorm)": graph(2, places=(2,), batch_statistics=True),
     "a loss that compares samples": replace(CHAIN, loss=Loss(reduction="coupled"), output=Ref(CHAIN.ops[-1].name)),
     "a model that only its module trains": replace(CHAIN, module_only=(ModuleOnly(what="a hook", source="net.py:3"),)),
     "a model without a graph": replace(CHAIN, opaque="data decides the flow (net.py:7)"),

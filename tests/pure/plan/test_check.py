@@ -60,6 +60,18 @@ def test_a_valid_plan_breaks_nothing(micro_batches: list[MicroBatches | None]) -
         assert violations(valid_plan(MODEL, MACHINES, micro_batches), MODEL, MACHINES) == ()
 
 
+def test_batch_norm_is_not_given_a_single_value() -> None:
+    """Of one value a channel there is no variance; replicas count together."""
+    for sizes, places, faults in (([3, 1], (), 1), ([3, 1], (1, 1), 1), ([3, 1], (1, 2), 0), ([2, 2], (), 0)):
+        model, shares = graph(2, places=places, batch_statistics=True), [MicroBatches(tuple(sizes))]
+        found = violations(valid_plan(model, MACHINES, [*shares, None, None]), model, MACHINES)
+        assert len(found) == faults
+        assert all("model.py:1" in fault and "make the micro-batches larger" in fault for fault in found)
+    model = graph(2, batch_statistics=True)
+    both = valid_plan(model, MACHINES, [MicroBatches((3, 1)), MicroBatches((1, 1)), None])
+    assert violations(both, model, MACHINES) == ()
+
+
 FAULTS = {
     "made for another model": of_plan(model="0" * 16),
     "made for another cluster": of_plan(cluster="0" * 16),

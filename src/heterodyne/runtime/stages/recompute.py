@@ -68,7 +68,13 @@ class Recomputation:
     def first(self) -> dict[str, Tensor]:
         """The values that it makes, with their graph."""
         with torch.autograd.graph.saved_tensors_hooks(self._place, self._get):
-            return self._run(self._values)
+            made = self._run(self._values)
+        if self._to_end:
+            # Others take part, and one of them may need nothing that was kept, as without samples: all begin as their backwards come here.
+            for tensor in made.values():
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.now())
+        return made
 
     def now(self) -> None:
         """Run again, if that was not done yet."""

@@ -8,12 +8,13 @@ memory, and is not a number wherever it is read.
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
+from math import inf, isnan, nan
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 
-__all__ = ["ShardedParameters"]
+__all__ = ["ShardedParameters", "require_no_write"]
+
+_SHARED_MEMORY = "refers to a single memory location"
 
 
 @dataclass(eq=False)
@@ -37,6 +40,7 @@ class _Flat:
     ranges: Sequence[Range]
     process_group: ProcessGroup
     parts: list[tuple[nn.Parameter, int]]
+    hollow: _Hollow
     pending: Work | None = None
 
     def gather(self, *, timed: bool) -> Work:
@@ -56,13 +60,57 @@ class _Flat:
 
     def let_go(self) -> None:
         for parameter, _ in self.parts:
-            parameter.data = _hollow(parameter, self.flat.device)
+            parameter.data = self.hollow.like(parameter)
         self.flat.untyped_storage().resize_(0)
 
 
-def _hollow(like: Tensor, device: torch.device) -> Tensor:
-    """Of the shape of a tensor; takes no memory, and is not a number."""
-    return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
+class _Hollow:
+    """What stands for parameters that were let go of: one element of each dtype on ``device``.
+
+    It is not a number. One parameter of one element can be written into as it is, and what clamps or scales it would leave no trace in
+    that: it is the largest number.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._elements: dict[tuple[torch.dtype, float], Tensor] = {}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Of its shape; takes no memory."""
+        return self._element(tensor).expand(tensor.shape)
+
+    def stands_for(self, tensor: Tensor) -> bool:
+        """Whether the memory of a tensor is still this."""
+        return tensor.data_ptr() == self._element(tensor).data_ptr()
+
+    @property
+    def filled(self) -> bool:
+        """Whether something was written into it."""
+        return any(
+            not bool(element.isnan() if isnan(value) else element == value)
+            for (_, value), element in self._elements.items()
+        )
+
+    def _element(self, like: Tensor) -> Tensor:
+        value = torch.finfo(like.dtype).max if like.numel() == 1 else nan
+        if (like.dtype, value) not in self._elements:
+            self._elements[like.dtype, value] = torch.full((), value, dtype=like.dtype, device=self._device)
+        return self._elements[like.dtype, value]
+
+
+def require_no_write(error: BaseException | None) -> None:
+    """Raises PlanError, with the line, for an error by which torch refuses to write into a parameter that has no values here."""
+    if isinstance(error, RuntimeError) and _SHARED_MEMORY in str(error):
+        place = traceback.extract_tb(error.__traceback__)[-1:]
+        where = "".join(f"{frame.filename}:{frame.lineno}: {frame.line}\n" for frame in place)
+        raise _written(f"{where}a parameter is changed in place") from error
+
+
+def _written(what: str) -> PlanError:
+    return PlanError(
+        f"{what} between two steps, and under this plan each device keeps a part of it elsewhere ('zero': 3). Change weights in a "
+        "state_dict() of the trainer and load_state_dict() that, or write 'zero': 2"
+    )
 
 
 class ShardedParameters:
@@ -99,6 +147,7 @@ class ShardedParameters:
         self._shared = frozenset(name for bucket, _ in self._buckets for name in bucket.parameters if name in slices)
         self._slices = slices
         self._flats: dict[int, _Flat] = {}  # by bucket
+        self._hollow = _Hollow(device)
 
     @torch.no_grad()
     def keep(self, name: str, value: Tensor) -> Tensor:
@@ -107,7 +156,7 @@ class ShardedParameters:
             return value
         start, stop = self._slices[name]
         self.own[name] = value.reshape(-1)[start:stop].to(self._device, copy=True)
-        return _hollow(value, self._device)
+        return self._hollow.like(value)
 
     @torch.no_grad()
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -122,20 +171,26 @@ class ShardedParameters:
             flat = own.new_empty(sum(sizes))
             begins = accumulate(sizes, initial=0)
             of = [(parameters[name], begin) for name, begin in zip(names, begins, strict=False)]
-            made = _Flat(flat=flat, own=own, ranges=self._ranges[bucket.index], process_group=process_group, parts=of)
+            made = _Flat(
+                flat=flat,
+                own=own,
+                ranges=self._ranges[bucket.index],
+                process_group=process_group,
+                parts=of,
+                hollow=self._hollow,
+            )
             flat.untyped_storage().resize_(0)
             self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
             self._flats[bucket.index] = made
 
     def require_untouched(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Between steps, of all that are kept. Raises PlanError for one that was given other values, which nobody would read."""
+        """Between steps, of all that are kept. Raises PlanError where one was given other values, which nobody would read."""
         for name in self._shared:
             parameter = parameters[name]
-            if parameter.numel() > 1 and parameter.untyped_storage().nbytes() > parameter.itemsize:
-                raise PlanError(
-                    f"{name!r} was given other values (.data =) between two steps, and under this plan each device keeps a part of it "
-                    "elsewhere ('zero': 3). Change weights in a state_dict() of the trainer and load_state_dict() that, or write 'zero': 2"
-                )
+            if parameter.numel() and not self._hollow.stands_for(parameter):
+                raise _written(f"{name!r} was given other values (.data =)")
+        if self._hollow.filled:
+            raise _written("a parameter was written into")
 
     @torch.no_grad()
     def unshard(self, bucket: int, *, timed: bool = False) -> Work:
