@@ -173,7 +173,7 @@ class RankModel:
         """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""
         require_none_unfrozen(self._module, self._trained)
         if self.sharded is not None:
-            self.sharded.require_untouched(self.parameters)
+            self.sharded.require_untouched()
 
     def fault(self, work: Step, loss: float, statistics: Mapping[str, Tensor]) -> str:
         """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""

@@ -2,8 +2,9 @@
 
 A bucket is one flat tensor, and its parameters are views into it. While they are gathered its memory is there; between, only the own range
 is kept, apart from it. What a forward has saved of a parameter is a view of the flat tensor too, so it is good again when the backward
-has it gathered once more: the memory of a tensor comes and goes, the tensor stays. A parameter that is let go of has its shape, takes no
-memory, and is not a number wherever it is read.
+has it gathered once more: the memory of a tensor comes and goes, the tensor stays. A parameter that is let go of has its shape, takes the
+memory of one element, and is not a number wherever it is read. One of a single element is itself where it is kept, so that what is written
+to it between two steps is what the others get.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ __all__ = ["ShardedParameters"]
 
 @dataclass(eq=False)
 class _Flat:
-    """``flat``: has memory only while it is gathered. ``own``: the range of it that this rank keeps. ``parts``: where its parameters
-    begin."""
+    """``flat``: has memory only while it is gathered. ``own``: the range of it that this rank keeps. ``parts``: its parameters,
+    where each begins, and what it is between."""
 
     flat: Tensor
     own: Tensor
     ranges: Sequence[Range]
     process_group: ProcessGroup
-    parts: list[tuple[nn.Parameter, int]]
+    parts: list[tuple[nn.Parameter, int, Tensor]]
     pending: Work | None = None
 
     def gather(self, *, timed: bool) -> Work:
@@ -51,12 +52,12 @@ class _Flat:
             return
         self.pending.wait()
         self.pending = None
-        for parameter, begin in self.parts:
+        for parameter, begin, _ in self.parts:
             parameter.data = self.flat[begin : begin + parameter.numel()].view(parameter.shape)
 
     def let_go(self) -> None:
-        for parameter, _ in self.parts:
-            parameter.data = _hollow(parameter, self.flat.device)
+        for parameter, _, hollow in self.parts:
+            parameter.data = hollow
         self.flat.untyped_storage().resize_(0)
 
 
@@ -99,6 +100,8 @@ class ShardedParameters:
         self._shared = frozenset(name for bucket, _ in self._buckets for name in bucket.parameters if name in slices)
         self._slices = slices
         self._flats: dict[int, _Flat] = {}  # by bucket
+        self._hollows: list[tuple[list[str], Tensor]] = []  # of each dtype the parameters, and an element for each
+        self._parameters: Mapping[str, nn.Parameter] = {}
 
     @torch.no_grad()
     def keep(self, name: str, value: Tensor) -> Tensor:
@@ -112,30 +115,60 @@ class ShardedParameters:
     @torch.no_grad()
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """All are kept; these are the parameters of the model."""
+        self._parameters = parameters
+        hollow = self._hollow_all(parameters)
         for bucket, process_group in self._buckets:
             names = [name for name in bucket.parameters if name in self._shared]
             if not names:
                 continue
             kept = [self.own[name] for name in names]
             own = torch.cat(kept)
+            self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
             sizes = [parameters[name].numel() for name in names]
             flat = own.new_empty(sum(sizes))
             begins = accumulate(sizes, initial=0)
-            of = [(parameters[name], begin) for name, begin in zip(names, begins, strict=False)]
+            between = [self.own[n].view(hollow[n].shape) if self._is_kept(n, hollow[n]) else hollow[n] for n in names]
+            of = [(parameters[n], begin, left) for n, begin, left in zip(names, begins, between, strict=False)]
             made = _Flat(flat=flat, own=own, ranges=self._ranges[bucket.index], process_group=process_group, parts=of)
-            flat.untyped_storage().resize_(0)
-            self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
             self._flats[bucket.index] = made
+            made.let_go()
 
-    def require_untouched(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Between steps, of all that are kept. Raises PlanError for one that was given other values, which nobody would read."""
-        for name in self._shared:
-            parameter = parameters[name]
-            if parameter.numel() > 1 and parameter.untyped_storage().nbytes() > parameter.itemsize:
-                raise PlanError(
-                    f"{name!r} was given other values (.data =) between two steps, and under this plan each device keeps a part of it "
-                    "elsewhere ('zero': 3). Change weights in a state_dict() of the trainer and load_state_dict() that, or write 'zero': 2"
-                )
+    def _hollow_all(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """What they are while nobody needs them. All of a dtype share one tensor, so that one look at it tells if any was written to."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in parameters:
+            if name in self._shared:
+                by_dtype.setdefault(parameters[name].dtype, []).append(name)
+        found = {}
+        for dtype, names in by_dtype.items():
+            elements = torch.full((len(names),), torch.nan, dtype=dtype, device=self._device)
+            self._hollows.append((names, elements))
+            found |= {n: one.expand(parameters[n].shape) for n, one in zip(names, elements.unbind(), strict=True)}
+        return found
+
+    def _is_kept(self, name: str, hollow: Tensor) -> bool:
+        """Whether it is one element, and that one here."""
+        return hollow.numel() == 1 == self.own[name].numel()
+
+    @torch.no_grad()
+    def require_untouched(self) -> None:
+        """Between steps, of all that are kept. Raises PlanError for one that was given other values, which nobody would read.
+
+        One of several elements refuses most writes by itself, since all of these are one memory; ``fill_`` it does not.
+        """
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        parts = [part for flat in self._flats.values() for part in flat.parts]
+        given = [names[id(parameter)] for parameter, _, between in parts if parameter.data_ptr() != between.data_ptr()]
+        for of, elements in self._hollows:
+            if not elements.isnan().all():
+                given += [
+                    n for n, own in zip(of, elements, strict=True) if own == own and self._parameters[n].numel() > 1
+                ]
+        if given:
+            raise PlanError(
+                f"{given[0]!r} was given other values between two steps, and under this plan each device keeps a part of it "
+                "elsewhere ('zero': 3). Change weights in a state_dict() of the trainer and load_state_dict() that, or write 'zero': 2"
+            )
 
     @torch.no_grad()
     def unshard(self, bucket: int, *, timed: bool = False) -> Work:
