@@ -139,7 +139,7 @@ class ShardedParameters:
         for name in parameters:
             if name in self._shared:
                 by_dtype.setdefault(parameters[name].dtype, []).append(name)
-        found = {}
+        found: dict[str, Tensor] = {}
         for dtype, names in by_dtype.items():
             elements = torch.full((len(names),), torch.nan, dtype=dtype, device=self._device)
             self._hollows.append((names, elements))
