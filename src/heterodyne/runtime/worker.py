@@ -40,6 +40,7 @@ from heterodyne.runtime.stages.stage_builder import (
     StagePrograms,
 )
 from heterodyne.runtime.step_result import StepResult
+from heterodyne.runtime.weights.between_steps import Sample
 from heterodyne.runtime.weights.held_state import Held
 from heterodyne.runtime.weights.materialise import Stored
 from heterodyne.runtime.weights.optimizer import (
@@ -214,6 +215,7 @@ class Worker:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
         self._before = {}
         self.steps_done = number + 1
+        self._model.leave(look=is_looked_at(self.steps_done))
         self._executor.updating = False
         if self._first and self._communicator.device.type == "cpu":
             # The optimizer has made its state where activations had been. Those of the next step come to lie otherwise, so what is free
@@ -324,6 +326,10 @@ class Worker:
         scale = {} if self._model.scale is None else {"loss_scale": self._model.scale.state_dict()}
         return {"step": self.steps_done, **scale}
 
+    def sample(self) -> Sample:
+        """A few values of the weights and buffers that other ranks must have alike."""
+        return self._model.sample()
+
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
         return self._model.state.needs(keys)
@@ -342,6 +348,7 @@ class Worker:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
         self._model.state.load(state)
         self.steps_done = int(state["step"])
+        self._model.leave(look=is_looked_at(self.steps_done))
         if self._model.scale is not None and "loss_scale" in state:
             self._model.scale.load_state_dict(state["loss_scale"])
 
