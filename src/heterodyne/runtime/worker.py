@@ -135,11 +135,6 @@ class Worker:
             stored=stored,
             weights=weights,
         )
-        self._later = (
-            None
-            if graph.opaque is None
-            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=self._role.precision)
-        )
         self._stages = StageBuilder(
             module,
             graph=graph,
@@ -157,7 +152,13 @@ class Worker:
         )
         self._stages.parts()
         # All ranks alike: where one runs the module, it is beside others that run its graph.
-        self._values = PythonValues(module) if any(communicator.all_gather_object(self._stages.cut)) else None
+        cut = any(communicator.all_gather_object(self._stages.cut))
+        self._values = PythonValues(module) if cut else None
+        self._later = (
+            None
+            if cut or held.sharded is not None
+            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=self._role.precision)
+        )
         self._batches = BatchWork(
             graph,
             self._stages,
@@ -201,8 +202,9 @@ class Worker:
         work = self._work(batch, number)
         self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics.items()}
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
-            if self._later is not None and is_looked_at(number):
-                self._later.require(work.source, self._role.spans(), number)
+            if self._later is not None and is_looked_at(number) and self._role.micro_batches.samples:
+                look = self._later.require_padding if self.graph.opaque is None else self._later.require
+                look(work.source, self._role.spans(), number)
             loss = self._executor.run(work)
         fault = self._model.fault(work, loss, before) if work.skipped else None
         scale = None if self._model.scale is None else self._model.scale.value

@@ -37,7 +37,9 @@ def sample_of(held: Mapping[tuple[str, Box], Tensor]) -> Sample:
         errors.append(max(_ERROR, 2 * torch.finfo(some.dtype).eps) if some.is_floating_point() else _ERROR)
         values.append((torch.view_as_real(some).sum(-1) if some.is_complex() else some).double())
     together = torch.cat(values).cpu() if values else torch.empty(0)
-    return {name: (error, *of.tolist()) for name, error, of in zip(names, errors, torch.split(together, sizes), strict=True)}
+    return {
+        name: (error, *of.tolist()) for name, error, of in zip(names, errors, torch.split(together, sizes), strict=True)
+    }
 
 
 def require_alike(samples: Sequence[Sample], step: int) -> None:
