@@ -11,50 +11,67 @@ import torch
 from torch import nn
 
 from heterodyne.errors import PlanError
+from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters, require_no_write
 
 
-def test_values_that_nobody_would_read_are_refused() -> None:
-    bucket: Any = Mock(index=0, parameters=("w",))
-    sharded = ShardedParameters([(bucket, Mock())], {0: [(0, 2), (2, 6)]}, {}, {"w": (0, 2)}, torch.device("cpu"))
-    parameters = {"w": nn.Parameter(torch.randn(2, 3))}
-    parameters["w"].data = sharded.keep("w", parameters["w"].data)
-    sharded.require_untouched(parameters)
-    parameters["w"].data = parameters["w"].data * 0.9
-    with pytest.raises(PlanError, match="'w' was given other values"):
-        sharded.require_untouched(parameters)
+def _bound(shape: tuple[int, ...]) -> tuple[ShardedParameters, dict[str, nn.Parameter]]:
+    """All is kept here, between steps: v, w of a shape, and one of another dtype."""
+    parameters = {
+        "v": nn.Parameter(torch.randn(4)),
+        "w": nn.Parameter(torch.full(shape, 5.0)),
+        "half": nn.Parameter(torch.randn(3).half()),
+    }
+    slices = {name: (0, parameter.numel()) for name, parameter in parameters.items()}
+    buckets: list[Any] = [(Mock(index=0, parameters=("v", "w")), Mock()), (Mock(index=1, parameters=("half",)), Mock())]
+    sharded = ShardedParameters(buckets, {0: [(0, 9)], 1: [(0, 3)]}, {}, slices, torch.device("cpu"))
+    for name, parameter in parameters.items():
+        parameter.data = sharded.keep(name, parameter.data)
+    sharded.bind(parameters)
+    sharded.require_untouched()
+    return sharded, parameters
 
 
 @pytest.mark.parametrize(
-    ("shape", "change"),
+    ("shape", "write"),
     [
-        ((2, 3), lambda p: p.zero_()),
-        ((2, 3), lambda p: p[0].fill_(1.0)),
-        ((), lambda p: p.data.clamp_(max=4.6)),
-        ((1,), lambda p: p.mul_(0.9)),
-        ((), lambda p: setattr(p, "data", p.data.clamp(max=4.6))),
+        ((2, 3), lambda w: setattr(w, "data", torch.ones(2, 3))),
+        ((2, 3), nn.init.zeros_),
+        ((2, 3), lambda w: w.data.fill_(0.5)),
+        ((1,), lambda w: setattr(w, "data", torch.ones(1))),
+        ((), lambda w: setattr(w, "data", w.data.clamp(max=4.6))),
     ],
 )
-def test_what_torch_lets_be_written_is_seen(shape: tuple[int, ...], change: Callable[[nn.Parameter], object]) -> None:
-    bucket: Any = Mock(index=0, parameters=("w",))
-    sharded = ShardedParameters([(bucket, Mock())], {0: [(0, 1), (1, 6)]}, {}, {"w": (0, 1)}, torch.device("cpu"))
-    parameter = nn.Parameter(torch.randn(shape))
-    parameter.data = sharded.keep("w", parameter.data)
-    sharded.require_untouched({"w": parameter})
-    with torch.no_grad():
-        change(parameter)
-    with pytest.raises(PlanError, match="between two steps"):
-        sharded.require_untouched({"w": parameter})
+def test_values_that_nobody_would_read_are_refused(
+    shape: tuple[int, ...], write: Callable[[nn.Parameter], object]
+) -> None:
+    sharded, parameters = _bound(shape)
+    write(parameters["w"])
+    with pytest.raises(PlanError, match="'w' was given other values"):
+        sharded.require_untouched()
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_single_element_may_be_written_where_it_is_kept(narrow: bool) -> None:
+    """As a temperature is clamped after each step; the update goes on from there, also that of an fp32 copy."""
+    sharded, parameters = _bound((1,))
+    of = parameters["w"].bfloat16() if narrow else parameters["w"]
+    if narrow:
+        sharded.own["w"] = of.data = torch.tensor([5.0], dtype=torch.bfloat16)
+        of = nn.Parameter(of.data)
+    masters = MasterWeights({"w": of}, shards={"w": sharded.own["w"]})
+    of.data.clamp_(max=4.5)
+    sharded.require_untouched()
+    masters.own_gradients["w"] = torch.ones(1)
+    masters.step(torch.optim.SGD(masters.updated.values(), lr=0.5))
+    assert sharded.own["w"].item() == 4.0
 
 
 @pytest.mark.parametrize("change", [lambda p: p.clamp_(-1, 1), lambda p: p.data.mul_(0.9), lambda p: p[0].add_(1)])
 def test_a_write_that_torch_refuses_is_told_with_its_line(change: Callable[[nn.Parameter], object]) -> None:
-    bucket: Any = Mock(index=0, parameters=("w",))
-    sharded = ShardedParameters([(bucket, Mock())], {0: [(0, 2), (2, 6)]}, {}, {"w": (0, 2)}, torch.device("cpu"))
-    parameter = nn.Parameter(torch.randn(2, 3))
-    parameter.data = sharded.keep("w", parameter.data)
+    _, parameters = _bound((2, 3))
     with torch.no_grad(), pytest.raises(RuntimeError) as refused:
-        change(parameter)
+        change(parameters["w"])
     with pytest.raises(
         PlanError, match=r"test_sharded_parameters.py:\d+: .*_\(.*\n.*in place between two steps.*'zero': 2"
     ):

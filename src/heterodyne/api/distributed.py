@@ -33,6 +33,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, as_source
+from heterodyne.runtime.weights.between_steps import require_alike
 from heterodyne.runtime.weights.materialise import fill_in
 from heterodyne.runtime.weights.sharded_parameters import require_no_write
 from heterodyne.runtime.worker import StepResult, Worker
@@ -138,8 +139,9 @@ class Distributed:
             named = self._named(batch)
             several = self._session.world_size > 1
             if several and is_looked_at(self.steps_done):
-                digests = self._session.communicator.all_gather_object(digest(named))
-                require_same(digests, self.steps_done, given=not isinstance(named, BatchSource))
+                of_all = self._session.communicator.all_gather_object((digest(named), self._worker.sample()))
+                require_same([of for of, _ in of_all], self.steps_done, given=not isinstance(named, BatchSource))
+                require_alike([sample for _, sample in of_all], self.steps_done)
             result = self._worker.step(named)
             self._predictor.forget()
             self._records.step(result)

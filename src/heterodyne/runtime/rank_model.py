@@ -25,6 +25,7 @@ from heterodyne.runtime.stages.stage_builder import (
     completed_gradients,
     ranges_by_rank,
 )
+from heterodyne.runtime.weights.between_steps import Parts, Sample, sample_of
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets
@@ -103,6 +104,8 @@ class RankModel:
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
+        self._parts = Parts({n: p for n, p in self.parameters.items() if self.ownership.box(rank, n)})
+        self._parts.leave(look=True)
         self.scale = _loss_scale(placement, graph, program)
         self.optimizer = self._make_optimizer(optimizer)
         self.gradients = GradientBuckets(
@@ -178,8 +181,28 @@ class RankModel:
     def require_as_left(self) -> None:
         """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""
         require_none_unfrozen(self._module, self._trained)
+        self._parts.require_as_left()
         if self.sharded is not None:
-            self.sharded.require_untouched(self.parameters)
+            self.sharded.require_untouched()
+
+    def leave(self, *, look: bool) -> None:
+        """The user may change what is there from here on. ``look``: whether the next step compares values."""
+        self._parts.leave(look=look)
+
+    def sample(self) -> Sample:
+        """A few values of all that must be alike on the ranks that hold it, and train."""
+        if not self._role.micro_batches.samples:
+            return {}
+        apart = {} if self.sharded is None else self.sharded.own
+        forward_changes = self._graph.opaque is not None or bool(self._graph.batch_statistics)
+        held = {
+            **dict(self._module.named_parameters()),
+            **({} if forward_changes else dict(self._module.named_buffers())),
+        }
+        rank = self._communicator.rank
+        return sample_of(
+            {(n, self.ownership.box(rank, n)): t for n, t in held.items() if not t.is_meta and n not in apart}
+        )
 
     def fault(self, work: Step, loss: float, statistics: Mapping[str, Tensor]) -> str:
         """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""

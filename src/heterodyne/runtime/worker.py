@@ -40,6 +40,7 @@ from heterodyne.runtime.stages.stage_builder import (
     StagePrograms,
 )
 from heterodyne.runtime.step_result import StepResult
+from heterodyne.runtime.weights.between_steps import Sample
 from heterodyne.runtime.weights.held_state import Held
 from heterodyne.runtime.weights.materialise import Stored
 from heterodyne.runtime.weights.optimizer import (
@@ -134,11 +135,6 @@ class Worker:
             stored=stored,
             weights=weights,
         )
-        self._later = (
-            None
-            if graph.opaque is None
-            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=self._role.precision)
-        )
         self._stages = StageBuilder(
             module,
             graph=graph,
@@ -156,7 +152,13 @@ class Worker:
         )
         self._stages.parts()
         # All ranks alike: where one runs the module, it is beside others that run its graph.
-        self._values = PythonValues(module) if any(communicator.all_gather_object(self._stages.cut)) else None
+        cut = any(communicator.all_gather_object(self._stages.cut))
+        self._values = PythonValues(module) if cut else None
+        self._later = (
+            None
+            if cut or held.sharded is not None
+            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=self._role.precision)
+        )
         self._batches = BatchWork(
             graph,
             self._stages,
@@ -200,8 +202,9 @@ class Worker:
         work = self._work(batch, number)
         self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics.items()}
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
-            if self._later is not None and is_looked_at(number):
-                self._later.require(work.source, self._role.spans(), number)
+            if self._later is not None and is_looked_at(number) and self._role.micro_batches.samples:
+                look = self._later.require_padding if self.graph.opaque is None else self._later.require
+                look(work.source, self._role.spans(), number)
             loss = self._executor.run(work)
         fault = self._model.fault(work, loss, before) if work.skipped else None
         scale = None if self._model.scale is None else self._model.scale.value
@@ -214,6 +217,7 @@ class Worker:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
         self._before = {}
         self.steps_done = number + 1
+        self._model.leave(look=is_looked_at(self.steps_done))
         self._executor.updating = False
         if self._first and self._communicator.device.type == "cpu":
             # The optimizer has made its state where activations had been. Those of the next step come to lie otherwise, so what is free
@@ -324,6 +328,10 @@ class Worker:
         scale = {} if self._model.scale is None else {"loss_scale": self._model.scale.state_dict()}
         return {"step": self.steps_done, **scale}
 
+    def sample(self) -> Sample:
+        """A few values of the weights and buffers that other ranks must have alike."""
+        return self._model.sample()
+
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
         return self._model.state.needs(keys)
@@ -342,6 +350,7 @@ class Worker:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
         self._model.state.load(state)
         self.steps_done = int(state["step"])
+        self._model.leave(look=is_looked_at(self.steps_done))
         if self._model.scale is not None and "loss_scale" in state:
             self._model.scale.load_state_dict(state["loss_scale"])
 

@@ -3,17 +3,19 @@
 `exact.parts` has asked it of the first batch. A module may still choose in Python once for all samples of a batch, by what is in them:
 ``pad_packed_sequence`` gives outputs as long as the longest sample, and if the first batch had samples of one length, that choice did
 not show. No graph says so beforehand; a later batch shows it.
+
+And of a source that pads each slice to its own longest sample: does the loss depend on how far?
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from heterodyne.errors import CaptureError
+from heterodyne.errors import CaptureError, DataError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.runtime.exact.parts import MOST_SAMPLES, rounding_bar
@@ -46,9 +48,9 @@ class LaterBatches:
         samples = min(sum(count for _, count in own), MOST_SAMPLES)
         if samples < 2 or self._graph.batch_statistics:
             return
-        tensors = source.samples(own[0][0], samples)
-        whole, parts = (self._loss(tensors, sizes) for sizes in ([samples], [1, samples - 1]))
-        if whole is None or parts is None or abs(parts - whole) <= self._bar * max(abs(whole), self._bar):
+        tensors = as_source(source.samples(own[0][0], samples), self._graph)
+        whole, parts = (self._loss(tensors, 0, sizes) for sizes in ([samples], [1, samples - 1]))
+        if self._are_equal(whole, parts):
             return
         raise CaptureError(
             f"the parts of the batch of step {step + 1} do not add up to the whole: the loss of {samples} of its samples is {whole:.7g}, "
@@ -57,11 +59,33 @@ class LaterBatches:
             "its own way (pad_packed_sequence has total_length)"
         )
 
-    def _loss(self, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> float | None:
-        """The weighted sum over parts of these sizes; None where nothing in them counts."""
-        source = as_source(tensors, self._graph)
-        spans = list(pairwise(accumulate(sizes, initial=0)))
-        parts = [source.samples(first, last - first) for first, last in spans]
+    def require_padding(self, source: BatchSource, own: Sequence[tuple[int, int]], step: int) -> None:
+        """Raises DataError if slices of the source are padded each by itself, and another length gives another loss."""
+        first, samples = own[0][0], min(sum(count for _, count in own), MOST_SAMPLES)
+        if samples < 2 or self._graph.batch_statistics or self._count.split or self._count.together:
+            return
+        shapes = [
+            {name: tensor.shape[1:] for name, tensor in source.samples(*span).items()}
+            for span in ((first, samples), (first, 1), (first + 1, samples - 1))
+        ]
+        if shapes[0] == shapes[1] == shapes[2]:
+            return
+        whole, parts = (self._loss(source, first, sizes) for sizes in ([samples], [1, samples - 1]))
+        if not self._are_equal(whole, parts):
+            raise DataError(
+                f"the loss depends on how far samples are padded: for {samples} of step {step + 1} it is {whole:.7g} padded to the longest "
+                f"of them, and {parts:.7g} in slices that are padded each to its own, as devices read them. Let the padding not count "
+                "(an attention mask, labels of -100), give the lengths (lengths=, in a job the attribute lengths of the dataset), so that "
+                "all are padded to the longest of the global batch, or pad to a fixed length"
+            )
+
+    def _are_equal(self, whole: float | None, parts: float | None) -> bool:
+        return whole is None or parts is None or abs(parts - whole) <= self._bar * max(abs(whole), self._bar)
+
+    def _loss(self, source: BatchSource, first: int, sizes: Sequence[int]) -> float | None:
+        """The weighted sum over parts of these sizes, from sample ``first`` on; None where nothing in them counts."""
+        spans = list(pairwise(accumulate(sizes, initial=first)))
+        parts = [source.samples(start, stop - start) for start, stop in spans]
         own = [self._count.statistics(part, size, self._buffers) for part, size in zip(parts, sizes, strict=True)]
         batch = torch.stack(own).sum(0)
         if not self._count.is_defined(batch):

@@ -176,11 +176,13 @@ class MasterWeights:
         held = {name: self._parameters[name] for name in apart if name not in self._shards}
         self._versions = {name: p._version for name, p in held.items() if name in self._masters}
         self._memory = {name: p.data for name, p in held.items()}
+        kept = [name for name in self._masters if name in self._shards and self._parameters[name].numel() == 1]
+        self._single = {name: self._shards[name].clone() for name in kept if name in self.updated}
 
     @torch.no_grad()
     def _take_over_changes(self) -> None:
         """Of weights that have been written since `settled`, as autograd counts it, or that lie elsewhere now (``.data =``): these
-        values go to the memory that is updated."""
+        values go to the memory that is updated. So does what was written to a shard, if that is a single element."""
         for name, memory in self._memory.items():
             parameter = self._parameters[name]
             moved = parameter.data_ptr() != memory.data_ptr() or parameter.stride() != memory.stride()
@@ -188,6 +190,9 @@ class MasterWeights:
                 memory.copy_(parameter)
                 parameter.data = memory
             if name in self._masters and (moved or parameter._version != self._versions[name]):
+                self._masters[name].copy_(self._own_weight(name))
+        for name, left in self._single.items():
+            if not torch.equal(left, self._shards[name]):
                 self._masters[name].copy_(self._own_weight(name))
 
     @torch.no_grad()

@@ -2,8 +2,9 @@
 
 A bucket is one flat tensor, and its parameters are views into it. While they are gathered its memory is there; between, only the own range
 is kept, apart from it. What a forward has saved of a parameter is a view of the flat tensor too, so it is good again when the backward
-has it gathered once more: the memory of a tensor comes and goes, the tensor stays. A parameter that is let go of has its shape, takes no
-memory, and is not a number wherever it is read.
+has it gathered once more: the memory of a tensor comes and goes, the tensor stays. A parameter that is let go of has its shape, takes the
+memory of one element, and is not a number wherever it is read. One of a single element is itself where it is kept, so that what is written
+to it between two steps is what the others get.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf, isnan, nan
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +33,14 @@ _SHARED_MEMORY = "refers to a single memory location"
 
 @dataclass(eq=False)
 class _Flat:
-    """``flat``: has memory only while it is gathered. ``own``: the range of it that this rank keeps. ``parts``: where its parameters
-    begin."""
+    """``flat``: has memory only while it is gathered. ``own``: the range of it that this rank keeps. ``parts``: its parameters,
+    where each begins, and what it is between."""
 
     flat: Tensor
     own: Tensor
     ranges: Sequence[Range]
     process_group: ProcessGroup
-    parts: list[tuple[nn.Parameter, int]]
-    hollow: _Hollow
+    parts: list[tuple[nn.Parameter, int, Tensor]]
     pending: Work | None = None
 
     def gather(self, *, timed: bool) -> Work:
@@ -55,47 +55,18 @@ class _Flat:
             return
         self.pending.wait()
         self.pending = None
-        for parameter, begin in self.parts:
+        for parameter, begin, _ in self.parts:
             parameter.data = self.flat[begin : begin + parameter.numel()].view(parameter.shape)
 
     def let_go(self) -> None:
-        for parameter, _ in self.parts:
-            parameter.data = self.hollow.like(parameter)
+        for parameter, _, hollow in self.parts:
+            parameter.data = hollow
         self.flat.untyped_storage().resize_(0)
 
 
-class _Hollow:
-    """What stands for parameters that were let go of: one element of each dtype on ``device``.
-
-    It is not a number. One parameter of one element can be written into as it is, and what clamps or scales it would leave no trace in
-    that: it is the largest number.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._elements: dict[tuple[torch.dtype, float], Tensor] = {}
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """Of its shape; takes no memory."""
-        return self._element(tensor).expand(tensor.shape)
-
-    def stands_for(self, tensor: Tensor) -> bool:
-        """Whether the memory of a tensor is still this."""
-        return tensor.data_ptr() == self._element(tensor).data_ptr()
-
-    @property
-    def filled(self) -> bool:
-        """Whether something was written into it."""
-        return any(
-            not bool(element.isnan() if isnan(value) else element == value)
-            for (_, value), element in self._elements.items()
-        )
-
-    def _element(self, like: Tensor) -> Tensor:
-        value = torch.finfo(like.dtype).max if like.numel() == 1 else nan
-        if (like.dtype, value) not in self._elements:
-            self._elements[like.dtype, value] = torch.full((), value, dtype=like.dtype, device=self._device)
-        return self._elements[like.dtype, value]
+def _hollow(like: Tensor, device: torch.device) -> Tensor:
+    """Of the shape of a tensor; takes no memory, and is not a number."""
+    return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def require_no_write(error: BaseException | None) -> None:
@@ -147,7 +118,8 @@ class ShardedParameters:
         self._shared = frozenset(name for bucket, _ in self._buckets for name in bucket.parameters if name in slices)
         self._slices = slices
         self._flats: dict[int, _Flat] = {}  # by bucket
-        self._hollow = _Hollow(device)
+        self._hollows: list[tuple[list[str], Tensor]] = []  # of each dtype the parameters, and an element for each
+        self._parameters: Mapping[str, nn.Parameter] = {}
 
     @torch.no_grad()
     def keep(self, name: str, value: Tensor) -> Tensor:
@@ -156,41 +128,62 @@ class ShardedParameters:
             return value
         start, stop = self._slices[name]
         self.own[name] = value.reshape(-1)[start:stop].to(self._device, copy=True)
-        return self._hollow.like(value)
+        return _hollow(value, self._device)
 
     @torch.no_grad()
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """All are kept; these are the parameters of the model."""
+        self._parameters = parameters
+        hollow = self._hollow_all(parameters)
         for bucket, process_group in self._buckets:
             names = [name for name in bucket.parameters if name in self._shared]
             if not names:
                 continue
             kept = [self.own[name] for name in names]
             own = torch.cat(kept)
+            self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
             sizes = [parameters[name].numel() for name in names]
             flat = own.new_empty(sum(sizes))
             begins = accumulate(sizes, initial=0)
-            of = [(parameters[name], begin) for name, begin in zip(names, begins, strict=False)]
-            made = _Flat(
-                flat=flat,
-                own=own,
-                ranges=self._ranges[bucket.index],
-                process_group=process_group,
-                parts=of,
-                hollow=self._hollow,
-            )
-            flat.untyped_storage().resize_(0)
-            self.own |= dict(zip(names, own.split_with_sizes([part.numel() for part in kept]), strict=True))
+            between = [self.own[n].view(hollow[n].shape) if self._is_kept(n, hollow[n]) else hollow[n] for n in names]
+            of = [(parameters[n], begin, left) for n, begin, left in zip(names, begins, between, strict=False)]
+            made = _Flat(flat=flat, own=own, ranges=self._ranges[bucket.index], process_group=process_group, parts=of)
             self._flats[bucket.index] = made
+            made.let_go()
 
-    def require_untouched(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Between steps, of all that are kept. Raises PlanError where one was given other values, which nobody would read."""
-        for name in self._shared:
-            parameter = parameters[name]
-            if parameter.numel() and not self._hollow.stands_for(parameter):
-                raise _written(f"{name!r} was given other values (.data =)")
-        if self._hollow.filled:
-            raise _written("a parameter was written into")
+    def _hollow_all(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """What they are while nobody needs them. All of a dtype share one tensor, so that one look at it tells if any was written to."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in parameters:
+            if name in self._shared:
+                by_dtype.setdefault(parameters[name].dtype, []).append(name)
+        found: dict[str, Tensor] = {}
+        for dtype, names in by_dtype.items():
+            elements = torch.full((len(names),), torch.nan, dtype=dtype, device=self._device)
+            self._hollows.append((names, elements))
+            found |= {n: one.expand(parameters[n].shape) for n, one in zip(names, elements.unbind(), strict=True)}
+        return found
+
+    def _is_kept(self, name: str, hollow: Tensor) -> bool:
+        """Whether it is one element, and that one here."""
+        return hollow.numel() == 1 == self.own[name].numel()
+
+    @torch.no_grad()
+    def require_untouched(self) -> None:
+        """Between steps, of all that are kept. Raises PlanError for one that was given other values, which nobody would read.
+
+        One of several elements refuses most writes by itself, since all of these are one memory; ``fill_`` it does not.
+        """
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        parts = [part for flat in self._flats.values() for part in flat.parts]
+        given = [names[id(parameter)] for parameter, _, between in parts if parameter.data_ptr() != between.data_ptr()]
+        for of, elements in self._hollows:
+            if not elements.isnan().all():
+                given += [
+                    n for n, own in zip(of, elements, strict=True) if own == own and self._parameters[n].numel() > 1
+                ]
+        if given:
+            raise _written(f"{given[0]!r} was given other values")
 
     @torch.no_grad()
     def unshard(self, bucket: int, *, timed: bool = False) -> Work:

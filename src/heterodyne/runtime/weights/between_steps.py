@@ -1,0 +1,92 @@
+"""What a loop does to weights between two steps: alike on every rank, and to none of which a device has a part.
+
+Each replica of a weight is changed by the rank that holds it. Noise without a seed, or an ``if rank == 0``, makes others of them, each of
+which would go on by itself. Of a weight in parts, what is computed of a part need not be the part of what is computed of the whole: a norm
+is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from heterodyne.errors import PlanError
+from heterodyne.plan.boxes import Box
+
+__all__ = ["Parts", "Sample", "require_alike", "sample_of"]
+
+Sample: TypeAlias = Mapping[tuple[str, Box], tuple[float, ...]]
+"""Of each tensor, or box of it, that a rank holds, a few values spread over it, behind the error that they may have."""
+
+_VALUES = 16
+_ERROR = 1e-3  # of the largest: unlike devices round otherwise, which adds up to far less, but in 16 bits to a last bit
+
+
+@torch.no_grad()
+def sample_of(held: Mapping[tuple[str, Box], Tensor]) -> Sample:
+    """Of what a rank holds, by name and box."""
+    names, values, sizes, errors = [], [], [], []
+    for name, tensor in held.items():
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, -(-flat.numel() // _VALUES))]
+        names.append(name)
+        sizes.append(some.numel())
+        errors.append(max(_ERROR, 2 * torch.finfo(some.dtype).eps) if some.is_floating_point() else _ERROR)
+        values.append((torch.view_as_real(some).sum(-1) if some.is_complex() else some).double())
+    together = torch.cat(values).cpu() if values else torch.empty(0)
+    return {
+        name: (error, *of.tolist()) for name, error, of in zip(names, errors, torch.split(together, sizes), strict=True)
+    }
+
+
+def require_alike(samples: Sequence[Sample], step: int) -> None:
+    """Raises PlanError, on every rank alike, if two ranks (``samples``, in their order) hold other values of one tensor."""
+    first: dict[tuple[str, Box], tuple[int, tuple[float, ...]]] = {}
+    for rank, sample in enumerate(samples):
+        for key, values in sample.items():
+            other, wanted = first.setdefault(key, (rank, values))
+            bar = wanted[0] * max((abs(value) for value in wanted[1:]), default=0.0)
+            # What is not a number in both is the same.
+            if any(abs(a - b) > bar or (a == a) != (b == b) for a, b in zip(wanted[1:], values[1:], strict=True)):
+                raise PlanError(
+                    f"before step {step + 1} {key[0]!r} has other values on rank {rank} than on rank {other}, and each goes on from its "
+                    "own. Change weights and buffers, and rates of the optimizer, alike on every rank: random numbers from one seed, no "
+                    "'if rank == 0', no rate that follows what one rank has measured"
+                )
+
+
+class Parts:
+    """Of the weights of which this rank holds a box, how a step has left them.
+
+    Args:
+        parts: by name.
+    """
+
+    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+        self._parts = parts
+        self._left: dict[str, tuple[int, int, int | None]] = {}
+
+    def leave(self, *, look: bool) -> None:
+        """What changes them from here on is the user. ``look``: their values are compared too, which ``.data`` keeps from being counted."""
+        self._left = {name: self._seen(part, look=look) for name, part in self._parts.items()}
+
+    def require_as_left(self) -> None:
+        """Raises PlanError for one that was changed."""
+        for name, left in self._left.items():
+            part = self._parts[name]
+            if self._seen(part, look=left[2] is not None) != left:
+                raise PlanError(
+                    f"{name!r} was changed between two steps, and under this plan each device has a part of it: what is computed of a part "
+                    "need not be the part of what is computed of the whole. Change weights in a state_dict() of the trainer and "
+                    "load_state_dict() that, or take a plan that splits no layer (plan='data' or 'pipeline')"
+                )
+
+    @staticmethod
+    @torch.no_grad()
+    def _seen(part: Tensor, *, look: bool) -> tuple[int, int, int | None]:
+        """Writes as autograd counts them, the place, and the sum of all bits."""
+        words = part.detach().contiguous().view(-1).view(torch.uint8)
+        return part._version, part.data_ptr(), int(words.sum(dtype=torch.int64)) if look else None
