@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heterodyne.errors import PlanError
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.optimizer import optimizer_of
 
@@ -41,6 +42,12 @@ def clamped(parameters: Parameters) -> None:
             p.clamp_(-0.5, 0.5)
 
 
+def clamped_unseen(parameters: Parameters) -> None:
+    """As weights are clipped in a Wasserstein GAN; autograd counts no version of it."""
+    for p in parameters.values():
+        p.data.clamp_(-0.5, 0.5)
+
+
 def replaced(parameters: Parameters) -> None:
     """As the shadows of an average are put in the place of weights, and these back."""
     for p in parameters.values():
@@ -63,7 +70,9 @@ def trained(masters: MasterWeights | None, between: Callable[[Parameters], None]
 
 
 @pytest.mark.parametrize(
-    "between", [lambda _: None, clamped, replaced], ids=["alone", "clamped by the user", "replaced by the user"]
+    "between",
+    [lambda _: None, clamped, clamped_unseen, replaced],
+    ids=["alone", "clamped by the user", "clamped unseen", "replaced by the user"],
 )
 @pytest.mark.parametrize("where", ["device", "host", "ranges"])
 def test_weights_go_where_they_go_by_themselves(between: Callable[[Parameters], None], where: str) -> None:
@@ -76,6 +85,24 @@ def test_weights_go_where_they_go_by_themselves(between: Callable[[Parameters], 
         for name, p in expected.items():
             own, wanted = (whole.reshape(-1)[low:high] for whole in (found[name], p))
             torch.testing.assert_close(own, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_a_weight_in_parts_is_not_changed_by_the_user() -> None:
+    """A norm of it, as of each row for a constraint, would be that of the part."""
+    parameters = made()
+    name, *others = parameters
+    masters = MasterWeights(parameters, parts=[name])
+    optimizer = optimizer_of(fused, masters.updated)
+    for other in others:
+        parameters[other].data.mul_(0.9)
+    masters.require_parts_as_left()
+    parameters[name].grad = torch.ones_like(parameters[name])
+    masters.step(optimizer)
+    masters.settled()
+    masters.require_parts_as_left()
+    parameters[name].data.div_(parameters[name].norm())
+    with pytest.raises(PlanError, match=f"'{name}' was changed between two steps.* in parts"):
+        masters.require_parts_as_left()
 
 
 def test_masters_keep_their_bits_unless_the_user_changes_the_weight() -> None:

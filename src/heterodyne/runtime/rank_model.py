@@ -142,6 +142,7 @@ class RankModel:
             self.parameters,
             {n: own for n, own in slices.items() if n in self.parameters},
             shards={} if self.sharded is None else self.sharded.own,
+            parts=[name for name in self.parameters if self.ownership.box(self._communicator.rank, name)],
             on_host=on_host,
         )
 
@@ -174,6 +175,7 @@ class RankModel:
         require_none_unfrozen(self._module, self._trained)
         if self.sharded is not None:
             self.sharded.require_untouched(self.parameters)
+        self.masters.require_parts_as_left()
 
     def fault(self, work: Step, loss: float, statistics: Mapping[str, Tensor]) -> str:
         """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""

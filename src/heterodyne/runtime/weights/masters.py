@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from heterodyne.errors import PlanError
 from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.stages import host_link
+from heterodyne.runtime.weights.bits import sums_of_bits
 
 __all__ = ["MasterWeights", "gradient_dtype"]
 
@@ -36,6 +38,7 @@ class MasterWeights:
         parameters: every trained parameter of this rank by name. Those in 16 bits get fp32 gradients until `close`.
         ranges: of those whose state is sharded, the elements ``[start, stop)``, row after row, that this rank updates; there may be none.
         shards: what this rank keeps of parameters that are sharded themselves; the others hold what is updated of them.
+        parts: those of which this rank has a part alone, cut inside of the tensor.
         on_host: what is updated, and the optimizer's state of it, is kept in the memory of the host: gradients go there for a step, and
             new weights come back. The update waits until all gradients have come, what the device is asked for next until the weights have;
             the next gradients leave behind them, so that no update writes what is still on its way.
@@ -52,12 +55,14 @@ class MasterWeights:
         ranges: Mapping[str, Range] = _NONE_SHARDED,
         *,
         shards: Mapping[str, torch.Tensor] = _NO_SHARDS,
+        parts: Collection[str] = (),
         on_host: bool = False,
     ) -> None:
         self._parameters = parameters
         self._shards = shards
         self.own_gradients: dict[str, torch.Tensor] = {}
         self._on_host = on_host
+        self._parts = [name for name in parts if name in parameters and name not in shards]
         self._ranges = {n: own for n, own in ranges.items() if own != (0, parameters[n].numel())}
         self._narrow = [n for n, p in parameters.items() if p.is_floating_point() and p.itemsize < 4]
         self._masters: dict[str, nn.Parameter] = {}  # with memory of their own
@@ -174,21 +179,39 @@ class MasterWeights:
         """What the model has now is what the masters have; what changes it from here on is the user."""
         apart = [name for name, made in self.updated.items() if made is not self._parameters[name]]
         held = {name: self._parameters[name] for name in apart if name not in self._shards}
-        self._versions = {name: p._version for name, p in held.items() if name in self._masters}
+        seen = {name: p for name, p in held.items() if name in self._masters}
+        seen |= {name: self._parameters[name] for name in self._parts}
+        self._bits = dict(zip(seen, sums_of_bits(seen.values()), strict=True))
         self._memory = {name: p.data for name, p in held.items()}
 
     @torch.no_grad()
     def _take_over_changes(self) -> None:
-        """Of weights that have been written since `settled`, as autograd counts it, or that lie elsewhere now (``.data =``): these
-        values go to the memory that is updated."""
+        """Of weights that have other values than when they `settled`, or that lie elsewhere now (``.data =``): these values go to the
+        memory that is updated."""
+        changed = self._changed(self._masters)
         for name, memory in self._memory.items():
             parameter = self._parameters[name]
             moved = parameter.data_ptr() != memory.data_ptr() or parameter.stride() != memory.stride()
             if moved:
                 memory.copy_(parameter)
                 parameter.data = memory
-            if name in self._masters and (moved or parameter._version != self._versions[name]):
+            if name in self._masters and name in changed:
                 self._masters[name].copy_(self._own_weight(name))
+
+    def _changed(self, names: Iterable[str]) -> list[str]:
+        """Those that have other values than when they `settled`."""
+        seen = [name for name in names if name in self._bits]
+        now = sums_of_bits(self._parameters[name] for name in seen)
+        return [name for name, bits in zip(seen, now, strict=True) if bits != self._bits[name]]
+
+    def require_parts_as_left(self) -> None:
+        """Raises PlanError if a parameter that lies in parts was changed since `settled`: a part knows no norm of the whole."""
+        for name in self._changed(self._parts):
+            raise PlanError(
+                f"{name!r} was changed between two steps, and under this plan it lies in parts on several devices: a norm of it would be "
+                "that of a part. Change weights in a state_dict() of the trainer and load_state_dict() "
+                "that, or take a plan that splits no weights"
+            )
 
     @torch.no_grad()
     def round(self) -> None:
