@@ -46,3 +46,15 @@ def test_a_length_for_which_the_model_is_another_is_refused() -> None:
     captured = trace(model, ids(6))
     with pytest.raises(DataError, match=r"ids \[12\].*pad the batches to one length"):
         StageCutter(captured, model)(0, len(captured.graph.ops), (0,), ids(12))
+
+
+def test_weights_may_lie_in_parts_when_another_length_comes() -> None:
+    """Of a split layer a device holds some rows, and under ZeRO-3 parameters have no memory of their own."""
+    whole, model = Model(), Model()
+    cutter = StageCutter(trace(model, ids(6)), model)
+    model.head.weight.data = model.head.weight.data[:3]
+    nothing = torch.full((), torch.nan)
+    model.head.bias.data, model.tokens.weight.data = nothing.expand(7), nothing.expand(7, 4)
+    batch = ids(4)
+    stage = cutter(0, len(cutter._captured.graph.ops), (0,), batch)
+    assert torch.equal(stage.bind(whole, torch.device("cpu"))(batch, {}, 3)["loss"], whole(**batch))

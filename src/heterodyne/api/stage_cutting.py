@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from heterodyne.errors import DataError
 from heterodyne.frontend import Captured, trace
 from heterodyne.frontend.stage_program import StageProgram
+from heterodyne.measure.whole_model import without_weights
 from heterodyne.plan.plan import Pipeline
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.recent import Recent
@@ -29,7 +30,8 @@ class StageCutter:
 
     def __init__(self, captured: Captured, model: nn.Module) -> None:
         self._captured = captured
-        self._model = model
+        # As it is now: later its weights are parts, or have no values, where a plan has them so.
+        self._model = without_weights(model)
         # Stages of a shape are made one after the other, and then kept by who asked for them: a graph is needed no longer.
         self._other: Recent[Shapes, Captured] = Recent(1)
 

@@ -104,7 +104,9 @@ class RankModel:
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
-        self._parts = Parts({n: p for n, p in self.parameters.items() if self.ownership.box(rank, n)})
+        self._parts = Parts(
+            {n: p for n, p in self.parameters.items() if self.ownership.box(rank, n)}, self.masters.copies
+        )
         self._parts.leave(look=True)
         self.scale = _loss_scale(placement, graph, program)
         self.optimizer = self._make_optimizer(optimizer)

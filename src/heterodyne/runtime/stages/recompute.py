@@ -73,7 +73,7 @@ class Recomputation:
             # Others take part, and one of them may need nothing that was kept, as without samples: all begin as their backwards come here.
             for tensor in made.values():
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.now())
+                    tensor.register_hook(lambda _: self.now())  # type: ignore[no-untyped-call]
         return made
 
     def now(self) -> None:

@@ -59,19 +59,23 @@ def require_alike(samples: Sequence[Sample], step: int) -> None:
 
 
 class Parts:
-    """Of the weights of which this rank holds a box, how a step has left them.
+    """Of the weights of which this rank holds a box, how a step has left them; and of those that are copies of what is updated.
 
     Args:
-        parts: by name.
+        parts: by name; copies: the same, of 16 bits or of an update on the host. What autograd counts of these is taken over
+            (`runtime.weights.masters`), what is written through ``.data`` nothing counts.
     """
 
-    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+    def __init__(self, parts: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
         self._parts = parts
+        self._copies = {name: copy for name, copy in copies.items() if name not in parts}
         self._left: dict[str, tuple[int, int, int | None]] = {}
+        self._copied: dict[str, tuple[int, int, int | None]] = {}
 
     def leave(self, *, look: bool) -> None:
         """What changes them from here on is the user. ``look``: their values are compared too, which ``.data`` keeps from being counted."""
         self._left = {name: self._seen(part, look=look) for name, part in self._parts.items()}
+        self._copied = {name: self._seen(copy, look=True) for name, copy in self._copies.items()} if look else {}
 
     def require_as_left(self) -> None:
         """Raises PlanError for one that was changed."""
@@ -82,6 +86,14 @@ class Parts:
                     f"{name!r} was changed between two steps, and under this plan each device has a part of it: what is computed of a part "
                     "need not be the part of what is computed of the whole. Change weights in a state_dict() of the trainer and "
                     "load_state_dict() that, or take a plan that splits no layer (plan='data' or 'pipeline')"
+                )
+        for name, left in self._copied.items():
+            now = self._seen(self._copies[name], look=True)
+            if now[:2] == left[:2] and now != left:
+                raise PlanError(
+                    f"{name!r} was written to through .data between two steps, which nothing counts, and what this plan updates is a copy "
+                    "of it (in fp32, or in the memory of the host), from which it would be overwritten. Write to it in place without "
+                    ".data, under torch.no_grad()"
                 )
 
     @staticmethod

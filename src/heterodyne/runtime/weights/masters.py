@@ -179,6 +179,11 @@ class MasterWeights:
         kept = [name for name in self._masters if name in self._shards and self._parameters[name].numel() == 1]
         self._single = {name: self._shards[name].clone() for name in kept if name in self.updated}
 
+    @property
+    def copies(self) -> dict[str, nn.Parameter]:
+        """The parameters that are copies of what is updated, and are whole here."""
+        return {name: self._parameters[name] for name in self._masters if name not in self._shards}
+
     @torch.no_grad()
     def _take_over_changes(self) -> None:
         """Of weights that have been written since `settled`, as autograd counts it, or that lie elsewhere now (``.data =``): these
