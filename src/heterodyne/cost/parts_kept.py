@@ -76,8 +76,10 @@ class KeptInParts:
         that is ``released``.
         """
         backward = self.passing(samples, boxes)
-        forward = [(place, buffer_bytes(each)) for place, of in self.stage.line(samples) for each in of.forward]
         start, stop = self.stage.ops
+        # What the stage makes again for itself of what lies before it comes at its begin.
+        line = [(max(start, place), of.forward) for place, of in self.stage.line(samples)]
+        forward = [(place, buffer_bytes(each)) for place, sent in line for each in sent]
         along = [0.0] * (1 + stop - start)  # on top of what all ops keep
         if released:
             parts, kept = self.stage.parts(samples), self.activations(samples)
@@ -94,7 +96,8 @@ class KeptInParts:
         start, stop = self.stage.ops
         blocks = [(max(start, b.start), min(stop, b.stop)) for b in self.stage.graph.blocks]
         blocks = [each for each in blocks if each[0] < each[1]] if self.memory.tells_blocks else [(start, stop)]
-        exchanged, moved = list(self._exchanged(samples)), self._moved(samples)
+        exchanged = [(max(start, place), size) for place, size in self._exchanged(samples)]
+        moved = self._moved(samples)
         waiting = self.memory.gradients_that_wait((start, stop), boxes)
         return [
             (
@@ -126,7 +129,7 @@ class KeptInParts:
             have = list(parts.lies(exchange.tensor))
             want = [*have[:axis], exchange.want, *have[axis + 1 :]]
             both = sum(self._own(exchange.tensor, tuple(layouts), samples) for layouts in (have, want))
-            yield places[exchange.before or exchange.tensor.name], both
+            yield places.get(exchange.before or exchange.tensor.name, 0), both
 
     def _own(self, ref: Ref, layouts: Layouts, samples: int) -> float:
         """Bytes of what this member has of a tensor."""
