@@ -58,6 +58,8 @@ class PythonValues:
                 name = repr(f"{path}.{key}".lstrip("."))
                 if key in read.names and key not in _OF_TORCH:
                     found |= self._parts(name, key, value)
+                if key.endswith("_hooks") and isinstance(value, Mapping):
+                    found[f"the number of hooks in {name}"] = len(value)
                 if key == "training" and kind in read.with_modes:
                     found[name] = bool(value)
                 function = value.__func__ if isinstance(value, MethodType) else value
