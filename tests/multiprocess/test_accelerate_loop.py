@@ -105,8 +105,33 @@ def on_ranks(world: World, found: ModelGraph, plan: Plan, folder: str) -> dict[s
     losses, norms = loop(model, prepare, accelerator.backward, clip)
     accelerator.save_state(folder, scheduler=kept[3].state_dict())
     assert accelerator.load_state(folder) == {"scheduler": kept[3].state_dict()}
+    refused = _what_is_refused(accelerator, kept[1], folder)
     accelerator.end_training()
-    return {"losses": losses, "norms": norms, "weights": {n: w.detach().clone() for n, w in model.state_dict().items()}}
+    weights = {n: w.detach().clone() for n, w in model.state_dict().items()}
+    return {"losses": losses, "norms": norms, "weights": weights, "refused": refused}
+
+
+def _what_is_refused(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folder: str) -> list[str]:
+    """Gradients of two batches, and a rate after the step; the weights are those of before. An optimizer of a new process has its rates
+    back from the checkpoint."""
+    refused = []
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    accelerator.load_state(folder)
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    accelerator.backward(Promise(batches()[0]))
+    try:
+        accelerator.backward(Promise(batches()[1]))
+    except HeterodyneError as error:
+        refused.append(str(error))
+    optimizer.param_groups[0]["lr"] *= 2
+    try:
+        optimizer.step()
+    except HeterodyneError as error:
+        refused.append(str(error))
+    accelerator.load_state(folder)
+    return refused
 
 
 @pytest.mark.parametrize("name", ["data", "1F1B"])
@@ -120,6 +145,9 @@ def test_a_loop_of_accelerate_is_that_of_one_device(pool: Pool, tmp_path: Path, 
     )
     for rank, found in enumerate(pool.run(3, on_ranks, graph(), plans()[name], str(tmp_path))):
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        twice, late = found["refused"]
+        assert "gradients of several batches are not accumulated" in twice
+        assert "change them before backward" in late
         torch.testing.assert_close(found["weights"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)
         if rank == 0:
             assert found["norms"] == pytest.approx(norms, rel=1e-5)

@@ -158,6 +158,12 @@ def test_hooks_on_gradients_would_see_parts_of_the_batch(register: Callable[...,
     register(model.b.weight, lambda gradient: None)
     with pytest.raises(CaptureError, match=r"'b\.weight' has a hook on its gradient"):
         gradients_of(model, ORDER, None)
+    model = Chain()
+    gradients = gradients_of(model, ORDER, None)
+    gradients.begin()
+    register(model.b.weight, lambda gradient: None)  # after a step
+    with pytest.raises(CaptureError, match=r"'b\.weight' has a hook on its gradient"):
+        gradients.begin()
 
 
 @pytest.mark.parametrize("alone", [True, False])

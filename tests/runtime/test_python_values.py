@@ -76,6 +76,10 @@ def _weigh(_: Annealed) -> None:
         (lambda model: model.table[0].data.fill_(0.0), "'table' was"),
         (lambda model: setattr(model.config.loss, "scale", 0.5), "'config'.loss.scale was 1.0"),
         (lambda model: setattr(model.criterion, "eps", 0.1), "'criterion'.eps was 0.001"),
+        (
+            lambda model: model.linear.register_forward_hook(lambda *_: None),
+            "'linear._forward_hooks' was 0 .* and is 1",
+        ),
         (lambda _: globals().update(MARGIN=MARGIN + 1), r"'MARGIN' \(read by _above\)"),
         (
             lambda _: setattr(ARGUMENTS, "smoothing", ARGUMENTS.smoothing + 1),

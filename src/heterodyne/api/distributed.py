@@ -203,6 +203,18 @@ class Distributed:
         with self._calls.named("state_dict()"):
             return self._names.own_state(self._worker.state_dict())
 
+    def group_options(self) -> list[dict[str, Any]]:
+        """Rates and options of each group of the optimizer, as they are on the first rank that holds anything of it."""
+        with self._calls.named("group_options()"):
+            own = [
+                {name: one for name, one in group.items() if name not in ("params", "param_names")}
+                if group["params"]
+                else {}
+                for group in self.optimizer.param_groups
+            ]
+            of_all = self._session.communicator.all_gather_object(own)
+            return [next(filter(None, of_group), {}) for of_group in zip(*of_all, strict=True)]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`. Raises CheckpointError."""
         with self._calls.named("load_state_dict()"):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from heterodyne.api import Distributed, distribute
 from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import HeterodyneError
-from heterodyne.integrations.remade_optimizer import follow, remade
+from heterodyne.integrations.remade_optimizer import follow, options_of, remade
 
 __all__ = ["Accelerator", "PreparedModel", "Promise"]
 
@@ -97,6 +97,8 @@ class Accelerator:
         self._clip = clip_grad_norm
         self._distribution = distribution
         self._optimizer: Optimizer | None = None
+        self._waits = False  # backward has been called, and optimizer.step() has not
+        self._followed: list[dict[str, Any]] = []  # options of the groups in the step
         self._norm: float | None = None
         self.distributed: Distributed | None = None
 
@@ -121,7 +123,27 @@ class Accelerator:
                 **self._distribution,
             },
         )
+        if self.distributed.steps_done:
+            self._take_options()
+        if hasattr(optimizer, "register_step_pre_hook"):
+            optimizer.register_step_pre_hook(self._on_step)
         return PreparedModel(self.distributed), optimizer, loader, *others
+
+    def _on_step(self, script: Optimizer, *_: object) -> None:
+        """Raises HeterodyneError if rates or options have been changed since the update, which they were meant for."""
+        self._waits = False
+        if self._followed and options_of(script) != self._followed:
+            raise HeterodyneError(
+                "rates or options of the optimizer were changed between accelerator.backward(loss), which runs the whole step, and "
+                "optimizer.step(): change them before backward"
+            )
+
+    def _take_options(self) -> None:
+        """Give the optimizer of the script the rates and options of a checkpoint, also of groups that are elsewhere. Collective."""
+        for group, options in zip(
+            cast(Optimizer, self._optimizer).param_groups, self._prepared().group_options(), strict=True
+        ):
+            group.update(options)
 
     def backward(self, loss: Promise) -> None:
         """The whole step on the batch of the loss: forward, backward, clipping, update."""
@@ -130,7 +152,16 @@ class Accelerator:
         if loss.value is not None:
             raise HeterodyneError("backward was called with this loss before")
         distributed = self._prepared()
-        follow(distributed.optimizer, cast(Optimizer, self._optimizer))
+        script = cast(Optimizer, self._optimizer)
+        if self._waits:
+            raise HeterodyneError(
+                "backward was called twice without optimizer.step() between, and each backward here is a whole step: gradients of several "
+                "batches are not accumulated. Let the loader give batches as large as all of them together; their micro-batches are chosen "
+                "by the plan"
+            )
+        self._waits = hasattr(script, "register_step_pre_hook")
+        follow(distributed.optimizer, script)
+        self._followed = options_of(script)
         result = distributed.step(loss.batch)
         loss.value, self._norm = result.loss, result.grad_norm
         distributed.module.zero_grad()
@@ -160,8 +191,13 @@ class Accelerator:
         return self._prepared().save_checkpoint(directory, extra=extra)
 
     def load_state(self, directory: Path | str) -> dict[str, Any] | None:
-        """The inverse, also under another plan; what was ``extra``, None without any checkpoint. Collective."""
-        return self._prepared().load_checkpoint(directory)
+        """The inverse, also under another plan; what was ``extra``, None without any checkpoint. The optimizer has the rates and options
+        of then, so load a scheduler's state after it. Collective.
+        """
+        extra = self._prepared().load_checkpoint(directory)
+        if extra is not None:
+            self._take_options()
+        return extra
 
     def save_model(self, model: object, directory: Path | str) -> Path:
         """The weights as `Distributed.save_pretrained`. Collective."""

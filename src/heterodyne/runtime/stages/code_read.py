@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
+import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,7 +16,7 @@ from torch import nn
 
 __all__ = ["CodeRead"]
 
-_NOT_THE_USERS = frozenset({"torch", "numpy", "heterodyne", *sys.stdlib_module_names} - {"__main__"})
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ENTRIES = ("forward", "__call__")
 
 
@@ -25,12 +26,13 @@ class CodeRead:
     call, and functions.
 
     Args:
-        names: of attributes; assigned: those that it writes.
+        names: of attributes; own: those in code that is no installed library's; assigned: those that are written.
         functions: that it comes to, none of libraries.
         with_modes: classes of modules whose forward asks if it trains, as that of dropout and of BatchNorm does.
     """
 
     names: frozenset[str]
+    own: frozenset[str]
     assigned: frozenset[str]
     functions: tuple[FunctionType, ...]
     with_modes: frozenset[type]
@@ -40,6 +42,7 @@ class CodeRead:
         methods, functions = _written(module)
         names: set[str] = set()
         assigned: set[str] = set()
+        own: set[str] = set()
         seen: dict[int, FunctionType] = {}
         coming: list[FunctionType] = list(functions)
         asked = set(_ENTRIES)
@@ -55,6 +58,7 @@ class CodeRead:
                 seen[id(function)] = function
                 for code in _with_inner(function.__code__):
                     asked |= set(code.co_names) - names
+                    own |= set(code.co_names) if _is_users(function) else set()
                     assigned |= _named(code, "STORE_ATTR")
                 coming += [
                     value for _, value in _around(function) if isinstance(value, FunctionType) and _is_users(value)
@@ -62,6 +66,7 @@ class CodeRead:
         kinds = {type(part) for part in module.modules()}
         return cls(
             names=frozenset(names),
+            own=frozenset(own),
             assigned=frozenset(assigned),
             functions=tuple(function for function in seen.values() if _is_users(function)),
             with_modes=frozenset(kind for kind in kinds if _has_modes(kind)),
@@ -125,14 +130,19 @@ def _named(code: CodeType, operation: str) -> frozenset[str]:
 
 
 def _is_users(value: object) -> bool:
-    """Not a module, a class or a function of a library that does not change between steps."""
-    if isinstance(value, ModuleType):
-        place: str | None = value.__name__
-    elif isinstance(value, FunctionType | MethodType | type):
-        place = value.__module__
+    """Not a module, a class or a function of an installed library."""
+    if isinstance(value, MethodType):
+        value = value.__func__
+    if isinstance(value, FunctionType):
+        place, top = value.__code__.co_filename, value.__module__
+    elif isinstance(value, ModuleType | type):
+        module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+        place, top = getattr(module, "__file__", None) or "", getattr(module, "__name__", "builtins")
+        if not place and top != "__main__":
+            return False
     else:
         return True
-    return (place or "").partition(".")[0] not in _NOT_THE_USERS
+    return not place.startswith(_LIBRARIES) and (top or "").partition(".")[0] != "heterodyne"
 
 
 @cache

@@ -22,6 +22,7 @@ _CALLED = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _MANY = 64  # longer lists and arrays are data
 _DEEP = 3  # of objects in objects
 _OF_TORCH = frozenset(vars(nn.Module()))
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
 
 
 class PythonValues:
@@ -56,8 +57,10 @@ class PythonValues:
             kind = type(module)
             for key, value in vars(module).items():
                 name = repr(f"{path}.{key}".lstrip("."))
-                if key in read.names and key not in _OF_TORCH:
+                if self._is_read(key) and key not in _OF_TORCH:
                     found |= self._parts(name, key, value)
+                if key in _HOOKS:
+                    found[f"the number of hooks in {name}"] = len(value)
                 if key == "training" and kind in read.with_modes:
                     found[name] = bool(value)
                 function = value.__func__ if isinstance(value, MethodType) else value
@@ -69,6 +72,10 @@ class PythonValues:
         for function in read.functions:
             found |= self._around(function.__qualname__, function)
         return found
+
+    def _is_read(self, key: str) -> bool:
+        """What is private to a library is its own affair."""
+        return key in (self._code.own if key.startswith("_") else self._code.names)
 
     def _parts(self, name: str, key: str, value: object) -> dict[str, object]:
         """What an attribute is: a plain value, a tensor or a function, or the numbers and tensors of an object, and of those in it, whose
@@ -84,7 +91,7 @@ class PythonValues:
     def _of_object(self, name: str, value: object, deep: int) -> dict[str, object]:
         found: dict[str, object] = {}
         for key, part in vars(value).items():
-            if key not in self._code.names or key.startswith("__"):
+            if not self._is_read(key):
                 continue
             if isinstance(part, int | float | Tensor | np.ndarray):
                 found |= {f"{name}.{key}": frozen for frozen in _frozen(part)}

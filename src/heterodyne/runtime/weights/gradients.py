@@ -89,6 +89,8 @@ class GradientBuckets:
         """Start a step: every gradient is None, nothing is launched."""
         if not self._same_way:
             self._unused = None
+        for of in self._entries_of.values():
+            _require_no_hooks(of[0].name, of[0].parameter, ours=1)
         self._frozen = frozenset(entry.name for entry in self._entries if not entry.parameter.requires_grad)
         untouched = self._untouched
         if self._weights is not None:
@@ -352,9 +354,9 @@ def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Rem
     return handle
 
 
-def _require_no_hooks(name: str, parameter: nn.Parameter) -> None:
+def _require_no_hooks(name: str, parameter: nn.Parameter, *, ours: int = 0) -> None:
     """A hook sees the gradient of one micro-batch of one device, and only if it is linear does that come to the same."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > ours:
         raise CaptureError(
             f"{name!r} has a hook on its gradient, which would see the gradients of parts of the batch in place of the whole. Remove it: "
             "gradients are clipped by clip_grad_norm, and what shall not be trained can be a buffer, or be masked in forward"
