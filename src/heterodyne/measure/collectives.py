@@ -62,7 +62,7 @@ def measure_all_reduce(
         expected_s = fit(known)(size) if len(known) > 1 else sum(seconds for _, seconds in known)
         begun_s = bench.now()
         left_s = max(deadline - begun_s, spent_s if index == 1 else 0.0)
-        often = _often(bench, (deadline - begun_s) / (len(message_bytes) - index))
+        often = _often(bench, (deadline - begun_s) / (2 * (len(message_bytes) - index)))  # larger ones need more of it
         timing = together(
             peers, reduce, often, source=0, left_s=left_s, expected_s=expected_s, between=(before, BETWEEN_S)
         )

@@ -6,7 +6,7 @@ the last backward, at the fraction that `cost` gives; a rank without a micro-bat
 flight, the compute of its ranks is slowed. A pass of a stage that lies in parts on several ranks occupies all of them, from the
 moment at which the last comes to it until they are done together. A message leaves when its rank reaches the SEND, occupies its link,
 and is there a latency later. Copies between a device and its host run beside both, one after the other. CLIP and STEP wait for every
-reduction of their rank. Steps follow each other at once, as they do in training.
+reduction of their rank, and a step ends when what it gathers is there. Steps follow each other at once, as they do in training.
 """
 
 from __future__ import annotations

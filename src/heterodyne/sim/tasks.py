@@ -196,6 +196,10 @@ class Tasks:
         except (KeyError, IndexError):
             raise PlanError(f"rank {rank} has no cost of {action}: the program is not that of the plan") from None
         self._passed.setdefault(rank, last)
+        if action.kind == "GATHER":  # the next step computes with the weights that it brings
+            while self._queues[rank]:
+                yield action
+            self._add(0.0, rank, tuple(self._reduced[rank]))
 
     def _copying(self, rank: int) -> int:
         return 2 * self._ranks + len(self._links) + 1 + rank

@@ -30,8 +30,8 @@ def test_each_action_has_the_seconds_of_its_device_and_size() -> None:
     assert costs.seconds(0, Action(0, "B", 1)) == pytest.approx(0.8)
     assert costs.seconds(0, Action(0, "STEP")) == pytest.approx(0.2)
     assert costs.seconds(0, Action(0, "CLIP")) == pytest.approx(0.2 * 3 / 7)
-    # two devices of the three that were measured: three quarters of the bytes, half of the latency
-    assert costs.seconds(0, Action(0, "REDUCE_GRAD", 0)) == pytest.approx(0.5e-3 + 0.75 * 768e-6, rel=1e-6)
+    # two of the three processors that were measured: as many bytes in shared memory, two thirds of the waiting
+    assert costs.seconds(0, Action(0, "REDUCE_GRAD", 0)) == pytest.approx(2 / 3 * 1e-3 + 768e-6, rel=1e-6)
 
 
 def test_what_a_rank_does_not_do_has_no_cost() -> None:

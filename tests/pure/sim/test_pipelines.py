@@ -123,6 +123,21 @@ def test_ranks_that_meet_at_both_ends_of_a_step_wait_twice_for_the_slowest(
     assert apart == pytest.approx(max(o + 2 * s for o, s in zip(besides, passes, strict=True)) + meeting_s)
 
 
+@given(st.tuples(SECONDS, SECONDS), st.tuples(SECONDS, SECONDS), SECONDS)
+def test_no_rank_updates_before_it_knows_the_loss_of_all(
+    passes: tuple[float, float], updates: tuple[float, float], meeting_s: float
+) -> None:
+    """Who is quick in its passes cannot hide a long update beside those of another."""
+    ranks = tuple(
+        RankCosts(stages={0: stage_costs(1, s, s, 0)}, step_s=u) for s, u in zip(passes, updates, strict=True)
+    )
+    program = Program(ranks=(listed("0F0 0B0 0STEP"),) * 2)
+    costs = StepCosts(ranks=ranks, ranks_meet=True, ranks_begin_together=True, meeting_s=meeting_s)
+    assert simulate(program, costs).step_s == pytest.approx(2 * max(passes) + max(updates) + 2 * meeting_s)
+    apart = simulate(program, replace(costs, ranks_meet=False, ranks_begin_together=False)).step_s
+    assert apart == pytest.approx(max(2 * s + u for s, u in zip(passes, updates, strict=True)))
+
+
 def with_recompute(costs: StepCosts, ranks: range) -> StepCosts:
     """Stages of those ranks keep 1 byte of a micro-batch and drop 9, which take a second to make again."""
     made = []
