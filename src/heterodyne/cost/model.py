@@ -223,7 +223,9 @@ class CostModel:
             entering, leaving: bytes of what crosses into the stage and out of it, in samples.
         """
         again = parts_again(self.graph, ops, recompute, keep)
-        made = {size: self._passes(device, ops, size, again, entering, leaving) for size in set(sizes)}
+        # What crosses into the stage is there already, as what crosses; but of several micro-batches its gradients wait besides.
+        since = ops[0] if sum(size > 0 for size in sizes) == 1 else 0
+        made = {size: self._passes(device, ops, size, again, entering, leaving, since) for size in set(sizes)}
         columns = list(zip(*(made[size] for size in sizes), strict=True)) or [()] * 11
         forward, backward, inputs, weights, halved, redo, kept, recomputed, redone, left, gradients = columns
         return StageCosts(
@@ -241,9 +243,9 @@ class CostModel:
         )
 
     def _passes(
-        self, device: str, ops: Ops, size: int, again: Sequence[Again], entering: Size, leaving: Size
+        self, device: str, ops: Ops, size: int, again: Sequence[Again], entering: Size, leaving: Size, since: int
     ) -> tuple[float, float, float, float, float, float, int, int, int, int, int]:
-        """One value for each field of `StageCosts`."""
+        """One value for each field of `StageCosts`. ``since``: the op from which on what is read again counts as kept for that."""
         compute, memory = self.compute[device], self.device_memory[device]
 
         def seconds(kind: Pass, part: Ops) -> float:
@@ -255,8 +257,7 @@ class CostModel:
         if size == 0:
             return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0
         dropped = [memory.activations(size, part.ops) for part in again]
-        # What crosses into the stage is there already, as what crosses.
-        inputs = sum(self._read_by(part.ops, since=ops[0])(size) for part in again)
+        inputs = sum(self._read_by(part.ops, since)(size) for part in again)
         inputs += sum(a.kept_bytes(self.graph, size, saved) for a, saved in zip(again, dropped, strict=True))
         made_again = [self._beside(part.ops, ops, size) for part in again]
         crossing = entering(size) + leaving(size)
