@@ -20,7 +20,7 @@ import heterodyne as hd
 from heterodyne.api.loop.batches import batch_format
 from heterodyne.api.loop.model_with_loss import with_loss
 from heterodyne.api.session import Session
-from heterodyne.errors import DataError, PlanError
+from heterodyne.errors import CaptureError, DataError, PlanError
 from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
@@ -139,6 +139,19 @@ def loop(world: World, found: ModelGraph, plan: Plan, folder: str) -> dict[str, 
         "model": {name: tensor.detach() for name, tensor in model.state_dict().items()},
         "scale": model.scale,
     }
+
+
+def hooked(world: World, found: ModelGraph, plan: Plan) -> str:
+    model = Labelled()
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with pytest.raises(CaptureError) as refused, start(world, model, plan, found, check_s=0):
+        pass
+    return str(refused.value)
+
+
+def test_a_hook_on_a_gradient_is_refused_on_the_ranks_too_that_do_not_hold_it(pool: Pool) -> None:
+    for told in pool.run(3, hooked, graph(), plans()["1F1B"]):
+        assert "'head.weight' has a hook on its gradient" in told
 
 
 def resumed(world: World, found: ModelGraph, plan: Plan, folder: str) -> tuple[float, int]:

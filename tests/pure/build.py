@@ -20,7 +20,7 @@ def graph(
     dtype: str = "float32",
     saved: int = 1000,
 ) -> ModelGraph:
-    """A chain: an embedding, ``layers`` alike blocks of two ops, a head tied to nothing. One parameter an op; ``places``: dims behind."""
+    """An embedding, ``layers`` alike blocks of two ops, a head tied to nothing; one parameter an op. ``places``: behind channels."""
     names = ["embed", *(f"layer{i}.{part}" for i in range(layers) for part in ("up", "down")), "head"]
     blocks = [("embed", 0, 1), *((f"layer{i}", 1 + 2 * i, 3 + 2 * i) for i in range(layers))]
     blocks.append(("head", 1 + 2 * layers, 2 + 2 * layers))

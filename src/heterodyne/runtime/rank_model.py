@@ -28,7 +28,7 @@ from heterodyne.runtime.stages.stage_builder import (
 from heterodyne.runtime.weights.between_steps import Parts, Sample, sample_of
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
-from heterodyne.runtime.weights.gradients import GradientBuckets
+from heterodyne.runtime.weights.gradients import GradientBuckets, require_no_hooks
 from heterodyne.runtime.weights.host_room import host_state_bytes, require_host_room
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
@@ -79,7 +79,9 @@ class RankModel:
         rank = communicator.rank
         self._role = role = placement.places[rank]
         self.ownership = Ownership.of(plan, graph, cluster, whole_weights=whole_weights)
-        trained = list(trainable_parameters(module, graph))
+        every_trained = trainable_parameters(module, graph)
+        require_no_hooks(every_trained)  # of all, also of what others will hold: they would wait for the one that does
+        trained = list(every_trained)
         every = bucket_channels(plan, graph, cluster, communicator)
         buckets = [(bucket, process_group) for bucket, process_group in every if role.device in bucket.owners]
         ranges = ranges_by_rank(plan, graph, cluster, whole_weights=whole_weights)

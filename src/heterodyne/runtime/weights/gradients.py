@@ -31,7 +31,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.flat_bucket import Entry, FlatBucket, size_of, view_of
 from heterodyne.runtime.weights.masters import MasterWeights
 
-__all__ = ["GradientBuckets"]
+__all__ = ["GradientBuckets", "require_no_hooks"]
 
 
 class GradientBuckets:
@@ -89,8 +89,7 @@ class GradientBuckets:
         """Start a step: every gradient is None, nothing is launched."""
         if not self._same_way:
             self._unused = None
-        for of in self._entries_of.values():
-            _require_no_hooks(of[0].name, of[0].parameter, ours=1)
+        require_no_hooks({of[0].name: of[0].parameter for of in self._entries_of.values()}, ours=1)
         self._frozen = frozenset(entry.name for entry in self._entries if not entry.parameter.requires_grad)
         untouched = self._untouched
         if self._weights is not None:
@@ -244,7 +243,7 @@ class GradientBuckets:
         by_group: dict[ProcessGroup, list[Bucket]] = {}
         for bucket, process_group in buckets:
             for name in bucket.parameters:
-                _require_no_hooks(name, parameters[name])
+                require_no_hooks({name: parameters[name]})
             if process_group is not None and len(process_group.ranks) > 1:
                 by_group.setdefault(process_group, []).append(bucket)
         buffers: dict[int, Tensor] = {}
@@ -354,10 +353,13 @@ def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Rem
     return handle
 
 
-def _require_no_hooks(name: str, parameter: nn.Parameter, *, ours: int = 0) -> None:
-    """A hook sees the gradient of one micro-batch of one device, and only if it is linear does that come to the same."""
-    if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > ours:
-        raise CaptureError(
-            f"{name!r} has a hook on its gradient, which would see the gradients of parts of the batch in place of the whole. Remove it: "
-            "gradients are clipped by clip_grad_norm, and what shall not be trained can be a buffer, or be masked in forward"
-        )
+def require_no_hooks(parameters: Mapping[str, nn.Parameter], *, ours: int = 0) -> None:
+    """Raises CaptureError for one with a hook on its gradient: it would see that of one micro-batch of one device, and only if it is linear
+    does that come to the same. ``ours``: how many each has of this library.
+    """
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > ours:
+            raise CaptureError(
+                f"{name!r} has a hook on its gradient, which would see the gradients of parts of the batch in place of the whole. Remove "
+                "it: gradients are clipped by clip_grad_norm, and what shall not be trained can be a buffer, or be masked in forward"
+            )
