@@ -138,6 +138,17 @@ def test_no_rank_updates_before_it_knows_the_loss_of_all(
     assert apart == pytest.approx(max(2 * s + u for s, u in zip(passes, updates, strict=True)))
 
 
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_a_step_ends_when_the_weights_that_it_gathers_are_there(
+    passes: float, update: float, scatter: float, gather: float
+) -> None:
+    """Nothing of the next step hides them: its first forward reads them."""
+    own = RankCosts(stages={0: stage_costs(1, passes, passes, 0)}, step_s=update, ready={0: ((0, 1.0),)})
+    program = Program(ranks=(listed("0F0 0B0 0SCATTER0 0STEP 0GATHER0"),) * 2)
+    costs = StepCosts(ranks=(own, own), reduce_s=(scatter,), gather_s=(gather,))
+    assert simulate(program, costs).step_s == pytest.approx(2 * passes + scatter + update + gather)
+
+
 def with_recompute(costs: StepCosts, ranks: range) -> StepCosts:
     """Stages of those ranks keep 1 byte of a micro-batch and drop 9, which take a second to make again."""
     made = []
