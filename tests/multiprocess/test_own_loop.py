@@ -151,7 +151,7 @@ def hooked(world: World, found: ModelGraph, plan: Plan) -> str:
 
 def test_a_hook_on_a_gradient_is_refused_on_the_ranks_too_that_do_not_hold_it(pool: Pool) -> None:
     for told in pool.run(3, hooked, graph(), plans()["1F1B"]):
-        assert "'head.weight' has a hook on its gradient" in told
+        assert "head.weight' has a hook on its gradient" in told
 
 
 def resumed(world: World, found: ModelGraph, plan: Plan, folder: str) -> tuple[float, int]:
