@@ -15,9 +15,9 @@ from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.packing import Packing
 
 __all__ = ["Covering", "Places"]
 
@@ -96,8 +96,7 @@ class Covering:
         batch = self.batch
         pool, devices = np.array(self.devices).T
         room = np.append(self.room.astype(float), float(most))
-        left: list[Floats] = []
-        right: list[float] = []
+        packing = Packing(room)
         for _ in range(_ROUNDS):
             price = prices[:-1][pool] * devices
             # As much as pipelines of a row have to be worth for all of them to do the batch.
@@ -111,19 +110,18 @@ class Covering:
             if float(worth.max()) < enough:
                 return False, prices
             best = np.argsort(-worth, kind="stable")[:_COLUMNS]
-            if left and worth[best[0]] <= 1 + _SLACK:
+            if packing.columns and worth[best[0]] <= 1 + _SLACK:
                 return True, prices
             for row in (row for row in best.tolist() if worth[row] > 0):
                 used = np.zeros(len(room))
                 used[-1] = 1.0
                 for kind in patterns(row):
                     used[pool[kind]] += devices[kind]
-                left.append(-used)
-                right.append(-float(own.samples[row]))
-            found = linprog(room, A_ub=np.array(left), b_ub=np.array(right), bounds=(0, None), method="highs")
-            if found.status != 0 or float(found.fun or 0.0) >= batch:
+                packing.add(float(own.samples[row]), used)
+            samples, found = packing.most()
+            if found is None or samples >= batch:
                 return True, prices
-            prices = np.asarray(found.x, float)
+            prices = found
         return True, prices
 
     def _pipelines(self, places: Sequence[Places], seconds: float) -> _Pipelines:

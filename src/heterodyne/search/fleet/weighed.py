@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.plan import Template, TemplatePlan, TemplateStage
@@ -54,12 +55,15 @@ def mix_of(parts: Iterable[tuple[Template, int]]) -> Mix:
     count: dict[Template, int] = {}
     for template, replicas in parts:
         count[template] = count.get(template, 0) + replicas
-    return tuple(sorted(((t, n) for t, n in count.items() if n > 0), key=lambda entry: _key(entry[0])))
+    known = [(*_known(template), number) for template, number in count.items() if number > 0]
+    return tuple((template, number) for _, template, number in sorted(known, key=itemgetter(0)))
 
 
 @lru_cache(maxsize=1 << 14)
-def _key(template: Template) -> tuple[int, tuple[tuple[str, int, int, Widths, bool], ...], int]:
-    return template.micro_batch, tuple(map(_stage_key, template.stages)), template.chunks
+def _known(template: Template) -> tuple[object, Template]:
+    """What it is sorted by, and the one that stands for all that are equal: tables then find it without a comparison."""
+    key = template.micro_batch, tuple(map(_stage_key, template.stages)), template.chunks
+    return key, template
 
 
 def _stage_key(stage: TemplateStage) -> tuple[str, int, int, Widths, bool]:
