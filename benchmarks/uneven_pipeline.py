@@ -134,7 +134,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
 def relative_rates(rig: Rig, samples: int) -> list[float]:
     """Of each device, one over the seconds of forward and backward of the whole model."""
     whole = (0, len(rig.captured.graph.ops))
-    costs = [rig.costs.stage(device.id, whole, (samples,)) for device in rig.session.cluster.devices]
+    costs = [rig.costs.passes.of(device.id, whole, (samples,)) for device in rig.session.cluster.devices]
     return [1 / (stage.forward_s[0] + stage.backward_s[0]) for stage in costs]
 
 

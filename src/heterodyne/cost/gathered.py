@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from heterodyne.plan.buckets import BUCKETS_UNDER_WAY, Bucket
+from heterodyne.cost.memory import MemoryUse
+from heterodyne.plan.buckets import BUCKETS_UNDER_WAY, Bucket, stages_reading
+from heterodyne.plan.order import orders_of
+from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action
 from heterodyne.plan.unsharding import Passes, with_unsharding
 
-__all__ = ["Gathered", "gathered"]
+if TYPE_CHECKING:
+    from heterodyne.cost.model import CostModel
+
+__all__ = ["Gathered", "gathered", "shared_out"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,3 +56,22 @@ def gathered(order: Sequence[Action], buckets: Sequence[Bucket], readers: Mappin
     in_turn = len(backwards) == len(set(backwards))
     gradients = min(sum(size.values()), largest if in_turn else gradients + largest)
     return Gathered(parameters=whole, gradients=gradients)
+
+
+def shared_out(
+    model: CostModel, use: MemoryUse, plan: Plan, device: str, buckets: Sequence[Bucket], state: float
+) -> MemoryUse:
+    """With what it shares with others: where gradients are sharded too, or parameters, it keeps that part of them."""
+    if plan.zero == 1:
+        return use if model.cluster.device(device).backend == "cpu" else use.with_sums(state)
+    shared = [bucket for bucket in buckets if device in bucket.owners and len(bucket.owners) > 1]
+    pipeline = next(p for p in plan.pipelines if any(device in stage.devices for stage in p.stages))
+    mine = [n for n, stage in enumerate(pipeline.stages) if device in stage.devices]
+    reads = stages_reading(pipeline, model.graph)
+    readers = {b.index: [n for n in mine if not reads[n].isdisjoint(b.parameters)] for b in shared}
+    place = pipeline.place_of_stage[mine[0]]
+    whole = gathered(orders_of(plan.schedule, pipeline)[place], shared, readers)
+    trained = sum(bucket.bytes for bucket in shared) if plan.zero > 2 else 0
+    parameters = whole.parameters if plan.zero > 2 else 0
+    again = any(pipeline.stages[number].recompute for number in mine)
+    return use.shared_out(state, gradients=whole.gradients, parameters=parameters, trained=trained, again=again)

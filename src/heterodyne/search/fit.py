@@ -182,7 +182,7 @@ def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
         return hosted_s
     again = parts_again(model.graph, (0, len(model.graph.ops)), fit.activations.recompute, fit.activations.keep)
     return lambda size: (
-        compute.micro_batch_s(size) + sum(model.again_s(fit.device.id, part, int(size)) for part in again)
+        compute.micro_batch_s(size) + sum(model.passes.again_s(fit.device.id, part, int(size)) for part in again)
     )
 
 

@@ -13,6 +13,7 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.bucket_size import bucket_bytes_for
 from heterodyne.cost.collective import Collectives
+from heterodyne.cost.gathered import shared_out
 from heterodyne.cost.memory import MemoryAssumptions, MemoryUse
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.position import worked_on
@@ -167,6 +168,6 @@ def _memory(model: CostModel, made: Plan, simulation: Simulation, device: str) -
     use = use.with_state(state)
     if made.zero:
         own = state_parts(made, model.graph).get(device, 1.0)
-        use = model.shared_out(use, made, device, planned_buckets(made, model.graph), own)
+        use = shared_out(model, use, made, device, planned_buckets(made, model.graph), own)
     peak = simulation.peak_bytes[model.cluster.rank(device)]
     return replace(use, activations=max(0, peak - use.fixed - use.workspace))

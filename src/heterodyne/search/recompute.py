@@ -124,7 +124,7 @@ class _Choice:
         model, size = self.model, self._size
         (part,) = parts_again(model.graph, (block.start, block.stop), (block.index,), keep)
         held = model.device_memory[self.device].activations(size, part.ops)
-        return model.again_s(self.device, part, size), part.kept_bytes(model.graph, size, held), held
+        return model.passes.again_s(self.device, part, size), part.kept_bytes(model.graph, size, held), held
 
     def _at(self, keep: Keep, lacking: int) -> _Chosen:
         """The best blocks first, until enough is freed; all of them if it never is."""

@@ -124,7 +124,7 @@ def test_halves_take_what_was_measured_of_them_however_much_more_than_the_whole(
 
 def test_between_its_halves_a_backward_holds_what_enters_and_what_comes_back() -> None:
     """Five ops with weights: a value enters four of them (the model's own input is not counted), a gradient comes to each."""
-    assert COSTS.stage(IDS[0], (0, 5), (2,)).weight_bytes == (2 * (4 + 5) * ONE_SAMPLE,)
+    assert COSTS.passes.of(IDS[0], (0, 5), (2,)).weight_bytes == (2 * (4 + 5) * ONE_SAMPLE,)
 
 
 def test_what_crosses_goes_forth_and_its_gradient_back() -> None:
@@ -244,9 +244,9 @@ def test_a_pair_without_a_measurement_is_read_off_the_collective_around_it() -> 
 
 
 def test_sizes_that_follow_the_batch_in_any_way_are_taken_at_the_size_of_the_slice() -> None:
-    made = COSTS.stage(IDS[0], (0, 5), (2, 3, 2), leaving=Size((10, 1)))
+    made = COSTS.passes.of(IDS[0], (0, 5), (2, 3, 2), leaving=Size((10, 1)))
     assert made.kept_bytes == (2 * 5000 + 12, 3 * 5000 + 13, 2 * 5000 + 12)
-    assert COSTS.stage(IDS[0], (0, 5), ()).forward_s == ()
+    assert COSTS.passes.of(IDS[0], (0, 5), ()).forward_s == ()
 
 
 @given(CUTS, st.lists(st.integers(1, 6), min_size=1, max_size=5), st.floats(0, 1))

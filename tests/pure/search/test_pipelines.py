@@ -286,7 +286,7 @@ def test_every_table_is_what_the_cost_model_says_of_that_stage() -> None:
             passes = 3 * (compute.seconds("F", ops, 2) + compute.seconds("B", ops, 2))
             update = costs.update_s("n0/cpu:1", [ops]) + costs.clip_s("n0/cpu:1", [ops])
             assert table.step_s[i, j] == pytest.approx(passes + update)
-            stage = costs.stage("n0/cpu:1", ops, (2,))
+            stage = costs.passes.of("n0/cpu:1", ops, (2,))
             assert tables.kept("n0/cpu:1", 2)[j] - tables.kept("n0/cpu:1", 2)[i] == pytest.approx(stage.kept_bytes[0])
 
 

@@ -42,7 +42,7 @@ def freed_and_seconds(blocks: int, keep: tuple[str, ...]) -> tuple[float, float]
     (part,) = parts_again(MODEL, (LAYERS[0].start, LAYERS[0].stop), (LAYERS[0].index,), keep)
     held = COSTS.device_memory[DEVICE].activations(SIZE, part.ops)
     frees = held - ALIVE[part.ops[0]](SIZE) - part.kept_bytes(MODEL, SIZE, held)
-    return blocks * frees - held, blocks * COSTS.again_s(DEVICE, part, SIZE)
+    return blocks * frees - held, blocks * COSTS.passes.again_s(DEVICE, part, SIZE)
 
 
 @cache

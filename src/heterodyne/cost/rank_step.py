@@ -1,0 +1,260 @@
+"""The cost of all that one rank does in a step of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from heterodyne.cost.again import parts_again
+from heterodyne.cost.arriving import Arriving, at_most, by_block
+from heterodyne.cost.coming import Coming
+from heterodyne.cost.compute import Pass
+from heterodyne.cost.gathered import shared_out
+from heterodyne.cost.hosted import Part, on_host
+from heterodyne.cost.member import member_costs
+from heterodyne.cost.parts_kept import KeptInParts
+from heterodyne.cost.position import Position
+from heterodyne.cost.routes import Route
+from heterodyne.cost.stage import StageCosts
+from heterodyne.cost.step import RankCosts
+from heterodyne.graph.cut import Crossing
+from heterodyne.graph.size import Size
+from heterodyne.plan.buckets import Bucket, room_bytes
+from heterodyne.plan.plan import Plan, Stage
+from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.traffic import MESSAGES_AHEAD
+
+if TYPE_CHECKING:
+    from heterodyne.cost.model import CostModel
+
+__all__ = ["RankStep"]
+
+Ops = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """What one rank does in a step. ``state``: the fraction of the optimizer state of its weights that it keeps and updates."""
+
+    model: CostModel
+    at: Position
+    plan: Plan
+    buckets: Sequence[Bucket]
+    state: float
+
+    def costs(self, crossing: Sequence[Crossing], travel: Sequence[Route]) -> RankCosts:
+        """``crossing``: what crosses between the stages; ``travel``: the messages between ranks."""
+        model, at, plan, buckets, state = self.model, self.at, self.plan, self.buckets, self.state
+        device, mine = at.device, at.stages
+        rank, measured = model.cluster.rank(device), model.measured(device)
+        costs, workspace, holes = {}, 0, 0
+        coming = Coming.of(model, at, buckets, state, plan)
+        halved = any("W" in row for row in at.pipeline.order) or SCHEDULES[plan.schedule].halves
+        for number in mine:
+            # What a stage of the same rank has made is there already.
+            into = Size.total(c.bytes for c in crossing if number in c.consumers and c.producer not in mine)
+            out = Size.total(c.bytes for c in crossing if c.producer == number)
+            arriving = coming.of_stage(number)
+            # Halves of backwards keep some of it; of what is made again, shared out or on hosts there are other accounts.
+            released = not (halved or plan.zero > 1 or mine[number].recompute or mine[number].offload_activations)
+            stage, needed = self._stage_of(number, into, out, bool(arriving.first or arriving.last), released)
+            costs[number] = self._with_arriving(number, stage, arriving, released)
+            if mine[number].offload_activations:
+                costs[number], passing = self._on_host(number, costs[number])
+                needed += passing
+            workspace = max(workspace, needed)
+            holes = max(holes, model.device_memory[device].holes(max(at.sizes(number), default=0), mine[number].ops))
+        ranges = tuple(stage.ops for stage in mine.values())
+        on_host = any(stage.offload for stage in mine.values())
+        alone = model.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
+        fixed = shared_out(model, alone, plan, device, buckets, state) if plan.zero else alone
+        carried = self._carried_s(ranges) if plan.zero in (1, 2) else 0.0
+        lost = model.device_memory[device].lost
+        begins = alone.parameters - round((1 - state) * coming.trained) if plan.zero > 2 else alone.parameters
+        comes = fixed.gradients + fixed.parameters - begins if plan.zero > 1 else coming.alone
+        return RankCosts(
+            stages=costs,
+            ready={bucket.index: self._ready(bucket) for bucket in buckets if device in bucket.owners},
+            clip_s=state * model.clip_s(device, ranges, at.boxes),
+            step_s=state * model.update_s(device, ranges, at.boxes, on_host=on_host) + carried,
+            overhead_s=measured.step_overhead_s,
+            overlap=min(1.0, max(0.0, measured.overlap)),
+            fixed_bytes=fixed.fixed + (self._rooms() if plan.zero > 1 else 0),
+            workspace_bytes=_under_way(travel, rank) + workspace,
+            holes_bytes=holes,
+            update_bytes=fixed.update,
+            coming_bytes=comes + lost(comes),
+            gathered_bytes=coming.gathered,
+            reductions=coming.reductions,
+        )
+
+    def _beside_kept(self, number: int, size: int, released: bool) -> tuple[dict[Ops, float], int]:
+        """Where what comes and goes in a stage was told beside what was let go of: of each of its blocks by itself, and what was told."""
+        kept = self.model.kept_in_parts(self.at, number)
+        if kept is None or not size or not released or not kept.memory.tells_blocks:
+            return {}, 0
+        return dict(kept.passing(size, self.at.boxes)), kept.workspace(size, self.at.boxes)
+
+    def _rooms(self) -> int:
+        """What a CPU worker lends its neighbours to exchange in what comes and goes: a room for each group of owners."""
+        largest: dict[tuple[str, ...], int] = {}
+        for bucket in self.buckets:
+            owners = [self.model.cluster.device(owner) for owner in bucket.owners]
+            alone = any(owner.backend != "cpu" for owner in owners) or len({owner.node for owner in owners}) > 1
+            if self.at.device in bucket.owners and len(owners) > 1 and not alone:
+                largest[bucket.owners] = max(largest.get(bucket.owners, 0), bucket.bytes)
+        return sum(room_bytes(most, len(owners)) for owners, most in largest.items())
+
+    def _with_arriving(self, number: int, costs: StageCosts, arriving: Arriving, released: bool) -> StageCosts:
+        """With the gradients that come in its first backward, and what the last one adds."""
+        model, at = self.model, self.at
+        if not arriving.first and not arriving.last:
+            return costs
+        ops, lost = at.stages[number].ops, model.device_memory[at.device].lost
+        remade = {part.ops for part in parts_again(model.graph, ops, at.stages[number].recompute, ())}
+        first, last = (by_block(model.graph, ops, of) for of in (arriving.first, arriving.last))
+        most: dict[int, tuple[int, int]] = {}
+        for size in set(at.sizes(number)):
+            held = {part: float(model.kept_by(at, number, size, part)) for part, _ in first}
+            kept = [0.0 if part in remade else own for part, own in held.items()]
+            again = [
+                own + model.passes.beside(part, ops, size) if part in remade else 0.0 for part, own in held.items()
+            ]
+            beside, space = self._beside_kept(number, size, released)
+            own = [beside.get(part, 0.0) for part, _ in first]
+            again = [a + b for a, b in zip(again, own, strict=True)]
+            of_first = max(0.0, at_most(kept, [made for _, made in first], again) - space) if size else 0.0
+            of_last = max(0.0, at_most(kept, [made for _, made in last], own) - space) if size else 0.0
+            most[size] = round(of_first) + lost(of_first), round(of_last) + lost(of_last)
+        made, summed = sum(arriving.first.values()), sum(arriving.last.values())
+        now = model.passes.made_in_first_half(ops, arriving.first)
+        return replace(
+            costs,
+            made_bytes=round(made) + lost(made),
+            input_made_bytes=round(now) + lost(now),
+            first_bytes=tuple(most[size][0] for size in at.sizes(number)),
+            summed_bytes=round(summed) + lost(summed),
+            last_bytes=tuple(most[size][1] for size in at.sizes(number)),
+        )
+
+    def _stage_of(
+        self, number: int, entering: Size, leaving: Size, arriving: bool, released: bool
+    ) -> tuple[StageCosts, int]:
+        """The costs of a stage on one of its devices, and what comes and goes inside its passes. ``released``: the backward of an op lets
+        go of all that it has kept."""
+        model, at = self.model, self.at
+        stage, memory, sizes = at.pipeline.stages[number], model.device_memory[at.device], at.sizes(number)
+        largest = max(sizes, default=0)
+        kept = model.kept_in_parts(at, number)
+        if kept is None:
+            costs = model.passes.of(
+                at.device,
+                stage.ops,
+                sizes,
+                recompute=stage.recompute,
+                keep=stage.keep,
+                entering=entering,
+                leaving=leaving,
+            )
+            return costs, memory.workspace(largest, stage.ops, again=arriving or bool(stage.recompute))
+        costs = member_costs(
+            kept,
+            sizes,
+            [count for _, count in at.taken[number][at.device]],
+            again=parts_again(model.graph, stage.ops, stage.recompute, stage.keep),
+            entering=entering,
+            leaving=leaving,
+            ranks=tuple(map(model.cluster.rank, stage.rows[at.row(number)])),
+        )
+        return costs, kept.workspace(largest, at.boxes, released=released) if largest else 0
+
+    def _on_host(self, number: int, costs: StageCosts) -> tuple[StageCosts, int]:
+        """A stage with activations on the host, and what of them comes and goes on the device."""
+        model, at = self.model, self.at
+        memory = model.device_memory[at.device]
+        s_per_byte = model.host_copy_s_per_byte(at.device)
+        cuts = self._pieces_of(at.pipeline.stages[number])
+        together = model.in_parts(at.pipeline, number, at.row(number))
+        row = at.pipeline.stages[number].rows[at.row(number)]
+
+        def seconds(kind: Pass, ops: Ops, size: int) -> float:
+            if together is not None:
+                return together.together_s(kind, size, ops)[0]
+            return model.compute[at.device].seconds(kind, ops, size)
+
+        def held(ops: Ops, size: int) -> int:
+            if together is None:
+                return memory.activations(size, ops)
+            return KeptInParts(stage=together, member=row.index(at.device), memory=memory).activations(size, ops)
+
+        def parts(size: int) -> list[Part]:
+            made = []
+            for ops, away in cuts:
+                size_bytes = held(ops, size) if away else 0
+                made.append(
+                    Part(
+                        forward_s=seconds("F", ops, size),
+                        backward_s=seconds("B", ops, size),
+                        copied_s=size_bytes * s_per_byte,
+                        bytes=size_bytes,
+                    )
+                )
+            return made
+
+        return on_host(costs, at.sizes(number), parts, memory.lost)
+
+    def _pieces_of(self, stage: Stage) -> list[tuple[Ops, bool]]:
+        """Blocks of a stage whose activations are on the host, and what lies between them."""
+        pieces, reached = [], stage.ops[0]
+        for block in map(self.model.graph.blocks.__getitem__, sorted(stage.offload_activations)):
+            if reached < block.start:
+                pieces.append(((reached, block.start), False))
+            pieces.append(((block.start, block.stop), True))
+            reached = block.stop
+        if reached < stage.ops[1]:
+            pieces.append(((reached, stage.ops[1]), False))
+        return pieces
+
+    def _ready(self, bucket: Bucket) -> tuple[tuple[int, float], ...]:
+        """The stages that complete a bucket, each with the fraction of its last backward; all of them for what no op reads."""
+        model, at = self.model, self.at
+        names = set(bucket.parameters)
+        ready = []
+        for number, stage in at.stages.items():
+            sizes = at.sizes(number)
+            if not any(sizes):
+                continue
+            if not bucket.blocks:
+                ready.append((number, 1.0))
+            elif not names.isdisjoint(model.passes.read_in(stage.ops)):
+                first = next(block.index for block in model.graph.blocks if block.stop > stage.ops[0])
+                block = model.graph.blocks[bucket.ready_block(first)]
+                size = next(size for size in reversed(sizes) if size)
+                together = model.in_parts(at.pipeline, number, at.row(number))
+                fraction = (
+                    model.compute[at.device].ready_fraction(block.start, stage.ops, size)
+                    if together is None
+                    else together.ready_fraction(block.start, size)
+                )
+                ready.append((number, fraction))
+        return tuple(ready)
+
+    def _carried_s(self, stages: Sequence[Ops]) -> float:
+        """Seconds of the copies that carry new weights where state is shared out: the own ones into the buffer, then all out of it."""
+        return (
+            2
+            / self.model.recipe.update_passes
+            * (self.state + 1)
+            * self.model.update_s(self.at.device, stages, self.at.boxes)
+        )
+
+
+def _under_way(travel: Sequence[Route], rank: int) -> int:
+    """Room is made for messages ahead of each rank that sends any, and what is sent stays until it has left."""
+    largest: dict[tuple[int, int], int] = {}
+    for route in travel:
+        ends = route.source[0], route.destination[0]
+        if rank in ends:
+            largest[ends] = max(largest.get(ends, 0), *route.bytes)
+    return MESSAGES_AHEAD * sum(largest.values())

@@ -1,0 +1,152 @@
+"""Seconds and bytes of the passes of a stage on one device that has it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.again import Again, parts_again
+from heterodyne.cost.balance import operations_a_byte
+from heterodyne.cost.compute import Compute, Pass
+from heterodyne.cost.halves import Halves
+from heterodyne.cost.memory import DeviceMemory
+from heterodyne.cost.recipe import Recipe
+from heterodyne.cost.stage import StageCosts
+from heterodyne.graph.cut import crossings
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.graph.size import ZERO, Size
+from heterodyne.plan.precision import precision_of
+
+__all__ = ["StagePasses"]
+
+Ops = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePasses:
+    """Of one model on the devices of a cluster, cached. ``compute``, ``memory``: by device."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    recipe: Recipe
+    compute: Mapping[str, Compute]
+    memory: Mapping[str, DeviceMemory]
+    halves: Halves
+    _entering: dict[tuple[int, int, int], Size] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _reads: dict[Ops, frozenset[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _redone: dict[tuple[str, Again, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def of(
+        self,
+        device: str,
+        ops: Ops,
+        sizes: Sequence[int],
+        *,
+        recompute: Collection[int] = (),
+        keep: Sequence[str] = (),
+        entering: Size = ZERO,
+        leaving: Size = ZERO,
+    ) -> StageCosts:
+        """The costs of a stage on a device, for micro-batches of these sizes.
+
+        Args:
+            ops: ``[start, stop)``.
+            recompute: the blocks (their indices) whose activations are not kept, but for what ``keep`` names.
+            entering, leaving: bytes of what crosses into the stage and out of it, in samples.
+        """
+        again = parts_again(self.graph, ops, recompute, keep)
+        # What crosses into the stage is there already, as what crosses; but of several micro-batches its gradients wait besides.
+        since = ops[0] if sum(size > 0 for size in sizes) == 1 else 0
+        made = {size: self._passes(device, ops, size, again, entering, leaving, since) for size in set(sizes)}
+        columns = list(zip(*(made[size] for size in sizes), strict=True)) or [()] * 11
+        forward, backward, inputs, weights, halved, redo, kept, recomputed, redone, left, gradients = columns
+        return StageCosts(
+            forward_s=forward,
+            backward_s=backward,
+            input_s=inputs,
+            weight_s=weights,
+            halved_forward_s=halved,
+            recompute_s=redo,
+            kept_bytes=kept,
+            recomputed_bytes=recomputed,
+            redone_bytes=redone,
+            weight_bytes=left,
+            gradient_bytes=gradients,
+        )
+
+    def _passes(
+        self, device: str, ops: Ops, size: int, again: Sequence[Again], entering: Size, leaving: Size, since: int
+    ) -> tuple[float, float, float, float, float, float, int, int, int, int, int]:
+        """One value for each field of `StageCosts`. ``since``: the op from which on what is read again counts as kept for that."""
+        compute, memory = self.compute[device], self.memory[device]
+
+        def seconds(kind: Pass, part: Ops) -> float:
+            return compute.seconds(kind, part, size)
+
+        def with_loss(tensors: float) -> int:
+            return round(tensors) + memory.lost(tensors)
+
+        if size == 0:
+            return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0
+        dropped = [memory.activations(size, part.ops) for part in again]
+        inputs = sum(self._read_by(part.ops, since)(size) for part in again)
+        inputs += sum(a.kept_bytes(self.graph, size, saved) for a, saved in zip(again, dropped, strict=True))
+        made_again = [self.beside(part.ops, ops, size) for part in again]
+        crossing = entering(size) + leaving(size)
+        kept = max(0, memory.activations(size, ops) - sum(dropped)) + inputs + crossing
+        return (
+            seconds("F", ops),
+            seconds("B", ops),
+            seconds("I", ops),
+            seconds("W", ops),
+            seconds("H", ops),
+            sum(self.again_s(device, part, size) for part in again),
+            with_loss(kept),
+            with_loss(sum(dropped)),
+            with_loss(max((a + b for a, b in zip(dropped, made_again, strict=True)), default=0)),
+            with_loss(self.halves.weight_bytes(*ops)(size)),
+            with_loss(crossing),
+        )
+
+    def again_s(self, device: str, part: Again, size: int) -> float:
+        """Seconds of what is computed again of a micro-batch."""
+        key = (device, part, size)
+        if key not in self._redone:
+            redone = part.redone(self.graph, size, self.balance(device))
+            self._redone[key] = redone * self.compute[device].seconds("F", part.ops, size)
+        return self._redone[key]
+
+    def balance(self, device: str) -> float:
+        """Operations that it does while its memory moves a byte."""
+        each = self.cluster.device(device)
+        return operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
+
+    def beside(self, part: Ops, ops: Ops, size: int) -> float:
+        """Bytes of what was kept of the first time behind a part that is made again, which makes it too, and of its gradient. What leaves
+        the stage is counted as that."""
+        return 2 * self._read_by((part[1], len(self.graph.ops)))(size) if part[1] < ops[1] else 0.0
+
+    def _read_by(self, part: Ops, since: int = 0) -> Size:
+        """Bytes of what the ops of a part read of those before it, from op ``since`` on."""
+        key = (since, *part)
+        if key not in self._entering:
+            starts = tuple(sorted({0, *key}))
+            made, read = starts.index(since), starts.index(part[0])
+            into = [
+                c for c in crossings(self.graph, starts) if c.producer == made and read in c.consumers and made < read
+            ]
+            self._entering[key] = Size.total(c.bytes for c in into)
+        return self._entering[key]
+
+    def read_in(self, ops: Ops) -> frozenset[str]:
+        """The names of the parameters that the ops read."""
+        if ops not in self._reads:
+            self._reads[ops] = frozenset(name for op in self.graph.ops[ops[0] : ops[1]] for name in op.parameters)
+        return self._reads[ops]
+
+    def made_in_first_half(self, ops: Ops, gradients: Mapping[str, float]) -> float:
+        """Those that no linear layer alone makes."""
+        here = self.graph.ops[ops[0] : ops[1]]
+        early = {name for op in here if not self.halves.waits(op) for name in op.parameters}
+        return sum(size for name, size in gradients.items() if name in early)
