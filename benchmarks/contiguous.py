@@ -13,10 +13,10 @@ from itertools import permutations, product
 from math import ceil
 
 from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.kinds import Kind
 from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template
 from heterodyne.search.fleet.search import Search
-from heterodyne.search.fleet.weighed import Weighed
 
 __all__ = ["Contiguous"]
 
@@ -30,12 +30,12 @@ class Contiguous:
     """
 
     search: Search
-    best: Weighed | None
+    best: EvaluatedPlan | None
     max_stages: int = 8
     kinds: int = 3
     weighed: int = 0
 
-    def run(self) -> Weighed | None:
+    def run(self) -> EvaluatedPlan | None:
         """The fastest of them, or the plan that is known."""
         for rows in self._rows():
             self._alike(*rows)
@@ -103,7 +103,7 @@ class Contiguous:
             template = self._template(row, size, points, count)
             if template is not None:
                 self.weighed += 1
-                weighed = self.search.weigh(((template, count),), self._known_s, self._schedules)
+                weighed = self.search.evaluate(((template, count),), self._known_s, self._schedules)
                 if weighed is not None and weighed.predicted.step_s < self._known_s:
                     self.best = weighed
         return found

@@ -27,11 +27,11 @@ from results import Results
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
 from heterodyne.errors import InfeasibleError
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, mix_of
 from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.weighed import Weighed, mix_of
 
 MODELS = {"OPT-350M": "OPT-350", "GPT-Neo-2.7B": "GPT-Neo-2.7"}
 FLEETS = (
@@ -120,7 +120,9 @@ def _over_contiguous(
             yield gain
 
 
-def _row(results: Results, where: str, what: str, own: Weighed, ours: Weighed, taken_s: float | None) -> None:
+def _row(
+    results: Results, where: str, what: str, own: EvaluatedPlan, ours: EvaluatedPlan, taken_s: float | None
+) -> None:
     figures = {
         "samples_per_s": own.predicted.samples_per_s,
         "usd": own.predicted.usd,
@@ -130,14 +132,14 @@ def _row(results: Results, where: str, what: str, own: Weighed, ours: Weighed, t
     results.row(f"{where}: {what}", **figures, **({} if taken_s is None else {"search_s": taken_s}))
 
 
-def _best(found: Iterator[Weighed | None]) -> Weighed | None:
+def _best(found: Iterator[EvaluatedPlan | None]) -> EvaluatedPlan | None:
     return min((weighed for weighed in found if weighed is not None), key=lambda w: w.predicted.step_s, default=None)
 
 
-def _equal(search: Search, costs: LayerProfiles) -> Weighed | None:
+def _equal(search: Search, costs: LayerProfiles) -> EvaluatedPlan | None:
     """The same width, size and number of micro-batches on every device: the slowest kind decides."""
 
-    def options() -> Iterator[Weighed | None]:
+    def options() -> Iterator[EvaluatedPlan | None]:
         layers = len(costs.layers)
         for width, size in product((1, 2, 4, 8), search.sizes):
             if any(search.tables.table(pool.kind, Widths(width), size) is None for pool in search.fleet.pools):
@@ -167,9 +169,9 @@ def _again(search: Search, pool: str, width: int, size: int, layers: int) -> boo
     return table.memory(0, layers, recompute=False, held=1, replicas=replicas, zero=1).total > own.memory_bytes
 
 
-def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> Weighed | None:
+def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> EvaluatedPlan | None:
     """As the predictor weighs it, but for the shares: its longest pipeline takes as many micro-batches as every other one."""
-    weighed = search.weigh(mix)
+    weighed = search.evaluate(mix)
     if weighed is None:
         return None
     each = -(-SAMPLES // sum(n * t.micro_batch for t, n in mix))
@@ -186,16 +188,16 @@ def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> W
     )
 
 
-def _alone(planner: FleetPlanner, pool: str) -> Weighed | None:
+def _alone(planner: FleetPlanner, pool: str) -> EvaluatedPlan | None:
     try:
         return planner.plan(space=Space(pools=(pool,))).best
     except InfeasibleError:
         return None
 
 
-def _two_stages(search: Search, costs: LayerProfiles) -> Weighed | None:
+def _two_stages(search: Search, costs: LayerProfiles) -> EvaluatedPlan | None:
     """One stage on each of two kinds, all pipelines alike: every cut, order, width and size."""
-    return _best(search.weigh(((template, count),)) for template, count in _pairs(search.fleet, search, costs))
+    return _best(search.evaluate(((template, count),)) for template, count in _pairs(search.fleet, search, costs))
 
 
 def _pairs(fleet: Fleet, search: Search, costs: LayerProfiles) -> Iterator[tuple[Template, int]]:

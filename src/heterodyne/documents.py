@@ -82,7 +82,7 @@ def validate(
 ) -> Document:
     """``content`` as a ``document``. Raises ``error`` with the line of the first fault and the text of all of them.
 
-    ``overrides``: for each place that was not filled from the file, what filled it, in words; a fault there is told with them.
+    ``overrides``: for each place that was not filled from the file, what filled it, in words; a fault there is reported with them.
     """
     try:
         return document.model_validate(content)

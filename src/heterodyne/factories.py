@@ -1,6 +1,6 @@
 """Functions of the user's that a job names: ``package.module:function`` or ``path/to/file.py:function``.
 
-Errors of the user's own code are told as Python names them, with the deepest line of that code.
+Errors of the user's own code are reported as Python names them, with the deepest line of that code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from heterodyne.errors import JobError
 
-__all__ = ["call_factory", "named_function", "told"]
+__all__ = ["call_factory", "describe_error", "named_function"]
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(importlib.__file__).parent), str(Path(__file__).parent))
 
@@ -39,8 +39,8 @@ def call_factory(factory: str, arguments: Mapping[str, Any], *, base: Path, key:
     _check_arguments(factory, function, arguments, key)
     try:
         return function(**arguments)
-    except Exception as error:  # whatever the user's own code raises, it is told as that
-        raise JobError(f"{key}: {factory} failed with {told(error)}") from error
+    except Exception as error:  # whatever the user's own code raises, it is reported as such
+        raise JobError(f"{key}: {factory} failed with {describe_error(error)}") from error
 
 
 def named_function(named: str, *, base: Path, key: str) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def named_function(named: str, *, base: Path, key: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]  # the test narrows it
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The error as Python names it, and the deepest line of the user's own code that led to it."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     own = [
@@ -83,9 +83,9 @@ def _load_module(name: str, key: str) -> ModuleType:
             raise JobError(
                 f"{key}: there is no module {name!r}; install it, or name a file: path/to/file.py:function"
             ) from error
-        raise JobError(f"{key}: {name} cannot be imported: {told(error)}") from error
-    except Exception as error:  # whatever the user's own code raises, it is told as that
-        raise JobError(f"{key}: {name} cannot be imported: {told(error)}") from error
+        raise JobError(f"{key}: {name} cannot be imported: {describe_error(error)}") from error
+    except Exception as error:  # whatever the user's own code raises, it is reported as such
+        raise JobError(f"{key}: {name} cannot be imported: {describe_error(error)}") from error
 
 
 def _load_file(path: Path, key: str) -> ModuleType:
@@ -100,9 +100,9 @@ def _load_file(path: Path, key: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's own code raises, it is told as that
+    except Exception as error:  # whatever the user's own code raises, it is reported as such
         del sys.modules[name]
-        raise JobError(f"{key}: {path} cannot be imported: {told(error)}") from error
+        raise JobError(f"{key}: {path} cannot be imported: {describe_error(error)}") from error
     return module
 
 

@@ -228,7 +228,7 @@ class ParallelismSection(Section):
 
     Args:
         strategy: ``auto`` takes the fastest predicted plan; ``data`` the fastest in which each device runs the whole model;
-            ``pipeline`` the fastest in which the model is cut into stages; ``split`` the fastest in which layers lie in parts on
+            ``pipeline`` the fastest in which the model is cut into stages; ``split`` the fastest in which layers are sharded over
             several devices; ``context`` in which their sequences do; ``equal`` gives each device the same share;
             ``fastest`` uses one device.
         micro_batch_sizes: the sizes that are measured and tried; ``auto``: 1, 2, 4, and so on, while larger ones are faster on any device.

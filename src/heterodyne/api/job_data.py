@@ -36,7 +36,7 @@ def data_of(job: Job, base: Path, cache: Path, *, say: Say) -> DataSource:
     Args:
         base: where relative paths start.
         cache: the directory of token files.
-        say: is told when text is read and why.
+        say: is informed when text is read and why.
     """
     if job.data.kind == "dataset":
         return _dataset(job, base)

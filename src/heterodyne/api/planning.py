@@ -88,7 +88,7 @@ def _try(session: Session, attempt: Attempt, plan: Plan, planned: Planned | None
 
 
 def share_of(plan: Plan, device: str) -> Share:
-    """What a device has to compute under a plan; nothing of stages that lie in parts, which no device can try by itself."""
+    """What a device has to compute under a plan; nothing of sharded stages, which no device can try by itself."""
     parts = []
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:

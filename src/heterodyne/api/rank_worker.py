@@ -85,6 +85,6 @@ def make_worker(
         if apart:
             session.say(
                 f"not compiled on {'rank' if len(apart) == 1 else 'ranks'} {', '.join(map(str, apart))}: dropout and BatchNorm that give "
-                "what one device gives, stages in parts, and backwards in halves run as they are"
+                "what one device gives, sharded stages, and backwards in halves run as they are"
             )
     return worker

@@ -80,7 +80,7 @@ class Pool:
         if min(self.usd_per_device_hour or 0, self.watts_per_device or 0) < 0:
             raise ClusterError(f"pool {self.name!r} has a price or watts below 0")
         if self.nodes > 1 and not self.numbered:
-            raise ClusterError(f"the {self.nodes} nodes of pool {self.name!r} need numbers to be told apart")
+            raise ClusterError(f"the {self.nodes} nodes of pool {self.name!r} need numbers to be distinguished")
 
     @property
     def devices(self) -> int:

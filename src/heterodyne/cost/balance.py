@@ -1,7 +1,7 @@
-"""How many operations a device does in the time in which its memory moves a byte.
+"""The machine balance of a device: FLOPs in the time in which its memory moves a byte.
 
-An op takes as long as its operations or as its memory traffic, whichever is more (Williams, Waterman and Patterson, "Roofline", CACM
-2009). That weighs the ops of a block against each other, whose seconds are measured together; no more depends on it.
+An op takes the longer of its FLOPs and its memory traffic (Williams, Waterman and Patterson, "Roofline", CACM 2009). This only divides
+the measured seconds of a block over its ops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PEAKS: Final = {"fp32": ("fp32", "tf32"), "bf16": ("bf16", "fp16", "fp32"), "fp
 
 
 def operations_a_byte(device: Device, precision: Precision) -> float:
-    """By its datasheet, where the catalog has it."""
+    """FLOPs per byte, from the datasheet where the catalog has one."""
     known = None if device.backend == "cpu" else find(device.kind)
     if known is not None and known.memory_bandwidth_bytes_per_s:
         peak = next((known.peak_flops[p] for p in _PEAKS[precision] if p in known.peak_flops), None)

@@ -1,4 +1,4 @@
-"""The row of a table of layer costs of a block of a captured model: bytes are those of the graph, whoever tells the seconds."""
+"""The `LayerCost` of a block of a captured model: bytes from the graph, seconds from the caller."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from math import ceil, prod
 
 from heterodyne.cost.exchange import buffer_bytes
 from heterodyne.cost.layers import LayerCost
-from heterodyne.cost.meetings import Meeting, conversion, exchanges_of, within
-from heterodyne.cost.parts import Parts
-from heterodyne.cost.parts_kept import copied_bytes
+from heterodyne.cost.op_shares import StageShares
 from heterodyne.cost.recipe import Recipe
+from heterodyne.cost.sharded_activations import copied_bytes
+from heterodyne.cost.stage_collectives import StageCollective, conversion, exchanges_of, within
 from heterodyne.graph.ir import Block, ModelGraph, Op, Parameter, Ref
 from heterodyne.plan.boxes import Slice, numel
 
@@ -26,9 +26,9 @@ def block_cost(
     forward_s: float,
     backward_s: float,
     update_s: float,
-    parts: Parts | None = None,
+    parts: StageShares | None = None,
 ) -> LayerCost:
-    """Of one device for micro-batches of ``size`` samples: of one that has the whole block, or of that with the most of its ``parts``."""
+    """Cost of one device for micro-batches of ``size`` samples: with the whole block, or as the device with the largest of ``parts``."""
     ops, held = graph.ops_of(block), graph.parameters_of(block)
     trained = trained_bytes(graph, block, parts)
     scale = 0.5 if recipe.narrow else 1.0  # activations under autocast
@@ -50,13 +50,13 @@ def block_cost(
     )
 
 
-def trained_bytes(graph: ModelGraph, block: Block, parts: Parts | None = None) -> int:
-    """Of the parameters of a block that are trained, on one device."""
+def trained_bytes(graph: ModelGraph, block: Block, parts: StageShares | None = None) -> int:
+    """Bytes of the trainable parameters of a block on one device."""
     return sum(_stored_bytes(p, parts) for p in graph.parameters_of(block) if p.trainable)
 
 
-def meetings_of(graph: ModelGraph, block: Block, parts: Parts) -> list[Meeting]:
-    """Where the devices of a stage that lies in parts meet inside of a block; what leaves the model counts to the last one."""
+def meetings_of(graph: ModelGraph, block: Block, parts: StageShares) -> list[StageCollective]:
+    """The collectives of a sharded stage inside a block; those of the model's outputs count to the last block."""
     ops = graph.ops_of(block)
     before = {op.name for op in ops} | ({None} if block.stop == len(graph.ops) else set())
     own = [conversion(axis, exchange, parts) for axis, exchange in exchanges_of(parts) if exchange.before in before]
@@ -64,14 +64,14 @@ def meetings_of(graph: ModelGraph, block: Block, parts: Parts) -> list[Meeting]:
     return [*own, *(meeting for meeting in inside if meeting is not None)]
 
 
-def _stored_bytes(parameter: Parameter, parts: Parts | None) -> int:
+def _stored_bytes(parameter: Parameter, parts: StageShares | None) -> int:
     if parts is None:
         return parameter.bytes
     boxes = (tuple(Slice(*cut) for cut in box) for box in parts.sharding.boxes(parameter.name))
     return ceil(parameter.bytes * max(numel(box, parameter.shape) for box in boxes) / max(1, prod(parameter.shape)))
 
 
-def _kept_bytes(ops: Sequence[Op], size: int, parts: Parts | None) -> float:
+def _kept_bytes(ops: Sequence[Op], size: int, parts: StageShares | None) -> float:
     if parts is None:
         return sum(op.bytes_saved(size) for op in ops)
     return max(
@@ -80,15 +80,15 @@ def _kept_bytes(ops: Sequence[Op], size: int, parts: Parts | None) -> float:
     )
 
 
-def _tensor_bytes(graph: ModelGraph, ref: Ref, size: int, parts: Parts | None) -> float:
+def _tensor_bytes(graph: ModelGraph, ref: Ref, size: int, parts: StageShares | None) -> float:
     whole = int(graph.spec(ref).bytes(size))
     if parts is None or ref not in parts.sharding.layouts:
         return whole
     return whole * max(parts.of_tensor(ref, *parts.lies(ref)))
 
 
-def _workspace_bytes(graph: ModelGraph, block: Block, size: int, parts: Parts | None) -> float:
-    """Of the largest tensor that is made, and of the largest exchange."""
+def _workspace_bytes(graph: ModelGraph, block: Block, size: int, parts: StageShares | None) -> float:
+    """Bytes of the largest tensor that is made, and of the largest collective."""
     ops = graph.ops_of(block)
     made = (_tensor_bytes(graph, Ref(op.name, place), size, parts) for op in ops for place in range(len(op.outputs)))
     sent = () if parts is None else meetings_of(graph, block, parts)

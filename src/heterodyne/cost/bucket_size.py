@@ -1,4 +1,4 @@
-"""How large gradient buckets should be on the links that there are."""
+"""The best size of gradient buckets for the links of a cluster."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _UNKNOWN = 4 * 2**20
 def bucket_bytes_for(graph: ModelGraph, collectives: Collectives) -> int:
     """Bytes of a bucket with which an all-reduce over all devices costs least.
 
-    G bytes of gradients in buckets of n bytes pay the latency a of an all-reduce G / n times. All buckets but the last can be hidden behind
-    the backward, and the last takes n b, at b seconds a byte. The sum is least at n = sqrt(a G / b). Where nothing is known of a link it is
-    4 MiB.
+    G bytes of gradients in buckets of n bytes pay the latency a of an all-reduce G / n times. All buckets but the last overlap with the
+    backward, and the last takes n b, at b seconds per byte. The sum is least at n = sqrt(a G / b). Where nothing is known of a link it
+    is 4 MiB.
     """
     gradients = sum(p.bytes for p in graph.parameters if p.trainable)
     devices = [device.id for device in collectives.cluster.devices]

@@ -1,7 +1,7 @@
-"""The table of layer costs of a model on classes of measured devices: what `cost.model` believes of one member, for any number of them.
+"""Layer costs of a model on classes of measured devices: those of `cost.model` for one member, for any number of members.
 
-The layers are the blocks of the graph. Stages whose devices hold parts of the same tensors cost what the members take together, meetings
-included, on the first devices of the class that stand in one node.
+The layers are the blocks of the graph. A sharded stage costs what its devices take together, collectives included, on the first devices
+of the class in one node.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Literal
 
 from heterodyne.cost.block_cost import block_cost, trained_bytes
-from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.cost.model import CostModel
+from heterodyne.cost.sharded_stage import ShardedStageCost
 from heterodyne.errors import MeasureError, PlanError
 from heterodyne.graph.ir import Block
 from heterodyne.plan.micro_batches import MicroBatches
@@ -33,9 +33,9 @@ class ClassLayers:
     Args:
         members: for each class its devices.
         largest: for each class the largest micro-batch of one device.
-        stage: of the whole model on some devices, in one way.
-        ways: that are tried.
-        whole: the classes whose devices have room for the whole model.
+        stage: makes a stage of the whole model on some devices, sharded in one way.
+        ways: the ways to shard that are tried.
+        whole: the classes whose devices have memory for the whole model.
     """
 
     model: CostModel
@@ -44,7 +44,9 @@ class ClassLayers:
     stage: Callable[[Sequence[str], Way], Stage]
     ways: Sequence[Way] = ("split", "context")
     whole: frozenset[str] = frozenset()
-    _in_parts: dict[tuple[str, Way, int], InParts | None] = field(default_factory=dict, repr=False, compare=False)
+    _in_parts: dict[tuple[str, Way, int], ShardedStageCost | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _made: dict[tuple[str, str, Widths, int], LayerCost | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -53,14 +55,14 @@ class ClassLayers:
 
     @cached_property
     def _typical(self) -> Mapping[str, Block]:
-        """Of each kind of block the middle one: what comes before the first and after the last may lie otherwise."""
+        """The middle block of each kind: the first and the last may be laid out differently."""
         alike: dict[str, list[Block]] = {}
         for block in self.model.graph.blocks:
             alike.setdefault(block.kind, []).append(block)
         return {kind: own[len(own) // 2] for kind, own in alike.items()}
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
-        """One device, and powers of two of those that the class has in one node, in the ways that pay."""
+        """One device, and powers of two of the devices of the class in one node, in the ways that pay."""
         most = len(self._beside(device_kind))
         names = {"split": "tensor", "context": "context"}
         powers = [1 << power for power in range(1, most.bit_length())]
@@ -68,8 +70,8 @@ class ClassLayers:
         return (Widths(), *(Widths(**{names[way]: count}) for way in ways for count in powers))
 
     def _pays(self, device_kind: str, way: Way) -> bool:
-        """Whether devices that could have the whole model gain from sharing it: where two take longer than one, more do so too, since
-        each exchanges more.
+        """Whether devices that could hold the whole model gain from sharding it: where two take longer than one, more do so too, since each
+        communicates more.
         """
         together = self._together(device_kind, way, 2)
         if together is None or device_kind not in self.whole:
@@ -79,7 +81,7 @@ class ClassLayers:
         return sum(together.together_s(direction, size)[0] for direction in ("F", "B")) < alone_s
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
-        """None above the largest micro-batch, and for parts in which the model does not get smaller."""
+        """None above the largest micro-batch, and for sharding that does not make the model smaller."""
         if widths not in self.widths(device_kind) or micro_batch > self.largest[device_kind]:
             return None
         key = (device_kind, layer_kind, widths, micro_batch)
@@ -116,7 +118,7 @@ class ClassLayers:
             nodes.setdefault(self.model.cluster.device(device).node, []).append(device)
         return max(nodes.values(), key=len)
 
-    def _together(self, device_kind: str, way: Way, count: int) -> InParts | None:
+    def _together(self, device_kind: str, way: Way, count: int) -> ShardedStageCost | None:
         key = (device_kind, way, count)
         if key not in self._in_parts:
             stage = self.stage(self._beside(device_kind)[:count], way)

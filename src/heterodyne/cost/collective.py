@@ -1,8 +1,8 @@
-"""Seconds of collectives and transfers, from measurements of the real links where there are any.
+"""Seconds of collectives and point-to-point transfers, from measurements of the real links where there are any.
 
-A transfer of B bytes takes alpha + beta B (Hockney, "The communication challenge for MPP", 1994). A ring all-reduce among n
-devices is 2 (n - 1) transfers of B / n bytes (Patarasuk and Yuan, 2009), which is how a measured group is scaled to a
-smaller or larger one, and how links are turned into a collective that was never measured.
+A transfer of B bytes takes alpha + beta B (Hockney, "The communication challenge for MPP", 1994). A ring all-reduce among n devices is 2
+(n - 1) transfers of B / n bytes (Patarasuk and Yuan, 2009): so a measured group is scaled to a smaller or larger one, and point-to-point
+measurements give a collective that was not measured.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fit(samples: Iterable[tuple[float, float]]) -> AlphaBeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """What is known of the links of a cluster: measurements first, then what the cluster file says."""
+    """The links of a cluster: measurements first, then the cluster file."""
 
     cluster: Cluster
     samples: tuple[LinkSample, ...] = ()
@@ -89,9 +89,9 @@ class Collectives:
         return [(s.bytes, s.seconds) for s in self.samples if s.op == op and frozenset(s.devices) == group]
 
     def send(self, source: str, destination: str) -> AlphaBeta:
-        """One transfer; nothing between a device and itself. Raises MeasureError if nothing is known of the link.
+        """One transfer; 0 between a device and itself. Raises MeasureError if nothing is known of the link.
 
-        In order of trust: this very pair measured; what the cluster file says; the smallest measured collective around it.
+        In order of trust: this pair measured; the cluster file; the smallest measured collective that contains both.
         """
         if source == destination:
             return FREE
@@ -120,9 +120,9 @@ class Collectives:
         return AlphaBeta(link.latency_s, 1 / link.bandwidth_bytes_per_s)
 
     def busy(self, device: str, other: str) -> AlphaBeta:
-        """What a message between two devices takes of the computing of the first, sent or received; nothing where no processor carries it.
+        """Compute seconds of ``device`` per message to or from ``other``; 0 where no processor carries it.
 
-        Between devices that were not measured together it is what messages take of that device elsewhere.
+        For a pair that was not measured: the mean of the device's measured pairs.
         """
         of = [s for s in self.samples if s.op == "send" and device in s.devices and any(s.busy_s)]
         near = [s for s in of if other in s.devices] or of
@@ -130,10 +130,11 @@ class Collectives:
         return fit(points) if points and device != other else FREE
 
     def exchange(self, devices: Sequence[str]) -> AlphaBeta | None:
-        """What an exchange adds to the computing of devices that meet often, by the bytes that each has for each other one; None if
-        that was not measured.
+        """What a frequent all-to-all adds to the computing of its members, by the bytes that each has for each other one; None if not
+        measured.
 
-        Of some of the devices of a node that were measured together, waits go as `_waits`, since each comes at a moment of its own.
+        For a subset of measured devices of a node: the last of n independent arrivals, uniform over some time, comes after n / (n + 1)
+        of it, and a single one after half; so waiting goes as (n - 1) / (n + 1).
         """
         group = frozenset(devices)
         groups = {frozenset(s.devices) for s in self.samples if s.op == "exchange"}
@@ -155,11 +156,10 @@ class Collectives:
         return self.all_reduce(devices)(_NUMBER_BYTES) / (2 if self.in_shared_memory(devices) else 1)
 
     def reduce_scatter(self, devices: Sequence[str], shares: Sequence[int]) -> AlphaBeta:
-        """A reduce-scatter or an all-gather of ranges as long as the shares; nothing for one device.
+        """A reduce-scatter or all-gather of shards in proportion to ``shares``; 0 for one device.
 
-        Equal ones are half an all-reduce. Each device sends all but its own range, in chunks that follow each other, so the one with the
-        smallest sends most: N - s bytes, where equal shares send N (n - 1) / n. In shared memory half of the bytes is copied, but devices
-        wait for each other before and after it, as they do around an all-reduce.
+        With equal shards it is half an all-reduce. Each device sends all but its own shard, in pipelined chunks, so the one with the
+        smallest sends most: N - s bytes, where equal shards send N (n - 1) / n.
         """
         total, count = sum(shares), len(shares)
         if count < 2 or not total:
@@ -169,10 +169,10 @@ class Collectives:
         return self.all_reduce(devices).scaled(latency, 0.5 * most * count / (count - 1))
 
     def ring_s(self, devices: Sequence[str], shares: Sequence[int], size_bytes: float) -> float:
-        """Seconds of a reduce-scatter or an all-gather of so many bytes as a ring of messages, whatever an all-reduce takes.
+        """Seconds of a reduce-scatter or all-gather of so many bytes as a ring of messages, whatever an all-reduce takes.
 
-        Chunks of c bytes follow each other: N / c latencies, and over the slowest link N - s bytes, and 2 (n - 2) c for the last chunk to
-        come round. A rank sends its first chunks at once, so of two ranks nothing comes round.
+        Chunks of c bytes are pipelined: N / c latencies, over the slowest link N - s bytes, and 2 (n - 2) c for the last chunk to come
+        round. A rank sends its first chunks at once, so for two ranks the last term is 0.
         """
         total, count = sum(shares), len(shares)
         if count < 2 or not total or not size_bytes:

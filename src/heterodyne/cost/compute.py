@@ -1,11 +1,11 @@
-"""Seconds of forward and backward of a model, or of a stage of it, on one device, for any micro-batch size.
+"""Seconds of forward and backward of a model, or of a stage, on one device, for any micro-batch size.
 
-The model is the sum of its blocks; blocks of one kind were measured once. Where the model was also measured in one piece
-(the kind `WHOLE`), the sum is scaled to it. The ratio of the two, the *composition*, says what a sum of parts leaves out
-(caches that stay warm, kernels that overlap, glue between the blocks) and is kept, so that it can be shown.
+The model is the sum of its blocks; blocks of one kind are measured once. Where the whole model was measured too (the kind `WHOLE`), the
+sum is scaled to it. Their ratio, the *composition*, is what a sum of blocks leaves out (warm caches, kernels that overlap, glue between
+the blocks), and is reported.
 
-A stage is the sum of its blocks, scaled alike, so the stages of a pipeline add up to the model. A block that is cut inside counts by
-the operations of the ops on each side.
+A stage is the sum of its blocks, scaled alike, so the stages of a pipeline add up to the model. A block that is cut inside counts by the
+FLOPs of the ops on each side.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from heterodyne.cluster.profile import WHOLE, DeviceProfile
+from heterodyne.cost.backward_split import BackwardSplit
 from heterodyne.cost.curve import Curve
-from heterodyne.cost.halves import Halves
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.size import Size
@@ -32,12 +32,12 @@ Pass = Literal["F", "B", "I", "W", "H"]
 
 @dataclass(frozen=True, kw_only=True)
 class Direction:
-    """Forward or backward of the whole model.
+    """The forward or the backward of the whole model.
 
     Args:
         kinds: seconds of one block of each kind.
-        total: seconds of the model; the sum over its blocks, scaled to the model in one piece and to a trial, where there was one.
-        composition: the ratio of whole to sum at each size at which both are known; empty if the whole was not measured.
+        total: seconds of the model: the sum over its blocks, scaled to the whole model and to a trial, where there were any.
+        composition: the ratio of whole to sum at each size where both are known; empty if the whole was not measured.
     """
 
     kinds: Mapping[str, Curve]
@@ -61,7 +61,7 @@ class Compute:
     forward: Direction
     backward: Direction
     halves: Mapping[str, tuple[Curve, Curve, Curve]] = field(default_factory=dict)
-    _split: Halves
+    _split: BackwardSplit
     _borders: dict[tuple[Pass, float], tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
     _reached: dict[tuple[Pass, int, float], float] = field(default_factory=dict, repr=False, compare=False)
 
@@ -84,7 +84,7 @@ class Compute:
         return max(0.0, self._until(kind, ops[1], size) - self._until(kind, ops[0], size))
 
     def ready_fraction(self, position: int, ops: tuple[int, int], size: float) -> float:
-        """The fraction of the backward of the ops ``[start, stop)`` after which that of ``[position, stop)`` is over."""
+        """The fraction of the backward of the ops ``[start, stop)`` after which that of ``[position, stop)`` is done."""
         whole = self.seconds("B", ops, size)
         position = min(max(position, ops[0]), ops[1])
         return self.seconds("B", (position, ops[1]), size) / whole if whole > 0 else 1.0
@@ -117,7 +117,7 @@ class Compute:
         return self._borders[key]
 
     def _halved(self, kind: Pass, whole: list[float], size: float) -> list[float]:
-        """Of each block H, I or W as measured; else H as F, and a backward divided by operations: then the halves take what it takes."""
+        """H, I or W of each block as measured; otherwise H as F, and the backward split by FLOPs."""
         flops = {"I": self._split.input_flops, "W": self._split.weight_flops}
         halves = []
         for block, seconds in zip(self.graph.blocks, whole, strict=True):
@@ -135,7 +135,7 @@ class Compute:
         return halves
 
     def _part(self, kind: Pass, start: int, position: int, stop: int, size: float) -> float:
-        """The part of a block's seconds that belongs to its ops before ``position``."""
+        """The fraction of a block's seconds that its ops before ``position`` take."""
         if kind in ("I", "W"):
             sizes = (self._split.input_flops if kind == "I" else self._split.weight_flops)[start:stop]
         else:
@@ -159,7 +159,7 @@ def compute_of(graph: ModelGraph, device: str, profile: DeviceProfile) -> Comput
         forward=_direction(graph, profile, "forward_s"),
         backward=_direction(graph, profile, "backward_s"),
         halves=_halves(graph, profile),
-        _split=Halves(graph),
+        _split=BackwardSplit(graph),
     )
 
 

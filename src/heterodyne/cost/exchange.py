@@ -1,11 +1,11 @@
-"""What the members of a stage that lies in parts send each other, in bytes, and how long that takes.
+"""Collectives of a sharded stage: bytes between its members, and seconds.
 
-Every collective of such a stage is one round or two, in each of which each member sends each other member what that one needs
-(`heterodyne.runtime.split.group`). A member has one port: it sends its messages one after another, and receives meanwhile (Bhat,
-Raghavendra and Prasanna, "Efficient collective communication in distributed heterogeneous systems", JPDC 2003), but for a CPU, which does
-both itself; a link that several pairs share carries one message at a time. So on the way a round takes a latency, and as long as the
-port or the link that has most to do. Before and after that, each member lays what it sends side by side, and puts together or adds up what
-has come: all of it is read and written once more.
+Every such collective is one or two rounds, in each of which each member sends each other member what that one needs
+(`heterodyne.runtime.split.group`). A member has one port: it sends its messages one after another and receives meanwhile (Bhat,
+Raghavendra and Prasanna, "Efficient collective communication in distributed heterogeneous systems", JPDC 2003); a CPU does both itself.
+A link shared by several pairs carries one message at a time. So the network part of a round takes a latency plus the busiest port or
+link. Before and after it each member packs what it sends, and unpacks or sums what it has received: all of it is read and written once
+more.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def rounds(
     target: Sequence[int] = (),
     same_dim: bool = False,
 ) -> tuple[Round, ...]:
-    """The rounds of a collective on a tensor that is ``size_bytes`` large, whole.
+    """The rounds of a collective on a tensor of ``size_bytes`` bytes in all.
 
     Args:
-        source, target: the sizes of the members' slices, where it is cut before and where it is cut afterwards.
-        same_dim: in one dim both times.
+        source, target: the sizes of the members' slices, where it is sharded before and where it is sharded afterwards.
+        same_dim: sharded in one dim both times.
     """
     if kind == "all_gather":
         return (tuple((part,) * members for part in _parts(source, size_bytes)),)
@@ -59,7 +59,7 @@ def rounds(
 
 
 def to_everyone(size_bytes: float, members: int) -> Round:
-    """Each member sends so much to each."""
+    """Each member sends so much to each other one."""
     return ((size_bytes,) * members,) * members
 
 
@@ -69,7 +69,7 @@ def _parts(sizes: Sequence[int], size_bytes: float) -> tuple[float, ...]:
 
 
 def _overlaps(source: Sequence[int], target: Sequence[int], size_bytes: float) -> Round:
-    """What one cut of a dim and another one have in common."""
+    """Bytes of the overlap of each source slice with each target slice of one dim."""
     total = sum(source)
     unit = size_bytes / total if total else 0.0
     before, after = (list(pairwise(accumulate(sizes, initial=0))) for sizes in (source, target))
@@ -79,24 +79,23 @@ def _overlaps(source: Sequence[int], target: Sequence[int], size_bytes: float) -
 
 
 def buffer_bytes(exchanged: Round) -> float:
-    """The most that a member works with meanwhile: what it sends lies in one buffer, what it receives in another, and the result of
-    that in a third, after the first is gone."""
+    """Peak bytes of a member's buffers: send, receive, and the result after the send buffer is freed."""
     received = map(sum, zip(*exchanged, strict=True))
     return max((came + max(sum(left), came) for left, came in zip(exchanged, received, strict=True)), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wires:
-    """What joins the members.
+    """The links between the members of a sharded stage.
 
     Args:
-        transfers: ``[i][j]``: what a transfer from member i to member j costs.
-        links: ``[i][j]``: the name of the link that it takes.
-        ports: of each member, for what it sends and for what it receives; those of one name do one thing at a time.
+        transfers: ``[i][j]``: cost of a transfer from member i to member j.
+        links: ``[i][j]``: the name of its link.
+        ports: of each member, for what it sends and for what it receives; ports of one name do one thing at a time.
         copies_s_per_byte: seconds in which each member reads or writes a byte of its memory.
-        met: what an exchange of members that compute meanwhile adds to that, by the bytes of each for each other one, where it was
-            measured: then it stands for transfers, links and ports.
-        by_hand: the members carry bytes themselves, as CPUs do: they copy them into the memory of a link and out of it.
+        met: what a collective between members that compute meanwhile adds, by the bytes of each for each other one, where that was
+            measured: then it replaces transfers, links and ports.
+        by_hand: members copy bytes into the memory of a link and out of it themselves, as CPUs do.
     """
 
     transfers: tuple[tuple[AlphaBeta, ...], ...]
@@ -121,8 +120,7 @@ class Wires:
         )
 
     def divided(self, exchanged: Sequence[Round]) -> tuple[float, float]:
-        """From the moment at which all members have come until all have what they need: the seconds in which the members are busy with
-        it themselves, and those in which it is on the way."""
+        """Seconds from the arrival of the last member until all are done: those in which the members are busy, and those on the network."""
         own, way = 0.0, 0.0
         for each in exchanged:
             latency_s, bytes_s = self._on_the_way_s(each)
@@ -132,7 +130,7 @@ class Wires:
         return own, way
 
     def _carried_s(self, exchanged: Round) -> float:
-        """In which the busiest member copies what goes to others, and comes from them, into the link's memory and out of it."""
+        """Seconds in which the busiest member copies its messages into the memory of the link and out of it."""
         moved = self._sent_and_received(exchanged)
         return max(2 * byte_s * size for byte_s, size in zip(self.copies_s_per_byte, moved, strict=True))
 
@@ -145,13 +143,13 @@ class Wires:
         ]
 
     def _copies_s(self, exchanged: Round) -> float:
-        """Of what is sent ahead of that, and of what has come behind it; what a member has for itself too."""
+        """Packing before and unpacking after, a member's own part included."""
         left, came = map(sum, exchanged), map(sum, zip(*exchanged, strict=True))
         each = list(zip(self.copies_s_per_byte, left, came, strict=True))
         return 2 * (max(byte_s * size for byte_s, size, _ in each) + max(byte_s * size for byte_s, _, size in each))
 
     def _on_the_way_s(self, exchanged: Round) -> tuple[float, float]:
-        """Until the first byte arrives, and from then on."""
+        """Latency, and seconds of transfer."""
         if self.met is not None:
             others = max(sum(map(bool, row)) - bool(row[own]) for own, row in enumerate(exchanged))
             each = max(self._sent_and_received(exchanged)) / (2 * max(1, others))

@@ -1,7 +1,7 @@
-"""What a layer costs on a kind of device: the one table that a search over fleets reads, whoever filled it.
+"""The cost of a layer on a device kind: the one table that the fleet search reads, whoever filled it.
 
-A model is a row of layers, most of them alike: an embedding, so many blocks, a head. Alike layers have one name, so that a table has
-as many rows as there are kinds of layers, however deep the model is. Measured profiles and formulas fill the same table.
+A model is a sequence of layers, most of them alike: an embedding, blocks, a head. Alike layers have one name, so a table has one row per
+kind of layer, however deep the model is. Measured profiles and formulas fill the same table.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ DATA_WIDTHS = (1, 2, 4, 8)
 
 
 class Widths(NamedTuple):
-    """In how many parts the devices of a stage do its work.
-
-    Experts are spread over all devices of the stage, as far as there are experts.
+    """Parallel widths of a stage. Experts are sharded over all its devices, as far as there are experts.
 
     Args:
-        tensor: parts of every layer (Shoeybi et al., 2019); context: of the sequence; data: of the micro-batch.
+        tensor: tensor parallelism (Shoeybi et al., 2019); context: of the sequence; data: of the micro-batch.
     """
 
     tensor: int = 1
@@ -36,11 +34,11 @@ class Widths(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Of every parameter that is no expert's, in one stage."""
+        """Copies of every parameter that is no expert's, in one stage."""
         return self.context * self.data
 
     def alone(self, micro_batch: int) -> int | None:
-        """Samples of each device where nothing but the micro-batch is in parts; None if something else is, or a part is not whole."""
+        """Samples of each device where only the micro-batch is divided; None if something else is, or a part is not whole."""
         whole = self.tensor == self.context == 1 and micro_batch % self.data == 0
         return micro_batch // self.data if whole else None
 
@@ -92,7 +90,7 @@ class LayerCost:
         return self.gradient_bytes + self.optimizer_bytes
 
     def beside(self, data: int) -> LayerCost:
-        """The same where so many devices each have such a micro-batch: what they send on is of all of them."""
+        """The same where ``data`` devices each have such a micro-batch: their output is that of all of them."""
         return self if data == 1 else replace(self, output_bytes=data * self.output_bytes)
 
 

@@ -1,7 +1,7 @@
 """The table of layer costs of a model that was measured: a small profile, one device of each kind, scaled to any number of them.
 
 The layers are the blocks of the graph. Seconds are the measured ones (scaled to the model in one piece, where that was measured too), bytes
-those of the graph. Nothing was measured in parts: devices of a stage have samples of their own.
+those of the graph. Nothing was measured sharded: devices of a stage have samples of their own.
 """
 
 from __future__ import annotations

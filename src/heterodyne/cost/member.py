@@ -1,14 +1,14 @@
-"""The costs of a stage that lies in parts on its devices, on one of them."""
+"""The cost of a sharded stage on one of its devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
-from heterodyne.cost.again import Again
 from heterodyne.cost.compute import Pass
-from heterodyne.cost.in_parts import InParts
-from heterodyne.cost.parts_kept import KeptInParts
+from heterodyne.cost.recomputation import RecomputedPart
+from heterodyne.cost.sharded_activations import ShardedActivations
+from heterodyne.cost.sharded_stage import ShardedStageCost
 from heterodyne.cost.stage import StageCosts
 from heterodyne.graph.size import Size
 
@@ -19,23 +19,23 @@ _TOGETHER: Final[tuple[Pass, ...]] = ("F", "B", "I")
 
 
 def member_costs(
-    kept: KeptInParts,
+    kept: ShardedActivations,
     sizes: Sequence[int],
     own: Sequence[int],
     *,
-    again: Sequence[Again],
+    again: Sequence[RecomputedPart],
     entering: Size,
     leaving: Size,
     ranks: tuple[int, ...],
 ) -> StageCosts:
-    """Of each micro-batch. F, B, I and R are done together; W is of this member alone, since nothing is exchanged in it.
+    """Of each micro-batch. F, B, I and R are collective; W is of this member alone, since it communicates nothing.
 
     Args:
         kept: the stage, and which of its members.
         sizes: samples of each micro-batch that all members work on; 0: they skip it.
         own: the samples of each that this member receives and sends.
-        again: the parts of the stage that are computed again.
-        entering, leaving: bytes of what crosses into the stage and out of it, in samples.
+        again: the recomputed parts of the stage.
+        entering, leaving: bytes per sample that cross into the stage and out of it.
         ranks: of all members.
     """
     stage = kept.stage
@@ -81,19 +81,19 @@ class _Bytes(NamedTuple):
 _NOTHING: Final = _Bytes(0.0, 0.0, 0.0, 0.0)
 
 
-def _together_s(stage: InParts, kind: Pass, size: int, ops: Ops | None = None) -> tuple[float, float]:
+def _together_s(stage: ShardedStageCost, kind: Pass, size: int, ops: Ops | None = None) -> tuple[float, float]:
     return stage.together_s(kind, size, ops) if size else (0.0, 0.0)
 
 
-def _again_s(kept: KeptInParts, size: int, part: Again) -> tuple[float, float]:
-    """What is exchanged is exchanged once more, whatever is kept, and nobody stops before the others."""
+def _again_s(kept: ShardedActivations, size: int, part: RecomputedPart) -> tuple[float, float]:
+    """Collectives are repeated too, whatever is kept, and there is no early stop."""
     stage = kept.stage
     together, exchanged = _together_s(stage, "F", size, part.ops)
     redone = part.redone(stage.graph, size, max(stage.balance), to_end=True) if size else 1.0
     return exchanged + redone * (together - exchanged), exchanged
 
 
-def _bytes(kept: KeptInParts, size: int, again: Sequence[Again]) -> _Bytes:
+def _bytes(kept: ShardedActivations, size: int, again: Sequence[RecomputedPart]) -> _Bytes:
     dropped = [kept.activations(size, part.ops) for part in again]
     inputs = sum(kept.read_from_before(size, part.ops) + kept.made_by(size, part) for part in again)
     return _Bytes(

@@ -1,7 +1,7 @@
-"""Bytes that one device needs, as an affine sum: what stays, and what one micro-batch adds.
+"""Bytes that one device needs, as an affine sum: what is constant, and what one micro-batch adds.
 
-Parameters, gradients and optimizer states do not shrink with the share of the batch: memory is affine in the micro-batch
-size, not proportional to the share. Every term leans upwards; a plan that fits by this sum should fit in truth.
+Parameters, gradients and optimizer state do not shrink with the share of the batch: memory is affine in the micro-batch size, not
+proportional to the share. Every term errs upwards; a plan that fits by this sum should fit in truth.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class MemoryUse:
     context: int
 
     def with_state(self, part: float) -> MemoryUse:
-        """Of a device that keeps only so much of the optimizer's state of its weights."""
+        """With only that fraction of the optimizer state of its weights."""
         return replace(self, optimizer=round(part * self.optimizer))
 
     def with_sums(self, part: float) -> MemoryUse:
-        """Of a device whose backend sums so much of the gradients apart from them, before it goes where it belongs."""
+        """With a separate buffer for that fraction of the gradients, where the backend sums apart from them."""
         return replace(self, update=max(self.update, round(part * self.gradients)))
 
     def shared_out(
@@ -117,7 +117,7 @@ class MemoryUse:
 
     @property
     def tensors(self) -> int:
-        """All that is neither lost nor the framework's, without what comes and goes."""
+        """All tensors without workspace."""
         return self.parameters + self.gradients + self.optimizer + self.buckets + self.activations
 
     @property
@@ -242,7 +242,7 @@ class DeviceMemory:
 
     @property
     def tells_peaks(self) -> bool:
-        """Whether what comes and goes inside a pass was measured, the gradient that autograd hands over included."""
+        """Whether the transient memory of passes was measured, the gradient that autograd hands over included."""
         return bool(self._transient)
 
     def workspace(

@@ -8,17 +8,17 @@ from functools import cached_property
 
 from heterodyne.cluster.profile import DeviceProfile, Profile
 from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.backward_split import BackwardSplit
 from heterodyne.cost.collective import Collectives
 from heterodyne.cost.compute import Compute, compute_of
 from heterodyne.cost.exchange import Wires
-from heterodyne.cost.halves import Halves
-from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.memory import DeviceMemory, MemoryAssumptions, MemoryUse
-from heterodyne.cost.parts_kept import KeptInParts
 from heterodyne.cost.position import Position, slices_of
 from heterodyne.cost.rank_step import RankStep
 from heterodyne.cost.recipe import Recipe
 from heterodyne.cost.routes import Route, routes
+from heterodyne.cost.sharded_activations import ShardedActivations
+from heterodyne.cost.sharded_stage import ShardedStageCost
 from heterodyne.cost.stage_passes import StagePasses
 from heterodyne.cost.step import RankCosts, StepCosts
 from heterodyne.errors import MeasureError
@@ -61,10 +61,10 @@ class CostModel:
     )  # a search asks often, here as below
     _crossings: dict[tuple[int, ...], tuple[Crossing, ...]] = field(default_factory=dict, repr=False, compare=False)
     _trained: dict[_Held, int] = field(default_factory=dict, repr=False, compare=False)
-    _asked: dict[tuple[Pipeline, int, int], InParts | None] = field(
+    _asked: dict[tuple[Pipeline, int, int], ShardedStageCost | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _in_parts: dict[tuple[int, tuple[str, ...], bool], InParts] = field(
+    _in_parts: dict[tuple[int, tuple[str, ...], bool], ShardedStageCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -91,8 +91,8 @@ class CostModel:
         return Collectives(cluster=self.cluster, samples=self.profile.links)
 
     @cached_property
-    def _halves(self) -> Halves:
-        return Halves(self.graph)
+    def _halves(self) -> BackwardSplit:
+        return BackwardSplit(self.graph)
 
     @cached_property
     def passes(self) -> StagePasses:
@@ -160,7 +160,7 @@ class CostModel:
                         found[device][name] = box
         return found
 
-    def in_parts(self, pipeline: Pipeline, number: int, row: int = 0) -> InParts | None:
+    def in_parts(self, pipeline: Pipeline, number: int, row: int = 0) -> ShardedStageCost | None:
         """What the devices of a row of a stage do together where it lies on them in parts; None of one whose devices share the samples.
 
         Raises PlanError for what cannot be laid out so, MeasureError if nothing is known of a link between them.
@@ -172,14 +172,14 @@ class CostModel:
             self._asked[asked] = self._in_parts_of(*asked)
         return self._asked[asked]
 
-    def _in_parts_of(self, pipeline: Pipeline, number: int, row: int) -> InParts | None:
+    def _in_parts_of(self, pipeline: Pipeline, number: int, row: int) -> ShardedStageCost | None:
         stage, sharding = pipeline.stages[number], shard_stage(self.graph, pipeline, number)
         if sharding is None:
             return None
         devices = stage.rows[row]
         key = (id(sharding), devices, stage.overlap)  # which holds on to the sharding, so that no other one has its id
         if key not in self._in_parts:
-            self._in_parts[key] = InParts(
+            self._in_parts[key] = ShardedStageCost(
                 ops=stage.ops,
                 sharding=sharding,
                 compute=tuple(self.compute[device] for device in devices),
@@ -268,13 +268,13 @@ class CostModel:
         in_parts = self.kept_in_parts(at, number)
         return (self.device_memory[at.device] if in_parts is None else in_parts).activations(size, part)
 
-    def kept_in_parts(self, at: Position, number: int) -> KeptInParts | None:
-        """Of a stage that lies in parts on its devices."""
+    def kept_in_parts(self, at: Position, number: int) -> ShardedActivations | None:
+        """Of a sharded stage."""
         together = self.in_parts(at.pipeline, number, at.row(number))
         if together is None:
             return None
         member = at.stages[number].rows[at.row(number)].index(at.device)
-        return KeptInParts(stage=together, member=member, memory=self.device_memory[at.device])
+        return ShardedActivations(stage=together, member=member, memory=self.device_memory[at.device])
 
     def host_copy_s_per_byte(self, device: str) -> float:
         """Seconds in which a byte goes to the host of a device, or comes back. Raises MeasureError where that was not measured."""

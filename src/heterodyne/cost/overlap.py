@@ -1,7 +1,9 @@
-"""Seconds of what several devices do together in two halves, where one half's exchanges are on their way while the other one computes.
+"""Time of several devices whose micro-batch runs as two halves, so that the collectives of one half overlap with the computing of the
+other.
 
-The halves take turns (`heterodyne.frontend.overlapped_graph`). Each member goes on as soon as it has handed over what it sends; an
-exchange leaves when the last member has come to it and the wires are free, and a half whose turn it is waits for its own.
+The halves take turns (`heterodyne.frontend.overlapped_graph`). Each member goes on as soon as it has handed over its messages; a
+collective starts when its last member has reached it and the links are free, and a half waits for its own collective when its turn
+comes.
 """
 
 from __future__ import annotations
@@ -11,18 +13,18 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TypeAlias
 
-from heterodyne.cost.joint import Step
+from heterodyne.cost.joint_time import Step
 
 __all__ = ["Crossing", "OverlapStep", "overlapped_s"]
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """An exchange beside which something else may be computed.
+    """A collective that can overlap with computing.
 
     Args:
-        own_s: seconds in which each member is busy with it itself.
-        way_s: seconds on the way.
+        own_s: seconds in which each member is busy with it.
+        way_s: seconds on the network.
     """
 
     own_s: float
@@ -35,14 +37,14 @@ OverlapStep: TypeAlias = Step | Crossing
 
 @dataclass
 class _Turn:
-    """What a half does in one turn: its steps, and then what it sends."""
+    """The steps of a half in one turn, and the collective that it starts."""
 
     steps: list[Step] = field(default_factory=list)
     sends: list[Crossing] = field(default_factory=list)
 
 
 def overlapped_s(halves: Sequence[Iterable[OverlapStep]], members: int) -> float:
-    """From the moment at which all members begin until the last one is done.
+    """Seconds from the moment at which all members begin until the last one is done.
 
     >>> compute, exchange = (2.0, 1.0), Crossing(own_s=0.0, way_s=1.0)
     >>> overlapped_s([[compute, exchange, compute], [compute, exchange, compute]], 2)

@@ -1,4 +1,4 @@
-"""A device in a pipeline: which stages it holds, and which samples it works on there."""
+"""A device in a pipeline: its stages, and its samples there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Position", "slices_of", "worked_on"]
 
 @dataclass(frozen=True)
 class Position:
-    """A device in a pipeline. ``taken``: of each stage its devices' slices; ``boxes``: of the parameters that it has a part of."""
+    """``taken``: for each stage the slices of its devices; ``boxes``: of the parameters that the device holds in part."""
 
     device: str
     pipeline: Pipeline
@@ -27,7 +27,7 @@ class Position:
         return {number: stage for number, stage in enumerate(self.pipeline.stages) if self.device in stage.devices}
 
     def row(self, number: int) -> int:
-        """In which row of a stage it stands."""
+        """The row of the stage's mesh in which the device is."""
         return next(row for row, devices in enumerate(self.stages[number].rows) if self.device in devices)
 
     def sizes(self, number: int) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def slices_of(pipeline: Pipeline) -> tuple[dict[str, tuple[tuple[int, int], ...]
 
 
 def worked_on(pipeline: Pipeline, number: int) -> dict[str, tuple[int, ...]]:
-    """For each device of a stage how many samples of every micro-batch it works on: where tensors lie in parts, those of its row."""
+    """For each device of a stage the samples of every micro-batch that it works on: in a sharded stage those of its row."""
     stage, sizes = pipeline.stages[number], pipeline.micro_batches.sizes
     cut = {size: stage.worked_on(size) for size in set(sizes)}
     return {device: tuple(cut[size][place][1] for size in sizes) for place, device in enumerate(stage.devices)}

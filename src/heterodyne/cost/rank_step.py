@@ -1,4 +1,4 @@
-"""The cost of all that one rank does in a step of a plan."""
+"""The cost of everything that one rank does in a step of a plan."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from heterodyne.cost.again import parts_again
-from heterodyne.cost.arriving import Arriving, at_most, by_block
-from heterodyne.cost.coming import Coming
+from heterodyne.cost.activation_offload import Part, on_host
 from heterodyne.cost.compute import Pass
-from heterodyne.cost.gathered import shared_out
-from heterodyne.cost.hosted import Part, on_host
+from heterodyne.cost.gradient_build_up import GradientBuildUp, at_most, by_block
 from heterodyne.cost.member import member_costs
-from heterodyne.cost.parts_kept import KeptInParts
 from heterodyne.cost.position import Position
+from heterodyne.cost.recomputation import parts_again
 from heterodyne.cost.routes import Route
+from heterodyne.cost.sharded_activations import ShardedActivations
 from heterodyne.cost.stage import StageCosts
 from heterodyne.cost.step import RankCosts
+from heterodyne.cost.step_transients import StepTransients
+from heterodyne.cost.unsharded_bytes import shared_out
 from heterodyne.graph.cut import Crossing
 from heterodyne.graph.size import Size
 from heterodyne.plan.buckets import Bucket, room_bytes
@@ -35,7 +35,7 @@ Ops = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """What one rank does in a step. ``state``: the fraction of the optimizer state of its weights that it keeps and updates."""
+    """The step of one rank. ``state``: the fraction of the optimizer state of its weights that it keeps and updates."""
 
     model: CostModel
     at: Position
@@ -44,12 +44,12 @@ class RankStep:
     state: float
 
     def costs(self, crossing: Sequence[Crossing], travel: Sequence[Route]) -> RankCosts:
-        """``crossing``: what crosses between the stages; ``travel``: the messages between ranks."""
+        """``crossing``: the values that cross between stages; ``travel``: the messages between ranks."""
         model, at, plan, buckets, state = self.model, self.at, self.plan, self.buckets, self.state
         device, mine = at.device, at.stages
         rank, measured = model.cluster.rank(device), model.measured(device)
         costs, workspace, holes = {}, 0, 0
-        coming = Coming.of(model, at, buckets, state, plan)
+        coming = StepTransients.of(model, at, buckets, state, plan)
         halved = any("W" in row for row in at.pipeline.order) or SCHEDULES[plan.schedule].halves
         for number in mine:
             # What a stage of the same rank has made is there already.
@@ -97,7 +97,7 @@ class RankStep:
         return dict(kept.passing(size, self.at.boxes)), kept.workspace(size, self.at.boxes)
 
     def _rooms(self) -> int:
-        """What a CPU worker lends its neighbours to exchange in what comes and goes: a room for each group of owners."""
+        """Bytes of the shared memory in which a CPU worker exchanges shards with its neighbours, for each group of owners."""
         largest: dict[tuple[str, ...], int] = {}
         for bucket in self.buckets:
             owners = [self.model.cluster.device(owner) for owner in bucket.owners]
@@ -106,8 +106,8 @@ class RankStep:
                 largest[bucket.owners] = max(largest.get(bucket.owners, 0), bucket.bytes)
         return sum(room_bytes(most, len(owners)) for owners, most in largest.items())
 
-    def _with_arriving(self, number: int, costs: StageCosts, arriving: Arriving, released: bool) -> StageCosts:
-        """With the gradients that come in its first backward, and what the last one adds."""
+    def _with_arriving(self, number: int, costs: StageCosts, arriving: GradientBuildUp, released: bool) -> StageCosts:
+        """With the gradients that its first backward allocates, and what the last one adds."""
         model, at = self.model, self.at
         if not arriving.first and not arriving.last:
             return costs
@@ -141,8 +141,9 @@ class RankStep:
     def _stage_of(
         self, number: int, entering: Size, leaving: Size, arriving: bool, released: bool
     ) -> tuple[StageCosts, int]:
-        """The costs of a stage on one of its devices, and what comes and goes inside its passes. ``released``: the backward of an op lets
-        go of all that it has kept."""
+        """The cost of a stage on one of its devices, and the transient bytes inside its passes. ``released``: the backward of an op frees
+        all that it has saved.
+        """
         model, at = self.model, self.at
         stage, memory, sizes = at.pipeline.stages[number], model.device_memory[at.device], at.sizes(number)
         largest = max(sizes, default=0)
@@ -170,7 +171,7 @@ class RankStep:
         return costs, kept.workspace(largest, at.boxes, released=released) if largest else 0
 
     def _on_host(self, number: int, costs: StageCosts) -> tuple[StageCosts, int]:
-        """A stage with activations on the host, and what of them comes and goes on the device."""
+        """The stage with activations offloaded, and their peak bytes on the device."""
         model, at = self.model, self.at
         memory = model.device_memory[at.device]
         s_per_byte = model.host_copy_s_per_byte(at.device)
@@ -186,7 +187,7 @@ class RankStep:
         def held(ops: Ops, size: int) -> int:
             if together is None:
                 return memory.activations(size, ops)
-            return KeptInParts(stage=together, member=row.index(at.device), memory=memory).activations(size, ops)
+            return ShardedActivations(stage=together, member=row.index(at.device), memory=memory).activations(size, ops)
 
         def parts(size: int) -> list[Part]:
             made = []
@@ -205,7 +206,7 @@ class RankStep:
         return on_host(costs, at.sizes(number), parts, memory.lost)
 
     def _pieces_of(self, stage: Stage) -> list[tuple[Ops, bool]]:
-        """Blocks of a stage whose activations are on the host, and what lies between them."""
+        """The op ranges of a stage, each with whether its activations are offloaded."""
         pieces, reached = [], stage.ops[0]
         for block in map(self.model.graph.blocks.__getitem__, sorted(stage.offload_activations)):
             if reached < block.start:
@@ -251,7 +252,7 @@ class RankStep:
 
 
 def _under_way(travel: Sequence[Route], rank: int) -> int:
-    """Room is made for messages ahead of each rank that sends any, and what is sent stays until it has left."""
+    """Bytes of receive buffers for messages ahead of each sending rank, and of sends in flight."""
     largest: dict[tuple[int, int], int] = {}
     for route in travel:
         ends = route.source[0], route.destination[0]

@@ -1,8 +1,8 @@
-"""What travels between the stages of a pipeline: from which rank to which, how much, over which link, and for how long.
+"""Point-to-point messages between the stages of a pipeline: ranks, bytes, links and seconds.
 
-A value that crosses a cut goes straight from the stage that makes it to each stage that reads it; its gradient goes the same way back.
-A stage of several devices has a slice of each micro-batch on each, so a device exchanges with each device of the other stage
-what their slices have in common.
+A value that crosses a cut goes straight from the stage that makes it to each stage that reads it; its gradient goes the same way back. A
+device of a stage with several devices has a slice of each micro-batch, and sends each device of the other stage the overlap of their
+slices.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Slices = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """What one stage on one rank sends to another stage on another rank, a message for each micro-batch.
+    """Messages from one stage on one rank to another stage on another rank, one per micro-batch.
 
     Args:
         kind: ``F`` for values (SEND_F to RECV_F), ``B`` for their gradients (SEND_B to RECV_B).
         source, destination: ``(rank, stage)``, stages counted within their pipeline.
-        link: transfers over links of one name follow each other.
-        bytes: one a micro-batch; 0 where nothing is sent.
-        latency_s: seconds that a message is under way without occupying the link.
-        seconds: one a micro-batch: how long it occupies the link.
-        source_s, destination_s: one a micro-batch: what it takes of the computing of either rank. Empty: nothing.
+        link: transfers over links of one name are serialised.
+        bytes: per micro-batch; 0 where nothing is sent.
+        latency_s: seconds of a message that do not occupy the link.
+        seconds: per micro-batch: how long it occupies the link.
+        source_s, destination_s: per micro-batch: compute seconds of either rank. Empty: none.
     """
 
     kind: Literal["F", "B"]

@@ -1,4 +1,4 @@
-"""Seconds and bytes of the passes of a stage on one device that has it whole."""
+"""Seconds and bytes of the passes of a stage that one device has whole."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from heterodyne.cluster.spec import Cluster
-from heterodyne.cost.again import Again, parts_again
+from heterodyne.cost.backward_split import BackwardSplit
 from heterodyne.cost.balance import operations_a_byte
 from heterodyne.cost.compute import Compute, Pass
-from heterodyne.cost.halves import Halves
 from heterodyne.cost.memory import DeviceMemory
 from heterodyne.cost.recipe import Recipe
+from heterodyne.cost.recomputation import RecomputedPart, parts_again
 from heterodyne.cost.stage import StageCosts
 from heterodyne.graph.cut import crossings
 from heterodyne.graph.ir import ModelGraph
@@ -25,17 +25,19 @@ Ops = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class StagePasses:
-    """Of one model on the devices of a cluster, cached. ``compute``, ``memory``: by device."""
+    """Passes of stages of one model on the devices of a cluster, cached. ``compute``, ``memory``: by device."""
 
     graph: ModelGraph
     cluster: Cluster
     recipe: Recipe
     compute: Mapping[str, Compute]
     memory: Mapping[str, DeviceMemory]
-    halves: Halves
+    halves: BackwardSplit
     _entering: dict[tuple[int, int, int], Size] = field(default_factory=dict, init=False, repr=False, compare=False)
     _reads: dict[Ops, frozenset[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _redone: dict[tuple[str, Again, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _redone: dict[tuple[str, RecomputedPart, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def of(
         self,
@@ -76,7 +78,14 @@ class StagePasses:
         )
 
     def _passes(
-        self, device: str, ops: Ops, size: int, again: Sequence[Again], entering: Size, leaving: Size, since: int
+        self,
+        device: str,
+        ops: Ops,
+        size: int,
+        again: Sequence[RecomputedPart],
+        entering: Size,
+        leaving: Size,
+        since: int,
     ) -> tuple[float, float, float, float, float, float, int, int, int, int, int]:
         """One value for each field of `StageCosts`. ``since``: the op from which on what is read again counts as kept for that."""
         compute, memory = self.compute[device], self.memory[device]
@@ -109,8 +118,8 @@ class StagePasses:
             with_loss(crossing),
         )
 
-    def again_s(self, device: str, part: Again, size: int) -> float:
-        """Seconds of what is computed again of a micro-batch."""
+    def again_s(self, device: str, part: RecomputedPart, size: int) -> float:
+        """Seconds of recomputing a part, per micro-batch."""
         key = (device, part, size)
         if key not in self._redone:
             redone = part.redone(self.graph, size, self.balance(device))
@@ -118,17 +127,18 @@ class StagePasses:
         return self._redone[key]
 
     def balance(self, device: str) -> float:
-        """Operations that it does while its memory moves a byte."""
+        """The machine balance of a device: FLOPs per byte."""
         each = self.cluster.device(device)
         return operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
 
     def beside(self, part: Ops, ops: Ops, size: int) -> float:
-        """Bytes of what was kept of the first time behind a part that is made again, which makes it too, and of its gradient. What leaves
-        the stage is counted as that."""
+        """Bytes that a recomputed part holds beside its own activations: its outputs, which still exist from the first forward, and their
+        gradients. Outputs of the stage are counted as messages.
+        """
         return 2 * self._read_by((part[1], len(self.graph.ops)))(size) if part[1] < ops[1] else 0.0
 
     def _read_by(self, part: Ops, since: int = 0) -> Size:
-        """Bytes of what the ops of a part read of those before it, from op ``since`` on."""
+        """Bytes that the ops of a part read of ops before it, from op ``since`` on."""
         key = (since, *part)
         if key not in self._entering:
             starts = tuple(sorted({0, *key}))
@@ -146,7 +156,7 @@ class StagePasses:
         return self._reads[ops]
 
     def made_in_first_half(self, ops: Ops, gradients: Mapping[str, float]) -> float:
-        """Those that no linear layer alone makes."""
+        """Bytes of the gradients that I computes: all but those of linear layers."""
         here = self.graph.ops[ops[0] : ops[1]]
         early = {name for op in here if not self.halves.waits(op) for name in op.parameters}
         return sum(size for name, size in gradients.items() if name in early)

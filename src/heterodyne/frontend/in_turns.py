@@ -1,4 +1,4 @@
-"""How a stage that lies in parts runs on two halves of a micro-batch in turns: what each half gets, and how the results
+"""How a sharded stage runs on two halves of a micro-batch in turns: what each half gets, and how the results
 become those of the whole.
 
 At the borders of a stage the devices share the samples of a micro-batch, and those of a half otherwise than those of the whole. So what is

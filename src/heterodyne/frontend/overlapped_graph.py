@@ -1,4 +1,4 @@
-"""The graph of a stage in parts, written out for two halves of a micro-batch in turns.
+"""The graph of a sharded stage, written out for two halves of a micro-batch in turns.
 
 What one half exchanges is on its way while the other half computes (Merak's sub-pipelined tensor parallelism, section 4.3, here for
 any graph). The graph is divided where tensors are laid out otherwise, or go to experts and come back; the halves take a division each, in

@@ -1,4 +1,4 @@
-"""The nodes of a stage that lies in parts on several devices, written out as the graph of one of them.
+"""The nodes of a stage sharded over several devices, written out as the graph of one of them.
 
 It is the graph of the stage with three changes: what an op reads is laid out first as its strategy wants it; sizes that name a dim
 which is cut name the slice; and an op that needs something of the other devices is done by them together (`Members`).

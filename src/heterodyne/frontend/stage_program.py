@@ -39,7 +39,7 @@ __all__ = ["StageProgram", "Team", "stage_program"]
 
 
 class Team(Protocol):
-    """The devices on which a stage lies in parts, seen by one of them."""
+    """The devices on which a stage is sharded, seen by one of them."""
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class StageProgram:
         if self._sharding is None:
             run = stage_graph(self._pieces, device, nodes=self._nodes, given=given, results=results, keep=keep)
         else:
-            assert team is not None, "a stage that lies in parts needs the devices that hold them"
+            assert team is not None, "a sharded stage needs the devices that hold them"
             run, numbered = sharded_graph(
                 self._pieces, device, self._sharding, nodes=self._nodes, given=given, results=results, keep=keep
             )

@@ -47,7 +47,7 @@ __all__ = ["Captured", "capture", "trace"]
 class Captured:
     """A model's graph, with what it takes to run parts of it.
 
-    ``code``: a digest of the code behind the graph (`code_digest`), which tells models apart whose ops are the same.
+    ``code``: a digest of the code behind the graph (`code_digest`), which distinguishes models whose ops are the same.
     """
 
     graph: ModelGraph

@@ -1,4 +1,4 @@
-"""What exchanges cost devices that have one every few milliseconds and compute in between, as those of a stage in parts do.
+"""What exchanges cost devices that have one every few milliseconds and compute in between, as those of a sharded stage do.
 
 One after the other, exchanges show less: devices that are throttled, or whose clocks and neighbours make them hiccup, come to them at
 different moments, and all wait for the last. So each device computes for about as long between two exchanges, by its own speed. Who

@@ -30,7 +30,7 @@ def measure_host_copies(bench: Workbench, *, budget_s: float = 10.0, most_bytes:
             work = _there_and_back(bench, most_bytes)
             timing = sample(work, bench.stopwatch, bench.sampling, budget_s=budget_s)
             seconds = max(timing.laps) / most_bytes
-    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
+    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait for the outcome
         failure, work, cause = f"copies to the host cannot be measured: {words_of(error)}", None, error
     bench.meet(work, failure=failure, cause=cause)
     return seconds

@@ -178,7 +178,7 @@ class _Survey:
                     halves = self._bench.halves
                     samples[-1] = _with_halves(samples[-1], self.run, halves, self._bench, left_s * share, leniency)
                 return None
-            except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
+            except Exception as error:  # noqa: BLE001  # whatever it is, the others wait for the outcome
                 self.let_go()
                 reason = _lack(error)
                 if reason is None:

@@ -41,7 +41,7 @@ def measure_optimizer(
             step = _optimizer_step(parameters, name, bench, on_host=on_host)
             timing = sample(step, bench.stopwatch, bench.sampling, budget_s=budget_s)
             seconds = timing.seconds / sum(4 * p.numel() for p in parameters)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
+    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait for the outcome
         failure, step, cause = f"the optimizer {name} cannot be measured: {words_of(error)}", None, error
     bench.meet(step, failure=failure, cause=cause)
     return seconds

@@ -108,7 +108,7 @@ def measure(
     Args:
         cache: None: nothing is kept, nothing is read.
         refresh: measure even if there is a profile.
-        say: told, on every rank alike, what was found or left out.
+        say: informed, on every rank alike, what was found or left out.
         progress: (what is measured now, the how manyth of, how many), of this rank.
         clock: of the device; None: the right one for it.
         now: wall time, for the budget.

@@ -64,7 +64,7 @@ def try_share(work: Work, bench: Workbench) -> float:
     seconds = 0.0
     try:
         runs = _runs_of(*parts[0], bench) if parts else []
-    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait to be told
+    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait for the outcome
         failure, cause = f"its share cannot be tried: {words_of(error)}", error
     bench.meet(failure=failure, cause=cause)
     try:

@@ -54,7 +54,7 @@ class Workbench:
         gather: all ranks meet here; gives the word of each, in order of rank. Called from another thread while this one computes.
         devices: what each rank's device is called, in order.
         names: what each kind of block is called.
-        say: is told what was left out and why.
+        say: is informed what was left out and why.
         progress: (what is measured now, the how manyth of, how many), for people who wait.
         seed: of weights and inputs.
         halves: makes what splits a backward into halves; None: backwards are measured as a whole only.

@@ -3,7 +3,7 @@
 Parameters are taken in the reverse of the order in which the forward first uses them, which is about the order in which the
 backward completes their gradients, and are gathered in buckets of at least ``bucket_bytes`` each (Li et al., "PyTorch
 Distributed", VLDB 2020, section 3.2), one bucket for each set of devices that own the same parameters. A device owns what the
-ops of its stages read, so a parameter that is tied across stages has owners in all of them; where a stage lies in parts on its devices,
+ops of its stages read, so a parameter that is tied across stages has owners in all of them; where a stage is sharded over its devices,
 each owns its part, and where pipelines cut a parameter in different ways, what the same devices own is reduced together. Every rank,
 and the simulator, must cut buckets alike, so this is a pure function.
 """

@@ -1,4 +1,4 @@
-"""Whether a plan keeps the rules, before anything starts. All violations are told, not the first one."""
+"""Whether a plan keeps the rules, before anything starts. All violations are reported, not the first one."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _of_cuts(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
 
 
 def _of_parts(pipeline: Pipeline, index: int, graph: ModelGraph) -> list[str]:
-    """Of a stage that lies in parts on its devices: what somebody has asked to be cut can be cut that wide."""
+    """Of a sharded stage: what somebody has asked to be cut can be cut that wide."""
     stage = pipeline.stages[index]
     try:
         sharding = shard_stage(graph, pipeline, index)
@@ -209,7 +209,7 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
         elif not all(sum(axis.shares) for axis in layout.axes):
             broken.append(f"has region {region.task_graph!r} with no share; only ratios count, so write 1")
     if stage.overlap and not stage.sharded:
-        broken.append("has 'overlap', and exchanges nothing while it computes: it must lie in parts on several devices")
+        broken.append("has 'overlap', and exchanges nothing while it computes: it must be sharded over several devices")
     again = _of_recompute(stage, graph)
     return [*broken, *faults_of_mesh(stage), *again, *([] if again else _of_keep(stage, graph))]
 

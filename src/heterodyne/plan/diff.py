@@ -34,7 +34,7 @@ def differences(before: Plan, after: Plan) -> tuple[str, ...]:
 
 
 def _of_pipelines(before: Plan, after: Plan) -> list[str]:
-    """Pipelines are told apart by the set of their devices, so that a changed order or share shows as such; those of a plan that is not
+    """Pipelines are distinguished by the set of their devices, so that a changed order or share shows as such; those of a plan that is not
     bound by their place in it."""
     old = {_key(number, p): p for number, p in enumerate(before.pipelines)}
     new = {_key(number, p): p for number, p in enumerate(after.pipelines)}

@@ -21,7 +21,7 @@ from heterodyne.plan.offloading import with_offload
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action, Program
-from heterodyne.plan.traffic import Duty, Traffic, duties
+from heterodyne.plan.traffic import RankSpec, Traffic, duties
 from heterodyne.plan.unsharding import Passes, with_unsharding
 from heterodyne.plan.verify import require_runnable
 
@@ -45,7 +45,7 @@ def lower(plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True)
     return program
 
 
-def _passes(plan: Plan, cluster: Cluster, wanted: Sequence[Duty | None]) -> tuple[tuple[Action, ...], ...]:
+def _passes(plan: Plan, cluster: Cluster, wanted: Sequence[RankSpec | None]) -> tuple[tuple[Action, ...], ...]:
     """Of each rank what it computes, receives and sends."""
     ranks: list[tuple[Action, ...]] = [()] * len(cluster.devices)
     for pipeline in plan.pipelines:
@@ -58,7 +58,7 @@ def _passes(plan: Plan, cluster: Cluster, wanted: Sequence[Duty | None]) -> tupl
 
 
 def _program(
-    passes: Sequence[Sequence[Action]], wanted: Sequence[Duty | None], *, clip: bool, ahead: bool = False
+    passes: Sequence[Sequence[Action]], wanted: Sequence[RankSpec | None], *, clip: bool, ahead: bool = False
 ) -> Program:
     """With parameters that are gathered, and the update; ``ahead``: all are gathered before the first pass."""
     whole = passes

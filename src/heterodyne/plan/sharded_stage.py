@@ -119,6 +119,6 @@ def _at_the_border(op: Op, place: int, number: int) -> Layout:
     if all(size.is_constant for size in op.outputs[place].shape):
         return COPY
     raise PlanError(
-        f"{op.name} ({op.source}) crosses into or out of stage {number}, which lies in parts on several devices, and samples cannot be "
+        f"{op.name} ({op.source}) crosses into or out of stage {number}, which is sharded over several devices, and samples cannot be "
         "cut out of it: give both stages one device each, or cut elsewhere"
     )

@@ -11,7 +11,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import planned_buckets, stages_reading
 from heterodyne.plan.plan import Pipeline, Plan
 
-__all__ = ["MESSAGES_AHEAD", "Duty", "Traffic", "duties"]
+__all__ = ["MESSAGES_AHEAD", "RankSpec", "Traffic", "duties"]
 
 MESSAGES_AHEAD = 2
 """Messages from one rank for which the runtime makes room before they are waited for; memory counts as many, and as many sent."""
@@ -67,21 +67,8 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Duty:
-    """What one rank has to do in a step.
-
-    Args:
-        pipeline: its number.
-        stages: those that it holds.
-        micro_batches: how many each of them runs.
-        traffic: of its pipeline.
-        buckets: the gradient buckets that it reduces with others, in order.
-        zero: what is sharded over the owners of each of them; from 1 on each updates a range of it, and gathers the others.
-        readers: of each of them, the stages of the rank that read any of its parameters.
-        hosted: the stages that keep activations on the host, with how many passes ahead of a backward these begin to come back; None:
-            inside of it.
-        kept: where parameters are sharded, the stages that keep theirs between their forwards and their backwards.
-    """
+class RankSpec:
+    """What one rank has to do in a step."""
 
     pipeline: int = 0
     stages: tuple[int, ...] = (0,)
@@ -94,9 +81,9 @@ class Duty:
     kept: frozenset[int] = frozenset()
 
 
-def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None, ...]:
+def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[RankSpec | None, ...]:
     """For each rank its duty; None for an idle one."""
-    found: list[Duty | None] = [None] * len(cluster.devices)
+    found: list[RankSpec | None] = [None] * len(cluster.devices)
     reduced = [bucket for bucket in planned_buckets(plan, graph) if len(bucket.owners) > 1]
     for number, pipeline in enumerate(plan.pipelines):
         traffic = Traffic.of(pipeline, graph)
@@ -106,7 +93,7 @@ def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[Duty | None
             for device in devices:
                 stages = tuple(stage for stage, of in enumerate(places) if of == place)
                 own = [bucket for bucket in reduced if device in bucket.owners]
-                found[cluster.rank(device)] = Duty(
+                found[cluster.rank(device)] = RankSpec(
                     pipeline=number,
                     stages=stages,
                     micro_batches=len(pipeline.micro_batches),

@@ -1,4 +1,4 @@
-"""Whether a program does what a step must do, whoever made it. All violations are told, not the first one.
+"""Whether a program does what a step must do, whoever made it. All violations are reported, not the first one.
 
 A program is correct if every rank runs each of its micro-batches through each of its stages, forward and then backward, with
 what it must receive before and what others wait for behind; reduces each gradient bucket that it shares once, after its last
@@ -15,7 +15,7 @@ from itertools import count, pairwise, takewhile
 
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import COLLECTIVES, REDUCTIONS, Action, ActionKind, Program
-from heterodyne.plan.traffic import Duty
+from heterodyne.plan.traffic import RankSpec
 
 __all__ = ["collective_order", "program_violations", "require_runnable"]
 
@@ -23,7 +23,7 @@ _MOST_TOLD = 20
 _OF_THE_RANK = (*COLLECTIVES, "RESHARD", "CLIP", "STEP")
 
 
-def program_violations(program: Program, duties: Sequence[Duty | None]) -> tuple[str, ...]:
+def program_violations(program: Program, duties: Sequence[RankSpec | None]) -> tuple[str, ...]:
     """Every rule that the program breaks, as sentences; none if it can run. ``duties``: what each rank has to do, None for an idle one."""
     broken = []
     if len(duties) != len(program.ranks):
@@ -42,7 +42,7 @@ def program_violations(program: Program, duties: Sequence[Duty | None]) -> tuple
     return tuple(broken) or tuple(_blocked(program, duties))
 
 
-def require_runnable(program: Program, duties: Sequence[Duty | None]) -> None:
+def require_runnable(program: Program, duties: Sequence[RankSpec | None]) -> None:
     """Raises PlanError that lists the violations."""
     broken = program_violations(program, duties)
     if broken:
@@ -71,7 +71,7 @@ def collective_order(program: Program) -> tuple[tuple[Action, tuple[int, ...]], 
         ) from error
 
 
-def _passes(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
+def _passes(actions: Sequence[Action], duty: RankSpec) -> Iterator[str]:
     """Each micro-batch through each stage: what it needs, forward, backward (whole, or I and W), and what others need."""
     seen = Counter(action for action in actions if action.kind not in _OF_THE_RANK)
     place = {action: number for number, action in reversed(list(enumerate(actions)))}  # of the first of each
@@ -114,7 +114,7 @@ def _between(
             yield f"runs {each} before {replace(each, kind='OFFLOAD')}: nothing has left there"
 
 
-def _chain(stage: int, index: int, duty: Duty, *, split: bool) -> list[Action]:
+def _chain(stage: int, index: int, duty: RankSpec, *, split: bool) -> list[Action]:
     """What must be done with one micro-batch, in order."""
     traffic = duty.traffic
     kinds: list[ActionKind] = ["RECV_F"] if stage in traffic.receives else []
@@ -138,7 +138,7 @@ def _listed(stages: Sequence[int]) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
-def _reductions(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
+def _reductions(actions: Sequence[Action], duty: RankSpec) -> Iterator[str]:
     """Each bucket once, after the last backward; where state is sharded, gathered once too."""
     wanted, other = reversed(REDUCTIONS) if duty.zero else REDUCTIONS
     if any(action.kind == other for action in actions):
@@ -169,7 +169,7 @@ def _reductions(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
                 yield f"reduces bucket {action.index} before its last backward, {actions[complete]}: gradients are not complete there"
 
 
-def _unsharding(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
+def _unsharding(actions: Sequence[Action], duty: RankSpec) -> Iterator[str]:
     """Where parameters are sharded, each pass of a stage while they are gathered; elsewhere they always are."""
     gathered: set[int] = set()
     for action in actions:
@@ -195,7 +195,7 @@ def _unsharding(actions: Sequence[Action], duty: Duty) -> Iterator[str]:
         yield f"keeps the parameters of buckets {', '.join(map(str, sorted(gathered)))} gathered: put RESHARD behind the last pass"
 
 
-def _blocked(program: Program, duties: Sequence[Duty | None]) -> list[str]:
+def _blocked(program: Program, duties: Sequence[RankSpec | None]) -> list[str]:
     """The ranks that never come to their end, and what each waits for. Sends wait for nobody."""
     holders: dict[tuple[int, int], list[int]] = {}  # (pipeline, stage): ranks
     for rank, duty in enumerate(duties):
@@ -230,7 +230,7 @@ def _blocked(program: Program, duties: Sequence[Duty | None]) -> list[str]:
 
 def _awaited(
     action: Action,
-    duty: Duty | None,
+    duty: RankSpec | None,
     holders: dict[tuple[int, int], list[int]],
     done: list[set[Action]],
     owners: dict[int, list[int]],

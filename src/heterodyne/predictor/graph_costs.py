@@ -14,7 +14,7 @@ from math import prod
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.block_cost import block_cost, trained_bytes
 from heterodyne.cost.layers import DATA_WIDTHS, LayerCost, Widths
-from heterodyne.cost.parts import Parts
+from heterodyne.cost.op_shares import StageShares
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph, Op, Ref
 from heterodyne.plan.precision import precision_of
@@ -110,7 +110,7 @@ class GraphLayers:
         )
 
 
-def _kernels(ops: tuple[Op, ...], size: int, parts: Parts | None) -> Kernels:
+def _kernels(ops: tuple[Op, ...], size: int, parts: StageShares | None) -> Kernels:
     """Products where an op computes more than it moves; else what it moves."""
     products: list[Product] = []
     attention: list[Attention] = []
@@ -133,7 +133,7 @@ def _kernels(ops: tuple[Op, ...], size: int, parts: Parts | None) -> Kernels:
     return Kernels(products=tuple(products), attention=tuple(attention), moved_bytes=moved, launches=launches)
 
 
-def _shape(op: Op, size: int, parts: Parts | None) -> list[float]:
+def _shape(op: Op, size: int, parts: StageShares | None) -> list[float]:
     """Of what an op makes on a device."""
     shape = [float(dim(size)) for dim in op.outputs[0].shape] or [1.0]
     strategy = None if parts is None else parts.sharding.strategies.get(op.name)

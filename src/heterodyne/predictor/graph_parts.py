@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from heterodyne.cost.block_cost import meetings_of
 from heterodyne.cost.exchange import Round
-from heterodyne.cost.parts import Parts
+from heterodyne.cost.op_shares import StageShares
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.graph.sharding import Sharding
@@ -35,23 +35,23 @@ class GraphParts:
 
     graph: ModelGraph
     _shardings: dict[tuple[Way, int], Sharding | None] = field(default_factory=dict, repr=False)
-    _parts: dict[tuple[Way, int, int], Parts] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[Way, int, int], StageShares] = field(default_factory=dict, repr=False)
 
-    def of(self, way: Way, members: int, samples: int) -> Parts | None:
+    def of(self, way: Way, members: int, samples: int) -> StageShares | None:
         """For micro-batches of so many samples on so many alike devices; None where the model does not get smaller so."""
         sharding = self._sharding(way, members)
         if sharding is None:
             return None
         key = (way, members, samples)
         if key not in self._parts:
-            self._parts[key] = Parts(sharding=sharding, samples=samples)
+            self._parts[key] = StageShares(sharding=sharding, samples=samples)
         return self._parts[key]
 
     def _sharding(self, way: Way, members: int) -> Sharding | None:
         if (way, members) not in self._shardings:
             try:
                 self._shardings[way, members] = self._solved(way, members)
-            except PlanError:  # something works in place on what would be cut, or samples cannot be told apart
+            except PlanError:  # something works in place on what would be cut, or samples cannot be distinguished
                 self._shardings[way, members] = None
         return self._shardings[way, members]
 
@@ -68,7 +68,7 @@ class GraphParts:
         return found
 
 
-def exchanged_s(block: Block, parts: Parts, network: Network, scale: float) -> tuple[float, float]:
+def exchanged_s(block: Block, parts: StageShares, network: Network, scale: float) -> tuple[float, float]:
     """Seconds of a forward and of a backward in which the devices exchange inside of a block. ``scale``: of activations' bytes."""
     forward = backward = 0.0
     for meeting in meetings_of(parts.sharding.graph, block, parts):

@@ -94,7 +94,7 @@ class PredictedLayers:
         return self._made[key]
 
     def _expert_width(self, widths: Widths) -> int:
-        """Devices over which one set of the experts lies."""
+        """Devices over which one set of the experts is sharded."""
         return gcd(self.model.experts, widths.devices) if self.model.experts else 1
 
     def _cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost:

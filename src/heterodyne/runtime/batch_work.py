@@ -34,7 +34,7 @@ class BatchWork:
         stages: what runs the rank's part of the model.
         loss_count: how the losses of the parts of a batch make up the loss of the batch.
         section: of the job, whose rate is scheduled over ``total_steps``; None: the optimizer's rate is its own.
-        watch: is told when the model is captured anew for inputs of another shape.
+        watch: is informed when the model is captured anew for inputs of another shape.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class BatchWork:
             )
         role = self._role
         slices, own = part_statistics(self._loss_count, source, role.spans() if role.last else (), self._buffers)
-        # Where the devices of the last stage lie in parts, all of them count the same samples.
+        # Where the devices of the last stage are sharded, all of them count the same samples.
         answers = role.answers
         return Step(
             number=number,

@@ -37,7 +37,7 @@ _UPDATE = ("CLIP", "STEP", "GATHER")
 
 
 class Watch(Protocol):
-    """Is told what this rank is doing, so that one that hangs can be told from those that wait for it."""
+    """Is told what this rank is doing, so that one that hangs can be distinguished from those that wait for it."""
 
     def progress(self, state: str) -> None:
         """It begins to compute."""
@@ -94,7 +94,7 @@ class Executor:
         scale: of the loss; None: it is not scaled.
         control: joins all ranks; carries the loss.
         recorder: notes what happens when.
-        watch: is told before each action and each wait; None: nobody watches.
+        watch: is informed before each action and each wait; None: nobody watches.
     """
 
     def __init__(

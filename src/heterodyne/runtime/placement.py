@@ -25,7 +25,7 @@ class RankRole:
         held: the same stages as the plan has them.
         position: among the devices of each of them.
         precision: that it computes in.
-        sharded: those of its stages that lie in parts on devices which work on the same samples.
+        sharded: those of its sharded stages on devices which work on the same samples.
     """
 
     rank: int

@@ -71,7 +71,7 @@ class Worker:
         clip_grad_norm: the norm to which CLIP scales the gradient down; 0: it is not scaled.
         host_activation_bytes: of activations that this rank has in the memory of its host at a time, as was predicted: there must be room.
         recorder: notes what happens when; None: nothing is noted.
-        watch: is told what this rank is doing (a `Watchdog`); None: nobody is.
+        watch: is informed what this rank is doing (a `Watchdog`); None: nobody is.
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
         compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
         compile_stages: pieces of the captured model are compiled too.

@@ -3,19 +3,19 @@
 from heterodyne.search.alternatives import alternatives, result_of
 from heterodyne.search.balance import Balance, balance
 from heterodyne.search.explain import ShareRow, paragraph, reason, shares
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate, Planned, Strategy
 from heterodyne.search.planner import plan
 from heterodyne.search.predict import own_rates, predict
 from heterodyne.search.result import AlternativeRow, PlanningResult
-from heterodyne.search.runs import Runs
 
 __all__ = [
     "AlternativeRow",
     "Balance",
     "Candidate",
+    "MicroBatchChoice",
     "Planned",
     "PlanningResult",
-    "Runs",
     "ShareRow",
     "Strategy",
     "alternatives",

@@ -1,4 +1,4 @@
-"""What becomes of the activations of a device that has no room for all of them."""
+"""What a device does with activations for which it has no memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Activations:
     """Of a stage that is the whole model.
 
     Args:
-        recompute: blocks whose activations are computed again; ``keep``: but for what these ops make.
-        hosted: blocks whose activations wait on the host.
+        recompute: blocks whose activations are recomputed; ``keep``: ops in them that keep their outputs.
+        hosted: blocks whose activations are offloaded to the host.
     """
 
     recompute: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class Activations:
         return stage.model_copy(update=made)
 
     def __bool__(self) -> bool:
-        """Whether anything is not just kept."""
+        """Whether anything is recomputed or offloaded."""
         return bool(self.recompute or self.hosted)
 
 

@@ -1,4 +1,4 @@
-"""What the search over single devices has found, as every search hands it back."""
+"""The alternatives of the device search, in the form that every search returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["alternatives", "result_of"]
 
 
 def result_of(planned: Planned) -> PlanningResult:
-    """The outcome as every search hands it back."""
+    """The result in the form that every search returns."""
     return PlanningResult(
         plan=planned.plan,
         alternatives=alternatives(planned),
@@ -23,7 +23,7 @@ def result_of(planned: Planned) -> PlanningResult:
 
 
 def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
-    """Every candidate, the fastest first, those that cannot be last."""
+    """Every candidate, the fastest first, infeasible ones last."""
     base = planned.simulation.step_s
     rows = []
     for candidate in planned.candidates:

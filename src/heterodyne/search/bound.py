@@ -1,9 +1,9 @@
-"""What no step is shorter than, however the model is spread: all devices compute all the time, each what it is best at.
+"""A lower bound on any step, however the model is spread: no device is ever idle, and each does what it is best at.
 
-Who runs how many samples of which block, so that the busiest device is done soonest, is a linear program in t(d, b), the seconds of a
-sample of block b on device d. By duality any weights w(d) that add up to 1 bound it from below: the samples, times the sum over the
-blocks of min over d of w(d) t(d, b). With weights as the speeds of the devices on the whole model this is the optimum where no device is
-better at one block than at another.
+Which device runs how many samples of which block is a linear program in t(d, b), the seconds of a sample of block b on device d. By
+duality any weights w(d) that sum to 1 bound it from below: the samples, times the sum over the blocks of min over d of w(d) t(d, b).
+With weights in proportion to the speeds of the devices on the whole model this is the optimum where no device is better at one block
+than at another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["all_at_work_s"]
 
 
 def all_at_work_s(model: CostModel, samples: int, largest: int) -> float:
-    """Seconds of ``samples`` samples in micro-batches of up to ``largest``, the overhead of a step counted as each device has it."""
+    """Seconds of ``samples`` samples in micro-batches of up to ``largest``, with the step overhead of each device."""
     blocks = [(block.start, block.stop) for block in model.graph.blocks]
     first = {block.kind: number for number, block in reversed(list(enumerate(model.graph.blocks)))}
     times: list[list[float]] = []

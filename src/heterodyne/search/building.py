@@ -1,4 +1,4 @@
-"""From a draft to a pipeline that can run: its stages, what they recompute, and the order in which its places compute."""
+"""From a draft to a pipeline that can run: its stages, their recompute, and the order of actions on each pipeline rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Built:
     """A pipeline.
 
     Args:
-        schedule: the named one that it follows, `OWN_ORDER` where it has an order of its own.
-        makespan_s: of its passes, by the clock of schedules.
+        schedule: the named one that it follows; `OWN_ORDER` where it has an explicit order.
+        makespan_s: of its passes, without communication of gradients.
     """
 
     draft: Draft
@@ -64,7 +64,7 @@ class Builder:
         return Built(draft=draft, pipeline=pipeline, schedule=OWN_ORDER, makespan_s=makespan)
 
     def best(self, draft: Draft, *, move: bool = True) -> Iterator[Built]:
-        """With the best order that is found, if memory is short also with recomputation, and with borders moved for that order."""
+        """The best order found; if memory is short also with recompute; and with stage boundaries moved for that order."""
         found = list(self._variants(draft))
         yield from (built for built, _ in found)
         if not move or not found or len(draft.place_of) == 1:
@@ -78,9 +78,7 @@ class Builder:
             yield from (again for again, _ in self._variants(moved))
 
     def _variants(self, draft: Draft) -> Iterator[tuple[Built, Demands]]:
-        """Keeping everything, in as few micro-batches at a time as fit; and with what has to be recomputed, or kept by hosts, for more
-        of them.
-        """
+        """Without recompute, with as few micro-batches in flight as fit; and with recompute or offload for more of them."""
         pipeline = self._stages(draft)
         count = len(draft.micro_batches)
         folded = len(draft.place_of) > len(draft.line)
@@ -134,7 +132,7 @@ def named(schedule: str) -> str:
 
 
 def explicit(built: Built) -> Pipeline:
-    """The pipeline with its order written down, so that it can stand beside others in a plan; 1F1B needs none."""
+    """The pipeline with its order written out, so that it can run beside others in a plan; 1F1B needs none."""
     if built.schedule in (OWN_ORDER, "1F1B"):
         return built.pipeline
     lines = (" ".join(map(str, row)) for row in orders_of(built.schedule, built.pipeline))

@@ -1,7 +1,7 @@
-"""Plans from the search over classes of devices (`search.fleet`), on the devices that are here.
+"""Plans from the search over device classes (`search.fleet`), on the devices that are here.
 
-It weighs stages, tensor and context parallelism and replicas together, however many devices a class has; what it proposes is bound to
-devices, simulated and weighed like every other candidate.
+It searches stages, tensor and context parallelism and replicas together, however many devices a class has; its plans are bound to
+devices, simulated and compared like every other candidate.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _MOST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ByClass:
-    """``split``: makes and weighs stages in parts; ``able``: what runs for the model; ``strategy``: what is asked for; ``sharding``: shards
-    the optimizer state of plans that fit only so, None: nobody does."""
+    """``split``: builds and evaluates sharded stages; ``able``: what runs for the model; ``strategy``: what is asked for."""
 
     split: Split
     able: Capabilities

@@ -1,4 +1,4 @@
-"""Shares of devices that work on one thing together, by their speeds."""
+"""Shares of devices that work together, by their speeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FINE: Final = 60
 
 
 def shares_of(rates: Sequence[float], units: int) -> tuple[int, ...]:
-    """Whole numbers that add up to ``units``, at least 1 each, such that the slowest of them is done soonest."""
+    """Integers of at least 1 that sum to ``units``, such that the slowest device is done soonest."""
     shares = [1] * len(rates)
     for _ in range(units - len(rates)):
         shares[min(range(len(rates)), key=lambda i: ((shares[i] + 1) / rates[i] if rates[i] > 0 else inf, i))] += 1
@@ -27,7 +27,7 @@ def shares_of(rates: Sequence[float], units: int) -> tuple[int, ...]:
 
 
 def shares_by(rates: Sequence[float]) -> tuple[int, ...]:
-    """Small whole numbers in proportion to rates, none of them 0; equal ones where no rate is known.
+    """Small integers in proportion to rates, none of them 0; equal ones where no rate is known.
 
     >>> shares_by([0.8, 0.4, 0.4])
     (2, 1, 1)
@@ -42,10 +42,10 @@ def shares_by(rates: Sequence[float]) -> tuple[int, ...]:
 def lighter_shares(
     shares: Sequence[int], used_bytes: Sequence[float], memory_bytes: Sequence[float]
 ) -> tuple[int, ...] | None:
-    """Shares with which devices that had too little memory have less, and the others what these give away, by the room that they have.
+    """Shares with less for devices that lack memory, and more for others, by their free memory.
 
-    Whale's shift of load from devices that run out of memory (section 4.2). What a device uses is taken to grow with its share, which is
-    more than it does, so it may take several times. None if there is not room enough.
+    Whale's shift of load from devices that run out of memory (section 4.2). Memory is taken as proportional to the share, which is an
+    overestimate, so it may take several rounds. None if there is not enough memory in all.
     """
     fits = [memory / used if used > 0 else inf for used, memory in zip(used_bytes, memory_bytes, strict=True)]
     if min(fits) >= 1:
@@ -61,7 +61,7 @@ def lighter_shares(
 def lighter_pipelines(
     pipelines: tuple[Pipeline, ...], used_bytes: Mapping[str, float], cluster: Cluster
 ) -> tuple[Pipeline, ...] | None:
-    """With less on devices that have run out of memory; None where that does not help."""
+    """With less on devices that lack memory; None where that does not help."""
 
     def lighter(stage: Stage) -> Stage:
         if not stage.sharded:
@@ -83,7 +83,7 @@ def lighter_pipelines(
 
 
 def causal_shares(graph: ModelGraph, rates: Sequence[float]) -> tuple[int, ...] | None:
-    """The slices of a sequence that devices of these rates should take where attention is causal, so that later tokens cost more.
+    """Slices of a sequence for devices of these rates under causal attention, where later tokens cost more.
 
     They are counted in tokens. None where the model has no causal attention, or sequences of several lengths, or rates are unknown.
     """

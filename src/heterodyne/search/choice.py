@@ -1,4 +1,4 @@
-"""Which of what was weighed is taken."""
+"""The choice among the candidates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["chosen_of"]
 
 
 def chosen_of(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:
-    """The fastest of those that serve, doubt counted in; of equals the one that leaves out fewest devices, then the first. Where some
-    were rehearsed, the first of those that were as fast as the fastest then, as far as that could be told.
+    """The fastest candidate that serves the strategy, by doubted prediction; ties go to fewer idle devices, then to the first. Where some
+    were rehearsed, the first of those that the rehearsal cannot tell from the fastest.
 
     Raises InfeasibleError.
     """

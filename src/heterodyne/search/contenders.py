@@ -1,7 +1,7 @@
-"""Which plans are rehearsed, for how long, and what that tells: those that may be the fastest, by prediction and then by the clock.
+"""Rehearsals: which plans are run, for how long, and what that shows.
 
-Plans take turns of a few steps. What slows the machine down does so for all that have their turns then, so two plans are compared turn by
-turn: the median of the ratios, and its standard error by their quartiles (McGill, Tukey and Larsen, "Variations of box plots", 1978).
+Plans take turns of a few steps. Whatever slows the machine slows all plans of that time, so two plans are compared turn by turn: the
+median of the ratios, and its standard error from their quartiles (McGill, Tukey and Larsen, "Variations of box plots", 1978).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLEARLY = 2
 
 
 def near_the_chosen(planned: Planned, most: int) -> tuple[Candidate, ...]:
-    """The chosen one and those that may be as fast, best first: what a rehearsal can tell apart. None where one way was asked for."""
+    """The chosen plan and those that may be as fast, best first. None where one way was asked for."""
     if planned.strategy in ("equal", "fastest") or planned.chosen.kind in ("marked", "given"):
         return ()
     near: dict[str, Candidate] = {identity(planned.plan): planned.chosen}
@@ -36,7 +36,7 @@ def near_the_chosen(planned: Planned, most: int) -> tuple[Candidate, ...]:
 
 
 def nothing_new(planned: Planned) -> bool:
-    """Whether the choice was rehearsed among all that may be faster. What memory is free changes, so another plan may fit by now."""
+    """Whether the choice was rehearsed among all that may be faster. Free memory changes, so another plan may fit by now."""
     return planned.chosen.rehearsed is not None and not any(
         c.plan is not None
         and c.rehearsed is None
@@ -47,9 +47,9 @@ def nothing_new(planned: Planned) -> bool:
 
 
 def still_in(taken: Sequence[Sequence[float]]) -> list[int]:
-    """The plans that may still be the fastest, by their places: all but those that are clearly slower than the one that is by now.
+    """Indices of the plans that may still be the fastest: all but those that are clearly slower than the fastest so far.
 
-    ``taken``: seconds of a step of each, turn after turn; those that were out before have fewer.
+    ``taken``: seconds per step of each, turn by turn; plans that were dropped have fewer.
     """
     turns = max(map(len, taken))
     there = [place for place, own in enumerate(taken) if len(own) == turns]
@@ -60,7 +60,7 @@ def still_in(taken: Sequence[Sequence[float]]) -> list[int]:
 
 
 def told_apart(taken: Sequence[Sequence[float]]) -> list[Rehearsed]:
-    """What the turns say of each plan; who was out before the end is slower than the fastest of the others."""
+    """The rehearsed time of each plan; a plan that was dropped is slower than the fastest."""
     turns = max(map(len, taken))
     there = [place for place, own in enumerate(taken) if len(own) == turns]
     best = taken[_fastest(taken, there)]
@@ -76,7 +76,7 @@ def _fastest(taken: Sequence[Sequence[float]], there: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class _Slower:
-    """How much longer a step of one plan takes than one of another, as a part of it, and the standard error of that."""
+    """The relative difference of one plan's step to another's, and its standard error."""
 
     part: float
     error: float

@@ -15,10 +15,10 @@ from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate, Strategy, serves
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.proposals import Proposal, Proposer
-from heterodyne.search.runs import Runs
 from heterodyne.sim.run import Simulation
 from heterodyne.units import format_seconds
 
@@ -33,7 +33,7 @@ class DataParallel:
     """What is to be spread, over whom: ``runs`` of the devices that can hold the model."""
 
     model: CostModel
-    runs: Mapping[str, Runs]
+    runs: Mapping[str, MicroBatchChoice]
     samples: int
 
     def candidates(self, strategy: Strategy) -> tuple[Candidate, ...]:

@@ -1,4 +1,4 @@
-"""A pipeline in outline: which place runs which part of the model, found from tables, before any order is made."""
+"""A pipeline in outline: which rank runs which part of the model, from tables, before any order is made."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TURNS = 2  # on both sides of the middle: where the second stages may begin
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     """Args:
-    line: the places.
-    place_of: the place of each stage. ``borders``: positions in the ops at which stages begin, and the end.
-    estimate_s: seconds of a step, by sums of stages; ``longest_s``: those of the slowest place: no order makes a step shorter.
+    line: the devices, by pipeline rank.
+    place_of: the pipeline rank of each stage. ``borders``: op positions at which stages begin, and the end.
+    estimate_s: estimated seconds of a step; ``longest_s``: those of the bottleneck rank, a lower bound for any order.
     """
 
     line: Line
@@ -56,9 +56,9 @@ class Drafting:
         return self.tables.points
 
     def draft(self, line: Line, micro_batches: MicroBatches, *, exact: bool = False) -> Draft:
-        """One stage a place. ``exact``: of cuts whose slowest stages are about as slow, the one that fills soonest.
+        """One stage per rank. ``exact``: of cuts with about the same bottleneck, the one with the shortest fill.
 
-        Each place has room for the micro-batches that 1F1B has in flight there, or where no cut has, for one at a time.
+        Each rank has memory for the in-flight micro-batches of 1F1B, or where no cut has, for one at a time.
         Raises InfeasibleError with what each lacks.
         """
         count, places = len(micro_batches), len(line)
@@ -106,7 +106,7 @@ class Drafting:
         )
 
     def folded(self, line: Line, micro_batches: MicroBatches, placement: Literal["loop", "v"]) -> Draft | None:
-        """Two stages a place; None where the model has too few points. Memory is left to whoever makes the orders."""
+        """Two virtual stages per rank; None where the model has too few cut points. Memory is left to the order."""
         places, count = len(line), len(self.points)
         if count - 1 < 2 * places:
             return None

@@ -1,4 +1,4 @@
-"""What a byte that is exchanged is worth beside an operation, by which tensors are laid out on the devices of a stage."""
+"""The price of communication relative to computing, which decides the layout of tensors in a sharded stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["exchange_price"]
 
 
 def exchange_price(model: CostModel, devices: Sequence[str], samples_per_s: float) -> Exchange:
-    """Of the slowest link between any two of the devices, which together compute so many samples of the whole model in a second."""
+    """For the slowest link between any two of the devices, which together compute so many samples of the model per second."""
     if len(devices) < 2:
         return Exchange()
     met = model.collectives.exchange(devices)

@@ -1,4 +1,4 @@
-"""The outcome of a search in words and rows, for people. Plain data: how it is printed is decided elsewhere."""
+"""The result of a search in sentences and rows, as plain data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ratio_in_words(ratio: float) -> str:
 
 
 def reason(chosen: Candidate, candidates: Sequence[Candidate], strategy: Strategy) -> str:
-    """Why this one, in a sentence: against each other kind of plan, the nearest ones first."""
+    """A sentence on why this plan: against the best of each other kind, the nearest first."""
     others = sorted(
         (c for c in candidates if c is not chosen and c.step_s is not None), key=lambda c: (c.step_s or 0.0, c.name)
     )
@@ -209,7 +209,7 @@ def paragraph(planned: Planned) -> str:
 
 
 def _in_parts(planned: Planned, pipeline: Pipeline) -> str:
-    """A model that lies in parts on several devices; nothing for one that does not."""
+    """A model that is sharded over several devices; nothing for one that does not."""
     (stage,) = pipeline.stages
     sharding = shard_stage(planned.graph, pipeline, 0)
     if sharding is None:

@@ -1,8 +1,8 @@
-"""Every way to spread a batch that is weighed, in an order in which the best come early, and none whose bound says that it cannot win.
+"""Every way to spread a batch, in an order in which the best come early; ways whose lower bound is no better than the best are skipped.
 
-Whole models first: they are weighed soonest, and nothing that cuts a model can be faster than if all devices computed all the time
-(`search.bound`). Where that cannot beat them, nothing else is made, and this is said. Otherwise the search over classes of devices
-(`search.by_class`) knows most; pipelines and splits go on from what it has found.
+Whole models first: they are evaluated soonest, and no cut of a model is faster than if no device were ever idle (`search.bound`). Where
+that bound is no better, nothing else is tried, and this is reported. Otherwise the search over device classes (`search.by_class`) runs;
+pipelines and sharded plans refine what it found.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.fit import Fit, fit_devices, runs_of
 from heterodyne.search.line_drafts import LineDrafts
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.offload import offloading, short_of_memory
 from heterodyne.search.parameter_sharding import ParameterSharding
 from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, Strategy
 from heterodyne.search.predict import overflow
 from heterodyne.search.replicas import Replicas
-from heterodyne.search.runs import Runs
 from heterodyne.search.split import Split
 from heterodyne.search.state_sharding import StateSharding
 from heterodyne.units import format_seconds
@@ -69,7 +69,7 @@ class Families:
         )
 
     @cached_property
-    def runs(self) -> dict[str, Runs]:
+    def runs(self) -> dict[str, MicroBatchChoice]:
         """How the devices that can hold the model best run samples."""
         return runs_of(self.model, self.fits)
 
@@ -103,12 +103,12 @@ class Families:
         return "data" if self.strategy in _OF_PARTS else self.strategy
 
     @property
-    def _beside_others(self) -> dict[str, Runs]:
+    def _beside_others(self) -> dict[str, MicroBatchChoice]:
         """How the devices run samples that can hold the model beside what they exchange with others."""
         return self._replicas[0]
 
     @cached_property
-    def _replicas(self) -> tuple[dict[str, Runs], tuple[Candidate, ...]]:
+    def _replicas(self) -> tuple[dict[str, MicroBatchChoice], tuple[Candidate, ...]]:
         """Data parallelism, of smaller micro-batches where the program shows that a device has no room for those that fit by themselves;
         and what each device that has room for any runs."""
         runs = dict(self.runs)

@@ -1,4 +1,4 @@
-"""Which micro-batch sizes fit which device, with less kept where nothing fits otherwise, and what a device that fits none lacks."""
+"""Which micro-batch sizes fit which device, with recompute or offload where needed, and what a device that fits none lacks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from heterodyne.cluster.spec import Device
-from heterodyne.cost.again import parts_again
 from heterodyne.cost.memory import MemoryUse
 from heterodyne.cost.model import CostModel
+from heterodyne.cost.recomputation import parts_again
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.activations import ALL_KEPT, Activations
 from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.hosted import can_be_hosted, hosted
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.recompute import recomputed
-from heterodyne.search.runs import Runs
 from heterodyne.search.shortfall import shortfall
 from heterodyne.units import format_bytes
 
@@ -31,11 +31,11 @@ Way: TypeAlias = Callable[[int], Pipeline]
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What of the allowed sizes fits one device.
+    """The allowed sizes that fit one device.
 
     Args:
-        sizes: those that fit, rising; none: the device has to stay idle.
-        activations: what becomes of them, so that these sizes fit.
+        sizes: those that fit, ascending; none: the device has to stay idle.
+        activations: recompute and offload with which these sizes fit.
         smallest: the smallest allowed size, and `use` what the device needs for it.
         use_at_one: what it would need for micro-batches of one sample.
     """
@@ -53,7 +53,7 @@ class Fit:
         return max(0, self.use.total - self.device.memory_bytes)
 
     def say(self) -> str:
-        """Why the device cannot take part, and what would help it."""
+        """Why the device cannot take part, and what would help."""
         use = self.use
         parts = {
             "parameters": use.parameters,
@@ -152,10 +152,10 @@ def _lacks_bytes(model: CostModel, device: Device, pipeline: Pipeline) -> int:
     return played.peak_bytes[model.cluster.rank(device.id)] - device.memory_bytes
 
 
-def runs_of(model: CostModel, fits: Iterable[Fit]) -> dict[str, Runs]:
+def runs_of(model: CostModel, fits: Iterable[Fit]) -> dict[str, MicroBatchChoice]:
     """How those devices that can hold the model best run samples."""
     return {
-        fit.device.id: Runs(
+        fit.device.id: MicroBatchChoice(
             seconds=_seconds(model, fit),
             sizes=fit.sizes,
             fixed_s=model.fixed_s(fit.device.id),

@@ -1,4 +1,4 @@
-"""Whether the hosts of a cluster have room for what a plan keeps there: optimizer state and activations."""
+"""Whether the hosts of a cluster have memory for what a plan offloads: optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from heterodyne.plan.state_shards import state_parts
 from heterodyne.sim.run import Simulation
 from heterodyne.units import format_bytes
 
-__all__ = ["Kept", "kept_on_hosts", "lacking_on_hosts"]
+__all__ = ["HostBytes", "kept_on_hosts", "lacking_on_hosts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class HostBytes:
     """Bytes on one host: ``state`` of the optimizer with weights and gradients beside it in fp32, ``activations`` at most at a time."""
 
     state: int = 0
@@ -27,11 +27,11 @@ class Kept:
         return self.state + self.activations
 
 
-def kept_on_hosts(model: CostModel, made: Plan, simulation: Simulation) -> dict[str, Kept]:
+def kept_on_hosts(model: CostModel, made: Plan, simulation: Simulation) -> dict[str, HostBytes]:
     """For each node what a plan keeps in its memory; nodes where it keeps nothing are left out."""
     parts = state_parts(made, model.graph)
     boxes = None
-    found: dict[str, Kept] = {}
+    found: dict[str, HostBytes] = {}
     for device in made.devices:
         stages = [stage for p in made.pipelines for stage in p.stages if device in stage.devices]
         activations = simulation.host_bytes[model.cluster.rank(device)]
@@ -46,8 +46,8 @@ def kept_on_hosts(model: CostModel, made: Plan, simulation: Simulation) -> dict[
             state = round(parts.get(device, 1.0) * whole)
         if state or activations:
             node = model.cluster.device(device).node
-            before = found.get(node, Kept())
-            found[node] = Kept(state=before.state + state, activations=before.activations + activations)
+            before = found.get(node, HostBytes())
+            found[node] = HostBytes(state=before.state + state, activations=before.activations + activations)
     return found
 
 

@@ -1,6 +1,6 @@
-"""Drafts of pipelines: for some devices the best order in a line and the best cut, for each number of micro-batches.
+"""Drafts of pipelines: for some devices the best order of pipeline ranks and the best cut, for each number of micro-batches.
 
-Drafts cost table look-ups, and are drawn for all orders of up to five devices, beyond that for five seeds and one round of swaps.
+Drafts cost table look-ups. All orders of up to five devices are drawn; beyond that five seeds and one round of swaps.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.search.classes import first_of, interchangeable
 from heterodyne.search.drafts import Draft, Drafting
 from heterodyne.search.lines import Line, orders, swaps
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.points import MOST_CROSSING, points_of
-from heterodyne.search.runs import Runs
 from heterodyne.search.tables import Tables
 
 __all__ = ["LineDrafts"]
@@ -75,7 +75,8 @@ class LineDrafts:
         """Samples/s of the whole model on each device, at the best of the sizes."""
         compute = self.model.compute
         return {
-            d.id: Runs(seconds=compute[d.id].micro_batch_s, sizes=self.sizes).rate for d in self.model.cluster.devices
+            d.id: MicroBatchChoice(seconds=compute[d.id].micro_batch_s, sizes=self.sizes).rate
+            for d in self.model.cluster.devices
         }
 
     def drafts(self, devices: Sequence[str], samples: int | None = None) -> list[Draft]:

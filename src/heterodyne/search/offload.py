@@ -9,9 +9,9 @@ from heterodyne.cost.model import CostModel
 from heterodyne.errors import PlanError
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.search.host_room import lacking_on_hosts
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate
 from heterodyne.search.predict import overflow, predict
-from heterodyne.search.runs import Runs
 
 __all__ = ["offloading", "short_of_memory"]
 
@@ -28,7 +28,7 @@ def short_of_memory(model: CostModel, runs: Collection[str]) -> tuple[str, ...]:
 def offloading(
     model: CostModel,
     short: Collection[str],
-    runs: Mapping[str, Runs],
+    runs: Mapping[str, MicroBatchChoice],
     search: Callable[[CostModel], Iterable[Candidate]],
 ) -> Iterator[Candidate]:
     """What is found where the hosts of these devices keep the state; each with the devices that need it, judged by ``model``.

@@ -1,10 +1,10 @@
-"""Data parallelism of devices that hold the model only together: each keeps a shard of parameters, gradients and optimizer state
-(ZeRO-3), and a stage is whole only while it runs.
+"""Data parallelism of devices that hold the model only together (ZeRO-3): each keeps a shard of parameters, gradients and optimizer state,
+and a stage is unsharded only while it runs.
 
-Every block is a stage, all of them on all devices, breadth first: so each is gathered once for its forwards and once for its backwards,
-however many micro-batches there are. The devices share each micro-batch by their speed; how large the shard of each is, is a matter of
-memory and links alone (see `search.state_shares`). Between the forwards and the backwards of a stage the activations of all micro-batches
-are kept, so more of them make room only where blocks are computed again.
+Every block is a stage, all of them on all devices, breadth first: so each is all-gathered once for its forwards and once for its
+backwards, however many micro-batches there are. The devices divide each micro-batch by their speed; the size of each shard is decided by
+memory and links alone (see `search.state_shares`). Activations of all micro-batches are kept between the forwards and the backwards of a
+stage, so more micro-batches save memory only where blocks are recomputed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from heterodyne.cost.model import CostModel
 from heterodyne.errors import PlanError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import overflow, plan_of, predict, stage_of
-from heterodyne.search.runs import Runs
 from heterodyne.search.state_shares import in_parts, least_time_shards, link_bytes_per_s
 
 __all__ = ["ParameterSharding"]
@@ -38,7 +38,7 @@ class ParameterSharding:
     """
 
     model: CostModel
-    runs: Mapping[str, Runs]
+    runs: Mapping[str, MicroBatchChoice]
     samples: int
     largest: int
     recompute: bool

@@ -20,9 +20,9 @@ from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.hosted import reloading
 from heterodyne.search.line_drafts import LineDrafts
 from heterodyne.search.lines import groupings
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, FOLDING_PAYS, Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict
-from heterodyne.search.runs import Runs
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["Pipelines"]
@@ -38,7 +38,7 @@ class Pipelines:
     """The search for pipelines. ``runs``: of the devices that can hold the whole model."""
 
     model: CostModel
-    runs: Mapping[str, Runs]
+    runs: Mapping[str, MicroBatchChoice]
     lines: LineDrafts
     _built: dict[tuple[object, ...], list[Built]] = field(default_factory=dict, repr=False)
     _beside: dict[tuple[tuple[int, ...], int], tuple[tuple[str, ...], Pipeline]] = field(

@@ -1,4 +1,4 @@
-"""What a search hands back: the plan, what else was weighed, and what the words about them are made of."""
+"""The result of the device search: the plan, the other candidates, and the data for explaining them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _OF_PIPELINES = ("pipeline", "replicas", "even")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsed:
-    """What was seen of a plan that was run. ``seconds``: of a step; ``as_fast``: as the fastest, as far as that could be told."""
+    """The measured step of a plan that was run. ``seconds``: per step; ``as_fast``: not distinguishable from the fastest."""
 
     seconds: float
     as_fast: bool = True
@@ -101,7 +101,7 @@ class Candidate:
 
     @property
     def weighed_s(self) -> float:
-        """Predicted seconds, lengthened by what is doubtful about them: by these candidates are compared."""
+        """Predicted seconds with the uncertainty of the prediction added: candidates are compared by it."""
         if self.step_s is None:
             return float("inf")
         doubts = (
@@ -165,12 +165,12 @@ class Planned:
 
 
 def identity(plan: Plan) -> str:
-    """The same for plans that do the same, whatever is said or predicted of them."""
+    """Equal for plans that run the same, whatever their prediction and reason."""
     return plan.model_copy(update={"reason": "", "predicted": None}).dump()
 
 
 def serves(kind: Kind, strategy: Strategy, *, only: bool = False) -> bool:
-    """Whether a way of that kind is an answer to what was asked; the ``only`` way of data parallelism answers all of that."""
+    """Whether a plan of that kind answers the strategy; the ``only`` way of data parallelism answers all of that."""
     if strategy in ("data", "pipeline"):
         return kind in (_OF_DATA if strategy == "data" else _OF_PIPELINES)
     if strategy in ("split", "context"):

@@ -1,6 +1,6 @@
-"""Chooses a plan: how to spread one global batch over unequal devices, and why so.
+"""Chooses a plan: how to spread one global batch over unequal devices, and why.
 
-What may be the fastest (`search.families`) is lowered to its program and played on the simulator; the fastest that fits is taken.
+The candidates (`search.families`) are lowered to their programs and played on the simulator; the fastest that fits is chosen.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.bucket_size import bucket_bytes_for
 from heterodyne.cost.collective import Collectives
-from heterodyne.cost.gathered import shared_out
 from heterodyne.cost.memory import MemoryAssumptions, MemoryUse
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.position import worked_on
 from heterodyne.cost.recipe import OptimizerName, Recipe
+from heterodyne.cost.unsharded_bytes import shared_out
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import planned_buckets

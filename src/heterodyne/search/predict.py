@@ -1,4 +1,4 @@
-"""What a plan is worth: lowered to its program and played on the simulator."""
+"""The prediction of a plan: lowered to its program and played on the simulator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from heterodyne.cost.model import CostModel, slices_of
 from heterodyne.cost.position import worked_on
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Prediction, Region, Stage
-from heterodyne.search.runs import Runs
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.sim.run import Simulation, simulate
 
 __all__ = ["compute_seconds", "overflow", "own_rates", "plan_of", "predict", "stage_of"]
@@ -45,7 +45,7 @@ def plan_of(model: CostModel, samples: int, pipelines: tuple[Pipeline, ...], sch
     )
 
 
-def predict(model: CostModel, made: Plan, runs: Mapping[str, Runs]) -> tuple[Plan, Simulation]:
+def predict(model: CostModel, made: Plan, runs: Mapping[str, MicroBatchChoice]) -> tuple[Plan, Simulation]:
     """The plan with its prediction filled in, and how it plays. Raises PlanError for a plan that cannot run."""
     program = lower(made, model.graph, model.cluster, clip=model.recipe.clip)
     simulation = simulate(program, model.of(made))
@@ -71,7 +71,7 @@ def overflow(model: CostModel, made: Plan, simulation: Simulation) -> dict[str, 
     return over
 
 
-def own_rates(model: CostModel, made: Plan, runs: Mapping[str, Runs]) -> dict[str, float]:
+def own_rates(model: CostModel, made: Plan, runs: Mapping[str, MicroBatchChoice]) -> dict[str, float]:
     """Samples/s that each device reaches when all compute at the same time, each for itself, without communicating.
 
     Of a device that runs the whole model for its share: its samples over the seconds of their forward and backward and of its
@@ -92,7 +92,7 @@ def own_rates(model: CostModel, made: Plan, runs: Mapping[str, Runs]) -> dict[st
                     rates[device] = samples / seconds if seconds > 0 else float("inf")
                 else:
                     sizes = tuple(map(int, compute.forward.total.sizes))
-                    rates[device] = Runs(seconds=compute.micro_batch_s, sizes=sizes).rate
+                    rates[device] = MicroBatchChoice(seconds=compute.micro_batch_s, sizes=sizes).rate
     return rates
 
 

@@ -14,8 +14,8 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.search.balance import balance
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Kind
-from heterodyne.search.runs import Runs
 
 __all__ = ["Proposal", "Proposer"]
 
@@ -43,7 +43,7 @@ class Proposer:
     """
 
     cluster: Cluster
-    runs: Mapping[str, Runs]
+    runs: Mapping[str, MicroBatchChoice]
     samples: int
     count: int | None = None
     _tables: dict[str, list[float]] = field(default_factory=dict)

@@ -1,10 +1,10 @@
-"""Which blocks a stage computes again instead of keeping their activations, and what their ops keep all the same: just as much as its
-memory asks for, at the least extra time.
+"""Selective recompute: which blocks of a stage are recomputed, and which of their ops keep their outputs: just enough for its memory, at
+the least extra time.
 
-A block that is not kept frees its activations, less its inputs and what its ops keep, of each micro-batch in flight, and costs what is
-done again. Two knapsacks, one inside the other. What ops keep is chosen for all alike blocks at once: those that save most seconds a
-byte first, as many as turn out best, and then one more or one less while that is better. At each such level the blocks with the
-most bytes freed a second go first, until the rest fits. Nothing kept is one of the levels, so what can fit does.
+A recomputed block frees its activations, except its inputs and what its ops keep, of each micro-batch in flight, and costs the
+recomputation. Two nested knapsacks. What ops keep is chosen for all alike blocks at once: those that save most seconds per byte first,
+as many as turn out best, then one more or one less while that is better. At each such level the blocks with the most bytes freed per
+second go first, until the rest fits. Keeping nothing is one of the levels, so whatever can fit does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from heterodyne.cost.again import parts_again
 from heterodyne.cost.model import CostModel
+from heterodyne.cost.recomputation import parts_again
 from heterodyne.graph.ir import Block
 from heterodyne.graph.size import Size
 from heterodyne.plan.kept import names_of

@@ -1,6 +1,6 @@
-"""Borders between stages are moved while that makes the whole shorter: what balance alone does not see is how stages wait.
+"""Stage boundaries are moved while that shortens the simulated pipeline: balance alone does not see bubbles.
 
-AutoPipe (Liu et al., CLUSTER 2022) simulates 1F1B, finds the stage on the critical path and moves blocks out of it. Here every border
+AutoPipe (Liu et al., CLUSTER 2022) simulates 1F1B, finds the stage on the critical path and moves blocks out of it. Here every boundary
 is tried in both directions with the orders that were found, and the best move is made, a bounded number of times.
 """
 

@@ -1,8 +1,8 @@
-"""Several pipelines that need not be alike, each with its share of the batch.
+"""Several pipelines, possibly unlike, each with its share of the batch.
 
-Which devices are a pipeline, and its share, the search over classes says (`search.by_class`). Each is cut anew for its devices and gets an
-order of its own; a part of one device runs the whole model. After the whole is simulated, micro-batches move from those who wait least
-to those who wait most.
+The search over device classes (`search.by_class`) says which devices form a pipeline, and its share. Each is cut again for its devices
+and gets its own order; a pipeline of one device runs the whole model. After simulation, micro-batches move from those that wait least to
+those that wait most.
 """
 
 from __future__ import annotations

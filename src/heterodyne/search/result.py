@@ -1,4 +1,4 @@
-"""What planning hands back, whichever search found it: the plan, what else was weighed, and why."""
+"""The result of planning, whichever search found it: the plan, the alternatives, and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AlternativeRow", "PlanningResult"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlternativeRow:
-    """One plan that was weighed, with its prediction; ``plan`` is None for a way that is not possible, and ``note`` says why."""
+    """One plan that was considered, with its prediction; ``plan`` is None for a way that is infeasible, and ``note`` says why."""
 
     name: str
     chosen: bool = False

@@ -1,8 +1,8 @@
-"""Plans whose stages lie in parts on their devices: as the author of the model has marked it, or found by trying.
+"""Plans with sharded stages: as the author of the model has marked them, or found by search.
 
-A split costs exchanges inside every layer and saves memory and waiting: there is one copy of what is cut, and all devices of a stage are
-done at the same time. Widths go by speed, as Whale's intra-TaskGraph balance has it (section 4.2), here by the measured speed on this
-model. What is cut how follows from the graph (`heterodyne.graph.sharding`).
+Sharding costs collectives inside every layer and saves memory and waiting: sharded weights exist once, and all devices of a stage finish
+at the same time. Widths go by speed, as in Whale's intra-TaskGraph balance (section 4.2), here by the measured speed on this model. The
+layouts follow from the graph (`heterodyne.graph.sharding`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
 from heterodyne.search.by_speed import causal_shares, lighter_pipelines, shares_by
 from heterodyne.search.exchange_price import exchange_price
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, IN_TURNS_PAYS, Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict
-from heterodyne.search.runs import Runs
 from heterodyne.search.split_bound import SplitBound
 from heterodyne.units import format_bytes, format_seconds
 
@@ -46,7 +46,7 @@ class Split:
     """
 
     model: CostModel
-    runs: Mapping[str, Runs]
+    runs: Mapping[str, MicroBatchChoice]
     samples: int
     sizes: tuple[int, ...]
     count: int | None = None
@@ -187,7 +187,7 @@ class Split:
         return Stage(ops=ops, devices=tuple(devices), regions=regions, exchange=self.exchange(devices))
 
     def _groupings(self) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
-        """Who lies in parts together: all, the fastest, each node by itself, pairs of equals."""
+        """Who is sharded together: all, the fastest, each node by itself, pairs of equals."""
         devices = [device.id for device in self.model.cluster.devices]
         ranked = sorted(devices, key=lambda device: -self._speed(device))
         seen: set[tuple[tuple[str, ...], ...]] = set()
@@ -235,7 +235,7 @@ class Split:
         schedule: str = "1F1B",
         shifts: int = _MOST_SHIFTS,
     ) -> Candidate:
-        """Simulated; where devices run out of memory, parts of what lies in parts go to others (``shifts``: so many times at most)."""
+        """Simulated; where devices run out of memory, parts of what is sharded go to others (``shifts``: so many times at most)."""
         taken = {device for pipeline in pipelines for place in pipeline.places for device in place}
         left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in taken)
         try:
@@ -269,7 +269,7 @@ class Split:
             return self.runs[device].rate
         compute = self.model.compute[device]
         sizes = tuple(map(int, compute.forward.total.sizes))
-        return Runs(seconds=compute.micro_batch_s, sizes=sizes).rate
+        return MicroBatchChoice(seconds=compute.micro_batch_s, sizes=sizes).rate
 
     def exchange(self, devices: Sequence[str]) -> Exchange:
         """What sending is worth beside computing, by the slowest link between any two of them."""

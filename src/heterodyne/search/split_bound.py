@@ -1,6 +1,4 @@
-"""What no step of devices that share layers or sequences is shorter than, and what they hold at least, without working out how their
-tensors lie.
-"""
+"""Lower bounds on step time and memory of sharded plans, without working out the layouts of their tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from itertools import combinations
 from typing import Literal
 
 from heterodyne.cost.compute import Pass
-from heterodyne.cost.in_parts import InParts
 from heterodyne.cost.model import CostModel
+from heterodyne.cost.sharded_stage import ShardedStageCost
 from heterodyne.errors import MeasureError, PlanError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Stage
@@ -90,7 +88,7 @@ class SplitBound:
         return self._pairs[key]
 
 
-def _exchanged_and_undivided(together: InParts, size: int) -> tuple[float, float]:
+def _exchanged_and_undivided(together: ShardedStageCost, size: int) -> tuple[float, float]:
     divided = {name for name, strategy in together.sharding.strategies.items() if strategy.divides}
     flops = {op.name: op.flops_forward(size) + op.flops_backward(size) for op in together.graph.ops}
     kept = sum(own for name, own in flops.items() if name not in divided)

@@ -1,5 +1,6 @@
-"""Plans that shard optimizer state over the devices with the same weights: of each plan the same with its state sharded, and whole models
-on devices that can hold them only so."""
+"""Plans that shard optimizer state over devices with the same weights (ZeRO-1): the same plan with its state sharded, and whole models on
+devices that can hold them only so.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.state_shards import state_parts
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.fit import Fit
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate, Strategy
 from heterodyne.search.predict import overflow, predict
-from heterodyne.search.runs import Runs
 from heterodyne.search.state_shares import PARTS, in_parts, least_time_shards, link_bytes_per_s
 
 __all__ = ["StateSharding"]
@@ -33,7 +34,7 @@ class StateSharding:
     """
 
     model: CostModel
-    runs: Mapping[str, Runs]
+    runs: Mapping[str, MicroBatchChoice]
     fits: tuple[Fit, ...]
     samples: int
 
@@ -62,9 +63,9 @@ class StateSharding:
             return ()
         return tuple(self.sharded(candidate) for candidate in found if candidate.plan is not None)
 
-    def _bare_run(self, device: str, sizes: tuple[int, ...]) -> Runs:
+    def _bare_run(self, device: str, sizes: tuple[int, ...]) -> MicroBatchChoice:
         """Whose update, wherever it is made, is left to the simulation."""
-        return Runs(
+        return MicroBatchChoice(
             seconds=self.model.compute[device].micro_batch_s,
             sizes=sizes,
             fixed_s=self.model.measured(device).step_overhead_s,

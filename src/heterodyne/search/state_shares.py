@@ -1,8 +1,8 @@
-"""How large each shard of state is: as equal as memory allows, and larger behind slow links.
+"""The size of each shard of state: as equal as memory allows, and larger behind slow links.
 
-To reduce and to gather N bytes of which a device keeps s, it sends N - s over its link, in (N - s) / B seconds. So the step is shortest
-where no device sends for longer than T, the least for which shards between N - T B and what the devices have room for add up to N. In
-proportion to memory they would be wrong: what a large device spares a small one in memory, the small one sends.
+To reduce-scatter and all-gather N bytes of which a device keeps s, it sends N - s over its link, in (N - s) / B seconds. So the step is
+shortest where no device sends for longer than T, the least for which shards between N - T B and the free memory can sum to N. Shards in
+proportion to memory would be wrong: what a large device spares a small one in memory, the small one sends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _HALVINGS = 100
 
 
 def least_time_shards(total: float, room: Sequence[float], bytes_per_s: Sequence[float]) -> tuple[float, ...] | None:
-    """Of each device the bytes that it keeps of ``total``; None if they have no room for it.
+    """The bytes of ``total`` that each device keeps; None if they have no memory for it.
 
-    ``room``: the most that each can keep; ``bytes_per_s``: of its link. Of shards that take as long, the most equal ones.
+    ``room``: the most that each can keep; ``bytes_per_s``: of its link. Of solutions with the same time, the most equal shards.
     """
     if any(most < 0 for most in room) or sum(room) < total:
         return None

@@ -1,8 +1,8 @@
-"""What every possible stage costs on every device, as tables over the points at which the model may be cut.
+"""The cost of every possible stage on every device, as tables over the cut points of the model.
 
-Time and activations of a stage are sums over its segments, the ops between neighbouring points; segments that lie alike in
-alike blocks are costed once. Parameters are counted once a stage, however many of its ops read them. What a table says of memory leans
-upwards; the plans that come of it are costed exactly and simulated.
+Time and activations of a stage are sums over its segments, the ops between neighbouring cut points; segments at the same place of alike
+blocks are costed once. Parameters count once per stage, however many of its ops read them. Memory errs upwards; the plans that result
+are costed exactly and simulated.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Tables:
 
     @cached_property
     def _segments(self) -> Sequence[object]:
-        """What tells segments apart: the kind of the block and where in it they lie; by themselves if over more than a block."""
+        """What distinguishes segments: the kind of the block and where in it they lie; by themselves if over more than a block."""
         blocks = self.model.graph.blocks
         starts = [block.start for block in blocks]
         keys: list[object] = []

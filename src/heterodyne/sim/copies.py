@@ -1,4 +1,4 @@
-"""Copies of activations between a device and its host, as the walk through a rank's list meets them."""
+"""Copies of offloaded activations, in the order of a rank's actions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ __all__ = ["Copies"]
 
 
 class Copies:
-    """Of one rank, between its device and the host. ``left``: by stage and micro-batch the copies that go on behind its forward; ``lead``:
-    those back that have to be over when its backward begins."""
+    """Copies of one rank between its device and its host. ``left``: by stage and micro-batch the copies that outlast its forward; ``lead``:
+    those back that its backward waits for.
+    """
 
     def __init__(self, costs: RankCosts) -> None:
         self._costs = costs

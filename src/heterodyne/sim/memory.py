@@ -1,9 +1,9 @@
-"""Memory of one rank while it runs its list: what each action adds and frees, and the most at any moment.
+"""Memory of one rank over its list of actions: what each allocates and frees, and the peak.
 
-A forward adds what its stage keeps of the micro-batch; R adds what was not kept, RELOAD what waits on the host; a backward frees all, or
-in halves: I leaves what W still needs. The first backward of a stage leaves its gradients behind. Where parameters are shared out, UNSHARD
-brings those of a bucket and RESHARD takes them; where gradients are, SCATTER leaves the own part of a bucket. What comes and goes inside an
-action counts while it runs.
+A forward allocates what its stage saves of the micro-batch; R what was not saved, RELOAD what was offloaded; a backward frees all, or
+split: I leaves what W still needs. The first backward of a stage leaves its gradients. With sharded parameters UNSHARD allocates a
+bucket and RESHARD frees it; with sharded gradients SCATTER leaves the own shard of a bucket. The workspace of an action counts while it
+runs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 On a rank's ``compute`` lane its passes and its update run in order; on ``comm`` its collectives do, and there stand the messages that
 it sends and waits for. A collective starts when all its ranks are ready for it: the gradients of a bucket become complete *inside*
 the last backward, at the fraction that `cost` gives; a rank without a micro-batch is ready at once. While a collective is in
-flight, the compute of its ranks is slowed. A pass of a stage that lies in parts on several ranks occupies all of them, from the
+flight, the compute of its ranks is slowed. A pass of a stage sharded over several ranks occupies all of them, from the
 moment at which the last comes to it until they are done together. A message leaves when its rank reaches the SEND, occupies its link,
 and is there a latency later. Copies between a device and its host run beside both, one after the other. CLIP and STEP wait for every
 reduction of their rank, and a step ends when what it gathers is there. Steps follow each other at once, as they do in training.

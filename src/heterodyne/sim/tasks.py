@@ -29,7 +29,7 @@ _TOGETHER = frozenset({"F", "B", "I", "R"})  # in W nothing is exchanged
 
 
 class _Meeting:
-    """A pass of a stage that lies in parts: what each of its ranks brings, and the tasks, once all have come."""
+    """A pass of a sharded stage: what each of its ranks brings, and the tasks, once all have come."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.cost.joint import joint_s
+from heterodyne.cost.joint_time import joint_s
 from heterodyne.cost.overlap import Crossing, OverlapStep, overlapped_s
 
 SECONDS = st.integers(0, 40).map(lambda n: n / 8)  # exact in binary, so that sums are exact too

@@ -12,7 +12,7 @@ from heterodyne.errors import PlanError
 from heterodyne.plan import Action, MicroBatches, Program
 from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.lower import lower
-from heterodyne.plan.traffic import Duty, duties
+from heterodyne.plan.traffic import RankSpec, duties
 from heterodyne.plan.verify import collective_order, program_violations, require_runnable
 from pure.build import cluster, graph
 from pure.plan.strategies import MICRO_BATCHES, valid_plan
@@ -20,7 +20,7 @@ from pure.plan.strategies import MICRO_BATCHES, valid_plan
 MODEL, MACHINES = graph(2), cluster(3)
 LAST = ["0REDUCE_GRAD0", "0REDUCE_GRAD1", "0REDUCE_GRAD2", "0CLIP", "0STEP"]
 ROW = [Action.parse(text) for text in ["0F0", "0B0", "0F1", "0B1", *LAST]]
-DUTIES = [None if count is None else Duty(micro_batches=count, buckets=(0, 1, 2)) for count in (2, 0, 2, None)]
+DUTIES = [None if count is None else RankSpec(micro_batches=count, buckets=(0, 1, 2)) for count in (2, 0, 2, None)]
 
 
 def rows() -> list[list[Action]]:
@@ -160,7 +160,7 @@ def test_faults_of_what_is_gathered_and_of_what_hosts_keep_are_named(
 ) -> None:
     """Two pipelines that share all parameters, one of them without a sample."""
     common = {"buckets": (0, 1), "zero": 3, "readers": {0: (0,), 1: (0,)}, "hosted": {0: 1}}
-    duties = [Duty(pipeline=number, micro_batches=count, **common) for number, count in enumerate((2, 0))]
+    duties = [RankSpec(pipeline=number, micro_batches=count, **common) for number, count in enumerate((2, 0))]
     ranks = [list(SHARED), list(BYSTANDER)]
     spoil(ranks)
     told = program_violations(program(ranks), duties)

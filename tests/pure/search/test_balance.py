@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan import MicroBatches
-from heterodyne.search import Runs, balance
+from heterodyne.search import MicroBatchChoice, balance
 
 #: non-decreasing tables of whole seconds, so that sums are exact and ties are frequent
 TABLES = st.lists(
@@ -108,7 +108,7 @@ def test_runs_take_the_fewest_micro_batches_of_the_fastest_ways(
     def seconds(size: float) -> float:
         return sum(steps[: int(size)])
 
-    runs = Runs(seconds=seconds, sizes=tuple(sorted(sizes)), fixed_s=fixed)
+    runs = MicroBatchChoice(seconds=seconds, sizes=tuple(sorted(sizes)), fixed_s=fixed)
     chosen = runs.micro_batches(samples)
     assert chosen.samples == samples
     ways = [MicroBatches.of_samples(samples, size) for size in sizes]
@@ -122,15 +122,15 @@ def test_runs_take_the_fewest_micro_batches_of_the_fastest_ways(
 
 
 def test_the_rate_is_that_of_the_best_size() -> None:
-    runs = Runs(seconds=lambda size: {1: 1.0, 2: 1.5, 4: 4.0}[int(size)], sizes=(1, 2, 4), fixed_s=9.0)
+    runs = MicroBatchChoice(seconds=lambda size: {1: 1.0, 2: 1.5, 4: 4.0}[int(size)], sizes=(1, 2, 4), fixed_s=9.0)
     assert runs.rate == 2 / 1.5
-    assert Runs(seconds=lambda size: 0.0, sizes=(1,)).rate == float("inf")
+    assert MicroBatchChoice(seconds=lambda size: 0.0, sizes=(1,)).rate == float("inf")
 
 
 def test_the_rest_runs_first_so_that_the_last_backward_is_long() -> None:
-    assert str(Runs(seconds=lambda n: n, sizes=(4,)).micro_batches(14)) == "1x2+3x4"
+    assert str(MicroBatchChoice(seconds=lambda n: n, sizes=(4,)).micro_batches(14)) == "1x2+3x4"
 
 
 def test_a_fixed_count_bounds_the_share_on_both_sides() -> None:
-    table = Runs(seconds=lambda n: n, sizes=(1, 2), fixed_s=1.0).table_of_count(3, 100)
+    table = MicroBatchChoice(seconds=lambda n: n, sizes=(1, 2), fixed_s=1.0).table_of_count(3, 100)
     assert table == [4.0, 5.0, 6.0, 7.0]  # 3 to 6 samples in three micro-batches of at most two

@@ -18,7 +18,7 @@ from heterodyne.plan.lower import lower
 from heterodyne.search.by_class import ByClass
 from heterodyne.search.classes import ALIKE, class_cluster, class_names
 from heterodyne.search.fit import fit_devices
-from heterodyne.search.runs import Runs
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.split import Split
 from heterodyne.sim.run import simulate
 from pure.build import cluster, graph, linear, profile
@@ -35,7 +35,7 @@ def believed(rates: list[float], *, model: ModelGraph | None = None, memory: int
 def by_class(model: CostModel, samples: int) -> ByClass:
     sizes = model.profile.micro_batch_sizes
     runs = {
-        fit.device.id: Runs(seconds=model.compute[fit.device.id].micro_batch_s, sizes=fit.sizes)
+        fit.device.id: MicroBatchChoice(seconds=model.compute[fit.device.id].micro_batch_s, sizes=fit.sizes)
         for fit in fit_devices(model, sizes, samples)
         if fit.sizes
     }

@@ -14,7 +14,7 @@ from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan import MicroBatches, Pipeline, Plan
 from heterodyne.search import plan
-from heterodyne.search.host_room import Kept, kept_on_hosts
+from heterodyne.search.host_room import HostBytes, kept_on_hosts
 from heterodyne.search.predict import plan_of, predict, stage_of
 from pure.build import cluster, graph, linear, profile
 
@@ -58,7 +58,7 @@ def test_what_is_kept_on_a_host_is_that_of_all_its_devices(optimizer: OptimizerN
     weights = sum(p.numel for p in MODEL.parameters if p.trainable)
     (kept,) = kept_on_hosts(model, made, played).values()
     # In fp32 each weight, its gradient, and two moments or one.
-    assert kept == Kept(state=2 * 4 * values * weights, activations=sum(played.host_bytes))
+    assert kept == HostBytes(state=2 * 4 * values * weights, activations=sum(played.host_bytes))
     assert kept.activations == 2 * 3 * 2 * 200_000
 
     def given(host: int | None) -> None:

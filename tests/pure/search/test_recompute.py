@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from heterodyne.cost import CostModel, MemoryAssumptions
-from heterodyne.cost.again import parts_again
+from heterodyne.cost.recomputation import parts_again
 from heterodyne.plan import MicroBatches, Pipeline
 from heterodyne.plan.kept import names_of
 from heterodyne.search import plan

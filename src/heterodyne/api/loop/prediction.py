@@ -51,7 +51,7 @@ class Predictor:
 
     Args:
         worker: of this rank.
-        say: is told, on rank 0, that the weights are brought together.
+        say: is informed, on rank 0, that the weights are brought together.
     """
 
     def __init__(self, worker: Worker, say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What the written graph of a stage in parts names by number, because the text of a graph cannot name it otherwise."""
+"""What the written graph of a sharded stage names by number, because the text of a graph cannot name it otherwise."""
 
 from __future__ import annotations
 

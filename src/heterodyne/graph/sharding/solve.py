@@ -76,7 +76,7 @@ def solve(problem: Problem) -> Choice:
         except _Stuck as stuck:
             if stuck.memories <= whole:
                 raise PlanError(
-                    f"{stuck.op.target} ({stuck.op.source or stuck.op.name}) works in place on what lies in parts on several devices, and "
+                    f"{stuck.op.target} ({stuck.op.source or stuck.op.name}) works in place on what is sharded over several devices, and "
                     "needs it whole: do it out of place (x = x + y, not x += y), or cut the model elsewhere"
                 ) from None
             whole |= stuck.memories

@@ -110,7 +110,7 @@ class Checkpoints:
         directory: where they are; made when first needed.
         keep: so many of the newest stay.
         agreement: the ranks.
-        say: is told, on rank 0, of what was passed over.
+        say: is informed, on rank 0, of what was passed over.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""How ranks exchange tensors and objects."""
+"""Collectives and point-to-point communication of tensors and objects between ranks."""

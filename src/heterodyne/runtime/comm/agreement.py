@@ -1,9 +1,8 @@
-"""Doing things once for all ranks, and failing together: an error of one rank is raised on every rank.
+"""Decisions made once for all ranks, and joint failure: an error of one rank is raised on every rank.
 
-Without it a full disk on rank 0 would leave the others waiting in a collective until its timeout. The group is one of its
-own, over gloo: it carries small Python objects on any backend, and it may wait longer than a training step may (files take
-their time). Waiting is bounded all the same: a rank that died breaks its connections at once, one that hangs is given up on
-after the timeout.
+Without it a full disk on rank 0 would leave the others in a collective until its timeout. It has a gloo group of its own: that carries
+small Python objects on any backend, and may wait longer than a training step (files take their time). Waiting is bounded all the same: a
+rank that died breaks its connections at once, one that hangs is given up after the timeout.
 """
 
 from __future__ import annotations

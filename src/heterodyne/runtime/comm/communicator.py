@@ -1,6 +1,6 @@
-"""Who talks to whom: the workers of one job and the process groups between them.
+"""The workers of one job and the process groups between them.
 
-Gradients, batch statistics and control have a `ProcessGroup` each, so that their orders never cross.
+Gradients, batch statistics and control have a `ProcessGroup` each, so that their orders are independent.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ T = TypeVar("T")
 
 
 def platform_of(device_type: str, hip: str | None) -> str:
-    """What devices must have in common to talk by their own backend: the type, but for "cuda", which a build for ROCm (that has a
-    ``hip`` version) calls its devices too."""
+    """What devices must have in common to use one native backend: the type, except that a ROCm build (with a ``hip`` version) calls its
+    devices "cuda" too.
+    """
     return "rocm" if device_type == "cuda" and hip else device_type
 
 
@@ -143,10 +144,10 @@ class Communicator:
         return Lane(upward=groups[0], downward=groups[1], via_host=via_host, told_late=backend == "gloo")
 
     def _native_backend(self, ranks: Sequence[int]) -> str | None:
-        """The backend by which tensors travel between these ranks as they are; None: they go through host memory.
+        """The backend that carries tensors between these ranks directly; None: they go through host memory.
 
-        A backend of accelerators joins devices of one platform, one rank each. It is named by those who have such a device: others may
-        not know it. gloo carries what is on the host (Apple's devices have no other backend).
+        A backend of accelerators joins devices of one platform, one rank each. It is named by the ranks with such a device: others may
+        not know it. gloo carries host tensors (Apple's devices have no other backend).
         """
         devices = [self._devices[rank] for rank in ranks]
         platform, backend = devices[0].platform, devices[0].backend
@@ -158,9 +159,9 @@ class Communicator:
         return backend if apart and backend != "gloo" else None
 
     def branch(self) -> Communicator:
-        """The same ranks and the same control process group, and process groups of its own: closing it closes those, and no more.
+        """The same ranks and the same control group, with process groups of its own: closing it closes only those.
 
-        Each gloo group has a thread that wakes a hundred times a second, so groups that are done with should go.
+        Each gloo group has a thread that wakes a hundred times per second, so unused groups should be closed.
         """
         made = copy.copy(self)
         made._process_groups, made._p2ps, made._is_branch = [], [], True

@@ -1,6 +1,6 @@
-"""Processes of one machine that wait for each other: a byte in a pipe says that one has come, so whoever waits sleeps.
+"""A barrier between processes of one machine: a byte in a pipe signals arrival, so waiting does not spin.
 
-It is no collective of a backend, so a thread may meet others while the rest of its process exchanges whatever it likes.
+It is no collective of a backend, so a thread may use it while the rest of its process communicates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Meeting:
         return None
 
     def meet(self) -> None:
-        """Wait until all have come. Raises WorkerError if one of them is gone."""
+        """Wait until all have arrived. Raises WorkerError if one of them is gone."""
         for end in self._tell.values():
             try:
                 os.write(end, b"m")

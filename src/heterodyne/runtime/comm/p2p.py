@@ -1,11 +1,10 @@
-"""Tensors from one rank to another, without waiting.
+"""Asynchronous point-to-point communication.
 
-What goes to a higher rank and what goes to a lower one travel in groups of their own, so that neither waits behind the other:
-device backends carry what two ranks send each other in one order. They join two ranks when these first call each other, and the
-earlier call waits on the host for the later one; so ranks are joined (`connect`) before receives are posted ahead. Between two
-ranks, in one direction, messages are received in the order in which they are sent; backends that know tags (gloo) hold it with
-tags. Ranks whose devices are of one platform send by its backend; between others tensors go through host memory, by gloo. What was sent
-is let go of as soon as it has left.
+Messages to higher ranks and to lower ranks have separate process groups, so that neither blocks the other: NCCL-like backends order
+everything between two ranks. They create a communicator for two ranks at their first call, and the earlier call blocks the host until
+the later one; so ranks are joined (`connect`) before receives are posted ahead. Between two ranks, in one direction, messages are
+received in the order in which they are sent; backends with tags (gloo) enforce it. Ranks on devices of one platform use its backend;
+otherwise tensors go through host memory, by gloo. A sent tensor is released when the send is complete.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ __all__ = ["P2P", "Lane", "RecvWork"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """How some ranks send to each other. ``upward``: the group for what goes to a higher rank, ``downward``: to a lower one.
+    """How some ranks send to each other. ``upward``: the group for messages to a higher rank, ``downward``: to a lower one.
 
-    ``via_host``: tensors go through host memory. ``told_late``: its works know that a message has left only when they are waited for.
+    ``via_host``: tensors go through host memory. ``told_late``: its works report completion only when they are waited for.
     """
 
     upward: dist.ProcessGroup
@@ -42,7 +41,7 @@ class Lane:
 
 
 class RecvWork:
-    """A message on its way to this rank; `wait` gives it."""
+    """A pending receive; `wait` returns the tensor."""
 
     def __init__(self, buffer: Tensor, work: dist.Work | None, device: torch.device) -> None:
         self._buffer = buffer
@@ -59,7 +58,7 @@ class RecvWork:
 
 @dataclass(frozen=True, eq=False)
 class _SendWork:
-    """A message on its way from here, whose tensor must stay; ``left``: done when it has left, None: ``work`` tells."""
+    """A pending send, whose tensor must stay; ``left``: done when it is complete, None: ``work`` reports it."""
 
     work: dist.Work
     tensor: Tensor
@@ -94,7 +93,7 @@ class P2P:
         self._connected: set[tuple[int, int]] = set()
 
     def connect(self, others: Iterable[int]) -> None:
-        """Join this rank with others that it will exchange messages with, as they do with it; those that are joined stay so.
+        """Join this rank with others, as they do with it; joined pairs stay joined.
 
         All go through the pairs in one order, that of their ranks, so the first pair that is not joined yet finds both ranks ready.
         """
@@ -121,7 +120,7 @@ class P2P:
             self._sent.append(_SendWork(work, packed, left))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> RecvWork:
-        """Make room for the next message of a rank that was not yet asked for."""
+        """Post a receive for the next message of a rank."""
         lane = self._lanes[source]
         device = torch.device("cpu") if lane.via_host else self._device
         buffer = torch.empty(shape, dtype=dtype, device=device)
@@ -129,7 +128,7 @@ class P2P:
         return RecvWork(buffer, work, self._device)
 
     def settle(self) -> None:
-        """Wait until everything that was sent has left. Raises WorkerError."""
+        """Wait until all sends are complete. Raises WorkerError."""
         sent, self._sent = self._sent, []
         for message in sent:
             _finish(message.wait)

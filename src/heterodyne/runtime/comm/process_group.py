@@ -1,8 +1,8 @@
-"""A process group that may span unlike devices: collectives among some ranks, in the order in which they are asked for.
+"""A process group that may span unlike devices: collectives among some ranks, in call order.
 
-If all ranks of a process group have their own device of one type, tensors travel by that device's own backend (nccl, xccl; gloo on CPU).
-Between unlike devices they go through host memory: copied to a pinned buffer, summed by gloo, copied back. CPU workers of one machine sum
-`buffers` of a process group in shared memory, and there they exchange ranges of what comes and goes (`share_ranges`).
+If all ranks have a device of one platform each, tensors use its native backend (nccl, xccl; gloo on CPU). Between unlike devices they go
+through host memory: copied to a pinned buffer, reduced by gloo, copied back. CPU workers of one machine reduce the `buffers` of a
+process group in shared memory, and exchange ranges of transient tensors there (`share_ranges`).
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class ProcessGroup:
 
     @property
     def place(self) -> int:
-        """Of this rank among the `ranks`."""
+        """The index of this rank among the `ranks`."""
         return self.ranks.index(dist.get_rank()) if self._group is not None else 0
 
     @property
     def works_on(self) -> torch.device:
-        """Where sums are made: a tensor that lies there goes no other way."""
+        """The device of reductions: a tensor there is not copied."""
         return torch.device("cpu") if self._via_host else self._device
 
     def connect(self) -> None:
-        """Join the ranks, all at the same time.
+        """Create the backend's communicator, all ranks at the same time.
 
-        Backends of devices do so in the first collective, which waits on the host until all ranks have come to it. In a step they come in
-        orders of their own, and one may have to receive first what another sends after it.
+        Native backends do so in the first collective, which blocks the host until all ranks have reached it. In a step ranks reach it in
+        different orders, and one may have to receive first what another sends after it.
         """
         self.all_reduce(torch.zeros(1, device=self._device)).wait()
 
@@ -90,7 +90,7 @@ class ProcessGroup:
         return [torch.zeros(elements, dtype=dtype, device=self._device) for elements, dtype in sizes]
 
     def share_ranges(self, largest: int) -> None:
-        """Let neighbours exchange ranges of tensors of about ``largest`` bytes, that come and go, in shared memory. Collective."""
+        """Let CPU workers of one machine exchange ranges of transient tensors of about ``largest`` bytes in shared memory. Collective."""
         if self._neighbours and self._group is not None and self._rooms is None:
             self._rooms = SharedRanges.allocate(largest, len(self.ranks), self.place, self._gather)
 

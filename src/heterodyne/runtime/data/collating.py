@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from heterodyne.errors import DataError
-from heterodyne.factories import told
+from heterodyne.factories import describe_error
 from heterodyne.runtime.data.padding import PadTo
 from heterodyne.runtime.data.sample_draws import draws_of, generator_states
 from heterodyne.runtime.data.shared_room import no_shared_room
@@ -72,9 +72,9 @@ class Collator:
     def _collated(self, samples: list[Any], keys: Sequence[Key]) -> Any:
         try:
             found = self.collate(samples)
-        except Exception as error:  # whatever the user's own code raises, it is told as that
+        except Exception as error:  # whatever the user's own code raises, it is reported as such
             hint = no_shared_room(error) or (_HINT if self.collate is default_collate else "")
-            raise DataError(f"{_named(keys)} cannot be collated: {told(error)}{hint}") from error
+            raise DataError(f"{_named(keys)} cannot be collated: {describe_error(error)}{hint}") from error
         if found is None:
             raise DataError(
                 f"{_named(keys)} were collated to None: let the collator return a mapping of names to tensors"

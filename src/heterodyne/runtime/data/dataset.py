@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from heterodyne.errors import DataError
-from heterodyne.factories import told
+from heterodyne.factories import describe_error
 from heterodyne.runtime.data.balance import balanced
 from heterodyne.runtime.data.collating import Collate, Collator
 from heterodyne.runtime.data.order import EpochOrder, Indices, held_out
@@ -46,8 +46,8 @@ def length_of(dataset: MapDataset) -> int:
     """Samples of a dataset. Raises DataError if it cannot say."""
     try:
         return len(dataset)
-    except Exception as error:  # whatever the user's own code raises, it is told as that
-        raise DataError(f"the __len__ of the dataset fails: {told(error)}") from error
+    except Exception as error:  # whatever the user's own code raises, it is reported as such
+        raise DataError(f"the __len__ of the dataset fails: {describe_error(error)}") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,10 +104,10 @@ class DatasetBatch:
             return self.dataset[index]
         except DataError as error:
             raise DataError(f"sample {index} of the dataset: {error}") from error
-        except Exception as error:  # whatever the user's own code raises, it is told as that
+        except Exception as error:  # whatever the user's own code raises, it is reported as such
             lies = isinstance(error, IndexError)
             hint = f"\n(its __len__ is {len(self.dataset)}: is that true?)" if lies else ""
-            raise DataError(f"sample {index} of the dataset cannot be read: {told(error)}{hint}") from error
+            raise DataError(f"sample {index} of the dataset cannot be read: {describe_error(error)}{hint}") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import IterableDataset
 
 from heterodyne.errors import DataError, HeterodyneError
-from heterodyne.factories import told
+from heterodyne.factories import describe_error
 from heterodyne.runtime.data.read_ahead import Failed, Pool
 from heterodyne.runtime.data.sample_draws import generators_kept, seed_generators
 
@@ -59,8 +59,8 @@ class Elements:
             return END
         except DataError:
             raise
-        except Exception as error:  # whatever the user's own code raises, it is told as that
-            raise DataError(f"sample {self.index} of the stream cannot be read: {told(error)}") from error
+        except Exception as error:  # whatever the user's own code raises, it is reported as such
+            raise DataError(f"sample {self.index} of the stream cannot be read: {describe_error(error)}") from error
         self.index += 1
         self._has_moved = True
         return element
@@ -133,7 +133,7 @@ class _Chunks(IterableDataset[Any]):
             yield Failed(str(error))
         except Exception as error:  # noqa: BLE001  # whatever pickling the user's own objects raises
             yield Failed(
-                f"sample {elements.index} of the stream cannot be sent by the process that reads ahead: {told(error)}"
+                f"sample {elements.index} of the stream cannot be sent by the process that reads ahead: {describe_error(error)}"
             )
 
 

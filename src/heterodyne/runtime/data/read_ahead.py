@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from heterodyne.errors import DataError, HeterodyneError
-from heterodyne.factories import told
+from heterodyne.factories import describe_error
 from heterodyne.processes import describe_exit
 from heterodyne.runtime.data.shared_room import no_shared_room
 from heterodyne.runtime.slices import BatchSource
@@ -63,7 +63,7 @@ class Pool:
             self._notes: Tensor = torch.full((workers, 2), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise DataError(
-                f"the processes that read ahead (workers) cannot be started: {told(error)}{no_shared_room(error)}"
+                f"the processes that read ahead (workers) cannot be started: {describe_error(error)}{no_shared_room(error)}"
             ) from error
         self._loader: DataLoader[Any] | None = DataLoader(
             dataset,
@@ -88,8 +88,8 @@ class Pool:
             self._iterator = iter(self._loader)
         except Exception as error:  # whatever pickling the user's own objects raises
             raise DataError(
-                f"the processes that read ahead (workers) cannot be started: {told(error)}. Where they are not forked, the dataset and "
-                "its collator are pickled: define their classes and functions at the top of a module, or set workers to 0"
+                f"the processes that read ahead (workers) cannot be started: {describe_error(error)}. Where they are not forked, the "
+                "dataset and its collator are pickled: define their classes and functions at the top of a module, or set workers to 0"
             ) from error
         finally:
             # torch's handler raises in the middle of whatever this rank does; `next` finds a dead process as well.
@@ -106,7 +106,9 @@ class Pool:
             OSError,
             EOFError,
         ) as error:  # the last two: it died with tensors that were not fetched yet
-            raise DataError(self._deaths() or f"reading ahead failed: {told(error)}{no_shared_room(error)}") from error
+            raise DataError(
+                self._deaths() or f"reading ahead failed: {describe_error(error)}{no_shared_room(error)}"
+            ) from error
 
     def close(self) -> None:
         """End the processes."""

@@ -1,4 +1,4 @@
-"""The memory through which processes that read ahead hand over samples: missing or full, it is told as that."""
+"""The memory through which processes that read ahead hand over samples: missing or full, it is reported as such."""
 
 from __future__ import annotations
 

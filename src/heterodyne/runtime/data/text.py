@@ -181,7 +181,7 @@ def open_text(
     Args:
         text, base: see `text_sources`.
         cache: the directory of token files.
-        say: is told when text is read and why.
+        say: is informed when text is read and why.
     """
     sources = text_sources(text, base=base)
     return TextData(

@@ -117,7 +117,7 @@ class Gateway(_Listener):
     Args:
         listening: bound to where the workers meet.
         store_port: of the store, on loopback.
-        say: is told once of each host that tried without the secret.
+        say: is informed once of each host that tried without the secret.
     """
 
     def __init__(self, listening: socket.socket, *, secret: bytes, store_port: int, say: Callable[[str], None]) -> None:

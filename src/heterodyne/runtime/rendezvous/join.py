@@ -34,7 +34,7 @@ def meet(
     """Claim this worker's rank and wait for the others. Returns all workers in order of rank.
 
     Args:
-        say: is told every ``every_s`` seconds who is waited for, on rank 0.
+        say: is informed every ``every_s`` seconds who is waited for, on rank 0.
         linger_s: how long the worker that keeps the store stays after a failed start, to let the others read why.
 
     Raises:

@@ -75,7 +75,8 @@ def open_store(
     """A connection to the store of the run while the block runs.
 
     Args:
-        say: is told every ``every_s`` seconds who is waited for, on one rank of each machine; and on rank 0 which hosts were turned away.
+        say: is informed every ``every_s`` seconds who is waited for, on one rank of each machine; and on rank 0 of hosts that were
+            turned away.
 
     Raises:
         WorkerError: the address does not resolve, there is no store within the time, it belongs to a run with another secret, or rank 0

@@ -1,1 +1,1 @@
-"""Tensors that lie in parts on the devices of a stage: what goes between them, and ops that need all of them."""
+"""Tensors that are sharded over the devices of a stage: what goes between them, and ops that need all of them."""

@@ -1,7 +1,7 @@
-"""Laying a tensor out otherwise on the devices of a stage, forward and backward.
+"""Redistribution of a tensor over the devices of a sharded stage, forward and backward.
 
-What each conversion exchanges is said in `heterodyne.graph.sharding.layout`. Each of them is a node of autograd on every member, also
-where a member has nothing to give, so that all members meet the collectives of the backward in the same order.
+`heterodyne.graph.sharding.layout` says which collective each conversion is. Each is an autograd node on every member, also on one with
+an empty shard, so all members reach the collectives of the backward in the same order.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Step: TypeAlias = Callable[[Tensor], Later]
 def converted(
     group: Group, tensor: Tensor, have: Layout, want: Layout, have_sizes: Sequence[int], want_sizes: Sequence[int]
 ) -> Tensor:
-    """The tensor that lies as ``have``, as ``want``. Collective.
+    """The tensor of layout ``have``, redistributed to ``want``. Collective.
 
-    ``have_sizes``, ``want_sizes``: of the members' slices, where that layout is a cut.
+    ``have_sizes``, ``want_sizes``: sizes of the members' shards, where that layout is sharded.
     """
     if have == want or group.size == 1:
         return tensor
@@ -36,13 +36,14 @@ def converted(
 
 
 class Redistribution:
-    """A tensor goes to other members, and its gradient comes back, each in two calls, between which something else can be done.
+    """An asynchronous redistribution: the tensor in the forward and its gradient in the backward, each started and waited for by separate
+    calls.
 
-    In the backward what follows `end` in the forward comes before the way back begins, and what stands between `begin` and `end` runs
-    meanwhile. The tensor must not be changed before `end`.
+    In the backward, whatever follows `end` in the forward runs before the gradient's collective starts, and whatever stands between
+    `begin` and `end` overlaps with it. The tensor must not be changed before `end`.
 
     Args:
-        there, back: begin the ways of the tensor and of its gradient.
+        there, back: start the collective of the tensor and of its gradient.
     """
 
     def __init__(self, there: Step, back: Step) -> None:
@@ -50,7 +51,7 @@ class Redistribution:
         self._later: Later | None = None
 
     def begin(self, tensor: Tensor, also: Tensor | None = None) -> Tensor:
-        """Returns what stands for the tensor on its way. ``also``: if that has a gradient, the tensor gets one on its way back."""
+        """Starts the collective; returns a placeholder. ``also``: if that requires grad, so does the tensor."""
         if not torch.is_grad_enabled() or not (tensor.requires_grad or (also is not None and also.requires_grad)):
             self.leave(tensor)
             return tensor.new_empty(0)
@@ -58,22 +59,22 @@ class Redistribution:
         return begun
 
     def end(self, begun: Tensor) -> Tensor:
-        """The tensor that has come."""
+        """The redistributed tensor."""
         if not begun.requires_grad:
             return self.arrive()
         ended: Tensor = _Ended.apply(begun, self)  # type: ignore[no-untyped-call]
         return ended
 
     def leave(self, tensor: Tensor) -> None:
-        """Begin the way there."""
+        """Start the collective of the tensor."""
         self._later = self._there(tensor)
 
     def leave_for_home(self, gradient: Tensor) -> None:
-        """Begin the way back."""
+        """Start the collective of the gradient."""
         self._later = self._back(gradient)
 
     def arrive(self) -> Tensor:
-        """Wait for what has begun."""
+        """Wait for the collective that was started."""
         later, self._later = self._later, None
         assert later is not None, "what ends has begun before"
         return later()
@@ -82,7 +83,7 @@ class Redistribution:
 def ways_between(
     group: Group, have: Layout, want: Layout, have_sizes: Sequence[int], want_sizes: Sequence[int]
 ) -> tuple[Step, Step]:
-    """From a layout to another one, and back for the gradient, which lies in the dual layout."""
+    """The collective from one layout to another, and that of the gradient, which has the dual layouts."""
     return (
         _STEPS[have.kind, want.kind](group, have.dim, want.dim, have_sizes, want_sizes),
         _STEPS[_DUAL[want.kind], _DUAL[have.kind]](group, want.dim, have.dim, want_sizes, have_sizes),

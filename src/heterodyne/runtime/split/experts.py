@@ -1,10 +1,10 @@
-"""Experts on unlike devices: the tokens go to the experts that they have chosen, what comes of them goes back, and all is as on one device.
+"""Expert parallelism over unlike devices: tokens are dispatched to their experts and the results combined, with the result of one device.
 
-What a mixture of experts is, and how it runs on one device, is in `heterodyne.experts`. Of the E experts, member j of the group holds
-the ``sizes[j]`` that follow those of the members before it: any number, also none. There are two ways to bring both together:
+`heterodyne.experts` has the mixture on one device. Of E experts, member j holds the ``sizes[j]`` that follow those of the members before
+it: any number, also none. There are two ways:
 
-* `experts_between`: the tokens are cut, each member has its own. Only the rows of the choices travel, in an all-to-all of unequal sizes.
-* `experts_here`: each member has all tokens. Nothing travels: it runs its own experts on them, and the results have to be added up.
+* `experts_between`: tokens are sharded. Only the rows of the choices are sent, in an all-to-all of unequal sizes.
+* `experts_here`: tokens are replicated. Nothing is sent: each member runs its own experts, and the results are partial sums.
 
 Either way an expert sees its tokens in the order in which one device would give them to it.
 """
@@ -25,8 +25,8 @@ __all__ = ["ExpertDispatch", "experts_between", "experts_here"]
 
 
 class ExpertDispatch:
-    """The mixture for tokens that are sharded over the group: dispatch (when it is made), `compute` and `combine`, between which something
-    else can be done. Each is collective, forward and backward.
+    """The mixture for sharded tokens: dispatch (when it is made), `compute` and `combine`; other work can overlap between the calls. Each
+    is collective, forward and backward.
 
     Args:
         group: the members, each with its own tokens: N may differ, and be 0.
@@ -48,7 +48,7 @@ class ExpertDispatch:
         self._begun = self._travel.begin(self._rows)
 
     def compute(self) -> None:
-        """Run the experts on the rows that have arrived, and begin to send their results back."""
+        """Run the experts on the rows received, and start the all-to-all of the results."""
         arrived = self._travel.end(self._begun)
         made = self._run(arrived, self._route.counts).to(arrived.dtype)
         self._travel = Redistribution(self._route.combine, self._route.dispatch)
@@ -93,12 +93,12 @@ def experts_here(
 
 @dataclass(frozen=True, kw_only=True)
 class _Between(Route):
-    """Rows travel over a group. They come to a member from each of the others in turn, and have to be put in order of expert.
+    """An all-to-all of rows over a group, with the permutation into expert order.
 
     Args:
         group: the members.
-        sent, received: how many rows go to, and come from, each of them.
-        order: [M], which of what comes here, member after member, is first in order of expert, which second...
+        sent, received: numbers of rows to, and from, each member.
+        order: [M], the permutation of the received rows (member by member) into expert order.
     """
 
     group: Group
@@ -107,7 +107,7 @@ class _Between(Route):
     order: Tensor
 
     def dispatch(self, rows: Tensor) -> Later:
-        """[S, ...] in the order of `rows` here to [M, ...] in order of expert there."""
+        """[S, ...] in the order of `rows` here to [M, ...] in expert order there."""
         shapes = [(count, *rows.shape[1:]) for count in self.received]
         arriving = self.group.begin_all_to_all(rows.split_with_sizes(self.sent), shapes)
         return lambda: torch.cat(arriving())[self.order]
@@ -122,7 +122,7 @@ class _Between(Route):
 
 
 def _route_between(group: Group, indices: Tensor, sizes: Sequence[int]) -> _Between:
-    """The route of tokens that are cut: the members tell each other how many rows they have for each expert. Collective."""
+    """The route of sharded tokens: members exchange their row counts per expert. Collective."""
     rows, counts = by_expert(indices, sum(sizes))
     own = sizes[group.position]
     told = group.all_to_all(counts.split_with_sizes(list(sizes)), [(own,)] * group.size)
@@ -140,7 +140,7 @@ def _route_between(group: Group, indices: Tensor, sizes: Sequence[int]) -> _Betw
 
 
 def _route_here(group: Group, indices: Tensor, sizes: Sequence[int]) -> Route:
-    """The route of tokens that each member has: of all choices, those of this member's experts."""
+    """The route of replicated tokens: of all choices, those of this member's experts."""
     rows, counts = by_expert(indices, sum(sizes))
     first, stop = group.bounds(sizes)
     before, own = int(counts[:first].sum()), counts[first:stop].tolist()

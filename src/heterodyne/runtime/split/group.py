@@ -1,8 +1,8 @@
-"""Collectives between the devices of a stage, over parts that need not be alike.
+"""Collectives between the devices of a sharded stage, with unequal shards.
 
-Parts may be of any sizes, also empty. Members joined by the backend of an accelerator use its collectives. Elsewhere each is an exchange in
-which each member sends each other member what that one needs, and sums are taken in the order of the members. All members get the same
-bits. None of this is seen by autograd: what has a gradient is built of these in `conversions` and beside it.
+Shards may have any sizes, also 0. Members joined by the native backend of an accelerator use its collectives. Elsewhere each is an
+all-to-all, and sums are taken in the order of the members. All members get the same bits. Autograd does not see these: differentiable
+ops are built of them in `conversions` and beside it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Later: TypeAlias = Callable[[], Tensor]
 
 
 class Group:
-    """The members of a stage, in the order of its devices.
+    """The members of a sharded stage, in the order of its devices.
 
     Args:
         process_group: joins them; None: this device is alone, and every collective is the identity.
-        position: of this one.
-        size: how many there are.
-        places: of each member its place on the process group, which goes by ranks; None: the order of the devices is theirs.
+        position: the index of this member.
+        size: the number of members.
+        places: of each member its index in the process group, which goes by ranks; None: the same order.
 
-    All calls are collective, in the same order on every member, and block until the result is there; those that begin with
-    ``begin_`` return what blocks.
+    All calls are collective, in the same order on every member, and block until the result is there; those that begin with ``begin_``
+    are asynchronous and return a function that waits.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Group:
         return lambda: torch.cat(arriving(), dim)
 
     def begin_reduce_scatter(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Later:
-        """This member's part of the sum of everyone's ``whole``, which is cut along ``dim`` into ``sizes``."""
+        """Start a reduce-scatter: this member's shard of the sum of everyone's ``whole``, which is sharded along ``dim`` into ``sizes``."""
         if self.size == 1:
             return lambda: whole
         parts = whole.split_with_sizes(list(sizes), dim)
@@ -129,7 +129,7 @@ class Group:
         return arrived
 
     def bounds(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """``(first, stop)`` of this member's part of a dim that is cut into ``sizes``."""
+        """``(first, stop)`` of this member's shard of a dim that is sharded into ``sizes``."""
         borders = list(accumulate(sizes, initial=0))
         return borders[self.position], borders[self.position + 1]
 

@@ -1,6 +1,6 @@
-"""The devices of a stage that lies on them in parts, as the graph of one of them calls them.
+"""The devices of a sharded stage, as the graph of one of them calls them.
 
-The graph names tensors by number (slots and steps); here the numbers become sizes, for each number of samples that a micro-batch has.
+The graph names tensors by number (slots and steps); here the numbers become sizes, for each micro-batch size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 
 class Cut(NamedTuple):
-    """A dim of a tensor that the members of a group hold in slices of these sizes."""
+    """A dim of a tensor that the members of a group hold in shards of these sizes."""
 
     group: Group
     dim: int
@@ -45,7 +45,7 @@ class Cut(NamedTuple):
 
     @property
     def own(self) -> int:
-        """The size of this member's slice."""
+        """The size of this member's shard."""
         return self.sizes[self.group.position]
 
     @property
@@ -60,7 +60,7 @@ class Cut(NamedTuple):
 
 class SplitTeam:
     """Args:
-    groups: along each axis, outermost first, the devices that have this one's places along the others.
+    groups: along each mesh axis, outermost first, the devices with this one's coordinates along the other axes.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -114,11 +114,11 @@ class SplitTeam:
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """What the graph of a member calls while it runs on a micro-batch. All calls that exchange something are collective.
+    """What the graph of a member calls while it runs on a micro-batch. Calls that communicate are collective.
 
     Args:
-        slots: what is cut.
-        steps: for each who lays a tensor out otherwise, how it lies and how it is wanted, with the sizes of the slices.
+        slots: what is sharded.
+        steps: for each redistribution its source and target layout, with the sizes of the shards.
         functions: what the graph calls by number.
         some: the samples, where they are not all of the micro-batch.
     """
@@ -129,11 +129,11 @@ class Members:
     some: range | None = None
 
     def convert(self, tensor: Tensor, step: int) -> Tensor:
-        """Lay a tensor out otherwise."""
+        """Redistribute a tensor."""
         return converted(self.steps[step][0], tensor, *self.steps[step][1:])
 
     def begin(self, tensor: Tensor, step: int) -> tuple[Redistribution, Tensor]:
-        """The same in two calls: what is exchanged is on its way meanwhile. The tensor must stay as it is until `end`."""
+        """Start an asynchronous redistribution. The tensor must not change until `end`."""
         travel = Redistribution(*ways_between(*self.steps[step]))
         return travel, travel.begin(tensor)
 
@@ -150,11 +150,11 @@ class Members:
         return self.slots[slot].own
 
     def portion(self, slot: int, count: int) -> int:
-        """Of ``count`` equal parts of the dim that is cut, those of this member."""
+        """Of ``count`` equal parts of the sharded dim, those of this member."""
         return count * self.length(slot) // sum(self.slots[slot].sizes)
 
     def drawn(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
-        """Call a function that draws random numbers for a slice of a tensor: those that the whole tensor would have there."""
+        """Call a function that draws random numbers for a shard: the numbers that the whole tensor would have there."""
         with self.slots[slot].drawn():
             result: Tensor = self.functions[function](*arguments, **options)
             return result
@@ -188,14 +188,14 @@ class Members:
         return mean * (int(arguments[0].shape[cut_dim]) / sum(sizes))
 
     def embedding(self, slot: int, ids: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        """Rows of a table that is cut along its rows: this member's, among zeros."""
+        """Rows of a row-sharded table: this member's rows, zeros elsewhere (a partial sum)."""
         cut, padding = self.slots[slot], options.pop("padding_idx", None)
         return vocabulary.embedding(
             cut.group, ids, weight, cut.sizes, padding_idx=-1 if padding is None else padding, **options
         )
 
     def softmax(self, slot: int, tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Along the dim that is cut. It is contiguous, as PyTorch's is: there are kernels that rely on that."""
+        """Along the sharded dim. It is contiguous, as PyTorch's is: some kernels rely on that."""
         tensor = tensor if dtype is None else tensor.to(dtype)
         return vocabulary.softmax(self.slots[slot].group, tensor.contiguous(), dim, self.slots[slot].sizes)
 
@@ -261,7 +261,7 @@ class Members:
         return experts.experts_here(cut.group, tokens, indices, weights, sizes=cut.sizes, run=run)
 
     def experts_between(self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any) -> Tensor:
-        """The mixture of this member's tokens, of which a row of each choice goes to the member that has the expert."""
+        """The mixture of this member's tokens: each row is dispatched to the member that holds its expert."""
         cut, run = self.slots[slot], _run(*own)
         return experts.experts_between(cut.group, tokens, indices, weights, sizes=cut.sizes, run=run)
 

@@ -39,10 +39,10 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rows of a table [V, E] that is cut along V into ``sizes``: a sum [*ids.shape, E], zero where another member has the row.
+    """Rows of a table [V, E] that is sharded along V into ``sizes``: a partial sum [*ids.shape, E], zero where another member has the row.
 
     Args:
-        ids: whole, any shape.
+        ids: replicated, any shape.
         weight_part: [sizes[i], E].
         padding_idx: the row of the whole table that gets no gradient; -1: none (as ATen has it).
     """
@@ -100,12 +100,12 @@ def cross_entropy(
 
 
 def log_softmax(group: Group, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The logarithm of the softmax over a dim that is cut into ``sizes``; cut alike."""
+    """The logarithm of the softmax over a dim that is sharded into ``sizes``; sharded alike."""
     return _tensor(_LogSoftmax.apply(part, group, _checked(group, part, dim, sizes), _dtype(torch.log_softmax, part)))  # type: ignore[no-untyped-call]
 
 
 def softmax(group: Group, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The softmax over a dim that is cut into ``sizes``; cut alike."""
+    """The softmax over a dim that is sharded into ``sizes``; sharded alike."""
     return _tensor(_Softmax.apply(part, group, _checked(group, part, dim, sizes), _dtype(torch.softmax, part)))  # type: ignore[no-untyped-call]
 
 

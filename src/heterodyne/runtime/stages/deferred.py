@@ -1,11 +1,11 @@
-"""The two halves of a backward: the gradients of a stage's inputs first, those of its weights when there is time.
+"""Split backward: the gradients of a stage's inputs first (I), those of its weights later (W).
 
-`DeferredWeights` is a function mode for the forward. A product with a parameter gets a backward that passes the gradient of its
-input on at once, and keeps what the gradient of the weight is made of, for `run`. Linear layers are worth it: they are what the
-backward of a transformer spends its time on, half of it on weights. Everything else is done in the first half, convolutions too.
+`DeferredWeights` is a function mode for the forward. A matrix product with a parameter gets a backward that passes on the gradient of
+its input at once, and keeps what the weight gradient is computed from, for `run`. Only linear layers are deferred: in a transformer half
+of the backward is their weight gradients. Everything else is done in I, convolutions too.
 
-A product is written where it is to lie, or added there, in one go: to make it first and add it then would cost the halves more
-memory traffic than a whole backward has.
+A weight gradient is written or accumulated in place by one kernel: computing it first and adding it later would cost more memory traffic
+than a whole backward has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["DeferredWeights", "MainGradBuffer"]
 
 
 class MainGradBuffer(Protocol):
-    """Where gradients of weights live."""
+    """Where weight gradients are accumulated."""
 
     def place(self, parameter: Tensor) -> Tensor | None:
         """Memory for the first gradient of a step; None: wherever."""
@@ -36,7 +36,7 @@ class MainGradBuffer(Protocol):
 
 
 class DeferredWeights(Interception):
-    """What one forward of one stage leaves for later. ``home`` None: gradients live where they are made."""
+    """The deferred weight gradients of one forward of one stage. ``home`` None: gradients stay where they are computed."""
 
     def __init__(self, home: MainGradBuffer | None = None) -> None:
         super().__init__({F.linear: self._linear, torch.addmm: self._addmm})
@@ -44,7 +44,7 @@ class DeferredWeights(Interception):
         self._later: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """Make the gradients of the weights, in the order in which the backward came to them; what each is made of goes with it."""
+        """Compute the weight gradients in the order of the backward; what each is computed from is freed with it."""
         later, self._later = deque(self._later), []
         with torch.no_grad():
             while later:

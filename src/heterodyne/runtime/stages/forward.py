@@ -1,4 +1,4 @@
-"""The user's model on one slice of the batch, so that what comes out does not depend on how the batch was cut."""
+"""The user's model on one slice of the batch, with results that do not depend on how the batch was cut."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Copies between a device and the memory of its host, beside what the device computes.
+"""Copies between a device and its host, overlapped with computing.
 
-All of them run on one stream, in the order of the calls. Each begins when the device has done what it was asked for before; the device
-waits for one where `Batch.wait` says so, the host never does. Memory of the device on either end of a copy must stay until the device has
-waited, which is the caller's part; pinned memory is kept here until its copy is over.
+All of them run on one stream, in call order. Each begins when the device has done what was queued before; the device waits for one where
+`Batch.wait` says so, the host never does. Device memory on either end of a copy must stay until the device has waited, which is up to
+the caller; pinned memory is kept here until its copy is done.
 """
 
 from __future__ import annotations

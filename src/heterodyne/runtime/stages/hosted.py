@@ -1,9 +1,9 @@
-"""Running something so that what its backward needs waits in the memory of the host.
+"""Activation offload: saved tensors of a run wait in host memory until its backward.
 
-What autograd would keep is replaced by handles. When the run is over the memory that these lie in is copied to the host, while what comes
-behind runs, and let go of when the next such run is over, or the program says so (OFFLOAD): so at most one is on the device on its way
-out. Until then nothing that a backward needs can change, so the copy is of the right values whenever it is made. The backward asks for
-it in the reverse order: while one run's is used, that of the run before is on its way back; or all are asked for ahead of it (RELOAD).
+Saved tensors are replaced by handles. After the forward of the run their storages are copied to the host while the next blocks run, and
+freed when the next offloaded run is done, or at OFFLOAD: so at most one run is on its way out. Until then nothing that a backward needs
+can change, so the copy has the right values whenever it is made. The backward fetches in reverse order: while one run is used, the one
+before is on its way back; or RELOAD fetches all of them ahead.
 """
 
 from __future__ import annotations

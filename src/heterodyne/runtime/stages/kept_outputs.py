@@ -1,9 +1,8 @@
-"""What chosen ops of a part of the model have made, kept for the time when the part is run again.
+"""Selective recompute: outputs of chosen ops are kept, and not recomputed.
 
-An op is a call between `begin` and `end`. What it computes below autograd is seen by a dispatch mode: the first time it is noted, the
-second time it is given back in place of being computed. Autograd is above that and does the same both times, so it saves the same
-tensors in the same order. Views are made again, since to hold one would hold all that it is a view of, and so are casts: autocast makes
-those of weights or finds them in its cache, not alike both times.
+An op is a call between `begin` and `end`. A dispatch mode below autograd notes its outputs in the first run, and returns them in the
+second instead of computing. Autograd is above that and does the same both times, so it saves the same tensors in the same order. Views
+are made again, since holding one would hold its base, and so are casts: autocast may take those of weights from its cache or not.
 """
 
 from __future__ import annotations

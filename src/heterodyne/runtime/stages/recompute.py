@@ -1,11 +1,9 @@
-"""Running something without keeping what its backward needs, and again when that is needed.
+"""Activation recomputation (checkpointing) that can run ahead of the backward.
 
-What autograd would keep is replaced by a place that is empty; when the backward asks for it, or before (`Recomputation.now`), the same is
-run once more, and fills the places with what the first run would have kept, until all are full: what comes behind the last of them is
-not done. Autograd holds them, so each tensor goes as soon as the backward has used it.
-This is the non-reentrant checkpointing of PyTorch (``torch.utils.checkpoint``), opened up so that the second
-run can be placed where a rank would wait anyway. Random draws repeat, because the second run begins with torch's generator as the
-first one did.
+Saved tensors are replaced by empty places; when the backward asks for one, or earlier (`Recomputation.now`), the block is run once more
+and fills the places, until all are full: then it stops early. Autograd holds the places, so each tensor is freed as soon as the backward
+has used it. This is PyTorch's non-reentrant checkpointing (``torch.utils.checkpoint``), opened up so that the second run can be placed
+where a rank would be idle. Random draws repeat, because the second run starts with the same generator state.
 """
 
 from __future__ import annotations
@@ -39,11 +37,10 @@ class _Enough(Exception):  # noqa: N818  # it is no error
 
 
 class Recomputation:
-    """One run of ``run`` on ``values``; what it is called with stays alive, nothing in between does.
+    """One run of ``run`` on ``values``; its inputs stay alive, nothing in between does.
 
-    ``around`` surrounds the second run with what the first one is surrounded with (modes, autocast): a backward may ask for it in
-    a thread of its own. ``kept``: what ops of ``run`` keep of what they make. ``to_end``: the second run is not stopped early, as
-    where others take part in it.
+    ``around`` surrounds the second run with what surrounds the first one (modes, autocast): a backward may ask for it in a thread of its
+    own. ``kept``: outputs that ops of ``run`` keep. ``to_end``: no early stop, as where the run has collectives.
     """
 
     def __init__(

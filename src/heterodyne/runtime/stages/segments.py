@@ -1,4 +1,4 @@
-"""What a stage is made of: pieces of the model that run one after the other on one rank."""
+"""The segments of a stage: pieces of the model that run one after the other on one rank."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Segment:
 
     Args:
         run: what computes it.
-        receives, sends: values by which it hangs together with other segments.
-        recompute: what its backward needs is not kept, but computed again; ``keeps``: but for what some of its ops make.
-        hosted: what its backward needs waits in the memory of the host.
-        random_before: how many ops that draw random numbers stand before it in the model.
+        receives, sends: values that connect it with other segments.
+        recompute: its saved tensors are recomputed; ``keeps``: except for the outputs of some of its ops.
+        hosted: its saved tensors are offloaded to the host.
+        random_before: the number of ops before it in the model that draw random numbers.
     """
 
     run: Runnable

@@ -1,4 +1,4 @@
-"""What one rank works with, put together from a plan: its stages, what it exchanges with others, and its gradients' process groups."""
+"""Builds from a plan what one rank works with: its stages, its point-to-point edges, and the process groups of its gradients."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StagePrograms(Protocol):
         sharded: tuple[Pipeline, int] | None,
     ) -> _Program:
         """The ops ``[start, stop)`` of the model, which is cut at ``starts``; for inputs of the shapes of ``batch``, None: those that
-        it was captured with. ``sharded``: the stage that they are of, if it lies in parts on its devices.
+        it was captured with. ``sharded``: the stage that they are of, if it is sharded over its devices.
         """
 
     def coupled(
@@ -354,7 +354,7 @@ def _exchange(placement: Placement, communicator: Communicator) -> SampleExchang
 
 
 def _teams(plan: Plan, cluster: Cluster, communicator: Communicator) -> dict[int, SplitTeam]:
-    """For each stage that lies in parts the devices with which this rank holds them: those of its row. Collective."""
+    """For each sharded stage the devices with which this rank holds them: those of its row. Collective."""
     made: dict[tuple[int, ...], Group | None] = {}
     found = {}
     for pipeline in plan.pipelines:

@@ -50,7 +50,7 @@ class Stages:
         transfers: from and to other ranks; None: there is one stage, and the rank has it all to itself.
         halves: the stages whose backwards come in two halves.
         home: of the gradients of their second halves.
-        in_parts: the stages that lie in parts on several devices. These meet in each pass, so they all go the same way through it,
+        in_parts: the sharded stages on several devices. These meet in each pass, so they all go the same way through it,
             also where one of them has nothing to receive or no gradient came back to it.
     """
 

@@ -1,9 +1,8 @@
-"""What the ranks of a pipeline send each other: activations forward, their gradients back, each its own samples.
+"""Point-to-point messages of a pipeline: activations forward, their gradients back, each rank its own samples.
 
-A micro-batch is cut over the devices of a stage (`plan.slices`), so between two stages each pair of devices exchanges the
-samples that both have. What two ranks have for each other in one go is a *message*: all values of one micro-batch between two
-stages. Messages are received in the order in which they are sent, which both ranks read in the program; room for the next ones is
-made ahead, so that they travel while this rank computes.
+A micro-batch is divided over the devices of a stage (`plan.slices`), so between two stages each pair of devices exchanges the samples
+that both have. All values of one micro-batch from one rank to another between two stages are one *message*. Messages are received in the
+order in which they are sent, which both ranks read in the program; receives are posted ahead, so that they overlap with computing.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """The values that stage ``maker`` makes and stage ``reader``, on another place, reads."""
+    """The values that stage ``maker`` makes and stage ``reader``, on another pipeline rank, reads."""
 
     maker: int
     reader: int
@@ -216,7 +215,7 @@ class Transfers:
         return messages
 
     def _make_room(self, other: int, upto: _Message | None = None) -> None:
-        """Ask for the next messages of a rank; for all up to one, if that is named."""
+        """Post receives for the next messages of a rank; for all up to one, if that is named."""
         waiting = self._expected[other]
         open_ = sum(source == other for source, _ in self._posted)
         while waiting and (open_ < MESSAGES_AHEAD or (upto is not None and (other, upto) not in self._posted)):

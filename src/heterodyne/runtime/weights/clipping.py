@@ -59,7 +59,7 @@ class Clipping:
         self._process_group.all_reduce(total).wait()
         norm = total.sqrt()
         if self._largest:
-            # Not a number: no gradient is touched, so that those at fault can be told from the others.
+            # Not a number: no gradient is touched, so that those at fault can be distinguished from the others.
             scale = (self._largest / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
             for gradient in self._weights.gradients().values():
                 gradient.mul_(scale)

@@ -41,7 +41,7 @@ class GradientBuckets:
         parameters: every trainable parameter of this rank by its canonical name, on its device.
         buckets: those of the plan that hold any of them, with the process group that joins the ranks whose gradients are summed; None, or
             one of one rank: this worker is alone with them.
-        recorder: is told when each reduction starts and ends.
+        recorder: is informed when each reduction starts and ends.
         completed: for each stage, the parameters whose gradients its last backward completes.
         boxes: of the parameters of which this rank has a box.
         ranges: by number of a bucket whose state is sharded, the range of each rank of its process group.

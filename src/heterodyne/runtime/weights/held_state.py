@@ -1,6 +1,6 @@
 """What one rank holds of the state of all, told without asking anybody: the other ranks may not answer any more.
 
-Of a tensor that lies in parts each rank tells its own pieces, and where they belong; `joined` makes the tensor of the pieces of all.
+Of a tensor that is sharded each rank tells its own pieces, and where they belong; `joined` makes the tensor of the pieces of all.
 """
 
 from __future__ import annotations

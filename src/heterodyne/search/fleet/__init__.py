@@ -1,1 +1,1 @@
-"""The best parallel plan over pools of alike devices: shapes of pipelines, how many of each, and what every other way would cost."""
+"""The best parallel plan over pools of alike devices: pipeline templates, the number of replicas of each, and the alternatives."""

@@ -1,9 +1,10 @@
-"""Pipelines that are all alike: every order of kinds of devices, number of stages and width, by about how long a step of them takes.
+"""Enumeration of plans whose pipelines are all alike: every order of device kinds, number of stages and width, ranked by estimated step
+time.
 
-The stages of a kind follow each other. A stage of kind k does floor(tau / t_k) of the layers in a time tau, or as many as it has memory
-for where it stands, so the slowest stage of a pipeline takes the least tau in which its stages do all layers: found by bisection, for all
-pipelines at once. To that comes what pipelines wait, what messages take and what shows of gradients. It is an estimate: it says which
-pipelines are worth to be cut exactly and played.
+The stages of one kind are contiguous. In a time tau a stage of kind k takes floor(tau / t_k) layers, or as many as its memory holds at
+its pipeline rank, so the bottleneck stage takes the least tau in which the stages take all layers: found by bisection, vectorised over
+all pipelines. Pipeline fill, point-to-point messages and exposed gradient sync are added. It is an estimate: it selects the pipelines
+that are cut exactly and played.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind
 from heterodyne.search.fleet.plan import SPLIT
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.wires import Wires
 
 __all__ = ["Alike", "Places"]
 
@@ -39,7 +40,7 @@ _PART = 4096  # pipelines that are worked out at once
 
 @dataclass(frozen=True, kw_only=True)
 class Alike:
-    """Of one space. ``zero``: the level at which memory is counted."""
+    """Alike pipelines of one search space. ``zero``: the ZeRO level at which memory is counted."""
 
     predictor: Predictor
     space: Space
@@ -47,10 +48,10 @@ class Alike:
     limits: Limits
 
     def best(self, kinds: Mapping[int, Sequence[Kind]], most: int) -> list[tuple[int, Places]]:
-        """So many of those that are fastest, by size of micro-batches and places; the fastest first.
+        """The ``most`` plans with the least estimated step time, as pairs of micro-batch size and stages, the fastest first.
 
         Args:
-            kinds: that stages may be, by the size of micro-batches.
+            kinds: stage kinds, by micro-batch size.
         """
         found: list[tuple[float, int, Places]] = []
         for size, own in kinds.items():
@@ -63,8 +64,8 @@ class Alike:
     def _of_size(
         self, kinds: Sequence[Kind], size: int, most: int, below: float, limit: int
     ) -> Iterator[tuple[float, int, Places]]:
-        """Those of which less than ``below`` seconds are estimated. Worked out are only pipelines that could be among them if their stages
-        were equally long, by fractions of layers.
+        """Plans of one micro-batch size with an estimate below ``below`` seconds. Only those are estimated exactly whose relaxation,
+        equally long stages with fractional layers, could be among them.
         """
         if not kinds:
             return
@@ -94,7 +95,7 @@ class Alike:
                 yield seconds, size, tuple((kinds[k].name, kinds[k].widths, run) for k, run in stages if run)
 
     def _chains(self, kinds: Sequence[Kind], limit: int) -> tuple[Ints, Ints]:
-        """Numbers of kinds, and how many stages each has; 0 of those that there are not. Shape [pipelines, max_pools]."""
+        """Sequences of kinds with the number of stages of each; 0 pads the unused places. Shape [pipelines, max_pools]."""
         pools = sorted({kind.pool for kind in kinds})
         own = {pool: [n for n, kind in enumerate(kinds) if kind.pool == pool] for pool in pools}
         wide = min(self.space.max_pools, len(pools))
@@ -115,7 +116,7 @@ class Alike:
         return np.concatenate(chains), np.concatenate(runs)
 
     def _count(self, kinds: Sequence[Kind], chains: Ints, runs: Ints) -> Ints:
-        """As many pipelines as the limits allow; 0 where these are too few."""
+        """The number of pipeline replicas that the limits allow; 0 where there are too few devices."""
         limits = self.limits
         devices, pool = (np.array([getattr(kind, name) for kind in kinds]) for name in ("devices", "pool"))
         need = runs * devices[chains]
@@ -127,6 +128,7 @@ class Alike:
         return np.where(count >= limits.least, count, 0)
 
     def _about_s(self, kinds: Sequence[Kind], size: int, chains: Ints, runs: Ints, count: Ints) -> Floats:
+        """Estimated seconds of a step of each plan. Shape [pipelines]."""
         layers = len(kinds[0].table.costs)
         passes = [kind.table.passes for kind in kinds]
         forward, backward = (np.array([own[-1] for own in part]) / layers for part in zip(*passes, strict=True))
@@ -157,7 +159,7 @@ class Alike:
         return np.where(fits, about, np.inf)
 
     def _room(self, kinds: Sequence[Kind], chains: Ints, held: Floats, count: Ints, *, recompute: bool) -> Floats:
-        """Layers for which a stage has memory, if all are like one in the middle."""
+        """The number of layers for which a stage has memory, if every layer is like one in the middle of the model."""
         if recompute and not self.space.recompute:
             return np.zeros(chains.shape)
         figures = []
@@ -174,7 +176,7 @@ class Alike:
         return found
 
     def _sends(self, kinds: Sequence[Kind], chains: Ints, runs: Ints) -> tuple[Floats, Floats]:
-        """Seconds of a message between two stages of a kind, and from the kind before. Shape [pipelines, max_pools]."""
+        """Seconds of a point-to-point message between two stages of one kind, and from the preceding kind. Shape [pipelines, max_pools]."""
         fleet, wires = self.predictor.fleet, Wires(self.predictor.fleet)
         pools = [fleet.pools[kind.pool] for kind in kinds]
         sent = kinds[0].table.output_bytes(len(kinds[0].table.costs) // 2)
@@ -200,7 +202,7 @@ class Alike:
         return np.where(runs > 1, inside, 0.0), np.where(runs > 0, before, 0.0)
 
     def _shown_s(self, kinds: Sequence[Kind], chains: Ints, runs: Ints, count: Ints, tau: Floats) -> Floats:
-        """About what shows of gradients, if every stage has its part of the layers by its pace."""
+        """Estimated exposed seconds of gradient sync, if each stage holds layers in proportion to its speed."""
         layers, wires = len(kinds[0].table.costs), Wires(self.predictor.fleet)
         figures = []
         for kind in kinds:

@@ -1,4 +1,4 @@
-"""Sums over layers, and what lies between any two layers."""
+"""Array types, prefix sums over layers and tables over pairs of layers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ Ints = NDArray[np.int64]
 
 
 def sums(values: Sequence[float]) -> list[float]:
+    """Prefix sums, starting with 0."""
     return list(accumulate(values, initial=0.0))
 
 
 def between(sums: Sequence[float]) -> Floats:
+    """The difference of two prefix sums for every start and stop. Shape [n, n]."""
     row = np.asarray(sums)
     difference: Floats = row[None, :] - row[:, None]
     return difference

@@ -1,4 +1,4 @@
-"""The least first, where a first look says little and a second one takes long."""
+"""Lazy selection in ascending order, where a lower bound is cheap and the exact value is expensive."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Item = TypeVar("Item")
 def ascending(
     items: Iterable[Item], least: Callable[[Item], float], more: Callable[[Item], float], below: float
 ) -> Iterator[Item]:
-    """By ``least + more``, those where it is below a limit; of equals the earlier one first.
+    """Items in ascending order of ``least + more``, as far as that is below the limit; ties keep their input order.
 
-    ``more`` is never less than zero. It is asked only of those that may be next.
+    ``least`` is a lower bound and ``more``, which is never negative, is evaluated only for items that may be next (best-first search).
     """
     known = list(items)
     heap = [(value, number, False) for number, item in enumerate(known) if (value := least(item)) < below]

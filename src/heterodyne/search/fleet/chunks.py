@@ -1,4 +1,4 @@
-"""The same places with more or fewer stages on each: every place keeps the number of its layers, cut into as even parts as can be."""
+"""The same pipeline ranks with another number of virtual stages: each rank keeps its number of layers, cut as evenly as possible."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["chunked"]
 
 
 def chunked(template: Template, chunks: int) -> Iterator[Template]:
-    """The template with so many stages on each place: longer ones first, or last; none where there are too few layers or places.
+    """The template with ``chunks`` virtual stages on each rank, the longer ones first and then last; nothing where there are too few layers
+    or ranks.
 
-    Every stage has a layer at least: where a place has fewer layers than stages, it takes them from where there are most.
+    Every virtual stage has at least one layer: a rank with fewer layers than virtual stages takes some from the rank with most.
     """
     places = template.places
     layers = template.stages[-1].stop

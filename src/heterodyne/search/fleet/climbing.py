@@ -1,4 +1,4 @@
-"""Other schedules for the mixes that are known, and steps from the best of them to better ones, as far as the work allows."""
+"""Local search: other schedules for the mixes that are known, and hill climbing from the best of them within the work limit."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
 
-from heterodyne.search.fleet.aim import Aim
 from heterodyne.search.fleet.ascending import ascending
-from heterodyne.search.fleet.improve import Steps, climb
+from heterodyne.search.fleet.criterion import Criterion
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
 from heterodyne.search.fleet.ledger import ACTIONS, Ledger
+from heterodyne.search.fleet.neighbourhood import Neighbourhood, climb
+from heterodyne.search.fleet.pipeline_table import MANY_DEVICES, PipelineTable
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, ScheduleName, Template
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.rows import MANY_DEVICES, Rows
 from heterodyne.search.fleet.shares import time_until
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.weighed import Mix, Weighed
 
 __all__ = ["Climbing"]
 
@@ -26,24 +26,26 @@ _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
 _NEARLY_OF_FEW = 1.3
 _PART_OF_MANY = 20  # of the work, where pipelines are long
-_Start = tuple[Mix, Weighed, ScheduleName, tuple[ScheduleName, ...]]
+_Start = tuple[Mix, EvaluatedPlan, ScheduleName, tuple[ScheduleName, ...]]
 """What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Climbing:
-    """Of one search. ``columns``: templates that may be put into a mix."""
+    """Local search of one space. ``columns``: templates that may be added to a mix."""
 
     predictor: Predictor
     space: Space
-    rows: Rows
+    rows: PipelineTable
     ledger: Ledger
     columns: Sequence[Template]
-    aim: Aim
+    aim: Criterion
 
-    def improved(self, best: Weighed) -> Weighed:
-        """From the best mixes, and from the best pipelines that are all alike: a mix may be the better start and the worse end."""
-        within = [(mix, w) for mix, w in self.ledger.weighed.items() if self.aim.within(mix)]
+    def improved(self, best: EvaluatedPlan) -> EvaluatedPlan:
+        """The best plan reached by climbing from the best mixes and from the best alike pipelines: the better start may lead to the worse
+        end.
+        """
+        within = [(mix, w) for mix, w in self.ledger.evaluated.items() if self.aim.within(mix)]
         ranked = sorted(within, key=lambda entry: self.aim.score(entry[1]))
         starts = dict(ranked[:_STARTS])
         starts.update([entry for entry in ranked if len(entry[0]) == 1][:1])
@@ -52,26 +54,28 @@ class Climbing:
         climbs = [(mix, start, start.plan.schedule, self.space.plain_schedules) for mix, start in starts.items()]
         return self._climbed(best, climbs, self.space.work // part)
 
-    def rescheduled(self, best: Weighed, schedules: tuple[ScheduleName, ...]) -> Weighed:
-        """The best under schedules that are not tried first; for those that interleave with every number of stages on each place.
+    def rescheduled(self, best: EvaluatedPlan, schedules: tuple[ScheduleName, ...]) -> EvaluatedPlan:
+        """The best plan under schedules that are not tried first; interleaved ones with every number of virtual stages.
 
-        Tried are the best mix that is known, and then others and those that would be best if their slowest places always worked, those
-        with the least bound first.
+        Tried are the best known mix, then the others in ascending order of their lower bound.
         """
         within = [
             mix
-            for mix in dict.fromkeys((*self.ledger.weighed, *self.ledger.proposed))
+            for mix in dict.fromkeys((*self.ledger.evaluated, *self.ledger.proposed))
             if any(len(t.stages) > 1 for t, _ in mix) and self.aim.within(mix)
         ]
         small = self.rows.few
         known = sorted(
-            (m for m in within if m in self.ledger.weighed), key=lambda mix: self.aim.score(self.ledger.weighed[mix])
+            (m for m in within if m in self.ledger.evaluated),
+            key=lambda mix: self.aim.score(self.ledger.evaluated[mix]),
         )
         known = known[:_RESCHEDULED]
         others: list[Mix] = []
         if self.aim.by_time:
             count = _RESCHEDULED_OF_FEW if small else _RESCHEDULED
-            others += islice(ascending(within, self._steady_s, self._least_after_s, best.predicted.step_s), count)
+            others += islice(
+                ascending(within, self._steady_s, self._least_sync_and_update_s, best.predicted.step_s), count
+            )
         steps = self._steps("1F1B", schedules)
         options: Iterable[Mix] = dict.fromkeys((*known, *others))
         if not INTERLEAVED.isdisjoint(schedules):
@@ -80,8 +84,8 @@ class Climbing:
         nearly = _NEARLY_OF_FEW if small else _NEARLY
         if self.aim.by_time:
             limit_s = best.predicted.step_s * nearly
-            options = [mix for mix in options if self.predictor.could_take(mix, limit_s)]
-            options = ascending(options, self.predictor.bound_s, self._least_after_s, limit_s)
+            options = [mix for mix in options if self.predictor.bound_at_most(mix, limit_s)]
+            options = ascending(options, self.predictor.bound_s, self._least_sync_and_update_s, limit_s)
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
         work = self.space.work if small else self.space.work // _PART_OF_MANY
         limit = self.ledger.spent + work
@@ -90,42 +94,42 @@ class Climbing:
                 break
             if self._fewest_actions(mix, schedules[-1]) > work * ACTIONS:
                 continue
-            weighed = self.ledger.weigh(mix, self.aim.below_s(best, nearly), schedules)
+            weighed = self.ledger.evaluate(mix, self.aim.below_s(best, nearly), schedules)
             if weighed is not None and self.aim.better(weighed, best):
                 best = weighed
         return best
 
     def _steady_s(self, mix: Mix) -> float:
-        """Of the pipelines, if the slowest place of each always worked."""
+        """Seconds of the pipelines if the bottleneck rank of each were never idle."""
         batch = self.predictor.global_batch
-        lines = [([(0.0, self.predictor.alone.longest_s(t))], n * t.micro_batch) for t, n in mix]
+        lines = [([(0.0, self.predictor.pipeline_time.longest_s(t))], n * t.micro_batch) for t, n in mix]
         return time_until(lines, [batch] * len(lines), batch)
 
     def _fewest_actions(self, mix: Mix, schedule: ScheduleName) -> int:
-        """That are played for pipelines with several stages on each place, however the batch is shared out."""
+        """Lower bound on the actions that have to be played for interleaved pipelines, however the batch is divided."""
         seconds, layout = self.predictor.bound_s(mix), self.space.layouts[0]
         return sum(
-            self.predictor.alone.makespans(t, schedule, layout).fewest_actions(
-                int(seconds / self.predictor.alone.longest_s(t))
+            self.predictor.pipeline_time.makespans(t, schedule, layout).fewest_actions(
+                int(seconds / self.predictor.pipeline_time.longest_s(t))
             )
             for t, _ in mix
             if t.chunks > 1
         )
 
-    def _least_after_s(self, mix: Mix) -> float:
-        return self.predictor.least_after_s(mix, self.space.layouts, self.space.zero)
+    def _least_sync_and_update_s(self, mix: Mix) -> float:
+        return self.predictor.least_sync_and_update_s(mix, self.space.layouts, self.space.zero)
 
     def _zero_of(self, mix: Mix) -> int:
-        """The level at which it is known to be best, or might be."""
-        return self.ledger.weighed[mix].plan.zero if mix in self.ledger.weighed else self.rows.low
+        """The ZeRO level at which the mix is known to be best, or else may be."""
+        return self.ledger.evaluated[mix].plan.zero if mix in self.ledger.evaluated else self.rows.low
 
     def _climbed(
         self,
-        best: Weighed,
+        best: EvaluatedPlan,
         starts: Sequence[_Start],
         work: int,
-    ) -> Weighed:
-        """From each start, as many steps as its part of the work allows."""
+    ) -> EvaluatedPlan:
+        """Hill climbing from each start; each has an equal part of the work limit."""
         limit = self.ledger.spent
         for mix, start, schedule, schedules in starts:
             limit += work // len(starts)
@@ -137,26 +141,28 @@ class Climbing:
                     return False
                 if not self.aim.by_time:
                     return True
-                could = self.predictor.could_take
+                could = self.predictor.bound_at_most
                 if not could(tried, least, split=split):
                     return False
                 # Over many devices to work out what is exchanged takes longer than to play pipelines.
                 many = self.predictor.fleet.devices > MANY_DEVICES
-                return many or could(tried, least - self._least_after_s(tried), split=split)
+                return many or could(tried, least - self._least_sync_and_update_s(tried), split=split)
 
             def proceed(limit: int = limit) -> bool:
                 return self.ledger.spent < limit and not self.ledger.late()
 
-            def weigh(tried: Mix, least: float, schedules: tuple[ScheduleName, ...] = schedules) -> Weighed | None:
-                return self.ledger.weigh(tried, least if self.aim.by_time else inf, schedules)
+            def evaluate(
+                tried: Mix, least: float, schedules: tuple[ScheduleName, ...] = schedules
+            ) -> EvaluatedPlan | None:
+                return self.ledger.evaluate(tried, least if self.aim.by_time else inf, schedules)
 
-            found, _ = climb(start, mix, steps.from_mix, weigh, self.aim.score, could_beat, proceed)
+            found, _ = climb(start, mix, steps.from_mix, evaluate, self.aim.score, could_beat, proceed)
             if self.aim.score(found) < self.aim.score(best):
                 best = found
         return best
 
-    def _steps(self, schedule: ScheduleName, schedules: tuple[ScheduleName, ...]) -> Steps:
-        return Steps(
+    def _steps(self, schedule: ScheduleName, schedules: tuple[ScheduleName, ...]) -> Neighbourhood:
+        return Neighbourhood(
             predictor=self.predictor,
             columns=self.columns,
             sizes=self.rows.sizes,

@@ -1,6 +1,7 @@
-"""The shapes of pipelines that matter, out of all that fit: those that are worth most at some times, and the best by themselves.
+"""Selection of the templates that matter: those of the highest reduced value at some step times, and the best as alike pipelines.
 
-What a shape is worth is what it does in a time, less what its devices would do elsewhere, which the prices of the relaxed knapsack say.
+The reduced value of a template is the samples that it does in a given time, less what its devices are worth elsewhere: the dual prices
+of the relaxed knapsack (`counts`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ _ONE_BY_ONE = 8  # numbers of pipelines up to which every number is tried
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Chooses among shapes. ``most``: about how many for each way to choose; ``sizes``: of micro-batches; ``few``: whole numbers of devices
-    matter, so that more are chosen; ``ways``: with how much of its exchange a shape is compared, and how much later than it could be done.
+    """Selects templates.
+
+    Args:
+        sizes: micro-batch sizes.
+        most: about how many templates each criterion selects.
+        few: whole numbers of devices matter, so more templates are selected.
+        ways: pairs of the fraction of the gradient sync that is counted and the factor on the step time at which templates are compared.
     """
 
     predictor: Predictor
@@ -34,9 +40,9 @@ class Columns:
     ways: tuple[tuple[float, float], ...]
 
     def of(self, options: Options, limits: Limits, seconds: float, *, filled: bool = True) -> list[Template]:
-        """The shapes that are worth most when pipelines end, or soon after it.
+        """The templates of the highest reduced value if pipelines have ``seconds``, or a little more.
 
-        ``filled``: pipelines have to be filled and drained once; else they are taken never to wait.
+        ``filled``: pipeline fill and drain count once; otherwise pipelines are taken as never idle.
         """
         longest, sizes, devices = options.longest_s, options.sizes, options.devices
         exchange_s = options.exchange_s(limits)
@@ -67,7 +73,7 @@ class Columns:
         return options.templates(chosen)
 
     def _alone(self, options: Options, limits: Limits) -> list[int]:
-        """The shapes that do the whole batch fastest in so many pipelines all alike."""
+        """The templates with the fastest step as alike pipelines."""
         devices = options.devices
         most = np.min(np.where(devices > 0, limits.room // np.maximum(1, devices), limits.room.max()), axis=1)
         exchange_s = options.exchange_s(limits)
@@ -86,7 +92,7 @@ class Columns:
 
 
 def _filling(keep: Ints, capacity: Floats, devices: Ints, limits: Limits) -> list[int]:
-    """Of those over one pool the best for each small number of them that fill it."""
+    """Of the templates over a single pool, the best for each small device count that divides the pool."""
     found = []
     for pool, room in enumerate(limits.room.tolist()):
         own = keep[(devices[keep, pool] > 0) & (devices[keep, pool] == devices[keep].sum(axis=1))]

@@ -1,7 +1,7 @@
-"""How many pipelines of which shape: in a given time every shape can do so many samples with so many devices, which is a knapsack.
+"""Replica counts: in a given step time a replica of each template does a number of samples on a number of devices, which is a knapsack.
 
-Its relaxation bounds what any mix of shapes can do, and its prices (what a device of each pool is worth) tell the few shapes that
-matter from the many. Among those the counts are whole numbers, found by mixed integer programming (HiGHS).
+Its linear relaxation bounds every mix of templates, and its dual prices (the worth of one device of each pool) select the few templates
+that matter. Over those the counts are integers, found by mixed integer programming (HiGHS).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Limits", "Relaxed", "best_per_devices", "relaxed", "shortest_s", "wh
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What all pipelines together may take.
+    """Joint limits on all pipelines.
 
     Args:
         room: devices of each pool.
-        prices: of a device of each pool, in any unit; None: there is no budget.
+        prices: of one device of each pool, in any unit; None: no budget.
         budget: in the same unit.
-        least, most: pipelines.
+        least, most: number of pipelines.
     """
 
     room: Ints
@@ -36,7 +36,7 @@ class Limits:
     most: int | None = None
 
     def most_of(self, devices: Ints) -> int:
-        """Pipelines over so many devices of each pool."""
+        """The largest number of pipelines that each take ``devices`` of each pool."""
         counts = [int(room // need) for room, need in zip(self.room, devices, strict=True) if need]
         if self.prices is not None and np.isfinite(self.budget):
             each = float(devices @ self.prices)
@@ -44,7 +44,7 @@ class Limits:
         return min([*counts, *([] if self.most is None else [self.most])])
 
     def rows(self, devices: Ints) -> tuple[Floats, Floats]:
-        """The left and right sides of ``left @ counts <= right``."""
+        """The matrix and right side of ``left @ counts <= right``."""
         left = [*devices.T.astype(float)]
         right = [*self.room.astype(float)]
         if self.prices is not None and np.isfinite(self.budget):
@@ -61,14 +61,16 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Relaxed:
-    """The knapsack with fractions of pipelines. ``prices``: samples that one more device of each pool would do."""
+    """Optimum of the relaxed knapsack. ``samples``: of the batch in the given time; ``prices``: samples that one more device of each pool
+    would add (dual variables).
+    """
 
     samples: float
     prices: Floats
 
 
 def relaxed(capacity: Floats, devices: Ints, limits: Limits) -> Relaxed | None:
-    """Samples that fit into a time, where a pipeline of each column does ``capacity``; None if the limits contradict each other."""
+    """The relaxed knapsack for templates that each do ``capacity`` samples in the given time; None if the limits are infeasible."""
     left, right = limits.rows(devices)
     found = linprog(-capacity, A_ub=left, b_ub=right, bounds=(0, None), method="highs")
     if found.status != 0:
@@ -83,9 +85,10 @@ def relaxed(capacity: Floats, devices: Ints, limits: Limits) -> Relaxed | None:
 def shortest_s(
     longest_s: Floats, total_s: Floats, sizes: Ints, devices: Ints, limits: Limits, samples: int
 ) -> tuple[float, float] | None:
-    """Two times: one that no mix of these shapes can beat, and about how long the best one takes; None if none keeps the limits.
+    """A lower bound on the step of any mix of these templates, and an estimate of the best one, in seconds; None if no mix keeps the
+    limits.
 
-    The first counts nothing but the slowest stages; the second has every pipeline filled and drained once.
+    The bound counts the bottleneck stages only; the estimate adds one fill and drain of each pipeline.
     """
     rates = sizes / longest_s
     keep = best_per_devices(rates, devices)
@@ -107,13 +110,13 @@ def shortest_s(
 
 
 def capacities(longest_s: Floats, total_s: Floats, sizes: Ints, seconds: float) -> Floats:
-    """Samples that a pipeline does in a time, in fractions of micro-batches."""
+    """Samples that each pipeline does in ``seconds``, with fractional micro-batches. Shape [templates]."""
     rounds: Floats = np.maximum(0.0, 1 + (seconds - total_s) / longest_s)
     return sizes * rounds
 
 
 def best_per_devices(capacity: Floats, devices: Ints, most: int = 1) -> Ints:
-    """Of all columns with the same devices those that do most, in the order of the columns."""
+    """Of all columns on the same devices those with the largest capacity, in their order."""
     order = np.lexsort((np.arange(len(capacity)), -capacity, *devices.T))
     place = np.arange(len(order))
     new = np.ones(len(order), dtype=bool)
@@ -124,7 +127,7 @@ def best_per_devices(capacity: Floats, devices: Ints, most: int = 1) -> Ints:
 
 
 def whole(capacity: Sequence[float], devices: Ints, limits: Limits) -> list[int] | None:
-    """Counts of pipelines that do most in a time; None if none keeps the limits."""
+    """Integer counts of pipelines with the most samples in the given time; None if none keeps the limits."""
     left, right = limits.rows(devices)
     most = max(max(capacity, default=0.0), 1.0)
     with quiet():

@@ -1,8 +1,7 @@
-"""What no plan can beat, with whole layers, whole micro-batches, and what of its exchange each place shows.
+"""A lower bound on the step time of any plan, with whole layers, whole micro-batches and the exposed gradient sync of each stage.
 
-Asked of `Covering`, time after time, for places that take at least so long.
-
-It holds for stages of one place that are apart, too. Not counted are waiting, and messages that no device waits for.
+`Covering` decides feasibility for one step time; bisection over times gives the bound. It also holds for virtual stages. Pipeline
+bubbles and asynchronous messages are not counted.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from heterodyne.cost.layers import Widths
 from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.comm_volume import EXCHANGED, Exchanged
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.covering import Covering, Places
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
+from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind
-from heterodyne.search.fleet.rows import Rows
-from heterodyne.search.fleet.sent import EXCHANGED, Exchanged
-from heterodyne.search.fleet.weighed import Weighed
-from heterodyne.search.fleet.wires import Wires
+from heterodyne.search.fleet.pipeline_table import PipelineTable
 
 __all__ = ["Cover"]
 
@@ -31,16 +30,16 @@ _CLOSE = 5e-3  # of a time, the part to which the bound is known
 
 @dataclass(frozen=True, kw_only=True)
 class Cover:
-    """Of a space and limits without a budget, for a model whose layers between the first and the last one are alike."""
+    """The bound for one space without a budget, for a model whose layers between the first and the last are alike."""
 
-    rows: Rows
+    rows: PipelineTable
     limits: Limits
     _names: dict[tuple[int, Widths], int] = field(default_factory=dict, repr=False)
     _devices: list[tuple[int, int]] = field(default_factory=list, repr=False)
 
     @classmethod
-    def of(cls, rows: Rows, limits: Limits) -> Cover | None:
-        """None where it cannot be said."""
+    def of(cls, rows: PipelineTable, limits: Limits) -> Cover | None:
+        """None where the bound does not apply."""
         layers = rows.predictor.tables.costs.layers
         if len(layers) < 3 or len(set(layers[1:-1])) > 1 or np.isfinite(limits.budget):
             return None
@@ -52,10 +51,11 @@ class Cover:
                     found._devices.append((kind.pool, kind.devices))
         return found if found._names else None
 
-    def bound_s(self, known: Weighed) -> float:
-        """Seconds that no step takes less than; at most those of a plan that is known.
+    def bound_s(self, known: EvaluatedPlan) -> float:
+        """Seconds that no step is shorter than, at most ``known``, the step of a known plan.
 
-        The fewer replicas, the less they exchange, and the more of the state each holds: so it is asked by the number of pipelines.
+        With fewer replicas there is less to sync and each holds more of the sharded state, so the bound is taken over ranges of replica
+        counts.
         """
         bound_s = known.predicted.step_s
         most = int(self.limits.room.sum())
@@ -70,7 +70,7 @@ class Cover:
         return bound_s
 
     def _of_replicas(self, first: int, last: int, known_s: float, prices: Floats) -> tuple[float, Floats]:
-        """For so many pipelines; and the last prices, from which others may begin."""
+        """The bound for one range of replica counts, and the last dual prices, as a start for the next range."""
         places = [self._places(size, first, last) for size in self.rows.sizes if self.rows.kinds(size)]
         covering = Covering(
             devices=self._devices,
@@ -98,19 +98,19 @@ class Cover:
         starts = np.concatenate([0 * inner, 0 * inner + 1, layers - 1 - inner, [0]])
         stops = np.concatenate([inner + 1, inner + 1, 0 * inner + layers, [layers]])
         own = np.array([self._place(kind, starts, stops, first, last) for kind in kinds]).transpose(1, 0, 2)
-        (seconds, after_s), (whole_s, after_whole_s) = own[..., :-1], own[..., -1]
+        (seconds, sync_and_update_s), (whole_s, after_whole_s) = own[..., :-1], own[..., -1]
         shape = len(kinds), 3, len(inner)
         return Places(
             size=size,
             kinds=np.array([self._names[kind.pool, kind.widths] for kind in kinds]),
             seconds=seconds.reshape(shape).swapaxes(0, 1),
-            after_s=after_s.reshape(shape).swapaxes(0, 1),
+            sync_and_update_s=sync_and_update_s.reshape(shape).swapaxes(0, 1),
             whole_s=whole_s,
             after_whole_s=after_whole_s,
         )
 
     def _place(self, kind: Kind, start: Ints, stop: Ints, first: int, last: int) -> tuple[Floats, Floats]:
-        """Seconds of a micro-batch at the level at which they are least, infinite where nothing fits, and after all of them."""
+        """Seconds per micro-batch at the fastest ZeRO level, infinite where nothing fits, and seconds of sync after the pipelines."""
         table, predictor, space = kind.table, self.rows.predictor, self.rows.space
         forward, backward = (own[stop] - own[start] for own in table.passes)
         shared = first * kind.widths.copies > 1
@@ -145,7 +145,7 @@ class Cover:
         return found, after
 
     def _exchanged_s(self, kind: Kind, what: Exchanged, start: Ints, stop: Ints, replicas: int) -> Floats:
-        """Once round, at least."""
+        """Lower bound on the seconds of one ring pass (a reduce-scatter or an all-gather)."""
         device, dense, _ = kind.table.exchanged(what).carried(replicas)
         own, copy = device[stop] - device[start], dense[stop] - dense[start]
         inside, outside = self.rows.predictor.network.least_s_per_byte(kind.name, kind.widths, replicas)
@@ -154,7 +154,7 @@ class Cover:
         return np.minimum.reduce(known) if known else np.where(own > 0, np.inf, 0.0)
 
     def _send_s(self, kind: Kind) -> float:
-        """Of a message to any other place."""
+        """Lower bound on the seconds of a message to any other pipeline rank."""
         fleet = self.rows.predictor.fleet
         wires, pool = Wires(fleet), fleet.pools[kind.pool]
         sent = min(kind.table.output_bytes(stop) for stop in range(1, len(kind.table.costs)))

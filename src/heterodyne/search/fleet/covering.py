@@ -1,10 +1,10 @@
-"""Whether any pipelines do the batch in a time: a covering problem by columns, with the prices that say so if not.
+"""Feasibility of a step time for any mix of pipelines: a covering linear program by column generation, with dual prices as the proof.
 
-In T seconds a place of kind k that does n micro-batches holds at most x layers with n w_k(x) + after_k(x) <= T, wherever in the model they
-lie. A pipeline of n micro-batches is a set of such places that has all layers, so its least price, for any prices of devices and of a
-pipeline, is a covering problem, solved exactly by going through the layers. By the duality of linear programming no mix does more samples
-in T than all devices are worth, at prices at which no pipeline does more than it costs. The prices come from columns: the pipelines that
-do most beyond their price are added until there are none (Gilmore and Gomory, 1961).
+In T seconds a rank of kind k that does n micro-batches holds at most x layers with n w_k(x) + after_k(x) <= T, wherever in the model
+they lie. A pipeline of n micro-batches is a set of ranks that together hold all layers, so its least price, for any prices of devices
+and of a pipeline, is a covering problem, solved exactly by dynamic programming over layers. By linear programming duality no mix does
+more samples in T than all devices are worth, at prices at which no pipeline does more than it costs. The prices come from columns:
+pipelines with a positive reduced value are added until there are none (Gilmore and Gomory, 1961).
 """
 
 from __future__ import annotations
@@ -29,33 +29,32 @@ _NO_TIME_S = 1e-12  # of a place that has no layers
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """What a place can be, by kind and by the layers in the middle of the model that it holds, for a number of replicas.
+    """What a pipeline rank can be, by kind and by the number of inner layers that it holds, for a number of replicas.
 
     Args:
-        size: of micro-batches. ``kinds``: numbers of those that there are.
-        seconds, after_s: of a micro-batch, and of what comes after all of them: with the first layer, with neither end, with the last
-            layer. Shape [3, kinds, layers in the middle + 1].
+        size: of micro-batches. ``kinds``: indices of the kinds.
+        seconds, after_s: of a micro-batch, and of sync and update: with the first layer, with neither end, with the last layer. Shape
+            [3, kinds, inner layers + 1].
         whole_s, after_whole_s: with all layers. Shape [kinds].
     """
 
     size: int
     kinds: Ints
     seconds: Floats
-    after_s: Floats
+    sync_and_update_s: Floats
     whole_s: Floats
     after_whole_s: Floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pipelines:
-    """What pipelines can be in some time: rows of as many micro-batches, each with what a place of each kind holds at most.
+    """Pipelines that are possible in some time: rows with one number of micro-batches each, and the most layers a rank of each kind holds.
 
     Args:
         samples: Shape [rows].
-        most: layers in the middle beside the first layer, beside neither end, beside the last one; -1: not even none. Shape
-            [3, rows, kinds].
-        whole: where a place has all layers. Shape [rows, kinds].
-        layers: in the middle of the model.
+        most: inner layers beside the first layer, beside neither end, beside the last one; -1: not even none. Shape [3, rows, kinds].
+        whole: where a rank holds all layers. Shape [rows, kinds].
+        layers: number of inner layers of the model.
     """
 
     samples: Ints
@@ -68,7 +67,7 @@ class _Pipelines:
         return replace(self, samples=self.samples[which], most=self.most[:, which], whole=self.whole[which])
 
     def could(self, price: Floats, more: float) -> Floats:
-        """Samples for what a pipeline costs, at most: as if places came in fractions. ``more``: what it costs beside its places."""
+        """Upper bound on samples per price, with fractional ranks. ``more``: the price of a pipeline beside its ranks."""
         layers = self.most.max(axis=0)
         each = np.where(layers > 0, price / np.maximum(1, layers), np.inf).min(axis=1)
         found: Floats = self.samples / np.maximum(each * self.layers + more, 1e-300)
@@ -77,12 +76,12 @@ class _Pipelines:
 
 @dataclass(frozen=True, kw_only=True)
 class Covering:
-    """Of one fleet and batch.
+    """Column generation for one fleet and batch.
 
     Args:
-        devices: of a place of each kind, the pool and how many.
+        devices: of a rank of each kind, the pool and the number of devices.
         room: devices of each pool.
-        layers: in the middle of the model.
+        layers: number of inner layers of the model.
     """
 
     devices: Sequence[tuple[int, int]]
@@ -91,7 +90,7 @@ class Covering:
     layers: int
 
     def could(self, places: Sequence[Places], most: int, seconds: float, prices: Floats) -> tuple[bool, Floats]:
-        """Whether so many pipelines, and fractions of them, do the batch in a time; with prices that say so if not."""
+        """Whether at most ``most`` pipelines, fractional ones included, do the batch in a time; with dual prices as the proof if not."""
         rows = self._pipelines(places, seconds)
         batch = self.batch
         pool, devices = np.array(self.devices).T
@@ -125,14 +124,14 @@ class Covering:
         return True, prices
 
     def _pipelines(self, places: Sequence[Places], seconds: float) -> _Pipelines:
-        """With the numbers of micro-batches of which more could not be done by places with as many layers."""
+        """Rows for each number of micro-batches at which the most layers of some rank change."""
         batch, count = self.batch, len(self.devices)
         samples: list[Ints] = []
         most: list[Ints] = []
         whole: list[NDArray[np.bool_]] = []
         for own in places:
             last = ceil(batch / own.size)
-            done = _rounds(seconds - own.after_s, own.seconds, last)
+            done = _rounds(seconds - own.sync_and_update_s, own.seconds, last)
             alone = _rounds(seconds - own.after_whole_s, own.whole_s, last)
             number = np.unique(np.concatenate([done.ravel(), alone]))
             number = number[number > 0]
@@ -151,7 +150,7 @@ class Covering:
         )
 
     def _least(self, rows: _Pipelines, price: Floats) -> tuple[Floats, Callable[[int], list[int]]]:
-        """The least price of a pipeline of each row, and the kinds of its places. ``price``: of a place of each kind."""
+        """The least price of a pipeline of each row, and the kinds of its ranks. ``price``: of a rank of each kind."""
         layers = rows.layers
         first, inner, last = rows.most
         every = np.arange(len(rows.samples))[:, None]
@@ -188,7 +187,7 @@ class Covering:
         return found, pattern
 
     def _items(self) -> Iterator[tuple[int, int]]:
-        """So many places of a kind at once that their sums are all numbers for which there are devices, and no more."""
+        """Counts of ranks of one kind whose sums are all numbers for which there are devices (binary splitting)."""
         for kind, (pool, devices) in enumerate(self.devices):
             left, count = int(self.room[pool]) // devices, 1
             while left:
@@ -198,7 +197,7 @@ class Covering:
 
 
 def _rounds(seconds: Floats, each_s: Floats, most: int) -> Ints:
-    """Micro-batches that are done in a time, up to a number."""
+    """The number of micro-batches that are done in a time, at most ``most``."""
     could = np.maximum(0.0, seconds) / np.maximum(each_s, _NO_TIME_S) * (1 + _SLACK)
     found: Ints = np.minimum(could, most).astype(np.int64)
     return found

@@ -1,23 +1,23 @@
-"""A plan over a fleet in words: where its step goes, and why others would take more."""
+"""A fleet plan in sentences: the parts of its step time, and why alternatives are slower."""
 
 from __future__ import annotations
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.predictor.constants import constants
 from heterodyne.search.explain import ratio_in_words
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.families import Outcome
+from heterodyne.search.fleet.fleet_wires import collectives
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import TemplatePlan
 from heterodyne.search.fleet.planner import Planned
-from heterodyne.search.fleet.weighed import Weighed
-from heterodyne.search.fleet.wires import collectives
 from heterodyne.units import format_bytes, format_seconds
 
 __all__ = ["family_in_words", "host_exchange_in_words", "step_in_words", "why_more"]
 
 
 def step_in_words(planned: Planned) -> str:
-    """Where the step of the best plan goes, and how far from the bound it may be."""
+    """The parts of the best plan's step time, and its gap to the lower bound."""
     own = planned.best.predicted
     gradients = f"gradients {format_seconds(own.sync_s)}, " if own.sync_s else ""
     said = (
@@ -32,7 +32,7 @@ def step_in_words(planned: Planned) -> str:
 
 
 def host_exchange_in_words(fleet: Fleet, plan: TemplatePlan) -> str:
-    """How devices without a common collectives library exchange tensors, and the bandwidth assumed for it; "" where all share one."""
+    """How devices without a common collectives library communicate, and the bandwidth assumed; "" where all share one."""
     libraries: dict[str, dict[str, None]] = {}
     for pool in plan.devices:
         libraries.setdefault(collectives(fleet, pool), {})[fleet.pool(pool).kind] = None
@@ -47,14 +47,14 @@ def host_exchange_in_words(fleet: Fleet, plan: TemplatePlan) -> str:
 
 
 def family_in_words(outcome: Outcome, planned: Planned) -> str:
-    """The best of a kind of plans against the best of all, or why there is none."""
+    """The best plan of a family against the best of all, or why the family has none."""
     if outcome.best is None:
         return f"impossible: {outcome.why_not}"
     return why_more(outcome.best, planned.best, planned.objective)
 
 
-def why_more(other: Weighed, best: Weighed, objective: Objective) -> str:
-    """By how much, and which part of the step it is."""
+def why_more(other: EvaluatedPlan, best: EvaluatedPlan, objective: Objective) -> str:
+    """By how much a plan is worse, and which part of its step is the cause."""
     if other.plan == best.plan:
         return "the best plan is one of these"
     ours, theirs = best.predicted, other.predicted

@@ -1,15 +1,15 @@
-"""Every kind of plan that one could think of: its best member, or why there is none."""
+"""Families of plans: the best plan of each, or why there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import INTERLEAVED, TemplatePlan
 from heterodyne.search.fleet.planner import FleetPlanner, Planned, frontier_of
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.search.fleet.why_not import why_not
 
 __all__ = ["Family", "Outcome", "best_of_all", "families_of", "outcomes"]
@@ -17,7 +17,7 @@ __all__ = ["Family", "Outcome", "best_of_all", "families_of", "outcomes"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """A part of the space of plans, in words."""
+    """A named restriction of the search space."""
 
     name: str
     space: Space
@@ -25,15 +25,15 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The best of a family, or why it has no member."""
+    """The best plan of a family, or why there is none."""
 
     family: Family
-    best: Weighed | None
+    best: EvaluatedPlan | None
     why_not: str = ""
 
 
 def families_of(planner: FleetPlanner, space: Space) -> tuple[Family, ...]:
-    """Data only, pipelines only, without what saves memory, without the slow ones, each kind alone."""
+    """Data parallelism only, pipelines only, without memory saving, without the slow kinds, each kind alone."""
     found = [
         Family(name="data parallel only", space=replace(space, max_stages=1, max_width=1, max_context=1, max_data=1)),
         Family(name="no stages", space=replace(space, max_stages=1)),
@@ -63,7 +63,7 @@ def families_of(planner: FleetPlanner, space: Space) -> tuple[Family, ...]:
 
 
 def outcomes(planner: FleetPlanner, planned: Planned, space: Space | None = None) -> Iterator[Outcome]:
-    """One for each family, as they are found. A family that holds the best plan itself is told with it."""
+    """One outcome per family, as they are found. A family that contains the best plan is reported with it."""
     space = space or Space()
     for family in families_of(planner, space):
         search = planner.search(family.space)
@@ -71,7 +71,7 @@ def outcomes(planner: FleetPlanner, planned: Planned, space: Space | None = None
         goal = objective if objective.goal == "throughput" else Objective(usd_per_hour=objective.usd_per_hour)
         limit = float("inf") if objective.usd_per_hour is None else objective.usd_per_hour
         best = search.run(goal.score, prices=goal.rates(planner.fleet), budget=limit)
-        known = [w for w in (best, *search.weighed.values()) if w is not None and objective.score(w) < float("inf")]
+        known = [w for w in (best, *search.evaluated.values()) if w is not None and objective.score(w) < float("inf")]
         found = min(known, key=objective.score, default=None)
         yield Outcome(family=family, best=found, why_not="" if found else why_not(search, objective))
 
@@ -79,9 +79,9 @@ def outcomes(planner: FleetPlanner, planned: Planned, space: Space | None = None
 def best_of_all(
     planned: Planned, found: Iterable[Outcome], accepts: Callable[[TemplatePlan], bool] | None = None
 ) -> Planned:
-    """With the best of a family as the plan, where that is better: a search does limited work, and does more of it in a smaller space.
+    """The search result with the best plan of a family where that is better: a search is limited in work, and does more in a smaller space.
 
-    ``accepts``: only such plans count.
+    ``accepts``: only plans that it accepts count.
     """
     score = planned.objective.score
     rivals = [o.best for o in found if o.best is not None and (accepts is None or accepts(o.best.plan))]

@@ -1,7 +1,7 @@
-"""Kinds of stages: the devices of a pool, as many as a stage takes, and how they share its work.
+"""Stage kinds: a number of devices of one pool, and how they divide the work of a stage.
 
-Alike devices are one kind, so the number of rows of stages grows with kinds and not with devices. Of all kinds only those are tried that
-no other one is better than in everything; where rows of them would still be too many, the fastest and the leanest.
+Alike devices are one kind, so the number of stage sequences grows with kinds and not with devices. Dominated kinds are dropped; where
+the sequences would still be too many, the fastest and the leanest kinds stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Chosen", "Kind", "chosen_of", "fastest", "kinds_of", "undominated", 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Devices of a pool, as many as a stage takes. ``pool``: its number in the fleet."""
+    """A stage's devices: a number of devices of one pool with their parallel widths. ``pool``: its index in the fleet."""
 
     pool: int
     name: str
@@ -43,9 +43,7 @@ class Kind:
 
 
 def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space, *, every: bool = False) -> tuple[Kind, ...]:
-    """Every pool with every width that fills its nodes without a rest (`usable_widths`), but for those that others are better than
-    (`undominated`) unless ``every`` is asked for.
-    """
+    """Every pool with every width that divides its nodes (`usable_widths`), without dominated ones (`undominated`) unless ``every``."""
     layers = dict.fromkeys(tables.costs.layers)
     first = [tables.costs.layers.index(layer) for layer in layers]
     found: list[Kind] = []
@@ -74,7 +72,7 @@ def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space, *, ev
 
 
 def _runs(widths: Widths, table: Table) -> bool:
-    """Whether this library's runtime has such stages: it has experts where the other weights are in parts, and not replicated beside."""
+    """Whether the runtime runs such stages: experts are sharded where the other weights are, and not replicated beside."""
     return not table.expert_width or widths.copies == 1
 
 
@@ -85,11 +83,11 @@ def _connected(fleet: Fleet, pool: Pool, devices: int) -> bool:
 
 
 def undominated(kinds: Sequence[Kind], layers: Sequence[int]) -> list[Kind]:
-    """Without those of which another one of the same pool, with as many devices and copies of all parameters, is no worse in any figure
-    of any layer (of alike ones the first stays).
+    """The kinds without those that another kind of the same pool, devices and copies of all parameters dominates: no worse in any figure of
+    any layer (of equal ones the first stays).
 
-    Whatever plan has such a stage is no faster, and needs no less memory anywhere, than with the other one in its place: seconds, bytes
-    and what is exchanged only ever add up, and grow with each figure.
+    Replacing a dominated kind in any plan makes it no slower and needs no more memory: seconds, bytes and traffic add up and are
+    monotonic in each figure.
 
     Args:
         layers: one of each kind.
@@ -131,9 +129,9 @@ def _figures(cost: LayerCost) -> tuple[float, ...]:
 
 
 def usable_widths(widths: Sequence[Widths], devices_per_node: int) -> tuple[Widths, ...]:
-    """Those whose devices divide the node and each other, from the most on: then stages of any of them fill nodes without a rest.
+    """Widths whose devices divide the node and each other, the largest first: stages of any of them fill nodes exactly.
 
-    A stage may have whole nodes too; its layers are in parts inside each of them.
+    A stage may span whole nodes too; its layers are sharded inside each node.
     """
     chosen: list[int] = []
     counts = sorted({own.devices for own in widths}, reverse=True)
@@ -150,11 +148,11 @@ def usable_widths(widths: Sequence[Widths], devices_per_node: int) -> tuple[Widt
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Kinds that rows are made of.
+    """Kinds that sequences are built from.
 
     Args:
-        pools: for each kind, over how many pools the rows may be that it stands in.
-        run: how many stages of one pool stand in a row with other pools.
+        pools: for each kind, the largest number of pools of a sequence that contains it.
+        run: the number of stages of one pool in a sequence with other pools.
     """
 
     kinds: tuple[Kind, ...]

@@ -1,15 +1,15 @@
-"""All that a search has weighed: each mix once under the same schedules, and the work that it took."""
+"""All mixes that a search has evaluated, each once per set of schedules, and the work spent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
 
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix, mix_of
 from heterodyne.search.fleet.plan import Layout, ScheduleName, suits
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.watch import Watch
-from heterodyne.search.fleet.weighed import Mix, Weighed, mix_of
 
 __all__ = ["ACTIONS", "Ledger"]
 
@@ -19,26 +19,26 @@ ACTIONS = 25
 
 @dataclass(kw_only=True)
 class Ledger:
-    """Of one search.
+    """The evaluations of one search.
 
     Args:
-        weighed: the best of each mix. ``proposed``: mixes that could be weighed, in the order in which they came.
-        stopped: the watch has said that the search is over.
+        evaluated: the best plan of each mix. ``proposed``: mixes that could be evaluated, in their order.
+        stopped: the watch ended the search.
     """
 
     predictor: Predictor
     space: Space
     watch: Watch
-    weighed: dict[Mix, Weighed] = field(default_factory=dict)
+    evaluated: dict[Mix, EvaluatedPlan] = field(default_factory=dict)
     proposed: dict[Mix, None] = field(default_factory=dict)
     stopped: bool = False
-    _by_schedules: dict[tuple[Mix, tuple[ScheduleName, ...]], Weighed] = field(default_factory=dict)
+    _by_schedules: dict[tuple[Mix, tuple[ScheduleName, ...]], EvaluatedPlan] = field(default_factory=dict)
     _work: int = 0
 
     @property
     def spent(self) -> int:
-        """Work, in stages that were played under 1F1B."""
-        return self._work + self.predictor.alone.played[0] // ACTIONS
+        """Work so far, in stages played under 1F1B."""
+        return self._work + self.predictor.pipeline_time.played[0] // ACTIONS
 
     def late(self) -> bool:
         """Whether the search has to end."""
@@ -46,12 +46,12 @@ class Ledger:
         self.stopped = self.stopped or late
         return late
 
-    def weigh(
+    def evaluate(
         self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
-    ) -> Weighed | None:
-        """The best way to run these pipelines: every layout and schedule that makes a difference; ``schedules`` None: of the space.
+    ) -> EvaluatedPlan | None:
+        """The best plan of these pipelines over every layout and schedule that matters; ``schedules`` None: those of the space.
 
-        None if they do not fit, or where their bound is no shorter than ``below_s``.
+        None if they do not fit, or if their lower bound is no shorter than ``below_s``.
         """
         deep = any(len(template.stages) > 1 for template, _ in mix)
         templates = [template for template, _ in mix]
@@ -63,12 +63,12 @@ class Ledger:
         if (mix, own) in self._by_schedules:
             return self._by_schedules[mix, own]
         self._work += sum(4 + len(t.stages) + len(t.stages) ** 2 // 16 for t, _ in mix)
-        known: list[Weighed] = []
+        known: list[EvaluatedPlan] = []
         for schedule in own:
             for layout in self.space.layouts if deep else self.space.layouts[:1]:
                 if any(self._no_faster(option, schedule, layout) for option in known):
                     continue
-                option = self.predictor.weigh(
+                option = self.predictor.evaluate(
                     mix, schedule=schedule, layout=layout, zero=self.space.zero, below_s=below_s
                 )
                 if option is not None:
@@ -78,13 +78,13 @@ class Ledger:
             return None
         best = known[-1]
         self._by_schedules[mix, own] = best
-        if mix not in self.weighed or best.predicted.step_s < self.weighed[mix].predicted.step_s:
-            self.weighed[mix] = best
+        if mix not in self.evaluated or best.predicted.step_s < self.evaluated[mix].predicted.step_s:
+            self.evaluated[mix] = best
             self.watch.saw(best)
         return best
 
-    def _no_faster(self, known: Weighed, schedule: ScheduleName, layout: Layout) -> bool:
-        """Whether these very pipelines and shares take as long with another schedule in the same layout."""
+    def _no_faster(self, known: EvaluatedPlan, schedule: ScheduleName, layout: Layout) -> bool:
+        """Whether the same pipelines and shares take as long under another schedule in the same layout."""
         if known.plan.schedule == schedule or known.plan.layout != layout:
             return False
         mix = mix_of((group.template, group.replicas) for group in known.plan.groups)

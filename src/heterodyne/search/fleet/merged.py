@@ -1,7 +1,6 @@
-"""Pools that are alike but for where in a zone they stand, as one: a search over fewer pools is faster, and what it says holds.
+"""Pools that differ only in their place within a zone, merged: fewer pools make the search faster, and its result stays valid.
 
-The nodes of such a pool are taken to be as far from each other as those of two of the pools that it stands for, so that no link is
-faster than it is.
+The nodes of a merged pool are as far from each other as those of two of its pools, so no link is assumed faster than it is.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ __all__ = ["merged"]
 
 
 def merged(fleet: Fleet) -> Fleet:
-    """The fleet with alike pools of one place (but for its innermost part) together; links and prices between places as they are.
-
-    Pools that are not joined stay apart.
-    """
+    """The fleet with alike pools of one place merged; links and prices between places are kept. Pools that are not connected stay apart."""
     groups: dict[object, list[Pool]] = {}
     for pool in fleet.pools:
         alike = (pool.kind, pool.devices_per_node, pool.memory_bytes, pool.inside, pool.place[:-1], pool.backend)

@@ -1,4 +1,4 @@
-"""Mixes of chosen shapes in whole counts: all alike, of two shapes, and of all that a mixed integer program puts together."""
+"""Mixes of selected templates with integer counts: alike pipelines, pairs of templates, and the solutions of a mixed integer program."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from heterodyne.search.fleet.arrays import Ints
 from heterodyne.search.fleet.counts import Limits, relaxed, whole
+from heterodyne.search.fleet.evaluated_plan import Mix, mix_of
 from heterodyne.search.fleet.options import Times
 from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.weighed import Mix, mix_of
 
 __all__ = ["Mixes"]
 
@@ -26,11 +26,11 @@ _PAIRS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Mixes:
-    """Proposes mixes; what they take is for others to say.
+    """Proposes mixes; the caller evaluates them.
 
     Args:
-        schedule: under which there is memory for some micro-batches, and pipelines wait.
-        waits: False: the slowest place of a pipeline is taken to work always.
+        schedule: under which in-flight micro-batches are counted and pipelines fill.
+        waits: False: the bottleneck rank of a pipeline is taken as never idle.
     """
 
     predictor: Predictor
@@ -45,7 +45,7 @@ class Mixes:
         )
 
     def alike(self, columns: Sequence[Template], limits: Limits, *, many: bool = False) -> list[Mix]:
-        """Every column by itself, so many times; of ``many`` devices as often as it goes."""
+        """Each column alone, as many replicas as possible. With ``many`` devices as often as it fits."""
         devices = self._devices(columns)
         found: dict[Mix, None] = {}
         for template, own in zip(columns, devices, strict=True):
@@ -58,9 +58,9 @@ class Mixes:
     def unlike(
         self, columns: Sequence[Template], limits: Limits, times: Times, known_s: float, *, many: bool
     ) -> Iterator[Mix]:
-        """Whole counts of all columns together that could be done before a time that is known.
+        """Integer counts over all columns that could finish before a known time.
 
-        ``many``: devices, so that whole counts come near the time that fractions take.
+        ``many``: with many devices integer counts come close to the relaxation.
         """
         devices = self._devices(columns)
         most = [self._room(t, limits) for t in columns]
@@ -79,14 +79,14 @@ class Mixes:
     ) -> list[int]:
         """Samples in a time, of which a column does nothing in ``once``."""
         layout = self.space.layouts[-1]
-        played = [self.predictor.alone.makespans(t, self.schedule, layout) for t in columns]
+        played = [self.predictor.pipeline_time.makespans(t, self.schedule, layout) for t in columns]
         return [
             t.micro_batch * own.most_bound(seconds - extra, top)
             for t, own, extra, top in zip(columns, played, once, most, strict=True)
         ]
 
     def worth_most(self, columns: Sequence[Template], limits: Limits, seconds: float) -> list[Template]:
-        """Those that a mixed integer program is asked about: what they do in a time is worth most."""
+        """The columns of the highest reduced value, for the mixed integer program."""
         devices = self._devices(columns)
         layout = self.space.layouts[-1]
         capacity = np.array(
@@ -101,9 +101,9 @@ class Mixes:
         return [columns[int(number)] for number in kept]
 
     def pairs(self, columns: Sequence[Template], limits: Limits, known_s: float) -> list[Mix]:
-        """Mixes of two columns that could be done in a time, those first that could do most.
+        """Mixes of two columns that could finish in a given time, the largest capacity first.
 
-        A mixed integer program names one mix for a time; where the exchange of gradients decides, the best is one of the others.
+        A mixed integer program gives one mix per time; where gradient sync decides, another one may be the best.
         """
         devices = self._devices(columns)
         once = self._once_s(columns)
@@ -135,8 +135,8 @@ class Mixes:
     def _most(self, template: Template, seconds: float, layout: Layout, top: int) -> int:
         """Micro-batches in a time, at most."""
         if self.waits:
-            return self.predictor.alone.makespans(template, self.schedule, layout).most_bound(seconds, top)
-        done = seconds / self.predictor.alone.longest_s(template)
+            return self.predictor.pipeline_time.makespans(template, self.schedule, layout).most_bound(seconds, top)
+        done = seconds / self.predictor.pipeline_time.longest_s(template)
         return int(min(top, done)) if done > 0 else 0  # nor where either never ends
 
     def _bisected(
@@ -175,7 +175,9 @@ class Mixes:
         for zero in self.space.zero:
             if zero == 0 and 1 in self.space.zero:
                 continue  # which needs no more memory
-            most = max(most, self.predictor.room.most_micro_batches(template, self.schedule, limits.least, zero))
+            most = max(
+                most, self.predictor.pipeline_memory.most_micro_batches(template, self.schedule, limits.least, zero)
+            )
             if most * template.micro_batch >= self.predictor.global_batch:
                 break
         return most
@@ -187,7 +189,7 @@ class Mixes:
             if template not in self._once:
                 most = min(self.predictor.fleet.pool(pool).devices // need for pool, need in template.devices.items())
                 self._once[template] = min(
-                    self.predictor.after_s(((template, most),), layout, self.space.zero[0])[0]
+                    self.predictor.sync_and_update_s(((template, most),), layout, self.space.zero[0])[0]
                     for layout in self.space.layouts
                 )
             found.append(self._once[template])

@@ -1,6 +1,6 @@
-"""What goes between nodes: messages between stages, and gradients and parameters between the replicas of a layer.
+"""Traffic between devices: messages between stages, and gradients and parameters between the replicas of a layer.
 
-The planner asks through `Network`, so that a better model of collectives can take the place of `rings.Rings`.
+The planner uses the protocol `Network`, so that another model of collectives can take the place of `ring_network.RingNetwork`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Protocol
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.arrays import Floats
+from heterodyne.search.fleet.comm_volume import Rates
 from heterodyne.search.fleet.plan import Layout, Template
-from heterodyne.search.fleet.sent import Rates
 from heterodyne.search.fleet.stage_sums import StageSums
 
 __all__ = ["Exchange", "Exchanges", "Network", "Placed"]
@@ -23,15 +23,12 @@ Placed = Sequence[tuple[Template, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Exchange:
-    """Seconds of the exchanges of each stage of a pipeline with the other replicas of its layers, each of all its layers.
+    """Seconds of the collectives of each stage with the other replicas of its layers. Shape [stages].
 
     Args:
-        reduced_s: gradients summed, all of them for all. ``scattered_s``: each device its part; ``updated_s``: changed parameters
-            back to all.
-        scattered_layers_s, gathered_layers_s: gradients scattered, parameters gathered, layer by layer.
-        backward_s: what can hide an exchange: the shortest backward of a micro-batch of a stage that holds some of the layers.
-
-    All of shape [stages].
+        reduced_s: all-reduce of gradients. ``scattered_s``: reduce-scatter of gradients; ``updated_s``: all-gather of updated parameters.
+        scattered_layers_s, gathered_layers_s: reduce-scatter of gradients and all-gather of parameters, layer by layer.
+        backward_s: what can hide a collective: the shortest backward of a micro-batch of a stage that holds some of the layers.
     """
 
     reduced_s: Floats
@@ -44,7 +41,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanges:
-    """Of each template, and what it costs in usd to send everything once round."""
+    """Collectives of each template, and the price in usd of one ring pass of each kind."""
 
     of: Mapping[Template, Exchange]
     gradients_usd: float = 0.0
@@ -53,21 +50,21 @@ class Exchanges:
 
 
 class Network(Protocol):
-    """Seconds and money of what goes between devices."""
+    """Seconds and usd of traffic between devices."""
 
     def joined(self, a: str, b: str) -> bool:
-        """Whether anything is known of the way between two pools."""
+        """Whether a route between two pools is known."""
 
     def send_s(self, template: Template, stage: int, size_bytes: float, layout: Layout) -> float:
-        """From a stage of a pipeline to the next one."""
+        """Seconds of a message from a stage to the next one."""
 
     def summed_s(self, template: Template, places: Sequence[int], size_bytes: float, layout: Layout) -> float:
-        """Of an all-reduce between some places of each pipeline, of so many bytes of each."""
+        """Seconds of an all-reduce of ``size_bytes`` between some ranks of each pipeline."""
 
     def exchanges(self, placed: Placed, sums_of: Mapping[Template, StageSums], layout: Layout) -> Exchanges:
-        """Of gradients and parameters over the replicas of their layers."""
+        """Collectives of gradients and parameters over the replicas of their layers."""
 
     def least_s_per_byte(self, pool: str, widths: Widths, replicas: int) -> Rates:
-        """Of what a ring takes once round a stage on a pool among at least so many replicas: for a byte of a device, if all are in
-        one node, and for a byte of the stage, if not. No exchange is shorter than both; infinite where it cannot be.
+        """Lower bounds on the seconds per byte of a ring pass of a stage on a pool with at least ``replicas`` replicas: per byte of a
+        device if all are in one node, and per byte of the stage if not. Infinite where impossible.
         """

@@ -1,4 +1,4 @@
-"""What the best plan is the best in."""
+"""The objective of the best plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.arrays import Floats
-from heterodyne.search.fleet.weighed import Weighed
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 
 __all__ = ["Goal", "Objective"]
 
@@ -20,18 +20,18 @@ _TIE = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """A goal, within a budget.
+    """What is minimised, within a budget.
 
     Args:
-        goal: least seconds, usd or joules of a step, or least bytes of the fullest device.
-        usd_per_hour: the most that the devices of the plan may cost together; None: no limit.
+        goal: seconds, usd or joules of a step, or peak bytes of the fullest device.
+        usd_per_hour: the largest price of the plan's devices together; None: no limit.
     """
 
     goal: Goal = "throughput"
     usd_per_hour: float | None = None
 
-    def score(self, weighed: Weighed) -> float:
-        """Less is better; of equals the faster one. Infinite where a price or watts are not known, or the budget is not kept."""
+    def score(self, weighed: EvaluatedPlan) -> float:
+        """Lower is better; ties go to the faster plan. Infinite where a price or watts are unknown, or above the budget."""
         own = weighed.predicted
         if self.usd_per_hour is not None and (
             own.usd_per_hour is None or own.usd_per_hour > self.usd_per_hour * (1 + 1e-9)
@@ -43,7 +43,7 @@ class Objective:
         )
 
     def rates(self, fleet: Fleet) -> Floats | None:
-        """What a device of each pool takes by the hour, in what is spent; None where nothing is."""
+        """What one device of each pool spends per hour, in the unit of the goal; None where nothing is spent."""
         if self.goal == "energy":
             return np.array([pool.watts_per_device or 0.0 for pool in fleet.pools])
         if self.goal == "money" or self.usd_per_hour is not None:
@@ -51,7 +51,7 @@ class Objective:
         return None
 
     def missing(self, fleet: Fleet) -> tuple[str, ...]:
-        """Pools of which the objective has to know a price or watts that are not stated."""
+        """Pools whose price or watts the objective needs and the fleet does not state."""
         if self.goal == "energy":
             return tuple(pool.name for pool in fleet.pools if pool.watts_per_device is None)
         if self.goal == "money" or self.usd_per_hour is not None:

@@ -1,4 +1,4 @@
-"""Shapes of all sizes of micro-batches beside each other, and about what their gradients take."""
+"""Templates of all micro-batch sizes in one table, and estimates of their exposed gradient sync."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed, shortest_s
+from heterodyne.search.fleet.pipeline_table import MANY_DEVICES
+from heterodyne.search.fleet.pipeline_templates import PipelineTemplates
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.rows import MANY_DEVICES
-from heterodyne.search.fleet.shapes import Shapes
 from heterodyne.search.fleet.tables import Table
 
 __all__ = ["Options", "Times", "shown_s"]
@@ -27,12 +27,12 @@ _BACKWARD = 2 / 3  # about so much of a stage's work
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Of mixes of some shapes, in seconds.
+    """Times of mixes of some templates, in seconds.
 
     Args:
-        bound_s: no mix of any shapes beats it.
-        pipelines_s, shown_s: about how long the pipelines of the best mix take, and what shows after them of its exchanges.
-        limits: with the pools only that it has. ``options``: the shapes with which no more shows.
+        bound_s: lower bound on any mix.
+        pipelines_s, shown_s: estimates for the best mix: its pipelines, and the exposed sync after them.
+        limits: restricted to the pools of the mix. ``options``: templates with no more exposed sync.
     """
 
     bound_s: float
@@ -48,10 +48,10 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Shapes, one after the other. Every array has a value for each; ``devices``: Shape [shapes, pools]; ``numbers``: in ``rows``."""
+    """A table of templates. Arrays have one value per template; ``devices``: Shape [templates, pools]; ``numbers``: index in ``rows``."""
 
     predictor: Predictor
-    rows: Sequence[Shapes]
+    rows: Sequence[PipelineTemplates]
     longest_s: Floats
     total_s: Floats
     sizes: Ints
@@ -60,7 +60,7 @@ class Options:
     numbers: Ints
 
     @classmethod
-    def of(cls, predictor: Predictor, rows: Sequence[Shapes]) -> Options:
+    def of(cls, predictor: Predictor, rows: Sequence[PipelineTemplates]) -> Options:
         """Of at least one."""
         return cls(
             predictor=predictor,
@@ -74,10 +74,10 @@ class Options:
         )
 
     def times(self, limits: Limits, *, exchanged: bool) -> Times | None:
-        """None if no mix keeps the limits. ``exchanged``: with what shows of exchanges.
+        """None if no mix keeps the limits. ``exchanged``: with exposed sync.
 
-        A step is the longest pipeline and then the longest exchange. A ring goes at the pace of its slowest link, and what each stage has
-        to exchange is the less the more stages there are; so pools and shapes with which much shows are left out, as far as that pays.
+        A step is the longest pipeline plus the longest sync. A ring runs at the pace of its slowest link, and a stage syncs less the
+        more stages there are; so pools and templates with much exposed sync are left out as long as that pays.
         """
         best: Times | None = None
         samples = self.predictor.global_batch
@@ -100,7 +100,7 @@ class Options:
         return best
 
     def does(self, samples: int, seconds: float, limits: Limits) -> bool:
-        """Whether pipelines in fractions do so many in a time."""
+        """Whether fractional pipelines do that many samples in that time."""
         capacity = capacities(self.longest_s, self.total_s, self.sizes, seconds)
         keep = best_per_devices(capacity, self.devices)
         done = relaxed(capacity[keep], self.devices[keep], limits)
@@ -119,7 +119,7 @@ class Options:
         )
 
     def exchange_s(self, limits: Limits) -> Floats:
-        """See `shown_s`; of few devices, of which each has its part of the layers, all that they exchange."""
+        """See `shown_s`; with few devices, each with its part of the layers, all that they sync."""
         if self.predictor.fleet.devices > MANY_DEVICES:
             return shown_s(self.predictor, self.stages, self.devices, self.longest_s, limits)
         table = _some_table(self.predictor)
@@ -142,7 +142,7 @@ class Options:
 
 
 def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats, limits: Limits) -> Floats:
-    """About what shows of the gradients and parameters of pipelines of so many stages, beside others in the pools that have room."""
+    """Estimated exposed seconds of gradient and parameter sync of pipelines of so many stages, beside others in these pools."""
     fleet, table = predictor.fleet, _some_table(predictor)
     gradients, updated = (float(table.exchanged(what).whole[1:, -1].sum()) for what in ("gradients", "updated"))
     layers = len(table.costs)

@@ -1,6 +1,6 @@
-"""The compact form of a plan that the search weighs: alike pipelines are one template and a count, so that 25,000 devices are a few lines.
+"""The compact plan of the fleet search: alike pipelines are one template and a replica count, so 25,000 devices take a few lines.
 
-It stays in this room: `written` writes it as a `plan.plan.Plan`, which names every device, at the edge.
+It is private to this package: `written` converts it to a `plan.plan.Plan`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ZERO_LEVELS = (0, 1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateStage:
-    """Layers ``[start, stop)`` on some devices of a pool that share the work by `Widths`: ``width`` of tensor parallelism, ``context``,
+    """Layers ``[start, stop)`` on devices of one pool that divide the work by `Widths`: ``width`` of tensor parallelism, ``context``,
     ``data``.
     """
 
@@ -56,15 +56,15 @@ class TemplateStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """One pipeline: its stages in the order of the layers, and the samples of its micro-batches.
+    """One pipeline: its stages in layer order, and its micro-batch size.
 
-    A *place* is what the stages ``i``, ``i + places``, ``i + 2 places``, ... run on (Narayanan et al., SC 2021): the same devices, so
-    these stages have one pool and the same widths, and all of them are recomputed or none.
+    A pipeline rank (*place*) runs stages ``i``, ``i + places``, ``i + 2 places``, ... (virtual stages, Narayanan et al., SC 2021): they
+    have the same devices, so the same pool, widths and recompute.
 
     Args:
-        chunks: stages on each place.
+        chunks: virtual stages per rank.
 
-    Raises ValueError for stages of one place that are not alike, or some too many.
+    Raises ValueError if the stages of a rank are not alike, or their number does not fit.
     """
 
     micro_batch: int
@@ -96,12 +96,12 @@ class Template:
 
     @property
     def homes(self) -> tuple[TemplateStage, ...]:
-        """The first stage of each place, which tells the devices of all of them."""
+        """The first stage of each pipeline rank, which has the devices of all of them."""
         return self.stages if self.chunks == 1 else self.stages[: self.places]
 
     @property
     def devices(self) -> Mapping[str, int]:
-        """By pool; a place counts once."""
+        """Devices by pool; a pipeline rank counts once."""
         return _devices(self)
 
 
@@ -115,7 +115,7 @@ def _devices(template: Template) -> Mapping[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateGroup:
-    """Alike pipelines, each with as many micro-batches."""
+    """Replicas of one template, with the same number of micro-batches each."""
 
     template: Template
     replicas: int
@@ -129,14 +129,14 @@ class TemplateGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplatePlan:
-    """The plan as the search weighs it: groups of alike pipelines that share a global batch.
+    """Groups of alike pipelines that divide a global batch.
 
     The groups can hold at least ``global_batch`` samples; where they can hold more, micro-batches of the last pipelines of the last
     group are not full.
 
     Args:
         layout: what shares a node: replicas of a stage (``stages``), or the stages of a pipeline (``pipelines``).
-        zero: what all devices that hold a layer share out, of `ZERO_LEVELS`.
+        zero: the ZeRO level over all devices that hold a layer, of `ZERO_LEVELS`.
     """
 
     groups: tuple[TemplateGroup, ...]
@@ -160,8 +160,8 @@ class TemplatePlan:
 
 
 def suits(schedule: ScheduleName, templates: Sequence[Template]) -> bool:
-    """Whether pipelines of these templates can run beside each other under a schedule.
+    """Whether pipelines of these templates can run together under a schedule.
 
-    Interleaved ones are for a plan in which some place has several stages; its other pipelines run under them with one each.
+    Interleaved schedules need a rank with several virtual stages; pipelines without run under them with one.
     """
     return (schedule in INTERLEAVED) == any(template.chunks > 1 for template in templates)

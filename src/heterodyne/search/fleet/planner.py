@@ -1,7 +1,7 @@
-"""Plans a fleet: the best plan for an objective, what every other kind of plan would cost, and what time, money and devices trade for.
+"""The planner for fleets: the best plan for an objective, the alternatives, and the trade-off of time, money and devices.
 
-Less money or energy means fewer or cheaper devices, so there the fastest plan is searched under smaller and smaller budgets, and the
-best of all that were weighed is improved for what is asked. Less memory is searched likewise, under smaller and smaller devices.
+Less money or energy means fewer or cheaper devices, so the fastest plan is searched under falling budgets and the best of all evaluated
+plans is improved for the objective. Less memory is searched under falling memory limits.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from math import inf
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import ClusterError, InfeasibleError
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import TemplatePlan
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.rings import Rings
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
 from heterodyne.search.fleet.watch import Watch
-from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.search.fleet.why_not import why_not
 
 __all__ = ["FleetPlanner", "Planned", "frontier_of"]
@@ -35,24 +35,24 @@ _MEMORIES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What a search found.
+    """The result of a search.
 
     Args:
         best: by the objective.
-        runners_up: the next best of other pipelines, best first.
-        bound_s: of the step: no plan of the space is faster, whatever it costs.
-        frontier: the plans that no other one beats in seconds, usd and devices at once, the fastest first.
-        stopped: it was over before the search was done.
-        refused: a better plan, which was not accepted (see `FleetPlanner.plan`).
+        runners_up: the next best plans with other pipelines, best first.
+        bound_s: lower bound on the step time of the space, whatever the cost.
+        frontier: the Pareto frontier over seconds, usd and devices, the fastest first.
+        stopped: the search was ended early.
+        refused: a better plan that was not accepted (see `FleetPlanner.plan`).
     """
 
     objective: Objective
-    best: Weighed
-    runners_up: tuple[Weighed, ...]
+    best: EvaluatedPlan
+    runners_up: tuple[EvaluatedPlan, ...]
     bound_s: float
-    frontier: tuple[Weighed, ...]
+    frontier: tuple[EvaluatedPlan, ...]
     stopped: bool
-    refused: Weighed | None = None
+    refused: EvaluatedPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class FleetPlanner:
     """Plans one model on one fleet.
 
     Args:
-        network: what goes between devices; by default rings over the wires of the fleet.
-        blocking: whether the software that will run the plan waits for its messages between stages.
-        overlap: whether it exchanges gradients while the last backward goes on.
+        network: the model of traffic between devices; by default rings over the wires of the fleet.
+        blocking: whether the software that runs the plan blocks on messages between stages.
+        overlap: whether it overlaps gradient sync with the last backward.
     """
 
     fleet: Fleet
@@ -80,7 +80,7 @@ class FleetPlanner:
         return self._tables[0]
 
     def search(self, space: Space, *, watch: Watch | None = None, memory: float = 1.0) -> Search:
-        """``memory``: of each device the part that may be filled."""
+        """``memory``: the fraction of each device's memory that may be used."""
         fleet = self.fleet
         if memory < 1:
             pools = (replace(pool, memory_bytes=int(pool.memory_bytes * memory)) for pool in fleet.pools)
@@ -88,7 +88,7 @@ class FleetPlanner:
         predictor = Predictor(
             fleet=fleet,
             tables=self.tables,
-            network=self.network or Rings(self.fleet),
+            network=self.network or RingNetwork(self.fleet),
             global_batch=self.global_batch,
             blocking=self.blocking,
             overlap=self.overlap,
@@ -104,11 +104,11 @@ class FleetPlanner:
         frontier: bool = False,
         accepts: Callable[[TemplatePlan], bool] | None = None,
     ) -> Planned:
-        """The best plan. ``watch``: may stop the search with the best so far; unless it does, the same input gives the same plan.
+        """The best plan. ``watch`` may stop the search with the best so far; otherwise the same input gives the same plan.
 
-        Of the plans that were weighed, those count that are accepted; all of them if none is.
+        Of the evaluated plans only accepted ones count; all of them if none is.
 
-        Raises InfeasibleError if nothing fits, with the reason; ClusterError if a price or watts that the objective asks for are missing.
+        Raises InfeasibleError if nothing fits, with the reason; ClusterError if a price or watts that the objective needs are missing.
         """
         objective, space = objective or Objective(), space or Space()
         missing = objective.missing(self.fleet)
@@ -128,7 +128,7 @@ class FleetPlanner:
             priced = Objective(goal="money")
             if not priced.missing(self.fleet):
                 self._cheap(priced, search, limit)
-        known = [weighed for weighed in (*found, *search.weighed.values()) if weighed is not None]
+        known = [weighed for weighed in (*found, *search.evaluated.values()) if weighed is not None]
         ranked = sorted(
             (w for w in known if objective.score(w) < inf), key=lambda w: (objective.score(w), w.predicted.devices)
         )
@@ -147,10 +147,10 @@ class FleetPlanner:
             refused=None if accepted[0] is ranked[0] else ranked[0],
         )
 
-    def _cheap(self, objective: Objective, search: Search, limit: float) -> list[Weighed | None]:
-        """Under budgets from all devices down to the cheapest one, and at last for the objective itself.
+    def _cheap(self, objective: Objective, search: Search, limit: float) -> list[EvaluatedPlan | None]:
+        """The best plans under budgets from all devices down to the cheapest one, and for the objective itself.
 
-        The score of a budget is time; what is best by the objective is chosen among all that were weighed.
+        Under a budget the score is time; the best by the objective is chosen among all evaluated plans.
         """
         rates = objective.rates(self.fleet)
         assert rates is not None  # money and energy have rates
@@ -159,14 +159,14 @@ class FleetPlanner:
             return [search.run(objective.score, by_time=False)]
         least = min(rate for rate in rates.tolist() if rate > 0)
         whole = min(whole, limit if objective.goal == "money" else whole)
-        found: list[Weighed | None] = []
+        found: list[EvaluatedPlan | None] = []
         for number in range(_BUDGETS):
             budget = whole * (least / whole) ** (number / (_BUDGETS - 1)) if whole > least else whole
             found.append(search.run(objective.score, prices=rates, budget=budget, by_time=False))
         return found
 
-    def _small(self, objective: Objective, space: Space, search: Search) -> list[Weighed | None]:
-        """Halving what of each device may be filled, between what fits and what does not."""
+    def _small(self, objective: Objective, space: Space, search: Search) -> list[EvaluatedPlan | None]:
+        """The best plans under memory limits, bisected between what fits and what does not."""
         found = [search.run(objective.score, by_time=False)]
         low, high = 0.0, 1.0 if found[0] is None else found[0].predicted.peak_share
         for _ in range(_MEMORIES):
@@ -182,9 +182,9 @@ class FleetPlanner:
         return found
 
 
-def _unlike(ranked: Iterable[Weighed]) -> tuple[Weighed, ...]:
+def _unlike(ranked: Iterable[EvaluatedPlan]) -> tuple[EvaluatedPlan, ...]:
     """The first of those that make the same pipelines of the same places, in whatever order these follow each other."""
-    found: dict[object, Weighed] = {}
+    found: dict[object, EvaluatedPlan] = {}
     for weighed in ranked:
         pipelines: Counter[object] = Counter()
         for group in weighed.plan.groups:
@@ -193,11 +193,11 @@ def _unlike(ranked: Iterable[Weighed]) -> tuple[Weighed, ...]:
     return tuple(found.values())
 
 
-def frontier_of(known: Iterable[Weighed]) -> tuple[Weighed, ...]:
-    """Those that no other one beats in seconds, usd and devices at once, the fastest first."""
-    kept: list[Weighed] = []
+def frontier_of(known: Iterable[EvaluatedPlan]) -> tuple[EvaluatedPlan, ...]:
+    """The Pareto frontier over seconds, usd and devices, the fastest first."""
+    kept: list[EvaluatedPlan] = []
 
-    def figures(weighed: Weighed) -> tuple[float, float, float]:
+    def figures(weighed: EvaluatedPlan) -> tuple[float, float, float]:
         own = weighed.predicted
         return own.step_s, 0.0 if own.usd is None else own.usd, own.devices
 

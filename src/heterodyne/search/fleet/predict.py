@@ -1,10 +1,10 @@
-"""What a plan over a fleet takes: a step's seconds, played exactly (`spent`: money, energy and memory).
+"""Prediction of a fleet plan: the step time, played exactly (`resource_use`: money, energy, memory).
 
-A step is the longest pipeline, what shows of the exchange of gradients and parameters, the update. Pipelines are played with their
-unequal stages and the messages between them; how many micro-batches each gets follows from that: as many as it can do until all are done.
+A step is the longest pipeline, the exposed sync of gradients and parameters, and the update. Pipelines are played with their unequal
+stages and the messages between them; the micro-batches of each follow: as many as it can do until all are done.
 
-Of the levels of state sharding the least that fits is the fastest from 1 on: every level exchanges all that the one below it does and
-more. Level 0 updates everything everywhere but gathers nothing, so of 0 and 1 either can be the faster one.
+From ZeRO level 1 on the lowest level that fits is the fastest: each level communicates all that the one below does and more. Level 0
+updates everything everywhere but gathers nothing, so of 0 and 1 either can be faster.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from math import inf
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.makespans import Makespans
-from heterodyne.search.fleet.alone import Alone
-from heterodyne.search.fleet.kept import Kept
+from heterodyne.search.fleet.bounded_cache import BoundedCache
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
 from heterodyne.search.fleet.network import Exchanges, Network
+from heterodyne.search.fleet.pipeline_memory import PipelineMemory
+from heterodyne.search.fleet.pipeline_time import PipelineTime
 from heterodyne.search.fleet.plan import (
     ZERO_LEVELS,
     Layout,
@@ -27,14 +29,12 @@ from heterodyne.search.fleet.plan import (
     TemplateGroup,
     TemplatePlan,
 )
-from heterodyne.search.fleet.room import Room
-from heterodyne.search.fleet.sharding import at_end_s, beside, of_places, usd
+from heterodyne.search.fleet.resource_use import ResourceUse
 from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
-from heterodyne.search.fleet.spent import Spent
 from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.stage_tables import StageTables
 from heterodyne.search.fleet.tables import Table, Tables
-from heterodyne.search.fleet.weighed import Mix, Weighed
+from heterodyne.search.fleet.zero_traffic import beside, exposed_at_end_s, of_places, usd
 
 __all__ = ["Predictor"]
 
@@ -43,11 +43,11 @@ _SLACK = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """Predicts plans of one model on one fleet for one global batch. What was computed once is kept.
+    """Predicts plans of one model on one fleet for one global batch, with caches.
 
     Args:
-        blocking: whether a device waits until the next stage has what it sends, and computes nothing meanwhile.
-        overlap: whether gradients are exchanged while the last backward goes on.
+        blocking: whether a sender waits, without computing, until the next stage has received.
+        overlap: whether gradient sync overlaps with the last backward.
     """
 
     fleet: Fleet
@@ -56,22 +56,26 @@ class Predictor:
     global_batch: int
     blocking: bool = False
     overlap: bool = True
-    _after: Kept[tuple[Mix, Layout, int], tuple[float, float]] = field(default_factory=lambda: Kept(1024), repr=False)
-    _exchanged: Kept[tuple[Mix, Layout], Exchanges] = field(default_factory=lambda: Kept(64), repr=False)
+    _after: BoundedCache[tuple[Mix, Layout, int], tuple[float, float]] = field(
+        default_factory=lambda: BoundedCache(1024), repr=False
+    )
+    _exchanged: BoundedCache[tuple[Mix, Layout], Exchanges] = field(
+        default_factory=lambda: BoundedCache(64), repr=False
+    )
 
     @cached_property
-    def alone(self) -> Alone:
-        """What each pipeline takes by itself."""
-        return Alone(tables=self._stage_tables, network=self.network, blocking=self.blocking)
+    def pipeline_time(self) -> PipelineTime:
+        """Times of single pipelines."""
+        return PipelineTime(tables=self._stage_tables, network=self.network, blocking=self.blocking)
 
     @cached_property
-    def room(self) -> Room:
-        """In the memory of the devices."""
-        return Room(fleet=self.fleet, global_batch=self.global_batch, tables=self._stage_tables)
+    def pipeline_memory(self) -> PipelineMemory:
+        """Memory of single pipelines."""
+        return PipelineMemory(fleet=self.fleet, global_batch=self.global_batch, tables=self._stage_tables)
 
     @cached_property
-    def _spent(self) -> Spent:
-        return Spent(fleet=self.fleet, room=self.room, tables=self._stage_tables)
+    def _spent(self) -> ResourceUse:
+        return ResourceUse(fleet=self.fleet, room=self.pipeline_memory, tables=self._stage_tables)
 
     @cached_property
     def _stage_tables(self) -> StageTables:
@@ -86,14 +90,14 @@ class Predictor:
         return self._stage_tables.sums(template)
 
     def expert_width(self, template: Template, number: int) -> int:
-        """Devices of a stage over which one set of its experts lies; 0 where it has none."""
+        """Devices of a stage over which one set of its experts is sharded; 0 where it has none."""
         stage, table = template.stages[number], self.stage_tables(template)[number]
         routed = any(cost.expert_bytes for cost in table.costs[stage.start : stage.stop])
         return table.expert_width if routed else 0
 
     def played(self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: int) -> Mapping[Template, Makespans]:
-        """Of each template, with what is exchanged beside each of its micro-batches."""
-        plain = {template: self.alone.makespans(template, schedule, layout) for template, _ in mix}
+        """Makespans of each template, with the ZeRO traffic of each micro-batch."""
+        plain = {template: self.pipeline_time.makespans(template, schedule, layout) for template, _ in mix}
         if zero < 2:
             return plain
         exchanges = self.exchanges(mix, layout).of
@@ -102,7 +106,7 @@ class Predictor:
             stages = beside(own.stages, exchanges[template], zero, overlap=self.overlap)
             same = stages == list(own.stages)
             found[template] = (
-                own if same else Makespans(stages, own.sends, schedule, template.chunks, self.alone.played)
+                own if same else Makespans(stages, own.sends, schedule, template.chunks, self.pipeline_time.played)
             )
         return found
 
@@ -114,15 +118,18 @@ class Predictor:
 
         return self._exchanged.get((mix, layout), made)
 
-    def after_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
-        """What a step takes after its pipelines: what shows of gradients and parameters, and the update. The same under every schedule."""
-        return self._after.get((mix, layout, zero), lambda: self._after_s(mix, layout, zero))
+    def sync_and_update_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
+        """Seconds of a step after its pipelines: exposed sync of gradients and parameters, and the optimizer update. Independent of the
+        schedule.
+        """
+        return self._after.get((mix, layout, zero), lambda: self._sync_and_update_s(mix, layout, zero))
 
-    def _after_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
+    def _sync_and_update_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
         exchanges = self.exchanges(mix, layout).of
         replicas = sum(count for _, count in mix)
         sync_s = max(
-            at_end_s(of_places(own, template.places), zero, overlap=self.overlap) for template, own in exchanges.items()
+            exposed_at_end_s(of_places(own, template.places), zero, overlap=self.overlap)
+            for template, own in exchanges.items()
         )
         # The gradient of an embedding is made last, so nothing hides its sum with that of the head.
         sync_s += max(self._tied_s(template, layout) for template, _ in mix)
@@ -130,11 +137,11 @@ class Predictor:
         return sync_s, update_s
 
     def _tied_s(self, template: Template, layout: Layout) -> float:
-        """Of the sum over places of one pipeline that hold the same parameters, after the sums over replicas (as Megatron-LM does it)."""
+        """All-reduce of tied parameters between ranks of one pipeline, after the sync over replicas (as in Megatron-LM)."""
         places, size_bytes = self._stage_tables.tied(template)
         return self.network.summed_s(template, places, size_bytes, layout) if len(places) > 1 else 0.0
 
-    def weigh(
+    def evaluate(
         self,
         mix: Mix,
         *,
@@ -142,15 +149,15 @@ class Predictor:
         layout: Layout = "stages",
         zero: Sequence[int] = ZERO_LEVELS,
         below_s: float = inf,
-    ) -> Weighed | None:
-        """The best shares of the batch for these pipelines at the best of some levels of state sharding, and what they take; None if
-        they do not fit, or one would have nothing.
+    ) -> EvaluatedPlan | None:
+        """The best division of the batch over these pipelines at the best ZeRO level, with its prediction; None if they do not fit, or one
+        would have no samples.
 
-        Nor is a plan played to its end whose step is seen to be no shorter than ``below_s``.
+        A plan is not played to its end once its step is seen to be no shorter than ``below_s``.
         """
         if not mix or not self._enough_devices(mix):
             return None
-        best: Weighed | None = None
+        best: EvaluatedPlan | None = None
         for level, most in self._in_turn(mix, schedule, layout, zero):
             found, free = self._at_level(mix, schedule, layout, level, most, below_s)
             if found is not None and found.predicted.step_s < below_s:
@@ -162,25 +169,23 @@ class Predictor:
     def _in_turn(
         self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: Sequence[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        """Levels that fit and the most micro-batches of each template, so that none is faster than one before it that is not in want
-        of memory.
-        """
+        """ZeRO levels that fit with the largest number of micro-batches of each template, up to the first that no memory limits."""
         if not _shared(mix):
             zero = (0,)
         first = [(level, most) for level in zero if level < 2 and (most := self._room(mix, schedule, level))]
         if len(first) > 1:
-            first.sort(key=lambda entry: (sum(self.after_s(mix, layout, entry[0])), entry[0]))
+            first.sort(key=lambda entry: (sum(self.sync_and_update_s(mix, layout, entry[0])), entry[0]))
         yield from first
         for level in sorted(zero):
             if level > 1 and (most := self._room(mix, schedule, level)):
                 yield level, most
 
     def _room(self, mix: Mix, schedule: ScheduleName, zero: int) -> list[int]:
-        """Of a pipeline of each template the most micro-batches; none at all where one has no room for any."""
+        """The largest number of micro-batches of a pipeline of each template; empty if one has no memory for any."""
         replicas = sum(count for _, count in mix)
         found = []
         for template, _ in mix:
-            most = self.room.most_micro_batches(template, schedule, replicas, zero)
+            most = self.pipeline_memory.most_micro_batches(template, schedule, replicas, zero)
             if most < 1:
                 return []
             found.append(most)
@@ -194,25 +199,29 @@ class Predictor:
         zero: int,
         most: Sequence[int],
         below_s: float,
-    ) -> tuple[Weighed | None, bool]:
-        """And whether memory limits no pipeline: then no level that needs less memory can be faster."""
+    ) -> tuple[EvaluatedPlan | None, bool]:
+        """The plan at one ZeRO level, and whether memory limits no pipeline: then no higher level can be faster."""
         replicas = sum(count for _, count in mix)
-        free = all(own == self.room.whole(template) for own, (template, _) in zip(most, mix, strict=True))
-        sync_s, update_s = self.after_s(mix, layout, zero)
+        free = all(own == self.pipeline_memory.whole(template) for own, (template, _) in zip(most, mix, strict=True))
+        sync_s, update_s = self.sync_and_update_s(mix, layout, zero)
         if sync_s == inf:
             return None, True
         by_template = self.played(mix, schedule, layout, zero)
         played = [by_template[template] for template, _ in mix]
 
         def fits(number: int, count: int) -> bool:
-            return mix[number][0].chunks == 1 or self.room.fits(mix[number][0], count, schedule, replicas, zero)
+            return mix[number][0].chunks == 1 or self.pipeline_memory.fits(
+                mix[number][0], count, schedule, replicas, zero
+            )
 
         counts = micro_batches_each(mix, self.global_batch, played, most, below_s - sync_s - update_s, fits)
         if counts is None:
             return None, free
         groups = groups_of(mix, self.global_batch, counts)
         several = [g for g in groups if g.template.chunks > 1]
-        if not all(self.room.fits(g.template, g.num_microbatches, schedule, replicas, zero) for g in several):
+        if not all(
+            self.pipeline_memory.fits(g.template, g.num_microbatches, schedule, replicas, zero) for g in several
+        ):
             return None, free
         pipelines_s = max(by_template[g.template].seconds(g.num_microbatches) for g in groups)
         step_s = self._step_s(mix, groups, schedule, layout, zero)
@@ -227,47 +236,44 @@ class Predictor:
         seconds = (pipelines_s, shown_s, update_s)
         sent_usd = usd(self.exchanges(mix, layout), zero, max(counts)) if self.fleet.usd_per_byte else 0.0
         free = free or all(count < own for count, own in zip(counts, most, strict=True))
-        return Weighed(plan=plan, predicted=self._spent.of(plan, seconds, sent_usd, replicas)), free
+        return EvaluatedPlan(plan=plan, predicted=self._spent.of(plan, seconds, sent_usd, replicas)), free
 
     def _step_s(
         self, mix: Mix, groups: Sequence[TemplateGroup], schedule: ScheduleName, layout: Layout, zero: int
     ) -> float:
-        """From level 2 on never less than that of the level below, all of whose exchanges there are too.
-
-        What lies at the end of the step at the lower level hides at the higher one behind more, as far as is known of it.
-        """
+        """Seconds of a step. From level 2 on never less than at the level below, whose collectives it contains."""
         played = self.played(mix, schedule, layout, zero)
         pipelines_s = max(played[g.template].seconds(g.num_microbatches) for g in groups)
-        own = pipelines_s + sum(self.after_s(mix, layout, zero))
+        own = pipelines_s + sum(self.sync_and_update_s(mix, layout, zero))
         return own if zero < 2 else max(own, self._step_s(mix, groups, schedule, layout, zero - 1))
 
     def bound_s(self, mix: Mix, *, split: bool = True) -> float:
-        """Never more than the step of any `weigh` of these pipelines: messages are those of the better layout, and nothing is exchanged.
+        """Lower bound on `evaluate` for these pipelines: messages of the better layout, and no sync.
 
-        ``split``: under schedules that run the halves of a backward apart, too.
+        ``split``: also under schedules that split the backward.
         """
-        lines = [(self.alone.lines(template, split), count * template.micro_batch) for template, count in mix]
+        lines = [(self.pipeline_time.lines(template, split), count * template.micro_batch) for template, count in mix]
         if not all(own for own, _ in lines):
             return inf
         return time_until(lines, [self.global_batch] * len(lines), self.global_batch)
 
-    def least_after_s(self, mix: Mix, layouts: Sequence[Layout], zero: Sequence[int]) -> float:
-        """Never more than what any `weigh` of these pipelines takes after them, of some layouts and levels; infinite if they cannot be.
+    def least_sync_and_update_s(self, mix: Mix, layouts: Sequence[Layout], zero: Sequence[int]) -> float:
+        """Lower bound on `sync_and_update_s` over some layouts and levels; infinite if the mix is impossible.
 
-        From level 2 on there is all that there is at level 1 (see `_step_s`).
+        From level 2 on it contains all of level 1 (see `_step_s`).
         """
         if not self._enough_devices(mix):
             return inf
         levels = sorted({min(level, 1) for level in zero}) if _shared(mix) else [0]
-        return min(sum(self.after_s(mix, layout, level)) for layout in layouts for level in levels)
+        return min(sum(self.sync_and_update_s(mix, layout, level)) for layout in layouts for level in levels)
 
-    def could_take(self, mix: Mix, seconds: float, *, split: bool = True) -> bool:
-        """Whether `bound_s` is within so many seconds."""
+    def bound_at_most(self, mix: Mix, seconds: float, *, split: bool = True) -> bool:
+        """Whether `bound_s` is at most so many seconds."""
         if seconds <= 0:
             return False
         done = 0.0
         for template, count in mix:
-            lines = self.alone.lines(template, split)
+            lines = self.pipeline_time.lines(template, split)
             if not lines:
                 return False
             rounds = min(int((seconds - a) / e * (1 + _SLACK)) for a, e in lines if e > 0)

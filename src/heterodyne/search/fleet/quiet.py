@@ -1,4 +1,4 @@
-"""Standard output kept clean of what a library writes to it past Python."""
+"""Keeps standard output free of what a native library writes to it."""
 
 from __future__ import annotations
 

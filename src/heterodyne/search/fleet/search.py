@@ -1,15 +1,14 @@
 """The search for the best plan over a fleet.
 
-1. Pipelines that are all alike are enumerated by an estimate, the best of them cut exactly and played (`alike`, `cut`).
-2. A bound that no plan can beat (`cover`, `spread`): where a plan comes near enough to it, nothing more is done.
-3. For every size of micro-batch, and for more and more state in more and more parts: the shapes of pipelines that fit (`shapes`). The
-   relaxed knapsack over them says which matter.
-4. Counts of the shapes that matter, as whole numbers, at times between what cannot be beaten and what is known (`counts`).
-5. The best of these mixes are played (`ledger`), and improved step by step (`climbing`, `improve`).
-6. Those that would be faster if their pipelines never waited but for their gradients are tried with several stages on each place
-   (`chunks`).
+1. Plans of alike pipelines are enumerated by an estimate; the best are cut exactly and played (`alike`, `cutter`).
+2. A lower bound on any plan (`cover`, `fractional_bound`): when a plan is close enough to it, the search ends.
+3. For every micro-batch size, and with state sharded over more and more pipelines: the templates that fit (`pipeline_templates`). The
+relaxed knapsack over them selects those that matter.
+4. Integer replica counts of these, for step times between the lower bound and the best known (`counts`).
+5. The best of these mixes are played (`ledger`) and improved by local search (`climbing`, `neighbourhood`).
+6. Those that would be fastest without pipeline bubbles are tried with several virtual stages per rank (`chunks`).
 
-Steps 1, 3 and 4 find cuts and counts that are best for slowest stages; played time is what plans are compared by, always.
+Steps 1, 3 and 4 optimise the bottleneck stage; plans are always compared by their played time.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from math import inf
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.search.fleet.aim import Aim, Score
 from heterodyne.search.fleet.alike import Alike
 from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.climbing import Climbing
 from heterodyne.search.fleet.columns import Columns
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.cover import Cover
-from heterodyne.search.fleet.cut import Cutter
+from heterodyne.search.fleet.criterion import Criterion, Score
+from heterodyne.search.fleet.cutter import Cutter
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
+from heterodyne.search.fleet.fractional_bound import fractional_bound_s
 from heterodyne.search.fleet.kinds import fastest
 from heterodyne.search.fleet.ledger import Ledger
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.options import Options, Times
+from heterodyne.search.fleet.pipeline_table import MANY_DEVICES, PipelineTable
 from heterodyne.search.fleet.plan import SPLIT, ScheduleName, Template
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.rows import MANY_DEVICES, Rows
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.spread import spread_s
 from heterodyne.search.fleet.tables import Tables
 from heterodyne.search.fleet.watch import Watch
-from heterodyne.search.fleet.weighed import Mix, Weighed
 
 __all__ = ["Search"]
 
@@ -58,10 +57,10 @@ _OTHERS = 6  # that are weighed to be told
 
 @dataclass(kw_only=True)
 class Search:
-    """Searches one space for one model, fleet and global batch. Keeps all that it weighed.
+    """Search of one space for one model, fleet and global batch. Keeps everything that it has evaluated.
 
     Args:
-        watch: where it says that the search is over, the best that is known by then is the result.
+        watch: may end the search; the best plan known by then is the result.
     """
 
     predictor: Predictor
@@ -74,18 +73,18 @@ class Search:
         return Ledger(predictor=self.predictor, space=self.space, watch=self.watch)
 
     @property
-    def weighed(self) -> Mapping[Mix, Weighed]:
-        """The best of each mix."""
-        return self.ledger.weighed
+    def evaluated(self) -> Mapping[Mix, EvaluatedPlan]:
+        """The best plan of each mix."""
+        return self.ledger.evaluated
 
     @property
     def stopped(self) -> bool:
-        """Whether it was over before it was done."""
+        """Whether the search was ended early."""
         return self.ledger.stopped
 
     @cached_property
-    def rows(self) -> Rows:
-        return Rows(predictor=self.predictor, space=self.space)
+    def rows(self) -> PipelineTable:
+        return PipelineTable(predictor=self.predictor, space=self.space)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -114,40 +113,42 @@ class Search:
     def _mixes(self) -> Mixes:
         return Mixes(predictor=self.predictor, space=self.space)
 
-    def weigh(
+    def evaluate(
         self, mix: Mix, below_s: float = inf, schedules: tuple[ScheduleName, ...] | None = None
-    ) -> Weighed | None:
-        """See `Ledger.weigh`."""
-        return self.ledger.weigh(mix, below_s, schedules)
+    ) -> EvaluatedPlan | None:
+        """See `Ledger.evaluate`."""
+        return self.ledger.evaluate(mix, below_s, schedules)
 
     def run(
         self, score: Score, *, prices: Floats | None = None, budget: float = inf, by_time: bool = True
-    ) -> Weighed | None:
-        """The best by a score among plans within a budget; None if nothing fits.
+    ) -> EvaluatedPlan | None:
+        """The plan with the lowest score within a budget; None if nothing fits.
 
-        ``prices``: of a device of each pool; ``by_time``: the score is the step's seconds, so that bounds on them rule plans out.
+        ``prices``: of one device of each pool; ``by_time``: the score is the step time, so lower bounds prune plans.
         """
         by_pool = None
         if prices is not None:
             by_pool = {pool.name: float(price) for pool, price in zip(self.fleet.pools, prices, strict=True)}
         most = self.space.max_templates
-        aim = Aim(score=score, by_time=by_time, prices=prices, by_pool=by_pool, budget=budget, most_templates=most)
+        aim = Criterion(
+            score=score, by_time=by_time, prices=prices, by_pool=by_pool, budget=budget, most_templates=most
+        )
         best = self._run(aim)
         if best is not None and not self.stopped:
             self._weigh_others()
         return best
 
     def _weigh_others(self) -> None:
-        """Some pipelines of other places, which bounds have passed over: what they take is told beside the best plan."""
+        """Evaluate a few pipelines on other devices that bounds have pruned, so that they can be reported beside the best plan."""
         others: dict[object, Mix] = {}
         for mix in self.ledger.proposed:
             places = (tuple(sorted((home.pool, home.widths) for home in t.homes)) for t, _ in mix)
             others.setdefault(frozenset(places), mix)
         for mix in islice(others.values(), _OTHERS):
-            if mix not in self.weighed and not self.ledger.late():
-                self.ledger.weigh(mix, schedules=self.space.plain_schedules)
+            if mix not in self.evaluated and not self.ledger.late():
+                self.ledger.evaluate(mix, schedules=self.space.plain_schedules)
 
-    def _run(self, aim: Aim) -> Weighed | None:
+    def _run(self, aim: Criterion) -> EvaluatedPlan | None:
         # Over many devices pipelines are longer than what is enumerated, and all alike they leave too many over.
         best = None if self.fleet.devices > MANY_DEVICES else self._alike(aim)
         self._bound(self._limits(1, aim), best)
@@ -175,12 +176,12 @@ class Search:
             best = climbing.rescheduled(best, interleaved)
         return best
 
-    def _enough(self, best: Weighed | None, aim: Aim) -> bool:
-        """Whether no plan is faster by more than a search is for."""
+    def _enough(self, best: EvaluatedPlan | None, aim: Criterion) -> bool:
+        """Whether the best plan is within the tolerance of the lower bound."""
         return best is not None and aim.by_time and best.predicted.step_s <= self.bound_s * _ENOUGH
 
-    def _mixed(self, best: Weighed | None, columns: dict[Template, None], aim: Aim) -> Weighed | None:
-        """The best of mixes of the shapes that matter, which are added to the columns."""
+    def _mixed(self, best: EvaluatedPlan | None, columns: dict[Template, None], aim: Criterion) -> EvaluatedPlan | None:
+        """The best mix of the selected templates, which are added to the columns."""
         about_s = inf
         huge, budgetless = self.fleet.devices > MANY_DEVICES, aim.budget == inf
         # Over many devices the relaxation says well enough what is worth a search; what levels above 1 exchange it does not know.
@@ -215,9 +216,9 @@ class Search:
                 best = self._played(pairs, best, aim, self.space.first_schedules)
         return best
 
-    def _alike(self, aim: Aim) -> Weighed | None:
-        """The best of pipelines that are all alike, with the least state sharding with which any fits."""
-        best: Weighed | None = None
+    def _alike(self, aim: Criterion) -> EvaluatedPlan | None:
+        """The best plan of alike pipelines, with the lowest ZeRO level that fits."""
+        best: EvaluatedPlan | None = None
         limits = self._limits(1, aim)
         for zero in dict.fromkeys((self.rows.low, max(self.space.zero))):
             alike = Alike(predictor=self.predictor, space=self.space, zero=zero, limits=limits)
@@ -229,9 +230,9 @@ class Search:
                 break
         return best
 
-    def _bound(self, limits: Limits, best: Weighed | None) -> None:
-        """What no plan can beat becomes known. ``best``: a plan that is."""
-        least = spread_s(self.rows, limits)
+    def _bound(self, limits: Limits, best: EvaluatedPlan | None) -> None:
+        """Computes the lower bound. ``best``: a known plan."""
+        least = fractional_bound_s(self.rows, limits)
         cover = Cover.of(self.rows, limits) if self.fleet.devices <= MANY_DEVICES else None
         if least == inf or (cover is None and self.fleet.devices <= MANY_DEVICES):
             # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
@@ -241,8 +242,8 @@ class Search:
             least = covered if least == inf else max(least, covered)
         self.bound_s = min(self.bound_s, least)
 
-    def _about_s(self, aim: Aim) -> float:
-        """About what the best comes to by relaxation, at any level."""
+    def _about_s(self, aim: Criterion) -> float:
+        """Estimated step time of the best plan by relaxation, at any level."""
         return min((times.about_s for times in self._anyhow(self._limits(1, aim))), default=inf)
 
     def _anyhow(self, limits: Limits) -> list[Times]:
@@ -250,16 +251,16 @@ class Search:
         every = (Options.of(self.predictor, rows).times(limits, exchanged=huge) for rows in self.rows.anyhow() if rows)
         return [times for times in every if times is not None]
 
-    def _limits(self, shards: int, aim: Aim) -> Limits:
+    def _limits(self, shards: int, aim: Criterion) -> Limits:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
         return Limits(room=room, prices=aim.prices, budget=aim.budget, least=shards, most=self.space.max_pipelines)
 
     def _played(
-        self, mixes: Sequence[Mix], best: Weighed | None, aim: Aim, schedules: tuple[ScheduleName, ...]
-    ) -> Weighed | None:
-        """The best of them, and of what is known already. Where it is not time that counts, bounds only say what comes first.
+        self, mixes: Sequence[Mix], best: EvaluatedPlan | None, aim: Criterion, schedules: tuple[ScheduleName, ...]
+    ) -> EvaluatedPlan | None:
+        """The best of the mixes and of what is known. Where the score is not time, bounds only order them.
 
-        Of equals those with larger micro-batches: they have fewer of them to wait for.
+        Ties go to larger micro-batches: there are fewer to wait for.
         """
         split = not SPLIT.isdisjoint(schedules)
         ranked = sorted(
@@ -273,13 +274,13 @@ class Search:
             beaten = aim.by_time and best is not None and bound_s >= best.predicted.step_s
             if beaten or self.ledger.late() or self.ledger.spent > limit:
                 break
-            weighed = self.ledger.weigh(mixes[number], aim.below_s(best), schedules)
+            weighed = self.ledger.evaluate(mixes[number], aim.below_s(best), schedules)
             if aim.better(weighed, best):
                 best = weighed
         return best
 
-    def _propose(self, best: Weighed, columns: dict[Template, None], aim: Aim) -> None:
-        """Mixes that could be faster if their pipelines waited less than under the first schedules; also adds to the columns."""
+    def _propose(self, best: EvaluatedPlan, columns: dict[Template, None], aim: Criterion) -> None:
+        """Evaluates mixes that could be faster under schedules with smaller bubbles, and adds to the columns."""
         known = [
             (zero, n) for zero, n in self.rows.levels() if best.plan.zero in (0, *zero) and n <= best.plan.pipelines
         ]

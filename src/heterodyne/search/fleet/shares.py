@@ -1,4 +1,4 @@
-"""How a batch is shared out to unlike pipelines: as many micro-batches to each as it can do until all are done."""
+"""Division of the batch over unlike pipelines: each gets as many micro-batches as it finishes by the time that all are done."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from math import ceil, inf
 
 from heterodyne.plan.schedules.makespans import Makespans
+from heterodyne.search.fleet.evaluated_plan import Mix
 from heterodyne.search.fleet.plan import TemplateGroup
-from heterodyne.search.fleet.weighed import Mix
 
 __all__ = ["groups_of", "micro_batches_each", "time_until"]
 
@@ -23,10 +23,9 @@ def micro_batches_each(
     below_s: float,
     fits: Callable[[int, int], bool],
 ) -> list[int] | None:
-    """Micro-batches of a pipeline of each template: the shortest time in which all together do the batch; None if not below a time.
+    """Micro-batches per pipeline of each template with the least makespan; None if that is not below ``below_s``.
 
-    From the time that no plan can beat on: always the pipelines that would be done first get one more, or as many as it takes until
-    they fit again.
+    Starting at a lower bound, the pipeline that would finish first gets one more micro-batch, or as many as it takes to fit again.
     """
     sizes = [count * template.micro_batch for template, count in mix]
     if sum(size * own for size, own in zip(sizes, most, strict=True)) < samples:
@@ -59,7 +58,7 @@ def micro_batches_each(
 
 
 def groups_of(mix: Mix, samples: int, counts: Sequence[int]) -> tuple[TemplateGroup, ...]:
-    """Where more samples have room than there are, as many pipelines get a micro-batch less."""
+    """Where the micro-batches hold more samples than the batch, as many pipelines get one micro-batch less."""
     spare = sum(n * t.micro_batch * m for (t, n), m in zip(mix, counts, strict=True)) - samples
     groups = []
     for (template, replicas), count in sorted(
@@ -74,8 +73,10 @@ def groups_of(mix: Mix, samples: int, counts: Sequence[int]) -> tuple[TemplateGr
 
 
 def time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most: Sequence[int], samples: int) -> float:
-    """When so many samples are done, and no later. ``lines``: of each kind of pipeline, with the samples of a micro-batch of all of
-    that kind (see `Makespans.lines`); ``most``: micro-batches of each, which must be able to do it.
+    """A lower bound on the time at which ``samples`` are done.
+
+    ``lines``: the piecewise linear capacity of each template, with the samples of a micro-batch of all its replicas (see
+    `Makespans.lines`); ``most``: micro-batches of each, which must suffice.
     """
     if len(lines) == 1:  # there is nothing to share out
         (own, size), count = lines[0], -(-samples // lines[0][1])
@@ -101,10 +102,10 @@ def time_until(lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most:
 def _fractions_until(
     lines: Sequence[tuple[Sequence[tuple[float, float]], int]], most: Sequence[int], samples: int
 ) -> float:
-    """No later than `time_until`: about when the batch is done with fractions of micro-batches.
+    """A lower bound on `time_until`: when the batch is done with fractional micro-batches.
 
-    What a pipeline has done is the least of some lines, so from its first micro-batch on it only ever slows down: Newton's steps come
-    from below.
+    The capacity of a pipeline is the least of some lines, so it is concave after its first micro-batch, and Newton's steps converge from
+    below.
     """
     seconds = 0.0
     for _ in range(_STEPS):

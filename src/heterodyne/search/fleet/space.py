@@ -1,4 +1,4 @@
-"""What a search may choose from, and how much work it may do: counted, not timed, so that the same input gives the same plan."""
+"""The search space and the work limit: work is counted, not timed, so the same input gives the same plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Space:
         max_stages: of a pipeline; ``max_pools``: in one pipeline; ``max_pipelines``: beside each other; ``max_templates``: kinds of these
             (1: all pipelines are alike).
         max_width, max_context, max_data: of a stage (`Widths`).
-        runnable: only stages that this library runs: experts lie in parts only where their layers do.
+        runnable: only stages that this library runs: experts are sharded overly where their layers do.
         micro_batches: sizes; None: the powers of two up to the global batch of which the costs are known, and of few devices what each
             has of it if all have as much.
         zero: levels of state sharding, of `ZERO_LEVELS`, ascending.
@@ -58,7 +58,7 @@ class Space:
     def that_runs(self) -> Space:
         """Without the plans that this library does not run, whatever the model (`plan.capabilities`).
 
-        Nor those that shard more than the optimizer's state, which it runs in another order than what is counted here, stage after stage:
+        Also without ZeRO levels above 1, which the runtime runs in another order than is counted here, stage after stage:
         `search.parameter_sharding` finds these.
         """
         levels = tuple(level for level in self.zero if level < 2 and all(map(runs_at_all, SHARDING[:level])))
@@ -66,7 +66,7 @@ class Space:
 
     @property
     def first_schedules(self) -> tuple[ScheduleName, ...]:
-        """Under which mixes of pipelines are found: those whose bounds are strong, if there are any."""
+        """The schedules under which mixes are found first: those with strong lower bounds."""
         plain = tuple(schedule for schedule in self.schedules if schedule not in SPLIT | INTERLEAVED)
         return plain or self.plain_schedules
 

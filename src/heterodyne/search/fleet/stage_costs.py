@@ -1,7 +1,7 @@
-"""Seconds of a stage from any layer to any other on some kinds of devices, where it fits.
+"""Seconds of a stage from any layer to any other on some stage kinds, where it fits in memory.
 
-All that grows with a stage's layers is a difference of sums over layers, and what it needs of memory only ever grows with them. So of each
-first layer it is enough to know the last one up to which a stage fits, and no table of all starts and stops is kept.
+Costs are differences of prefix sums over layers, and memory grows with layers. So for each first layer the last one that fits is enough,
+and no table of all starts and stops is kept.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.comm_volume import Exchanged
 from heterodyne.search.fleet.kinds import Kind
 from heterodyne.search.fleet.network import Network
-from heterodyne.search.fleet.sent import Exchanged
 
 __all__ = ["Sharing", "StageCosts", "Stages"]
 
@@ -25,15 +25,15 @@ _NOWHERE = 1e200  # seconds of a byte that nothing carries; of no bytes it makes
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How state is shared out: in as many parts as there are pipelines, at one of some levels; each stage at whichever is best for it.
+    """How state is sharded: over how many pipelines, at which ZeRO levels; each stage at the best of them.
 
-    With several levels that is a relaxation: a plan has one for all stages.
+    With several levels this is a relaxation: a plan has one for all stages.
 
     Args:
-        replicas: parts of the state that pipelines share.
-        zero: levels of state sharding.
-        least: pipelines that there are at least, for what they exchange beside passes; None: two, where a stage has no copies.
-        network: tells the least seconds of that; None: it takes none.
+        replicas: pipelines that shard the state.
+        zero: ZeRO levels.
+        least: the least number of pipelines, for the traffic in passes; None: two, where a stage has no copies.
+        network: gives the least seconds of that traffic; None: it takes none.
     """
 
     replicas: int = 1
@@ -59,11 +59,11 @@ class Sharing:
 
 
 class StageCosts:
-    """Of some kinds of stages that share state.
+    """Costs of some stage kinds that shard state.
 
     Args:
-        held: micro-batches at the same time, at most.
-        recompute: whether what does not fit may be recomputed.
+        held: the largest number of micro-batches in flight.
+        recompute: whether stages that do not fit may be recomputed.
     """
 
     def __init__(self, kinds: Sequence[Kind], sharing: Sharing, *, held: int, recompute: bool) -> None:
@@ -74,12 +74,12 @@ class StageCosts:
         self.levels = [_Level(kinds, sharing, zero, held, recompute) for zero in sharing.zero]
 
     def of(self, kind: Ints, held: Ints | int, start: Ints) -> Stages:
-        """Stages by the number of their kind, micro-batches at the same time and first layer; the three broadcast to one shape."""
+        """Stages by kind, micro-batches in flight and first layer; the three broadcast to one shape."""
         return Stages(self, kind, held, start)
 
 
 class Stages:
-    """Stages that begin somewhere."""
+    """Stages with given first layers."""
 
     def __init__(self, costs: StageCosts, kind: Ints, held: Ints | int, start: Ints) -> None:
         self._costs, self._kind, self._start = costs, kind, start
@@ -89,7 +89,7 @@ class Stages:
         self._last = [(level.last[held, at], level.last_again[held, at]) for level in costs.levels]
 
     def until(self, stop: Ints) -> Floats:
-        """Seconds of a micro-batch of stages that end before a layer, which is behind their first one; infinite where they do not fit."""
+        """Seconds per micro-batch of stages that end before a layer; infinite where they do not fit."""
         to = self._base + stop
         found: Floats | None = None
         for level, (last, last_again) in zip(self._costs.levels, self._last, strict=True):

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send, update and compute: one value for each stage, whatever stands beside the pipeline."""
+"""Per-stage sums of one pipeline: what its stages send, update and compute, independent of other pipelines."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from functools import cached_property
 import numpy as np
 
 from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.comm_volume import CommVolume
 from heterodyne.search.fleet.plan import Template
-from heterodyne.search.fleet.sent import Sent
 from heterodyne.search.fleet.tables import Table
 
 __all__ = ["StageSums"]
 
 
 class StageSums:
-    """Of one template. ``tables``: one a stage.
+    """Sums of one template. ``tables``: one per stage.
 
     Attributes:
-        starts, stops: layers. Shape [stages]. ``borders``: of all stages. Shape [stages + 1].
-        own: of alike stages the first one, by number, once for all of them.
-        alike: for each stage, its number in ``own``. Shape [stages].
-        in_row: stages from each one to the end of those on places that follow each other in one pool. Shape [stages].
+        starts, stops: layers. Shape [stages]. ``borders``: stage boundaries. Shape [stages + 1].
+        own: indices of the first of each set of alike stages.
+        alike: for each stage, its index in ``own``. Shape [stages].
+        in_row: stages from each one to the end of a run of ranks in one pool. Shape [stages].
     """
 
     def __init__(self, template: Template, tables: Sequence[Table]) -> None:
@@ -48,11 +48,11 @@ class StageSums:
         self.in_row: Ints = np.array(in_row, dtype=np.int64)
 
     @cached_property
-    def sent(self) -> Sent:
+    def sent(self) -> CommVolume:
         whole, kept = np.empty((3, 3, len(self.starts))), np.empty((3, 3, len(self.starts)))
         for table, at in self._spans:
             whole[..., at], kept[..., at] = table.sent(self.starts[at], self.stops[at])
-        return Sent(whole, kept)
+        return CommVolume(whole, kept)
 
     @cached_property
     def backward_s(self) -> Floats:
@@ -65,7 +65,7 @@ class StageSums:
         )
 
     def update_s(self, replicas: int, zero: int) -> Floats:
-        """Of each place: of all parameters that its devices hold, or from level 1 on of their share."""
+        """Seconds of the optimizer update per pipeline rank: of all its parameters, or from ZeRO level 1 on of its shard."""
         whole, shared = self._updates_s
         own = whole if zero < 1 else shared / replicas
         found: Floats = own.reshape(self.template.chunks, -1).sum(axis=0)

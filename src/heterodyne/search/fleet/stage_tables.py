@@ -1,11 +1,11 @@
-"""The table of costs of each stage of a pipeline, and what comes of them."""
+"""The cost table of each stage of a template, and its sums."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.search.fleet.kept import Kept
+from heterodyne.search.fleet.bounded_cache import BoundedCache
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.tables import Table, Tables
@@ -17,12 +17,12 @@ _SUMS_KEPT = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class StageTables:
-    """Of the templates over one fleet."""
+    """Cost tables of templates over one fleet."""
 
     fleet: Fleet
     tables: Tables
     _known: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
-    _sums: Kept[Template, StageSums] = field(default_factory=lambda: Kept(_SUMS_KEPT), repr=False)
+    _sums: BoundedCache[Template, StageSums] = field(default_factory=lambda: BoundedCache(_SUMS_KEPT), repr=False)
 
     def of(self, template: Template) -> tuple[Table, ...]:
         """Raises KeyError if the costs of a stage are not known."""
@@ -41,7 +41,7 @@ class StageTables:
         return self._sums.get(template, lambda: StageSums(template, self.of(template)))
 
     def tied(self, template: Template) -> tuple[tuple[int, ...], float]:
-        """Places that hold tied parameters, and the bytes of their gradients on one."""
+        """Ranks that hold tied parameters, and the bytes of their gradients on one of them."""
         held: dict[int, float] = {}
         for number, (stage, table) in enumerate(zip(template.stages, self.of(template), strict=True)):
             own = table.tied_bytes(stage.start, stage.stop)

@@ -1,10 +1,10 @@
-"""Sums over layers: what a stage from any layer to any other takes on one kind of device, at a width and a micro-batch.
+"""Prefix sums over layers: the cost of a stage from any layer to any other on one device kind, at some widths and micro-batch size.
 
-Alike devices share a table, so what this costs grows with the kinds of devices and not with their number.
+Alike devices share a table, so its size grows with device kinds and not with devices.
 
-State is shared by level (ZeRO, Rajbhandari et al., SC 2020): from 1 on the optimizer's, from 2 on gradients, at 3 parameters, over all
-devices that hold the same parameters: R pipelines times the copies in a stage, c of experts d. With e the part of a layer that is
-experts', a device of R pipelines keeps (1 - e) / (R c) + e / (R d) of it: a sum over layers over R.
+ZeRO (Rajbhandari et al., SC 2020): from level 1 on the optimizer state, from 2 on gradients, at 3 parameters are sharded over all
+devices that hold the same parameters: R pipelines times the copies in a stage, c of all and d of experts. With e the expert fraction of
+a layer, a device keeps (1 - e) / (R c) + e / (R d) of it: a prefix sum divided by R.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 
 from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
 from heterodyne.search.fleet.arrays import Floats, Ints, between, largest, sums
-from heterodyne.search.fleet.sent import EXCHANGED, Exchanged, LayerBytes, Sent, expert_part, reduced_bytes
+from heterodyne.search.fleet.comm_volume import EXCHANGED, CommVolume, Exchanged, LayerBytes, expert_part, reduced_bytes
 
 __all__ = ["Memory", "Table", "Tables"]
 
 
 class Memory(NamedTuple):
-    """Bytes of the fullest device of a stage. ``passing``: comes and goes inside a pass."""
+    """Bytes of the fullest device of a stage. ``passing``: workspace inside a pass."""
 
     parameters: float
     gradients: float
@@ -63,13 +63,13 @@ class Table:
         _, *own = self._whole["gradients"].sums.whole
         return sum(float(rows[stop] - rows[start]) for rows in own)
 
-    def sent(self, starts: Ints, stops: Ints) -> Sent:
-        """Of stages from some layers to others, each of all that is `EXCHANGED`. Shapes [3, 3, stages]."""
+    def sent(self, starts: Ints, stops: Ints) -> CommVolume:
+        """Communication volume of stages from some layers to others, of all that is `EXCHANGED`. Shapes [3, 3, stages]."""
         whole, kept = self._sent[..., stops] - self._sent[..., starts]
-        return Sent(whole, kept)
+        return CommVolume(whole, kept)
 
     def tied_bytes(self, start: int, stop: int) -> float:
-        """Gradients of parameters that layers in and outside of a stage may share, one copy of them; 0 where it has none."""
+        """Gradients of parameters that layers inside and outside of a stage may share, one copy of them; 0 where it has none."""
         own = (self.costs[layer].tied_bytes for layer in self._tied if start <= layer < stop)
         return float(self.widths.tensor * max(own, default=0))
 
@@ -79,7 +79,7 @@ class Table:
 
     @cached_property
     def expert_width(self) -> int:
-        """Devices of the stage over which one set of the experts lies; 0 where there are none."""
+        """Devices of the stage over which one set of the experts is sharded; 0 where there are none."""
         own = [self.widths.devices // cost.expert_copies for cost in self.costs if cost.expert_bytes]
         return max(own, default=0)
 
@@ -93,10 +93,10 @@ class Table:
         return float(self.costs[stop - 1].output_bytes)
 
     def memory(self, start: int, stop: int, *, recompute: bool, held: int, replicas: int = 1, zero: int = 0) -> Memory:
-        """``held``: micro-batches at the same time; ``replicas``: pipelines that share state at a level ``zero``.
+        """``held``: micro-batches in flight; ``replicas``: pipelines that shard state at ZeRO level ``zero``.
 
-        A recomputed stage brings back one layer at a time. Whole gradients (from level 2) and parameters (level 3) come and go with
-        the layer that is computed and its neighbour, whose exchange goes on meanwhile.
+        A recomputed stage restores one layer at a time. Unsharded gradients (from level 2) and parameters (level 3) exist for the
+        current layer and its neighbour, whose collective runs meanwhile.
         """
         zero = zero if replicas * self.widths.copies > 1 else 0
         kept = self._kept_again if recompute else self._kept
@@ -122,12 +122,12 @@ class Table:
         """Forward and backward of the first layers. Shape [layers + 1]."""
         return np.array(self._forward), np.array(self._backward)
 
-    def exchanged(self, what: Exchanged) -> Sent:
+    def exchanged(self, what: Exchanged) -> CommVolume:
         """Of the first layers (see `LayerBytes`). Shape [3, layers + 1]."""
         return self._whole[what].sums
 
     def most_held(self, zero: int, replicas: int, memory_bytes: float, *, recompute: bool) -> Floats:
-        """For every start and stop the micro-batches for which there is room in whole numbers; negative where there is none for a stage."""
+        """For every start and stop the largest number of micro-batches in flight; negative where the stage itself does not fit."""
         room = memory_bytes - self._fixed_bytes(zero, replicas)
         each = between(self._kept_again if recompute else self._kept)
         if recompute:
@@ -190,7 +190,7 @@ class Table:
 
     @cached_property
     def _sent(self) -> Floats:
-        """See `Sent`: whole and kept, of all that is `EXCHANGED`, of the first layers. Shape [2, 3, 3, layers + 1]."""
+        """See `CommVolume`: whole and kept, of all that is `EXCHANGED`, of the first layers. Shape [2, 3, 3, layers + 1]."""
         return np.array([self._whole[what].sums for what in EXCHANGED]).transpose(1, 2, 0, 3)
 
     @cached_property
@@ -224,7 +224,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a model, made when they are asked for."""
+    """The cost tables of a model, made on demand."""
 
     costs: LayerCosts
     _known: dict[tuple[str, Widths, int], Table | None] = field(default_factory=dict, repr=False)

@@ -1,4 +1,4 @@
-"""A step of a plan over a fleet as a timeline of representative ranks: one for each place of each kind of pipeline."""
+"""The predicted step of a fleet plan as a timeline of representative ranks: one per pipeline rank of each template."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.clock import play
 from heterodyne.plan.schedules.times import Read
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, mix_of
 from heterodyne.search.fleet.plan import TemplateGroup
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.weighed import Weighed, mix_of
 from heterodyne.timeline import Event, Timeline
 
 __all__ = ["fleet_timeline"]
 
 
-def fleet_timeline(predictor: Predictor, weighed: Weighed) -> Timeline:
-    """The step as it was predicted: pipelines played, then gradients, then the update. A rank stands for all that do the same."""
+def fleet_timeline(predictor: Predictor, weighed: EvaluatedPlan) -> Timeline:
+    """Pipelines as played, then gradient sync, then the update. A rank stands for all that do the same."""
     events: list[Event] = []
     names: list[str] = []
     predicted = weighed.predicted
@@ -41,7 +41,7 @@ def fleet_timeline(predictor: Predictor, weighed: Weighed) -> Timeline:
     return Timeline.of("simulated", names, events)
 
 
-def _played(predictor: Predictor, weighed: Weighed, group: TemplateGroup, first: int) -> Iterator[Event]:
+def _played(predictor: Predictor, weighed: EvaluatedPlan, group: TemplateGroup, first: int) -> Iterator[Event]:
     plan = weighed.plan
     mix = mix_of((own.template, own.replicas) for own in plan.groups)
     makespans = predictor.played(mix, plan.schedule, plan.layout, plan.zero)[group.template]

@@ -1,4 +1,4 @@
-"""A search as it is seen from outside while it works: when it has to end with the best so far, and what that is."""
+"""A running search as seen from outside: when it has to end, and the best plan so far."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from heterodyne.search.fleet.weighed import Weighed
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 
 __all__ = ["Watch"]
 
 
 @dataclass(kw_only=True)
 class Watch:
-    """Of one search, or of several that belong together.
+    """Watches one search, or several that belong together.
 
     Args:
-        deadline_s: on `time.monotonic`'s clock.
+        deadline_s: on the clock of `time.monotonic`.
         asked: whether somebody asks it to end.
-        told: is told of the fastest plan so far, not more often than every ``every_s`` seconds.
+        told: called with the fastest plan so far, at most every ``every_s`` seconds.
     """
 
     deadline_s: float | None = None
     asked: Callable[[], bool] = lambda: False
-    told: Callable[[Weighed], None] | None = None
+    told: Callable[[EvaluatedPlan], None] | None = None
     every_s: float = 5.0
-    _fastest: Weighed | None = None
-    _last: Weighed | None = None
+    _fastest: EvaluatedPlan | None = None
+    _last: EvaluatedPlan | None = None
     _next_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._next_s = monotonic() + self.every_s
 
-    def saw(self, weighed: Weighed) -> None:
-        """A plan that was weighed."""
+    def saw(self, weighed: EvaluatedPlan) -> None:
+        """Notes an evaluated plan."""
         if self._fastest is None or weighed.predicted.step_s < self._fastest.predicted.step_s:
             self._fastest = weighed
 

@@ -1,4 +1,4 @@
-"""Why nothing fits: the stage that comes nearest, what fills it, and what would help."""
+"""Why nothing fits: the stage that is nearest to fitting, what fills it, and what would help."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class _Tight:
 
 
 def why_not(search: Search, objective: Objective | None = None) -> str:
-    """In words, why no plan of a search's space can be."""
+    """A sentence on why the search space has no feasible plan."""
     if not search.sizes:
         return "the costs of the layers are not known for any device of the fleet at any size of micro-batch"
-    if search.weighed:
+    if search.evaluated:
         if objective is not None and objective.usd_per_hour is not None:
-            least = min((w.predicted.usd_per_hour or inf for w in search.weighed.values()), default=inf)
+            least = min((w.predicted.usd_per_hour or inf for w in search.evaluated.values()), default=inf)
             return (
                 f"no plan keeps the budget of {objective.usd_per_hour:.2f} usd/hour: the cheapest that was found costs "
                 f"{least:.2f} usd/hour"
@@ -62,7 +62,7 @@ def why_not(search: Search, objective: Objective | None = None) -> str:
 
 
 def _too_dear(budget: float, search: Search) -> str:
-    """The least that the devices of a pipeline that fits cost."""
+    """The lowest price of the devices of a pipeline that fits."""
     costs = {}
     for tight in _tightest(search):
         price = search.fleet.pools[tight.kind.pool].usd_per_device_hour
@@ -74,7 +74,7 @@ def _too_dear(budget: float, search: Search) -> str:
 
 
 def _tightest(search: Search) -> Iterator[_Tight]:
-    """For each kind of device and size of micro-batch: as many stages as there may be, each with as alike a part of the bytes as can be."""
+    """For each device kind and micro-batch size: as many stages as allowed, with bytes divided as evenly as possible."""
     space = search.space
     for size in search.sizes:
         for kind in kinds_of(search.fleet, search.tables, size, space):
@@ -168,7 +168,7 @@ def _shared_out(tight: _Tight, search: Search) -> str:
 
 
 def _remedy(tight: _Tight, search: Search) -> str:
-    """What of the space could be wider."""
+    """Which limits of the space could be widened."""
     space = search.space
     ways = []
     if not space.recompute and tight.memory.activations > tight.memory.total / 4:

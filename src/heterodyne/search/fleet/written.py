@@ -1,6 +1,6 @@
-"""The edge of the search over classes of devices (`search.fleet`): its own short-hand for plans on one side, `Plan` on the other.
+"""The interface of the fleet search: its compact plans inside, `Plan` outside.
 
-Such a plan names kinds and counts, no ids (see `plan.bind`). Nothing outside of this room sees anything else.
+Such a plan names device kinds and counts, no ids (see `plan.bind`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Group, Layout, Pipeline, Plan, Prediction, Region, Stage
 from heterodyne.plan.precision import Precisions
 from heterodyne.plan.short import in_short
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.explain import family_in_words, host_exchange_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import best_of_all, outcomes
 from heterodyne.search.fleet.objective import Objective
@@ -27,7 +28,6 @@ from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
 from heterodyne.search.fleet.watch import Watch
-from heterodyne.search.fleet.weighed import Weighed
 from heterodyne.search.result import AlternativeRow, PlanningResult
 
 __all__ = ["FleetResult", "PaperPlanner", "written_plan"]
@@ -35,14 +35,14 @@ __all__ = ["FleetResult", "PaperPlanner", "written_plan"]
 
 @dataclass(frozen=True, kw_only=True)
 class FleetResult(PlanningResult):
-    """The outcome of a search over classes of devices. Only this module looks at what the search itself found."""
+    """The result of a search over device classes. Only this module looks into what the search found."""
 
     _found: Planned = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperPlanner:
-    """The search over classes of devices, asked and answered in plans that name kinds and counts."""
+    """The search over device classes, with plans that name kinds and counts."""
 
     planner: FleetPlanner
     precision: Precisions = "fp32"
@@ -60,7 +60,7 @@ class PaperPlanner:
         frontier: bool = False,
         accepts: Callable[[Plan], bool] | None = None,
     ) -> FleetResult:
-        """The best plan; of those that are accepted, where one is.
+        """The best plan; of the accepted ones, if there are any.
 
         Raises InfeasibleError and ClusterError as the planner does.
         """
@@ -70,7 +70,7 @@ class PaperPlanner:
     def plan_for(
         self, accepts: Callable[[Plan], bool], objective: Objective, *, space: Space, watch: Watch, frontier: bool
     ) -> FleetResult:
-        """The best plan that is accepted, over all kinds of devices, else over one; else the best of all, which is not."""
+        """The best accepted plan over all device kinds, else over one kind; else the best of all, marked as refused."""
         found = self.plan(objective, space=space, watch=watch, frontier=frontier, accepts=accepts)
         if accepts(found.plan) or len(self.fleet.kinds) == 1:
             return found
@@ -90,7 +90,7 @@ class PaperPlanner:
     def with_families(
         self, result: FleetResult, space: Space, accepts: Callable[[Plan], bool] | None = None
     ) -> FleetResult:
-        """With the best of each kind of plan; the best of all of them that are accepted is the plan."""
+        """With the best plan of each family; the best accepted one of all becomes the plan."""
         found = tuple(outcomes(self.planner, result._found, space))
         takes = None if accepts is None else (lambda plan: accepts(self._plan(plan)))
         best = best_of_all(result._found, found, takes)
@@ -128,7 +128,7 @@ class PaperPlanner:
         made = written_plan(plan, self.fleet, self._predictor.expert_width)
         return made.model_copy(update={"precision": self.precision})
 
-    def _predicted(self, found: Weighed, reason: str = "") -> Plan:
+    def _predicted(self, found: EvaluatedPlan, reason: str = "") -> Plan:
         own = found.predicted
         prediction = Prediction(
             step_s=own.step_s,
@@ -150,7 +150,7 @@ class PaperPlanner:
 
 
 def written_plan(plan: TemplatePlan, fleet: Fleet, expert_width: Callable[[Template, int], int] = lambda *_: 0) -> Plan:
-    """Micro-batches that are not full are those of the last pipelines; pipelines of as many are written once.
+    """Micro-batches that are not full belong to the last pipelines; pipelines with the same number of micro-batches are written once.
 
     ``expert_width``: devices of a stage over which one set of its experts is sharded.
     """

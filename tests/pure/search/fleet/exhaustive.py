@@ -13,10 +13,10 @@ from itertools import combinations, pairwise, permutations, product
 from math import inf
 
 from heterodyne.plan.schedules.bounds import place_lines
+from heterodyne.search.fleet.evaluated_plan import mix_of
 from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Template, suits
 from heterodyne.search.fleet.search import Search
-from heterodyne.search.fleet.weighed import mix_of
 
 __all__ = ["Exhaustive"]
 
@@ -115,7 +115,7 @@ class Exhaustive:
         """Whether there is memory for a micro-batch, where any number of pipelines up to so many share state at any level."""
         # Beside pipelines with several stages on each place, one with a single stage runs under their schedules.
         return any(
-            self.search.predictor.room.fits(template, 1, schedule, shared, zero)
+            self.search.predictor.pipeline_memory.fits(template, 1, schedule, shared, zero)
             for schedule in self.search.space.schedules
             if template.chunks == 1 or suits(schedule, [template])
             for zero in reversed(self.search.space.zero)
@@ -140,18 +140,18 @@ class Exhaustive:
     def _weigh(self, chosen: Sequence[Template]) -> None:
         search, mix = self.search, mix_of((template, 1) for template in chosen)
         if len(chosen) > 1:
-            after_s = search.predictor.least_after_s(mix, search.space.layouts, search.space.zero)
-            if sum(self._could(template, after_s) for template in chosen) < search.predictor.global_batch:
+            sync_and_update_s = search.predictor.least_sync_and_update_s(mix, search.space.layouts, search.space.zero)
+            if sum(self._could(template, sync_and_update_s) for template in chosen) < search.predictor.global_batch:
                 return
-        weighed = search.weigh(mix, self.known_s)
+        weighed = search.evaluate(mix, self.known_s)
         if weighed is not None:
             self.known_s = min(self.known_s, weighed.predicted.step_s)
 
-    def _could(self, template: Template, after_s: float = 0.0) -> int:
-        """Samples before the best plan that is known, at most. ``after_s``: seconds of that in which pipelines are done."""
+    def _could(self, template: Template, sync_and_update_s: float = 0.0) -> int:
+        """Samples before the best plan that is known, at most. ``sync_and_update_s``: seconds of that in which pipelines are done."""
         if self.known_s == inf:
             return self.search.predictor.global_batch
-        seconds = self.known_s * _SOONER - after_s
+        seconds = self.known_s * _SOONER - sync_and_update_s
         rounds = min(int((seconds - a) / e) if seconds > a else 0 for a, e in self._lines_of(template))
         return template.micro_batch * rounds
 
@@ -161,7 +161,7 @@ class Exhaustive:
             return self._lines[template]
         space, predictor = self.search.space, self.search.predictor
         split = any(s in SPLIT for s in space.schedules if template.chunks == 1 or s in INTERLEAVED)
-        ways = [predictor.alone.makespans(template, "1F1B", layout) for layout in space.layouts]
+        ways = [predictor.pipeline_time.makespans(template, "1F1B", layout) for layout in space.layouts]
         sends = [min(own) for own in zip(*(way.sends for way in ways), strict=True)]
         self._lines[template] = place_lines(ways[0].stages, sends, template.places, split=split)
         return self._lines[template]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.rings import Rings
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
@@ -120,7 +120,7 @@ def search_of(
     predictor = Predictor(
         fleet=fleet,
         tables=Tables(costs),
-        network=Rings(fleet),
+        network=RingNetwork(fleet),
         global_batch=global_batch,
         blocking=waits,
         overlap=not waits,

@@ -48,7 +48,9 @@ def test_memory_of_a_place_is_the_sum_over_its_stages(schedule: ScheduleName) ->
             for place in range(2):
                 own = each[place::2]
                 fixed = sum(m.parameters + m.gradients + m.optimizer for m in own) + max(m.passing for m in own)
-                told = predictor.room.memory(template, micro_batches=count, schedule=schedule, replicas=2, zero=1)
+                told = predictor.pipeline_memory.memory(
+                    template, micro_batches=count, schedule=schedule, replicas=2, zero=1
+                )
                 assert told[place].total == pytest.approx(fixed + held[place], abs=8 * count)
 
 
@@ -63,14 +65,16 @@ def test_the_most_micro_batches_fit_and_the_next_do_not() -> None:
         chunks = 2 if schedule in INTERLEAVED else 1
         template = _template([fleet.pools[0].name, fleet.pools[-1].name], chunks, layers, chance)
         predictor = search_of(fleet, costs, samples).predictor
-        most = predictor.room.most_micro_batches(template, schedule, 1, 0)
+        most = predictor.pipeline_memory.most_micro_batches(template, schedule, 1, 0)
         fits = [
             count
             for count in range(1, samples + 1)
             if all(
                 need.total <= fleet.pool(home.pool).memory_bytes
                 for need, home in zip(
-                    predictor.room.memory(template, micro_batches=count, schedule=schedule, replicas=1, zero=0),
+                    predictor.pipeline_memory.memory(
+                        template, micro_batches=count, schedule=schedule, replicas=1, zero=0
+                    ),
                     template.homes,
                     strict=True,
                 )

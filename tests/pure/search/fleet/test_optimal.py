@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.plan import INTERLEAVED
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.timeline import fleet_timeline
-from heterodyne.search.fleet.weighed import Weighed
 from pure.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import Drawn, drawn, search_of
 
 
-def _step_s(weighed: Weighed) -> float:
+def _step_s(weighed: EvaluatedPlan) -> float:
     return weighed.predicted.step_s
 
 
@@ -48,23 +48,23 @@ def test_every_plan_that_is_weighed_keeps_memory_devices_and_batch_and_beats_no_
     fleet, costs, samples = drawn(chance, devices=chance.randint(2, 6), blocks=6, ways=1 + number % 3)
     search = search_of(fleet, costs, samples, waits=number % 2 == 1)
     search.run(_step_s)
-    for mix, weighed in search.weighed.items():
+    for mix, weighed in search.evaluated.items():
         _require_possible(weighed, fleet, costs, samples)
         _require_full(search, weighed)
         played_s = _step_s(weighed)
         assert search.bound_s <= played_s * (1 + 1e-9)
-        after_s = search.predictor.least_after_s(mix, search.space.layouts, search.space.zero)
-        assert after_s >= 0
-        assert search.predictor.bound_s(mix) + after_s <= played_s * (1 + 1e-9)
-        assert search.predictor.could_take(mix, played_s - after_s * (1 - 1e-9))
+        sync_and_update_s = search.predictor.least_sync_and_update_s(mix, search.space.layouts, search.space.zero)
+        assert sync_and_update_s >= 0
+        assert search.predictor.bound_s(mix) + sync_and_update_s <= played_s * (1 + 1e-9)
+        assert search.predictor.bound_at_most(mix, played_s - sync_and_update_s * (1 - 1e-9))
         if weighed.plan.schedule in ("1F1B", "GPipe"):
             assert search.predictor.bound_s(mix, split=False) <= played_s * (1 + 1e-9)
-            assert search.predictor.could_take(mix, played_s, split=False)
+            assert search.predictor.bound_at_most(mix, played_s, split=False)
 
 
-def _require_full(search: Search, weighed: Weighed) -> None:
+def _require_full(search: Search, weighed: EvaluatedPlan) -> None:
     """Of the micro-batches for which there is said to be room, one more would not fit."""
-    room, plan = search.predictor.room, weighed.plan
+    room, plan = search.predictor.pipeline_memory, weighed.plan
     for template in (group.template for group in plan.groups if group.template.chunks == 1):
         for schedule in ("1F1B", "GPipe", "ZBH1", "ZBH2"):
             most = room.most_micro_batches(template, schedule, plan.pipelines, plan.zero)
@@ -73,7 +73,7 @@ def _require_full(search: Search, weighed: Weighed) -> None:
                 assert not room.fits(template, most + 1, schedule, plan.pipelines, plan.zero)
 
 
-def _require_possible(weighed: Weighed, fleet: Fleet, costs: Drawn, samples: int) -> None:
+def _require_possible(weighed: EvaluatedPlan, fleet: Fleet, costs: Drawn, samples: int) -> None:
     plan = weighed.plan
     assert all(count <= fleet.pool(pool).devices for pool, count in plan.devices.items())
     assert weighed.predicted.peak_share <= 1
@@ -113,7 +113,7 @@ def test_timelines_play_what_was_predicted() -> None:
         fleet, costs, samples = drawn(random.Random(400 + number), devices=4, blocks=6)
         search = search_of(fleet, costs, samples)
         search.run(_step_s)
-        for weighed in list(search.weighed.values())[-8:]:
+        for weighed in list(search.evaluated.values())[-8:]:
             told = fleet_timeline(search.predictor, weighed)
             own = weighed.predicted
             ends = [e.end_s for e in told.events if e.kind not in ("REDUCE_GRAD", "STEP")]

@@ -11,9 +11,9 @@ from heterodyne.plan.short import in_short
 from heterodyne.report.plan_tables import plan_rows
 from heterodyne.search.fleet.chunks import chunked
 from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage
-from heterodyne.search.fleet.rings import Rings
-from heterodyne.search.fleet.sharding import of_places
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.written import written_plan
+from heterodyne.search.fleet.zero_traffic import of_places
 from pure.search.fleet.small import Drawn, search_of
 
 NEAR, FAR = (Wire(bandwidth_bytes_per_s=1e9 * n, latency_s=1e-5) for n in (100, 10))
@@ -37,7 +37,7 @@ PLAIN = Template(
 @pytest.mark.parametrize("layout", ["stages", "pipelines"])
 def test_gradients_take_as_long_wherever_the_layers_of_a_place_are(layout: str) -> None:
     predictor = search_of(FLEET, COSTS, 16).predictor
-    rings = Rings(FLEET)
+    rings = RingNetwork(FLEET)
     seconds = []
     for template in (PLAIN, CHUNKED):
         exchanges = rings.exchanges([(template, 2)], {template: predictor.stage_sums(template)}, layout)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def test_gradients_take_as_long_wherever_the_layers_of_a_place_are(layout: str) 
 
 
 def test_the_message_from_the_last_place_to_the_first_goes_between_nodes() -> None:
-    rings = Rings(FLEET)
+    rings = RingNetwork(FLEET)
     sends = [rings.send_s(CHUNKED, number, 1e9, "pipelines") for number in range(7)]
     assert sends == sends[:4] + sends[:3]
     assert sends[0] == sends[2] < sends[1] == sends[3]  # two places on each of two nodes

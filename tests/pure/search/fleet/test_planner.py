@@ -12,19 +12,19 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.explain import ratio_in_words
-from heterodyne.search.fleet.aim import Aim
 from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.criterion import Criterion
 from heterodyne.search.fleet.explain import family_in_words, host_exchange_in_words, step_in_words, why_more
 from heterodyne.search.fleet.families import Family, Outcome, best_of_all, outcomes
+from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.pipeline_templates import shapes
 from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
-from heterodyne.search.fleet.rings import Rings
-from heterodyne.search.fleet.shapes import shapes
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.stage_costs import Sharing
 from heterodyne.search.fleet.watch import Watch
-from heterodyne.search.fleet.wires import Wires
 from heterodyne.units import format_seconds
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
@@ -173,7 +173,7 @@ def test_under_limits_that_allow_no_pipeline_nothing_is_paired() -> None:
     """As in a search for less money, when the budget falls below what one pipeline costs."""
     search = _planner(_pool("fast", 2), _pool("slow", 2)).search(Space())
     assert search._mixes.pairs([], Limits(room=np.array([0, 0])), 1.0) == []
-    aim = Aim(score=lambda predicted: predicted.step_s, by_time=False)
+    aim = Criterion(score=lambda predicted: predicted.step_s, by_time=False)
     assert search._played([()], None, aim, ("1F1B",)) is None, "no pipeline at all is no plan"
 
 
@@ -219,7 +219,7 @@ def test_the_fullest_device_is_told_by_its_own_bytes() -> None:
         TemplateStage(pool="slow", width=1, start=0, stop=3),
         TemplateStage(pool="fast", width=1, start=3, stop=10),
     )
-    weighed = predictor.weigh(((Template(micro_batch=1, stages=stages), 1),))
+    weighed = predictor.evaluate(((Template(micro_batch=1, stages=stages), 1),))
     assert weighed is not None
     own = weighed.predicted
     assert own.peak_bytes > own.fullest_bytes == pytest.approx(own.peak_share * small.memory_bytes)
@@ -276,7 +276,7 @@ def test_gradients_go_round_a_ring_that_enters_every_node_once() -> None:
     sums = {template: search.predictor.stage_sums(template)}
     size = sums[template].tables[0].reduced_bytes(0, 10)
     for pipelines, bandwidth in ((1, 1.0), (2, 200e9), (8, 10e9)):
-        own = Rings(fleet).exchanges([(template, pipelines)], sums, "stages").of[template]
+        own = RingNetwork(fleet).exchanges([(template, pipelines)], sums, "stages").of[template]
         once_s = (pipelines - 1) / pipelines * size / bandwidth
         assert own.scattered_s == own.scattered_layers_s == pytest.approx(once_s)
         assert own.reduced_s == pytest.approx(2 * once_s)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.predictor.from_config import transformer_of
 from heterodyne.predictor.layer_costs import predicted_layers
+from heterodyne.search.fleet.evaluated_plan import mix_of
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.weighed import mix_of
 
 MODEL = transformer_of(
     {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16, "intermediate_size": 8192,
@@ -30,5 +30,5 @@ def test_pools_together_are_no_slower_than_beside_each_other() -> None:
     alone = [planner.plan(space=Space(pools=(pool.name,))).best for pool in pools]
     assert best.predicted.step_s <= min(own.predicted.step_s for own in alone)
     parts = [(group.template, group.replicas) for own in alone for group in own.plan.groups]
-    together = planner.search(Space()).weigh(mix_of(parts))
+    together = planner.search(Space()).evaluate(mix_of(parts))
     assert together is None or best.predicted.step_s <= together.predicted.step_s * (1 + 1e-9)

@@ -15,11 +15,11 @@ from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.software import Software
 from heterodyne.predictor.step import step_time
 from heterodyne.predictor.transformer import Transformer
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.rings import Rings
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.tables import Tables
-from heterodyne.search.fleet.weighed import Weighed
 
 KIND = "A100-SXM-80GB"
 # A small vocabulary and a head of its own: the lookup of the embedding, gathering what the ends of a model hold, and the sum of the
@@ -48,7 +48,7 @@ def both(
     predictor = Predictor(
         fleet=fleet,
         tables=Tables(costs),
-        network=Rings(fleet),
+        network=RingNetwork(fleet),
         global_batch=samples,
         blocking=not software.overlap_sends,
         overlap=software.overlap_gradients,
@@ -56,8 +56,8 @@ def both(
     each = MODEL.layers // pp
     cuts = [0, *(1 + each * stage for stage in range(1, pp)), MODEL.layers + 2]
     stages = tuple(TemplateStage(pool="all", width=tp, start=a, stop=b) for a, b in pairwise(cuts))
-    weighed = predictor.weigh(((Template(micro_batch=2, stages=stages), dp),), zero=(zero,))
-    assert isinstance(weighed, Weighed)
+    weighed = predictor.evaluate(((Template(micro_batch=2, stages=stages), dp),), zero=(zero,))
+    assert isinstance(weighed, EvaluatedPlan)
     setup = Setup(
         global_batch=samples, micro_batch=2, dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=tp > 1, software=software
     )

@@ -12,7 +12,7 @@ from heterodyne.predictor.transformer import Transformer
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.rings import Rings
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.tables import Tables
 
 SMALL = Transformer(
@@ -33,7 +33,7 @@ def _fleet(gbit: float, **of_pools: object) -> Fleet:
 
 def _predictor(fleet: Fleet, model: Transformer) -> Predictor:
     costs = predicted_layers(model, fleet, precision="bf16")
-    return Predictor(fleet=fleet, tables=Tables(costs), network=Rings(fleet), global_batch=16)
+    return Predictor(fleet=fleet, tables=Tables(costs), network=RingNetwork(fleet), global_batch=16)
 
 
 CUT = Template(
@@ -49,10 +49,10 @@ def test_two_machines_that_hold_the_shared_weights_sum_their_gradient() -> None:
     """Twice half of it goes each way: 545 MB in fp32 over 125 MB/s."""
     fleet = _fleet(1.0)
     tied, own = (_predictor(fleet, replace(SMALL, tied=tied)) for tied in (True, False))
-    ((with_sum, _), (without, _)) = (p.after_s(((CUT, 1),), "stages", 0) for p in (tied, own))
+    ((with_sum, _), (without, _)) = (p.sync_and_update_s(((CUT, 1),), "stages", 0) for p in (tied, own))
     assert with_sum - without == pytest.approx(GRADIENT_BYTES / 125e6 + 2e-4)
     whole = Template(micro_batch=2, stages=(TemplateStage(pool="new", width=1, start=0, stop=26),))
-    assert tied.after_s(((whole, 1),), "stages", 0) == own.after_s(((whole, 1),), "stages", 0)
+    assert tied.sync_and_update_s(((whole, 1),), "stages", 0) == own.sync_and_update_s(((whole, 1),), "stages", 0)
 
 
 def test_over_a_slow_link_shared_weights_stay_on_one_machine() -> None:
@@ -79,7 +79,7 @@ def test_who_pays_for_traffic_pays_for_the_sum() -> None:
     fleet = replace(_fleet(1.0, usd_per_device_hour=0.0), usd_per_byte={("new", "old"): 1e-9})
     paid = []
     for tied in (True, False):
-        weighed = _predictor(fleet, replace(SMALL, tied=tied)).weigh(((CUT, 1),))
+        weighed = _predictor(fleet, replace(SMALL, tied=tied)).evaluate(((CUT, 1),))
         assert weighed is not None
         assert weighed.predicted.usd is not None
         paid.append(weighed.predicted.usd)

@@ -12,13 +12,13 @@ from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.transformer import Transformer
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, mix_of
 from heterodyne.search.fleet.kinds import chosen_of, kinds_of, usable_widths
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
-from heterodyne.search.fleet.rings import Rings
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.stage_sums import StageSums
-from heterodyne.search.fleet.weighed import Weighed, mix_of
 from pure.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
@@ -26,7 +26,7 @@ INSIDE = Wire(bandwidth_bytes_per_s=200e9, latency_s=0.0)
 BETWEEN = Wire(bandwidth_bytes_per_s=10e9, latency_s=0.0)
 
 
-def _step_s(weighed: Weighed) -> float:
+def _step_s(weighed: EvaluatedPlan) -> float:
     return weighed.predicted.step_s
 
 
@@ -115,7 +115,7 @@ def _synced(template: Template, count: int, fleet: Fleet, costs: Drawn) -> tuple
     """Seconds, and the bytes of one copy of what is no expert's and of one set of experts."""
     search = search_of(fleet, costs, 64)
     (table,) = search.predictor.stage_tables(template)
-    exchanges = Rings(fleet).exchanges([(template, count)], {template: StageSums(template, [table])}, "stages")
+    exchanges = RingNetwork(fleet).exchanges([(template, count)], {template: StageSums(template, [table])}, "stages")
     experts = sum(cost.expert_bytes * table.widths.devices / cost.expert_copies for cost in table.costs)
     return float(exchanges.of[template].reduced_s[0]), table.reduced_bytes(0, 10) - experts, experts
 
@@ -157,7 +157,7 @@ def test_experts_over_two_nodes_send_half_of_a_set_from_each() -> None:
 
 def test_what_crosses_between_stages_goes_side_by_side_as_far_as_both_have_parts() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 1, per_node=4),))
-    rings = Rings(fleet)
+    rings = RingNetwork(fleet)
 
     def send_s(first: int, second: int) -> float:
         stages = (
@@ -233,7 +233,7 @@ def test_only_what_runs_is_planned_to_run() -> None:
         )
         assert any(sum(width > 1 for width in kind.widths) > 1 for kind in every)
         assert all(kind.widths.copies == 1 for kind in some) == (experts > 0)
-    assert search.weigh(mix_of([])) is None
+    assert search.evaluate(mix_of([])) is None
 
 
 class _Wide:

@@ -13,17 +13,17 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
+from heterodyne.search.fleet.comm_volume import EXCHANGED
+from heterodyne.search.fleet.evaluated_plan import Mix
 from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.plan import ZERO_LEVELS, Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.rings import Rings
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
-from heterodyne.search.fleet.sent import EXCHANGED
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.stage_costs import Sharing, StageCosts
 from heterodyne.search.fleet.tables import Table
-from heterodyne.search.fleet.weighed import Mix
 from pure.search.fleet.small import GIB, drawn, search_of
 
 PARAMETERS, GRADIENTS, STATES, KEPT, WORKSPACE = 100, 200, 600, 50, 7
@@ -72,7 +72,7 @@ def test_the_layers_that_are_whole_at_a_time_are_neighbours() -> None:
         assert own.passing == WORKSPACE + scale * (GRADIENTS + PARAMETERS)
 
 
-class _Rated(Rings):
+class _Rated(RingNetwork):
     """Bytes take what is said."""
 
     rates = (0.0, 0.0)
@@ -164,10 +164,10 @@ def test_of_levels_that_fit_the_least_is_the_fastest(number: int) -> None:
     for mix in _mixes(Search(predictor=predictor, space=Space()), chance):
         for schedule, layout in product(("1F1B", "GPipe"), ("stages", "pipelines")):
             steps = [
-                predictor.weigh(mix, schedule=schedule, layout=layout, zero=(zero,))  # type: ignore[arg-type]
+                predictor.evaluate(mix, schedule=schedule, layout=layout, zero=(zero,))  # type: ignore[arg-type]
                 for zero in ZERO_LEVELS
             ]
-            best = predictor.weigh(mix, schedule=schedule, layout=layout)  # type: ignore[arg-type]
+            best = predictor.evaluate(mix, schedule=schedule, layout=layout)  # type: ignore[arg-type]
             if best is None:
                 assert steps == [None] * 4
                 continue
@@ -185,8 +185,8 @@ def test_of_all_levels_the_best_is_weighed_whatever_the_memory(number: int) -> N
     search = search_of(fleet, costs, samples)
     for mix in _mixes(search, chance):
         for schedule in ("1F1B", "GPipe"):
-            alone = [search.predictor.weigh(mix, schedule=schedule, zero=(z,)) for z in ZERO_LEVELS]  # type: ignore[arg-type]
-            best = search.predictor.weigh(mix, schedule=schedule)  # type: ignore[arg-type]
+            alone = [search.predictor.evaluate(mix, schedule=schedule, zero=(z,)) for z in ZERO_LEVELS]  # type: ignore[arg-type]
+            best = search.predictor.evaluate(mix, schedule=schedule)  # type: ignore[arg-type]
             least = min((w.predicted.step_s for w in alone if w is not None), default=None)
             assert (best is None) == (least is None)
             if best is not None and least is not None:
@@ -272,9 +272,9 @@ def test_level_three_takes_the_longer_of_computing_and_exchange() -> None:
     fleet = Fleet(name="f", pools=(pool,))
     predictor = search_of(fleet, Large(), 8).predictor  # type: ignore[arg-type]
     assert isinstance(predictor, Predictor)
-    assert isinstance(predictor.network, Rings)
+    assert isinstance(predictor.network, RingNetwork)
     mix = ((Template(micro_batch=1, stages=(TemplateStage(pool="all", width=1, start=0, stop=8),)), 2),)
-    by_zero = {zero: predictor.weigh(mix, zero=(zero,)) for zero in ZERO_LEVELS}
+    by_zero = {zero: predictor.evaluate(mix, zero=(zero,)) for zero in ZERO_LEVELS}
     told = {zero: own.predicted for zero, own in by_zero.items() if own is not None}
     # Once round a ring of two is half of the bytes: 4 s for parameters, 8 s for gradients; passes of 0.8 and 1.6 s, four of each.
     assert told[0].pipelines_s == told[1].pipelines_s == pytest.approx(4 * 2.4)

@@ -1,0 +1,139 @@
+"""The optimal cut of a model over the ranks of a pipeline for a number of micro-batches, messages between stages included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.alike import Places
+from heterodyne.search.fleet.arrays import Floats, Ints, between
+from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.evaluated_plan import Mix, mix_of
+from heterodyne.search.fleet.plan import Template, TemplateStage
+from heterodyne.search.fleet.predict import Predictor
+
+__all__ = ["Cutter", "least_cut"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cutter:
+    """Makes mixes of alike pipelines. ``recompute``: recompute a stage where it does not fit otherwise."""
+
+    predictor: Predictor
+    recompute: bool
+    _costs: dict[tuple[str, Widths, int, int, int, int], tuple[Floats, NDArray[np.bool_]]] = field(
+        default_factory=dict, repr=False
+    )
+
+    def cut(self, runs: Places, size: int, zero: int, limits: Limits) -> Iterator[Mix]:
+        """As many replicas of the pipeline as the limits allow, with the optimal cuts for their number of micro-batches and for very many;
+        none where they do not fit.
+        """
+        places = [(pool, widths) for pool, widths, count in runs for _ in range(count)]
+        layers = len(self.predictor.tables.costs.layers)
+        pools = [pool.name for pool in self.predictor.fleet.pools]
+        need = np.zeros(len(pools), dtype=np.int64)
+        for pool, widths in places:
+            need[pools.index(pool)] += widths.devices
+        replicas = limits.most_of(need)
+        if replicas < max(1, limits.least) or len(places) > layers:
+            return
+        rounds = ceil(self.predictor.global_batch / (size * replicas))
+        first = layers - len(places) + 1
+        sends = self._sends(places, size)
+        waits = [a + b for a, b in zip((*sends, 0.0), (0.0, *sends), strict=True)]
+        costs, bare = [], []
+        for number, (pool, widths) in enumerate(places):
+            own, plain = self._cost(pool, widths, size, min(len(places) - number, rounds), replicas, zero)
+            own = own[number : number + first, number + 1 : number + 1 + first]
+            costs.append(own + waits[number] if self.predictor.blocking else own)
+            bare.append(plain)
+        for count in (rounds, None):
+            points = least_cut(costs, count, () if self.predictor.blocking else sends)
+            if points is not None:
+                stages = (
+                    _stage(place, span, recompute=not plain[span])
+                    for place, span, plain in zip(places, pairwise(points), bare, strict=True)
+                )
+                yield mix_of([(Template(micro_batch=size, stages=tuple(stages)), replicas)])
+
+    def _cost(
+        self, pool: str, widths: Widths, size: int, held: int, replicas: int, zero: int
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """Seconds per micro-batch of a stage from any layer to any other, infinite where it does not fit, and whether it fits without
+        recompute.
+        """
+        key = pool, widths, size, held, replicas, zero
+        if key not in self._costs:
+            own = self.predictor.fleet.pool(pool)
+            table = self.predictor.tables.table(own.kind, widths, size)
+            assert table is not None  # it is one of the widths that the pool may have
+            level = zero if replicas * widths.copies > 1 else 0
+            room = [
+                table.most_held(level, replicas, float(own.memory_bytes), recompute=again) >= held
+                for again in (False, self.recompute)
+            ]
+            forward, backward = (between(own.tolist()) for own in table.passes)
+            plain = forward + backward
+            cost = np.where(room[0], plain, np.where(room[1], plain + forward, np.inf))
+            cost[np.tri(len(cost), dtype=bool)] = np.inf
+            self._costs[key] = cost, room[0]
+        return self._costs[key]
+
+    def _sends(self, places: Sequence[tuple[str, Widths]], size: int) -> list[float]:
+        """Seconds of the messages between ranks; about the same wherever alike layers are cut."""
+        layers = len(self.predictor.tables.costs.layers)
+        spans = [*((n, n + 1) for n in range(len(places) - 1)), (len(places) - 1, layers)]
+        stages = (_stage(place, span) for place, span in zip(places, spans, strict=True))
+        return self.predictor.pipeline_time.least_sends(Template(micro_batch=size, stages=tuple(stages)))
+
+
+def least_cut(
+    costs: Sequence[Floats], micro_batches: int | None, sends: Sequence[float] = ()
+) -> tuple[int, ...] | None:
+    """The first layer of each stage of the best cut for so many micro-batches (None: for very many), and the number of layers.
+
+    None where no cut fits.
+
+    Stage i cannot begin before the ones before it have had the first micro-batch, nor end after they have begun the last
+    backward, so n micro-batches take at least H[i] = max(n cost[i], cost[i] + 2 send[i] + H[i + 1]), which the cut makes least.
+
+    Args:
+        costs: seconds of each stage from the first layers that it may have to the ones of the next stage, infinite where it does not fit;
+            every stage has a layer at least. Shape [stages][layers - stages + 1, layers - stages + 1].
+        sends: of a message from each stage to the next one; none: they take no time.
+    """
+    first = len(costs[0])
+    every = np.arange(first)
+    reached = np.full(first, np.inf)
+    reached[-1] = 0.0
+    stops: list[Ints] = []
+    for cost, send_s in zip(reversed(costs), (0.0, *reversed(sends or (0.0,) * (len(costs) - 1))), strict=True):
+        after = reached[None, :]
+        if micro_batches is None:
+            ways = np.maximum(cost, after)
+        else:
+            ways = np.maximum(micro_batches * cost, cost + (2 * send_s + after))
+        best = np.argmin(ways, axis=1)
+        stops.append(best)
+        reached = ways[every, best]
+    if reached[0] == np.inf:
+        return None
+    points, own = [0], 0
+    for place, stop in enumerate(reversed(stops), 1):
+        own = int(stop[own])
+        points.append(place + own)
+    return tuple(points)
+
+
+def _stage(place: tuple[str, Widths], span: tuple[int, int], *, recompute: bool = False) -> TemplateStage:
+    pool, (tensor, context, data) = place
+    return TemplateStage(
+        pool=pool, width=tensor, context=context, data=data, start=span[0], stop=span[1], recompute=recompute
+    )

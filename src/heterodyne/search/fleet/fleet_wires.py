@@ -1,0 +1,47 @@
+"""The wires of a fleet, looked up by pool names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from heterodyne.cluster.catalog import collectives_of, find
+from heterodyne.cluster.fleet import Fleet, Pool, Wire
+from heterodyne.predictor.constants import constants
+
+__all__ = ["Wires", "apart", "collectives"]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Of one fleet."""
+
+    fleet: Fleet
+    _known: dict[tuple[str, str], Wire | None] = field(default_factory=dict, repr=False)
+
+    def between(self, a: str, b: str) -> Wire | None:
+        """From a node of a pool to one of another (of the same: to another node); None where unknown.
+
+        Tensors between devices without a common collectives library go through host memory and sockets.
+        """
+        if (a, b) not in self._known:
+            wire = self.fleet.wire(self.fleet.pool(a), self.fleet.pool(b))
+            if wire is not None and apart(self.fleet, a, b):
+                wire = replace(wire, bandwidth_bytes_per_s=constants().stated.sockets * wire.bandwidth_bytes_per_s)
+            self._known[a, b] = wire
+        return self._known[a, b]
+
+    def inside(self, pool: Pool) -> Wire | None:
+        """The link inside a node; where it is unknown, the link between nodes."""
+        return pool.inside or self.between(pool.name, pool.name)
+
+
+def collectives(fleet: Fleet, pool: str) -> str:
+    """The collectives library of a pool's devices; where nothing is known of their kind, that of their backend."""
+    own = fleet.pool(pool)
+    known = fleet.accelerators.get(own.kind) or find(own.kind)
+    return collectives_of(own.backend) if known is None else known.collectives
+
+
+def apart(fleet: Fleet, a: str, b: str) -> bool:
+    """Whether the devices of two pools have no common collectives library."""
+    return a != b and collectives(fleet, a) != collectives(fleet, b)

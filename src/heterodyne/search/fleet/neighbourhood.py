@@ -1,0 +1,252 @@
+"""Neighbourhood of a mix for local search: each neighbour is judged by its played step time.
+
+The cut with the fastest bottleneck need not be the best for few micro-batches, and integer counts leave devices over. So a neighbour
+moves a layer over a stage boundary, changes a micro-batch size, the parallel widths of a stage, its recompute or the number of virtual
+stages, or exchanges pipelines for others. Neighbours whose lower bound is no better than the best are not played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement, pairwise
+
+from heterodyne.cost.layers import Widths
+from heterodyne.search.fleet.chunks import chunked
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix, mix_of
+from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template, TemplateStage
+from heterodyne.search.fleet.predict import Predictor
+
+__all__ = ["Neighbourhood", "Shared", "climb"]
+
+Shared = tuple[int, int]
+"""Pipelines that share state, and its level."""
+_FEW = 8  # stages up to which a border moves together with the size of the micro-batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbourhood:
+    """The moves from a mix.
+
+    Args:
+        columns: templates that may be added; sizes: of micro-batches, ascending.
+        widths: that a stage in a pool may have at a micro-batch size.
+        schedule: for which stages that do not fit are recomputed.
+        max_chunks: virtual stages per rank.
+        usd: the price of one device of each pool, and the budget.
+    """
+
+    predictor: Predictor
+    columns: Sequence[Template]
+    sizes: Sequence[int]
+    widths: Callable[[str, int], Sequence[Widths]]
+    recompute: bool
+    schedule: ScheduleName = "1F1B"
+    max_chunks: int = 1
+    max_stages: int = 64
+    most_pipelines: int | None = None
+    usd: tuple[Mapping[str, float], float] | None = None
+
+    def from_mix(self, mix: Mix, zero: int) -> Iterator[Mix]:
+        """Every mix one move away, the smallest changes first. ``zero``: the ZeRO level at which ``mix`` is best."""
+        shared = (sum(count for _, count in mix), zero)
+        for template, count in mix:
+            for changed in self.changed(template, shared):
+                yield mix_of((changed if t == template else t, n) for t, n in mix)
+                if count > 1:
+                    yield mix_of([*_less(mix, template), (changed, 1)])
+        for template, _ in mix:
+            fewer = _less(mix, template)
+            if fewer:
+                yield mix_of(fewer)
+            yield from self._filled(fewer)
+            without = mix_of((t, n) for t, n in mix if t != template)
+            if without != fewer:
+                yield from self._filled(without)
+        yield from self._filled(mix)
+        for a, b in combinations_with_replacement([template for template, _ in mix], 2):
+            fewer = _less(_less(mix, a), b)
+            if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
+                yield from self._filled(fewer)
+
+    def interleaved(self, mix: Mix, zero: int) -> Iterator[Mix]:
+        """The mix with more virtual stages per rank, where there are layers for that."""
+        shared = (sum(count for _, count in mix), zero)
+        for chunks in range(2, self.max_chunks + 1):
+            options = [
+                [own for own in chunked(template, chunks) if len(own.stages) <= self.max_stages] for template, _ in mix
+            ]
+            for which in range(max(map(len, options))):
+                made = [
+                    (own[min(which, len(own) - 1)] if own else template, count)
+                    for own, (template, count) in zip(options, mix, strict=True)
+                ]
+                yield mix_of(made)
+                again = [(self._fitted(t, shared) if t.chunks > 1 else t, count) for t, count in made]
+                if again != made:
+                    yield mix_of(again)
+
+    def changed(self, template: Template, shared: Shared) -> Iterator[Template]:
+        """Templates one move away: a boundary moved, other virtual stages, the order reversed, other widths, another micro-batch size,
+        other recompute.
+        """
+        yield from self._moved(template, shared)
+        for chunks in range(1, self.max_chunks + 1):
+            if chunks != template.chunks and chunks * template.places <= self.max_stages:
+                for other in chunked(template, chunks):
+                    yield from dict.fromkeys((other, self._fitted(other, shared)))
+        if len({home.pool for home in template.homes}) > 1 and len(template.stages) <= _FEW:
+            turned = _turned(template)
+            yield from dict.fromkeys((turned, self._fitted(turned, shared)))
+        yield from self._rewidened(template, shared)
+        for size in self.sizes:
+            if size != template.micro_batch:
+                sized = self._fitted(replace(template, micro_batch=size), shared)
+                # Where its widths do not divide the size, others may.
+                for other in [sized] if self._known(sized) else self._rewidened(sized, shared):
+                    yield other
+                    if len(template.stages) <= _FEW:
+                        yield from self._moved(other, shared)
+        for place, home in enumerate(template.homes):
+            if home.recompute or self.recompute:
+                yield _again(template, {place: not home.recompute})
+
+    def _moved(self, template: Template, shared: Shared) -> Iterator[Template]:
+        stages = template.stages
+        for number, (a, b) in enumerate(pairwise(stages)):
+            for border in (a.stop - 1, a.stop + 1):
+                if a.start < border < b.stop:
+                    moved = (*stages[:number], replace(a, stop=border), replace(b, start=border), *stages[number + 2 :])
+                    yield replace(template, stages=moved)
+                    if self.recompute:
+                        yield self._fitted(replace(template, stages=moved), shared)
+
+    def _rewidened(self, template: Template, shared: Shared) -> Iterator[Template]:
+        """Other widths for the same devices, for runs of alike stages at once; with few stages for each by itself too."""
+        homes = template.homes
+        starts = [n for n, home in enumerate(homes) if not n or _place(home) != _place(homes[n - 1])]
+        spans = list(pairwise((*starts, len(homes))))
+        if len(homes) <= _FEW:
+            spans += [(n, n + 1) for n in range(len(homes)) if (n, n + 1) not in spans]
+        for first, last in spans:
+            for widths in self.widths(homes[first].pool, template.micro_batch):
+                if widths.devices == homes[first].devices and widths != homes[first].widths:
+                    tensor, context, data = widths
+                    stages = tuple(
+                        replace(stage, width=tensor, context=context, data=data)
+                        if first <= number % template.places < last
+                        else stage
+                        for number, stage in enumerate(template.stages)
+                    )
+                    made = self._fitted(replace(template, stages=stages), shared)
+                    if self._known(made):
+                        yield made
+
+    def _known(self, template: Template) -> bool:
+        """Whether the costs of all its stages are known."""
+        try:
+            self.predictor.stage_tables(template)
+        except KeyError:
+            return False
+        return True
+
+    def _fitted(self, template: Template, shared: Shared) -> Template:
+        """With recompute on just the ranks that do not fit without it."""
+        if not self.recompute or not self._known(template):
+            return template
+        plain: ScheduleName = "1F1B" if template.chunks == 1 else "Interleaved1F1B"
+        own = self.schedule if (self.schedule in INTERLEAVED) == (template.chunks > 1) else plain
+        replicas, zero = shared
+        bare = _again(template, dict.fromkeys(range(template.places), False))
+        needs = self.predictor.pipeline_memory.memory(
+            bare, micro_batches=self.predictor.global_batch, schedule=own, replicas=replicas, zero=zero
+        )
+        fleet = self.predictor.fleet
+        return _again(
+            bare, {n: need.total > fleet.pool(bare.homes[n].pool).memory_bytes for n, need in enumerate(needs)}
+        )
+
+    def _filled(self, mix: Mix) -> Iterator[Mix]:
+        """With one more replica of some column, or as many as there are devices for."""
+        pools = {pool.name: pool.devices for pool in self.predictor.fleet.pools}
+        for template, count in mix:
+            for pool, devices in template.devices.items():
+                pools[pool] -= count * devices
+        pipelines = sum(count for _, count in mix)
+        for column in self.columns:
+            most = min(pools[pool] // devices for pool, devices in column.devices.items())
+            if self.most_pipelines is not None:
+                most = min(most, self.most_pipelines - pipelines)
+            if self.usd is not None:
+                each, left = self.usd
+                spent = sum(n * each[p] * d for t, n in mix for p, d in t.devices.items())
+                price = sum(each[p] * d for p, d in column.devices.items())
+                most = min(most, int((left - spent) / price * (1 + 1e-9))) if price > 0 else most
+            for count in sorted({min(most, 1), most}):
+                if count > 0:
+                    yield mix_of([*mix, (column, count)])
+
+
+def climb(
+    start: EvaluatedPlan,
+    start_mix: Mix,
+    near: Callable[[Mix, int], Iterator[Mix]],
+    weigh: Callable[[Mix, float], EvaluatedPlan | None],
+    score: Callable[[EvaluatedPlan], float],
+    could_beat: Callable[[Mix, float], bool],
+    proceed: Callable[[], bool],
+) -> tuple[EvaluatedPlan, Mix]:
+    """First-improvement hill climbing, until no neighbour is better or ``proceed`` says stop.
+
+    Args:
+        near: the neighbours of a mix at the ZeRO level at which it is best.
+        could_beat: a test by lower bounds: False only if the neighbour cannot be better.
+    """
+    best, best_mix = start, start_mix
+    seen = {start_mix}
+    found = True
+    while found:
+        found = False
+        for mix in near(best_mix, best.plan.zero):
+            if mix in seen or not mix:
+                continue
+            seen.add(mix)
+            if not could_beat(mix, score(best)):
+                continue
+            if not proceed():
+                return best, best_mix
+            weighed = weigh(mix, score(best))
+            if weighed is not None and score(weighed) < score(best) * (1 - 1e-9):
+                best, best_mix, found = weighed, mix, True
+                break
+    return best, best_mix
+
+
+def _place(stage: TemplateStage) -> tuple[str, Widths]:
+    return stage.pool, stage.widths
+
+
+def _turned(template: Template) -> Template:
+    """The last place first, each with as many layers as it has."""
+    stages, start = [], 0
+    for stage in reversed(template.stages):
+        stages.append(replace(stage, start=start, stop=start + stage.stop - stage.start))
+        start = stages[-1].stop
+    return replace(template, stages=tuple(stages))
+
+
+def _again(template: Template, recompute: Mapping[int, bool]) -> Template:
+    """With all stages of some places recomputed or not."""
+    wanted = [recompute.get(number % template.places, stage.recompute) for number, stage in enumerate(template.stages)]
+    if all(again == stage.recompute for again, stage in zip(wanted, template.stages, strict=True)):
+        return template
+    stages = tuple(
+        stage if again == stage.recompute else replace(stage, recompute=again)
+        for again, stage in zip(wanted, template.stages, strict=True)
+    )
+    return replace(template, stages=stages)
+
+
+def _less(mix: Mix, template: Template) -> Mix:
+    """Without one pipeline of a template."""
+    return mix_of((t, n - (t == template)) for t, n in mix)
