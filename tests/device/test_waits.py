@@ -9,16 +9,17 @@ import pytest
 from device.accelerator import Counts
 from device.test_exactness import CPU, A
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.runtime.same_batch import is_looked_at
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World, accelerator
 from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, in_parts, worker_under
 
 
 def counted(world: World, graph: ModelGraph, spread: Spread) -> Counts:
-    """Of one step, after those in which things are made; of the host nothing is counted."""
+    """Of one step, after those in which things are made and values are looked at; of the host nothing is counted."""
     case = build(graph, SAMPLES)
     worker = worker_under(world, case, spread)
-    for _ in range(2):
+    while is_looked_at(worker.steps_done):
         worker.step(case.batch)
     device = None if world.device == CPU else accelerator(world.device)
     before = Counts(0, 0, 0, 0, 0) if device is None else device.counts()

@@ -20,6 +20,7 @@ from heterodyne.units import format_bytes
 __all__ = ["MESSAGE_BYTES", "measure_all_reduce", "measure_overlap"]
 
 MESSAGE_BYTES = (2**10, 64 * 2**10, 512 * 2**10, 4 * 2**20, 16 * 2**20)
+_ALWAYS = 2  # so many sizes, whatever time is left
 _COVER = 3  # computation lasts so many times the collective that it hides
 
 
@@ -39,8 +40,9 @@ def measure_all_reduce(
     comes to it with nothing left of that part. It lasts from the moment at which the last rank comes
     until the last one has it; where the ranks have no clock in common, as long as for the rank that spends least time in it.
 
-    Sizes that do not fit the budget are left out, the largest first, and that is said on every rank. Never all but one: a single size does
-    not tell latency from bandwidth, and what takes the smallest is latency, of which larger ones do not have more.
+    Sizes that do not fit the budget are left out, the largest first, and that is said on every rank; but for the two smallest, which are
+    measured for a moment whatever is left: of a link of which nothing is known no plan can be made, and a single size does not tell latency
+    from bandwidth.
     """
     if peers.world_size < 2:
         return ()
@@ -61,7 +63,7 @@ def measure_all_reduce(
         known = [(own.bytes, own.seconds) for own in samples if own.seconds > 0]
         expected_s = fit(known)(size) if len(known) > 1 else sum(seconds for _, seconds in known)
         begun_s = bench.now()
-        left_s = max(deadline - begun_s, spent_s if index == 1 else 0.0)
+        left_s = max(deadline - begun_s, bench.sampling.section_s, spent_s) if index < _ALWAYS else deadline - begun_s
         often = _often(bench, (deadline - begun_s) / (2 * (len(message_bytes) - index)))  # larger ones need more of it
         timing = together(
             peers, reduce, often, source=0, left_s=left_s, expected_s=expected_s, between=(before, BETWEEN_S)

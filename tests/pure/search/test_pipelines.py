@@ -235,7 +235,7 @@ def test_strategies_name_the_ways() -> None:
 
 
 def test_statistics_over_the_batch_keep_the_number_of_micro_batches() -> None:
-    model = graph(6, batch_statistics=True)
+    model = graph(6, batch_statistics=True, places=(2,))
     planned = asked(model, (1.0, 1.0), strategy="auto", samples=8, micro_batch_sizes=(1, 2, 4, 8))
     counts = {len(p.micro_batches) for c in planned.candidates if c.plan is not None for p in c.plan.pipelines}
     assert len(counts) == 1

@@ -112,7 +112,7 @@ def test_trap_3_the_plan_gives_exact_counts_to_weight_by(speeds: list[int], samp
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 80))
 def test_trap_4_batch_statistics_get_one_number_of_micro_batches(speeds: list[int], samples: int) -> None:
-    model, machines = graph(2, batch_statistics=True), cluster(len(speeds))
+    model, machines = graph(2, batch_statistics=True, places=(2,)), cluster(len(speeds))
     measured = profile(model, machines, [linear(1 / s) for s in speeds])
     planned = plan(model, machines, measured, global_batch_size=samples, micro_batch_sizes=(1, 2, 4), strategy="data")
     counts = {len(c.pipelines[0].micro_batches) for c in (x.plan for x in planned.candidates) if c is not None}

@@ -69,36 +69,49 @@ class Parts:
     def __init__(self, parts: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
         self._parts = parts
         self._copies = {name: copy for name, copy in copies.items() if name not in parts}
-        self._left: dict[str, tuple[int, int, int | None]] = {}
-        self._copied: dict[str, tuple[int, int, int | None]] = {}
+        self._left: dict[str, tuple[int, int]] = {}
+        self._bits: dict[str, Tensor] = {}
 
     def leave(self, *, look: bool) -> None:
         """What changes them from here on is the user. ``look``: their values are compared too, which ``.data`` keeps from being counted."""
-        self._left = {name: self._seen(part, look=look) for name, part in self._parts.items()}
-        self._copied = {name: self._seen(copy, look=True) for name, copy in self._copies.items()} if look else {}
+        held = {**self._parts, **(self._copies if look else {})}
+        self._left = {name: _counted(tensor) for name, tensor in held.items()}
+        self._bits = {name: _bits(tensor) for name, tensor in held.items()} if look else {}
 
     def require_as_left(self) -> None:
-        """Raises PlanError for one that was changed."""
-        for name, left in self._left.items():
-            part = self._parts[name]
-            if self._seen(part, look=left[2] is not None) != left:
-                raise PlanError(
-                    f"{name!r} was changed between two steps, and under this plan each device has a part of it: what is computed of a part "
-                    "need not be the part of what is computed of the whole. Change weights in a state_dict() of the trainer and "
-                    "load_state_dict() that, or take a plan that splits no layer (plan='data' or 'pipeline')"
-                )
-        for name, left in self._copied.items():
-            now = self._seen(self._copies[name], look=True)
-            if now[:2] == left[:2] and now != left:
-                raise PlanError(
-                    f"{name!r} was written to through .data between two steps, which nothing counts, and what this plan updates is a copy "
-                    "of it (in fp32, or in the memory of the host), from which it would be overwritten. Write to it in place without "
-                    ".data, under torch.no_grad()"
-                )
+        """Raises PlanError for one that was changed. Where values are compared, the host waits for the device once."""
+        held = {**self._parts, **self._copies}
+        same = {name: _counted(held[name]) == left for name, left in self._left.items()}
+        written = _others(self._bits, {name: held[name] for name in self._bits if same[name]})
+        changed = [name for name in self._parts if not same[name]] + [name for name in written if name in self._parts]
+        if changed:
+            raise PlanError(
+                f"{changed[0]!r} was changed between two steps, and under this plan each device has a part of it: what is computed of a "
+                "part need not be the part of what is computed of the whole. Change weights in a state_dict() of the trainer and "
+                "load_state_dict() that, or take a plan that splits no layer (plan='data' or 'pipeline')"
+            )
+        if written:
+            raise PlanError(
+                f"{written[0]!r} was written to through .data between two steps, which nothing counts, and what this plan updates is a "
+                "copy of it (in fp32, or in the memory of the host), from which it would be overwritten. Write to it in place without "
+                ".data, under torch.no_grad()"
+            )
 
-    @staticmethod
-    @torch.no_grad()
-    def _seen(part: Tensor, *, look: bool) -> tuple[int, int, int | None]:
-        """Writes as autograd counts them, the place, and the sum of all bits."""
-        words = part.detach().contiguous().view(-1).view(torch.uint8)
-        return part._version, part.data_ptr(), int(words.sum(dtype=torch.int64)) if look else None
+
+def _counted(tensor: Tensor) -> tuple[int, int]:
+    """Writes as autograd counts them, and the place."""
+    return tensor._version, tensor.data_ptr()
+
+
+@torch.no_grad()
+def _bits(tensor: Tensor) -> Tensor:
+    """The sum of all bytes, which nobody reads yet."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)
+
+
+def _others(before: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> list[str]:
+    """Those with another sum now."""
+    if not held:
+        return []
+    unlike = torch.stack([before[name] != _bits(tensor) for name, tensor in held.items()])
+    return [name for name, other in zip(held, unlike.tolist(), strict=True) if other]
