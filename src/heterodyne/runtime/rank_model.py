@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
@@ -16,7 +15,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Program
 from heterodyne.plan.state_shards import Range
 from heterodyne.plan.traffic import duties
-from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.executor import Step
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.records.recorder import Recorder
@@ -49,7 +48,7 @@ __all__ = ["RankModel"]
 
 
 class RankModel:
-    """Of one rank. Making one is collective; the arguments are those of `Worker`.
+    """Of one rank. Making one is collective; the other arguments are those of `Worker`.
 
     Args:
         parameters, buffers: those that this rank holds, by name; statistics: the buffers that the forward changes.
@@ -60,13 +59,8 @@ class RankModel:
     def __init__(
         self,
         module: nn.Module,
+        assignment: Assignment,
         *,
-        graph: ModelGraph,
-        plan: Plan,
-        program: Program,
-        cluster: Cluster,
-        placement: Placement,
-        communicator: Communicator,
         optimizer: OptimizerSection | OptimizerFactory,
         recorder: Recorder,
         host_activation_bytes: int = 0,
@@ -74,10 +68,11 @@ class RankModel:
         stored: Stored | None = None,
         weights: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        self._module, self._graph, self._communicator = module, graph, communicator
-        self._placement = placement
-        rank = communicator.rank
-        self._role = role = placement.places[rank]
+        plan, cluster, rank, role = assignment.plan, assignment.cluster, assignment.rank, assignment.role
+        self._module, self._role = module, role
+        self._graph = graph = assignment.graph
+        self._communicator = communicator = assignment.communicator
+        self._placement = placement = assignment.placement
         self.ownership = Ownership.of(plan, graph, cluster, whole_weights=whole_weights)
         every_trained = trainable_parameters(module, graph)
         require_no_hooks(every_trained)  # of all, also of what others will hold: they would wait for the one that does
@@ -110,13 +105,13 @@ class RankModel:
             {n: p for n, p in self.parameters.items() if self.ownership.box(rank, n)}, self.masters.copies
         )
         self._parts.leave(look=True)
-        self.scale = _loss_scale(placement, graph, program)
+        self.scale = _loss_scale(placement, graph, assignment.program)
         self.optimizer = self._make_optimizer(optimizer)
         self.gradients = GradientBuckets(
             self.parameters,
             buckets,
             recorder,
-            completed_gradients(program.ranks[rank], plan, graph, role),
+            completed_gradients(assignment.program.ranks[rank], plan, graph, role),
             {name: self.ownership.box(rank, name) for name in self.parameters},
             ranges,
             weights=self.masters if plan.zero > 1 else None,

@@ -21,6 +21,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precision
 from heterodyne.plan.program import Program
 from heterodyne.processes.heap import trim_heap
+from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import evaluate
@@ -28,7 +29,7 @@ from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.failed_lookups import told_with_place
 from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stage
-from heterodyne.runtime.placement import Placement, RankRole
+from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.rank_model import RankModel
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at
@@ -116,18 +117,14 @@ class Worker:
         self.plan = plan
         self.rank = communicator.rank
         self.steps_done = 0
-        self.placement = Placement.of(plan, cluster)
         self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
         self._communicator = communicator = communicator.branch()
+        assignment = Assignment(graph=graph, plan=plan, program=program, cluster=cluster, communicator=communicator)
+        self.placement = assignment.placement
         self._loss_count = loss_count
         self._model = held = RankModel(
             module,
-            graph=graph,
-            plan=plan,
-            program=program,
-            cluster=cluster,
-            placement=self.placement,
-            communicator=communicator,
+            assignment,
             optimizer=optimizer,
             recorder=self.recorder,
             host_activation_bytes=host_activation_bytes,
@@ -137,12 +134,7 @@ class Worker:
         )
         self._stages = StageBuilder(
             module,
-            graph=graph,
-            plan=plan,
-            program=program,
-            cluster=cluster,
-            placement=self.placement,
-            communicator=communicator,
+            assignment,
             programs=stage_programs,
             home=held.gradients,
             seed=seed,

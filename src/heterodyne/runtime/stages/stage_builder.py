@@ -18,9 +18,10 @@ from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.kept import kept_ops
 from heterodyne.plan.mesh import lines
 from heterodyne.plan.plan import Pipeline, Plan
-from heterodyne.plan.program import Action, Program
+from heterodyne.plan.program import Action
 from heterodyne.plan.state_shards import Range, sharded_buckets
 from heterodyne.recent import Recent
+from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.exchange import SampleExchange
@@ -111,13 +112,8 @@ class StageBuilder:
     def __init__(
         self,
         module: nn.Module,
+        assignment: Assignment,
         *,
-        graph: ModelGraph,
-        plan: Plan,
-        program: Program,
-        cluster: Cluster,
-        placement: Placement,
-        communicator: Communicator,
         programs: StagePrograms | None,
         home: MainGradBuffer,
         seed: int,
@@ -125,12 +121,14 @@ class StageBuilder:
         compile_stages: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        graph, plan, placement = assignment.graph, assignment.plan, assignment.placement
+        communicator = assignment.communicator
         self._module = module
         self._compiled = compiled
         self._compile_stages = compile_stages
         self._device = communicator.device
-        self._cluster = cluster
-        self._role = placement.places[communicator.rank]
+        self._cluster = assignment.cluster
+        self._role = assignment.role
         self._precisions = [role.precision for role in placement.places]
         self._programs = programs
         self._home = home
@@ -138,7 +136,7 @@ class StageBuilder:
             module,
             graph,
             device=communicator.device,
-            precision=placement.places[communicator.rank].precision,
+            precision=self._role.precision,
             seed=seed,
             statistics=_statistics(placement, communicator) if graph.batch_statistics else None,
         )
@@ -146,11 +144,13 @@ class StageBuilder:
         self._divided = graph.loss.reduction == "terms"
         self._coupled = graph.loss.reduction == "coupled"
         self._exchange = _exchange(placement, communicator) if self._coupled else SampleExchange(None, 0)
-        self._halves = frozenset(action.stage for action in program.ranks[communicator.rank] if action.kind == "W")
+        self._halves = frozenset(
+            action.stage for action in assignment.program.ranks[assignment.rank] if action.kind == "W"
+        )
         self._pipeline = None if self._role.pipeline is None else plan.pipelines[self._role.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
         self._captured = captured_shapes(graph)
-        self._teams = _teams(plan, cluster, communicator)
+        self._teams = _teams(plan, assignment.cluster, communicator)
         self._made: Recent[Shapes, StageRuntime] = Recent(MOST_SHAPES)
         self._new_shapes = NewShapes(self._captured, MOST_SHAPES, say)
         if self.cut and programs is None:
