@@ -62,15 +62,16 @@ class Ledger:
         )
         if (mix, own) in self._by_schedules:
             return self._by_schedules[mix, own]
+        levels = self.space.zero
+        if self.space.runnable and max(levels) > 0 and not self.predictor.cut_alike(mix):
+            levels = tuple(level for level in levels if level == 0)
         self._work += sum(4 + len(t.stages) + len(t.stages) ** 2 // 16 for t, _ in mix)
         known: list[EvaluatedPlan] = []
         for schedule in own:
             for layout in self.space.layouts if deep else self.space.layouts[:1]:
                 if any(self._no_faster(option, schedule, layout) for option in known):
                     continue
-                option = self.predictor.evaluate(
-                    mix, schedule=schedule, layout=layout, zero=self.space.zero, below_s=below_s
-                )
+                option = self.predictor.evaluate(mix, schedule=schedule, layout=layout, zero=levels, below_s=below_s)
                 if option is not None:
                     known.append(option)
                     below_s = option.predicted.step_s

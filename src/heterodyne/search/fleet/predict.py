@@ -95,6 +95,20 @@ class Predictor:
         routed = any(cost.expert_bytes for cost in table.costs[stage.start : stage.stop])
         return table.expert_width if routed else 0
 
+    def cut_alike(self, mix: Mix) -> bool:
+        """Whether every layer, and every tied parameter, is sharded over as many devices in all of these pipelines: this library shards
+        state over devices that hold the same boxes of a weight alone (`plan.check_state`)."""
+        by_layer: dict[int, tuple[int, int]] = {}
+        for template, _ in mix:
+            tied, _ = self._stage_tables.tied(template)
+            if len({template.homes[place].width for place in tied}) > 1:
+                return False
+            for number, stage in enumerate(template.stages):
+                cut = stage.width, self.expert_width(template, number)
+                if any(by_layer.setdefault(layer, cut) != cut for layer in range(stage.start, stage.stop)):
+                    return False
+        return True
+
     def played(self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: int) -> Mapping[Template, Makespans]:
         """Makespans of each template, with the ZeRO traffic of each micro-batch."""
         plain = {template: self.pipeline_time.makespans(template, schedule, layout) for template, _ in mix}

@@ -286,3 +286,20 @@ def test_level_three_takes_the_longer_of_computing_and_exchange() -> None:
     assert told[3].sync_s == pytest.approx(0.1 * 8)
     assert told[0].update_s == pytest.approx(0.08)
     assert told[1].update_s == told[3].update_s == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("number", [29, 34, 35])
+def test_what_this_library_runs_shards_state_over_pipelines_that_are_cut_alike_alone(number: int) -> None:
+    """Elsewhere devices hold unlike boxes of a weight, and `plan.check_state` refuses the plan."""
+    fleet, costs, samples = drawn(random.Random(number), devices=6, blocks=3, ways=3)
+    search = search_of(fleet, costs, samples)
+    search.space = search.space.that_runs()
+    search.run(lambda found: found.predicted.step_s)
+    assert search.evaluated
+    for found in search.evaluated.values():
+        widths: dict[int, set[int]] = {}
+        for group in found.plan.groups:
+            for stage in group.template.stages:
+                for each in range(stage.start, stage.stop):
+                    widths.setdefault(each, set()).add(stage.width)
+        assert not found.plan.zero or all(len(of) == 1 for of in widths.values())
