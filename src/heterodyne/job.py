@@ -27,6 +27,7 @@ __all__ = [
     "Job",
     "MetricsSection",
     "ModelSection",
+    "OptimizerName",
     "OptimizerSection",
     "ParallelismSection",
     "TrainingSection",
@@ -37,6 +38,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**40)]
 Positive = Annotated[Whole, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
+OptimizerName = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
 
 
 class ModelSection(Section):
@@ -205,7 +207,7 @@ class OptimizerSection(Section):
     recorded in the run, and stays what it was when the run is extended.
     """
 
-    name: Literal["adamw", "adamw8bit", "sgd", "adafactor"] = "adamw"
+    name: OptimizerName = "adamw"
     lr: Annotated[float, Field(gt=0)] = 3e-4
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8

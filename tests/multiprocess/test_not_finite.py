@@ -11,7 +11,7 @@ import torch
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
-from heterodyne.runtime.weights.between_steps import Parts
+from heterodyne.runtime.weights.between_steps import WeightWatch
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, cut, v_shape
@@ -51,7 +51,7 @@ def spoilt(world: World, graph: ModelGraph, spread: Spread, what: str) -> dict[s
             matrices[0][0] = math.nan
     before = {name: p.detach().clone() for name, p in here.items()}
     # Nobody may do so, but a device may.
-    with patch.object(Parts, "require_as_left"), patch("heterodyne.runtime.weights.gradients.require_no_hooks"):
+    with patch.object(WeightWatch, "require_as_left"), patch("heterodyne.runtime.weights.gradients.require_no_hooks"):
         result = worker.step(case.batch)
     worker.close()
     same = all(torch.equal(p.detach().nan_to_num(7.0), before[name].nan_to_num(7.0)) for name, p in here.items())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import PlanError
-from heterodyne.runtime.weights.between_steps import Parts, require_alike, sample_of
+from heterodyne.runtime.weights.between_steps import WeightWatch, require_alike, sample_of
 from heterodyne.runtime.weights.masters import MasterWeights
 
 
@@ -61,7 +61,7 @@ def test_rounding_is_no_other_value(dtype: torch.dtype) -> None:
 )
 def test_a_weight_in_parts_is_left_as_it_is(look: bool, change: Callable[[nn.Parameter], object]) -> None:
     weight = nn.Parameter(torch.randn(4, 3))
-    parts = Parts({"w": weight}, {})
+    parts = WeightWatch({"w": weight}, {})
     parts.leave(look=look)
     parts.require_as_left()
     change(weight)
@@ -75,7 +75,7 @@ def test_what_is_written_to_a_copy_past_autograd_is_told() -> None:
     """It would be overwritten; what autograd counts, or lies elsewhere, is taken over."""
     weight = nn.Parameter(torch.randn(4, 3, dtype=torch.bfloat16))
     masters = MasterWeights({"w": weight})
-    parts = Parts({}, masters.copies)
+    parts = WeightWatch({}, masters.copies)
     for change in (lambda w: w.detach().mul_(0.9), lambda w: setattr(w, "data", w.data.clone())):
         parts.leave(look=True)
         change(weight)

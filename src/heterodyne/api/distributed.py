@@ -35,6 +35,7 @@ from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.between_steps import require_alike
 from heterodyne.runtime.weights.materialise import fill_in
+from heterodyne.runtime.weights.parameter_groups import options_of
 from heterodyne.runtime.weights.sharded_parameters import require_no_write
 from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.search.explain import paragraph
@@ -206,12 +207,7 @@ class Distributed:
     def group_options(self) -> list[dict[str, Any]]:
         """Rates and options of each group of the optimizer, as they are on the first rank that holds anything of it."""
         with self._calls.named("group_options()"):
-            own = [
-                {name: one for name, one in group.items() if name not in ("params", "param_names")}
-                if group["params"]
-                else {}
-                for group in self.optimizer.param_groups
-            ]
+            own = [options_of(group) if group["params"] else {} for group in self.optimizer.param_groups]
             of_all = self._session.communicator.all_gather_object(own)
             return [next(filter(None, of_group), {}) for of_group in zip(*of_all, strict=True)]
 

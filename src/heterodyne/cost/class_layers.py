@@ -124,7 +124,7 @@ class ClassLayers:
             stage = self.stage(self._beside(device_kind)[:count], way)
             pipeline = Pipeline(micro_batches=MicroBatches((self.largest[device_kind],)), stages=(stage,))
             try:
-                found = self.model.in_parts(pipeline, 0)
+                found = self.model.sharded_stage(pipeline, 0)
             except (PlanError, MeasureError):  # it cannot lie so, or nothing is known of what joins the devices
                 found = None
             divides = found is not None and any(strategy.divides for strategy in found.sharding.strategies.values())

@@ -64,7 +64,7 @@ class CostModel:
     _asked: dict[tuple[Pipeline, int, int], ShardedStageCost | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _in_parts: dict[tuple[int, tuple[str, ...], bool], ShardedStageCost] = field(
+    _sharded_stages: dict[tuple[int, tuple[str, ...], bool], ShardedStageCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -160,7 +160,7 @@ class CostModel:
                         found[device][name] = box
         return found
 
-    def in_parts(self, pipeline: Pipeline, number: int, row: int = 0) -> ShardedStageCost | None:
+    def sharded_stage(self, pipeline: Pipeline, number: int, row: int = 0) -> ShardedStageCost | None:
         """What the devices of a row of a stage do together where it lies on them in parts; None of one whose devices share the samples.
 
         Raises PlanError for what cannot be laid out so, MeasureError if nothing is known of a link between them.
@@ -169,17 +169,17 @@ class CostModel:
             return None
         asked = (pipeline, number, row)
         if asked not in self._asked:
-            self._asked[asked] = self._in_parts_of(*asked)
+            self._asked[asked] = self._sharded_stage_of(*asked)
         return self._asked[asked]
 
-    def _in_parts_of(self, pipeline: Pipeline, number: int, row: int) -> ShardedStageCost | None:
+    def _sharded_stage_of(self, pipeline: Pipeline, number: int, row: int) -> ShardedStageCost | None:
         stage, sharding = pipeline.stages[number], shard_stage(self.graph, pipeline, number)
         if sharding is None:
             return None
         devices = stage.rows[row]
         key = (id(sharding), devices, stage.overlap)  # which holds on to the sharding, so that no other one has its id
-        if key not in self._in_parts:
-            self._in_parts[key] = ShardedStageCost(
+        if key not in self._sharded_stages:
+            self._sharded_stages[key] = ShardedStageCost(
                 ops=stage.ops,
                 sharding=sharding,
                 compute=tuple(self.compute[device] for device in devices),
@@ -188,7 +188,7 @@ class CostModel:
                 halves=self._halves,
                 overlap=stage.overlap,
             )
-        return self._in_parts[key]
+        return self._sharded_stages[key]
 
     def _wires(self, devices: Sequence[str]) -> Wires:
         # What a step of the optimizer takes is memory traffic.
@@ -265,12 +265,12 @@ class CostModel:
         """Bytes that a part of a stage keeps from forward to backward."""
         if not size:
             return 0
-        in_parts = self.kept_in_parts(at, number)
-        return (self.device_memory[at.device] if in_parts is None else in_parts).activations(size, part)
+        sharded = self.sharded_activations(at, number)
+        return (self.device_memory[at.device] if sharded is None else sharded).activations(size, part)
 
-    def kept_in_parts(self, at: Position, number: int) -> ShardedActivations | None:
+    def sharded_activations(self, at: Position, number: int) -> ShardedActivations | None:
         """Of a sharded stage."""
-        together = self.in_parts(at.pipeline, number, at.row(number))
+        together = self.sharded_stage(at.pipeline, number, at.row(number))
         if together is None:
             return None
         member = at.stages[number].rows[at.row(number)].index(at.device)

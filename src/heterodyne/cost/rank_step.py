@@ -13,7 +13,6 @@ from heterodyne.cost.member import member_costs
 from heterodyne.cost.position import Position
 from heterodyne.cost.recomputation import parts_again
 from heterodyne.cost.routes import Route
-from heterodyne.cost.sharded_activations import ShardedActivations
 from heterodyne.cost.stage import StageCosts
 from heterodyne.cost.step import RankCosts
 from heterodyne.cost.step_transients import StepTransients
@@ -49,17 +48,17 @@ class RankStep:
         device, mine = at.device, at.stages
         rank, measured = model.cluster.rank(device), model.measured(device)
         costs, workspace, holes = {}, 0, 0
-        coming = StepTransients.of(model, at, buckets, state, plan)
+        transients = StepTransients.of(model, at, buckets, state, plan)
         halved = any("W" in row for row in at.pipeline.order) or SCHEDULES[plan.schedule].halves
         for number in mine:
             # What a stage of the same rank has made is there already.
             into = Size.total(c.bytes for c in crossing if number in c.consumers and c.producer not in mine)
             out = Size.total(c.bytes for c in crossing if c.producer == number)
-            arriving = coming.of_stage(number)
+            build_up = transients.of_stage(number)
             # Halves of backwards keep some of it; of what is made again, shared out or on hosts there are other accounts.
             released = not (halved or plan.zero > 1 or mine[number].recompute or mine[number].offload_activations)
-            stage, needed = self._stage_of(number, into, out, bool(arriving.first or arriving.last), released)
-            costs[number] = self._with_arriving(number, stage, arriving, released)
+            stage, needed = self._stage_of(number, into, out, bool(build_up.first or build_up.last), released)
+            costs[number] = self._with_build_up(number, stage, build_up, released)
             if mine[number].offload_activations:
                 costs[number], passing = self._on_host(number, costs[number])
                 needed += passing
@@ -71,8 +70,8 @@ class RankStep:
         fixed = shared_out(model, alone, plan, device, buckets, state) if plan.zero else alone
         carried = self._carried_s(ranges) if plan.zero in (1, 2) else 0.0
         lost = model.device_memory[device].lost
-        begins = alone.parameters - round((1 - state) * coming.trained) if plan.zero > 2 else alone.parameters
-        comes = fixed.gradients + fixed.parameters - begins if plan.zero > 1 else coming.alone
+        begins = alone.parameters - round((1 - state) * transients.trained) if plan.zero > 2 else alone.parameters
+        comes = fixed.gradients + fixed.parameters - begins if plan.zero > 1 else transients.alone
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(bucket) for bucket in buckets if device in bucket.owners},
@@ -85,13 +84,13 @@ class RankStep:
             holes_bytes=holes,
             update_bytes=fixed.update,
             coming_bytes=comes + lost(comes),
-            gathered_bytes=coming.gathered,
-            reductions=coming.reductions,
+            gathered_bytes=transients.gathered,
+            reductions=transients.reductions,
         )
 
-    def _beside_kept(self, number: int, size: int, released: bool) -> tuple[dict[Ops, float], int]:
-        """Where what comes and goes in a stage was told beside what was let go of: of each of its blocks by itself, and what was told."""
-        kept = self.model.kept_in_parts(self.at, number)
+    def _workspace_beside(self, number: int, size: int, released: bool) -> tuple[dict[Ops, float], int]:
+        """The workspace of each block of a sharded stage, where that was counted beside activations already freed; and what was counted."""
+        kept = self.model.sharded_activations(self.at, number)
         if kept is None or not size or not released or not kept.memory.tells_blocks:
             return {}, 0
         return dict(kept.passing(size, self.at.boxes)), kept.workspace(size, self.at.boxes)
@@ -106,14 +105,14 @@ class RankStep:
                 largest[bucket.owners] = max(largest.get(bucket.owners, 0), bucket.bytes)
         return sum(room_bytes(most, len(owners)) for owners, most in largest.items())
 
-    def _with_arriving(self, number: int, costs: StageCosts, arriving: GradientBuildUp, released: bool) -> StageCosts:
+    def _with_build_up(self, number: int, costs: StageCosts, build_up: GradientBuildUp, released: bool) -> StageCosts:
         """With the gradients that its first backward allocates, and what the last one adds."""
         model, at = self.model, self.at
-        if not arriving.first and not arriving.last:
+        if not build_up.first and not build_up.last:
             return costs
         ops, lost = at.stages[number].ops, model.device_memory[at.device].lost
         remade = {part.ops for part in parts_again(model.graph, ops, at.stages[number].recompute, ())}
-        first, last = (by_block(model.graph, ops, of) for of in (arriving.first, arriving.last))
+        first, last = (by_block(model.graph, ops, of) for of in (build_up.first, build_up.last))
         most: dict[int, tuple[int, int]] = {}
         for size in set(at.sizes(number)):
             held = {part: float(model.kept_by(at, number, size, part)) for part, _ in first}
@@ -121,14 +120,14 @@ class RankStep:
             again = [
                 own + model.passes.beside(part, ops, size) if part in remade else 0.0 for part, own in held.items()
             ]
-            beside, space = self._beside_kept(number, size, released)
+            beside, space = self._workspace_beside(number, size, released)
             own = [beside.get(part, 0.0) for part, _ in first]
             again = [a + b for a, b in zip(again, own, strict=True)]
             of_first = max(0.0, at_most(kept, [made for _, made in first], again) - space) if size else 0.0
             of_last = max(0.0, at_most(kept, [made for _, made in last], own) - space) if size else 0.0
             most[size] = round(of_first) + lost(of_first), round(of_last) + lost(of_last)
-        made, summed = sum(arriving.first.values()), sum(arriving.last.values())
-        now = model.passes.made_in_first_half(ops, arriving.first)
+        made, summed = sum(build_up.first.values()), sum(build_up.last.values())
+        now = model.passes.made_in_first_half(ops, build_up.first)
         return replace(
             costs,
             made_bytes=round(made) + lost(made),
@@ -139,7 +138,7 @@ class RankStep:
         )
 
     def _stage_of(
-        self, number: int, entering: Size, leaving: Size, arriving: bool, released: bool
+        self, number: int, entering: Size, leaving: Size, builds_up: bool, released: bool
     ) -> tuple[StageCosts, int]:
         """The cost of a stage on one of its devices, and the transient bytes inside its passes. ``released``: the backward of an op frees
         all that it has saved.
@@ -147,7 +146,7 @@ class RankStep:
         model, at = self.model, self.at
         stage, memory, sizes = at.pipeline.stages[number], model.device_memory[at.device], at.sizes(number)
         largest = max(sizes, default=0)
-        kept = model.kept_in_parts(at, number)
+        kept = model.sharded_activations(at, number)
         if kept is None:
             costs = model.passes.of(
                 at.device,
@@ -158,7 +157,7 @@ class RankStep:
                 entering=entering,
                 leaving=leaving,
             )
-            return costs, memory.workspace(largest, stage.ops, again=arriving or bool(stage.recompute))
+            return costs, memory.workspace(largest, stage.ops, again=builds_up or bool(stage.recompute))
         costs = member_costs(
             kept,
             sizes,
@@ -173,26 +172,19 @@ class RankStep:
     def _on_host(self, number: int, costs: StageCosts) -> tuple[StageCosts, int]:
         """The stage with activations offloaded, and their peak bytes on the device."""
         model, at = self.model, self.at
-        memory = model.device_memory[at.device]
         s_per_byte = model.host_copy_s_per_byte(at.device)
         cuts = self._pieces_of(at.pipeline.stages[number])
-        together = model.in_parts(at.pipeline, number, at.row(number))
-        row = at.pipeline.stages[number].rows[at.row(number)]
+        together = model.sharded_stage(at.pipeline, number, at.row(number))
 
         def seconds(kind: Pass, ops: Ops, size: int) -> float:
             if together is not None:
                 return together.together_s(kind, size, ops)[0]
             return model.compute[at.device].seconds(kind, ops, size)
 
-        def held(ops: Ops, size: int) -> int:
-            if together is None:
-                return memory.activations(size, ops)
-            return ShardedActivations(stage=together, member=row.index(at.device), memory=memory).activations(size, ops)
-
         def parts(size: int) -> list[Part]:
             made = []
             for ops, away in cuts:
-                size_bytes = held(ops, size) if away else 0
+                size_bytes = model.kept_by(at, number, size, ops) if away else 0
                 made.append(
                     Part(
                         forward_s=seconds("F", ops, size),
@@ -203,7 +195,7 @@ class RankStep:
                 )
             return made
 
-        return on_host(costs, at.sizes(number), parts, memory.lost)
+        return on_host(costs, at.sizes(number), parts, model.device_memory[at.device].lost)
 
     def _pieces_of(self, stage: Stage) -> list[tuple[Ops, bool]]:
         """The op ranges of a stage, each with whether its activations are offloaded."""
@@ -232,7 +224,7 @@ class RankStep:
                 first = next(block.index for block in model.graph.blocks if block.stop > stage.ops[0])
                 block = model.graph.blocks[bucket.ready_block(first)]
                 size = next(size for size in reversed(sizes) if size)
-                together = model.in_parts(at.pipeline, number, at.row(number))
+                together = model.sharded_stage(at.pipeline, number, at.row(number))
                 fraction = (
                     model.compute[at.device].ready_fraction(block.start, stage.ops, size)
                     if together is None

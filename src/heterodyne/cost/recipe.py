@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heterodyne.plan.optimizer_state import OptimizerName, state_values, values_an_element
+from heterodyne.job import OptimizerName
+from heterodyne.plan.optimizer_state import state_values, values_an_element
 from heterodyne.plan.precision import Precisions
 
-__all__ = ["OptimizerName", "Recipe"]
+__all__ = ["Recipe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

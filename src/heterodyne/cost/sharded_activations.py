@@ -70,7 +70,11 @@ class ShardedActivations:
         return sum(self._own(ref, layouts, samples) for ref, layouts in (*entering, *leaving))
 
     def workspace(self, samples: int, boxes: Mapping[str, Box], *, released: bool = True) -> int:
-        """Transient bytes of a pass: of its largest op, and of its largest collective. ``boxes``: of its parameters."""
+        """Transient bytes of a pass, on top of all that it saves of a micro-batch. ``boxes``: of its parameters.
+
+        A forward has saved only what the ops before have made, and a backward has freed what those behind have saved, unless not all of
+        that is ``released``.
+        """
         backward = self.passing(samples, boxes)
         start, stop = self.stage.ops
         # What the stage makes again for itself of what lies before it comes at its begin.

@@ -35,8 +35,8 @@ def refuse_own_exchange(model: nn.Module) -> None:
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise CaptureError(
                 f"{path!r} of {type(model).__name__} is a SyncBatchNorm, which exchanges statistics with all ranks by itself, also "
-                "with those that do other work. Write torch.nn.BatchNorm2d (or leave convert_sync_batchnorm out): its statistics are "
-                "those of all replicas under any plan"
+                "with those that do other work. Take BatchNorm1d, 2d or 3d in its place (leave convert_sync_batchnorm out): its "
+                "statistics are those of all replicas under any plan"
             )
 
 

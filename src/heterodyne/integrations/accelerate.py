@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from heterodyne.api import Distributed, distribute
 from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import HeterodyneError
-from heterodyne.integrations.remade_optimizer import follow, options_of, remade
+from heterodyne.integrations.remade_optimizer import follow, remade
+from heterodyne.runtime.weights.parameter_groups import options_of
 
 __all__ = ["Accelerator", "PreparedModel", "Promise"]
 
@@ -132,7 +133,7 @@ class Accelerator:
     def _on_step(self, script: Optimizer, *_: object) -> None:
         """Raises HeterodyneError if rates or options have been changed since the update, which they were meant for."""
         self._waits = False
-        if self._followed and options_of(script) != self._followed:
+        if self._followed and list(map(options_of, script.param_groups)) != self._followed:
             raise HeterodyneError(
                 "rates or options of the optimizer were changed between accelerator.backward(loss), which runs the whole step, and "
                 "optimizer.step(): change them before backward"
@@ -161,7 +162,7 @@ class Accelerator:
             )
         self._waits = hasattr(script, "register_step_pre_hook")
         follow(distributed.optimizer, script)
-        self._followed = options_of(script)
+        self._followed = list(map(options_of, script.param_groups))
         result = distributed.step(loss.batch)
         loss.value, self._norm = result.loss, result.grad_norm
         distributed.module.zero_grad()

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.weights.parameter_groups import options_of
 
-__all__ = ["by_name", "by_number", "follow", "options_of", "remade"]
+__all__ = ["by_name", "by_number", "follow", "remade"]
 
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -48,14 +49,8 @@ def remade(optimizer: Optimizer, model: nn.Module) -> Callable[..., Optimizer]:
 
 def follow(real: Optimizer, script: Optimizer) -> None:
     """Give the optimizer of the rank the rates and options that the script's own has now, as its schedulers set them."""
-    for group, options in zip(real.param_groups, options_of(script), strict=True):
-        group.update(options)
-
-
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of each group."""
-    members = ("params", "param_names")
-    return [{name: one for name, one in group.items() if name not in members} for group in optimizer.param_groups]
+    for group, chosen in zip(real.param_groups, script.param_groups, strict=True):
+        group.update(options_of(chosen))
 
 
 def by_number(state: Mapping[str, Any], groups: Sequence[Sequence[str]], optimizer: Optimizer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from statistics import fmean, median
 
 import torch
@@ -41,13 +42,13 @@ def measure_all_reduce(
     until the last one has it; where the ranks have no clock in common, as long as for the rank that spends least time in it.
 
     Sizes that do not fit the budget are left out, the largest first, and that is said on every rank; but for the two smallest, which are
-    measured for a moment whatever is left: of a link of which nothing is known no plan can be made, and a single size does not tell latency
+    measured whatever is left: of a link of which nothing is known no plan can be made, and a single size does not tell latency
     from bandwidth.
     """
     if peers.world_size < 2:
         return ()
     samples: list[LinkSample] = []
-    deadline, spent_s = bench.now() + budget_s, 0.0
+    deadline = bench.now() + budget_s
     compute = moment(peers, bench)
     for index, size in enumerate(sorted(message_bytes)):
         bench.progress(f"all-reduce of {format_bytes(size)}", index + 1, len(message_bytes))
@@ -61,9 +62,9 @@ def measure_all_reduce(
             compute()
 
         known = [(own.bytes, own.seconds) for own in samples if own.seconds > 0]
-        expected_s = fit(known)(size) if len(known) > 1 else sum(seconds for _, seconds in known)
+        expected_s = fit(known)(size) if len(known) > 1 else 0.0
         begun_s = bench.now()
-        left_s = max(deadline - begun_s, bench.sampling.section_s, spent_s) if index < _ALWAYS else deadline - begun_s
+        left_s = inf if index < _ALWAYS else deadline - begun_s
         often = _often(bench, (deadline - begun_s) / (2 * (len(message_bytes) - index)))  # larger ones need more of it
         timing = together(
             peers, reduce, often, source=0, left_s=left_s, expected_s=expected_s, between=(before, BETWEEN_S)
@@ -73,7 +74,6 @@ def measure_all_reduce(
             bench.say(f"{text}: {NO_TIME}")
             break
         samples.append(sample("all_reduce", tuple(devices), size, timing, 1))
-        spent_s = bench.now() - begun_s
     return tuple(samples)
 
 

@@ -34,10 +34,10 @@ class Repeats:
     def of(cls, run_s: float, sampling: Sampling, left_s: float) -> Repeats:
         """The samples of a sampling if a run takes ``run_s``, as far as ``left_s`` allows."""
         runs = max(1, min(1000, round(sampling.sample_s / run_s) if run_s > 0 else 1))
-        affordable = int(left_s / (runs * run_s)) if run_s > 0 else sampling.samples
+        affordable = int(min(sampling.samples, left_s / (runs * run_s))) if run_s > 0 else sampling.samples
         if affordable < 1:
             affordable, runs = (1, 1) if left_s > run_s else (0, 0)
-        return cls(samples=min(sampling.samples, affordable), runs=runs)
+        return cls(samples=affordable, runs=runs)
 
 
 def together(

@@ -218,9 +218,6 @@ class _Session:
         ):
             self._say(f"the kept profile {key} is not complete; measuring again")
             return None
-        if self._process_group is not None and sum(sample.op == "all_reduce" for sample in found.links) < 2:
-            self._say("the kept profile no longer holds, measuring again: there was no time for its links")
-            return None
         try:
             changed = changes(found, self._request.programs, self._ids, self._peers, self._process_group, self._bench)
         except MeasureError as error:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Literal, TypeAlias
 
-__all__ = ["OptimizerName", "host_values", "state_values", "values_an_element"]
+from heterodyne.job import OptimizerName
 
-OptimizerName: TypeAlias = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+__all__ = ["host_values", "state_values", "values_an_element"]
 
 _BLOCK, _LEAST_QUANTIZED, _CODES, _CODE = 256, 4096, 256, 0.25
 """torchao's 8-bit optimizers: elements to a scale, elements of the least weight that is quantized, values of a code, and a code in fp32

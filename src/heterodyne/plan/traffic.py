@@ -68,7 +68,19 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """What one rank has to do in a step."""
+    """What one rank has to do in a step.
+
+    Args:
+        pipeline: its number.
+        stages: those that it holds.
+        micro_batches: how many each of them runs.
+        traffic: of its pipeline.
+        buckets: the gradient buckets that it reduces with others, in order.
+        zero: the ZeRO level: what is sharded over the owners of each bucket; from 1 on each updates a range of it and gathers the others.
+        readers: for each bucket, the stages of the rank that read any of its parameters.
+        hosted: the stages that offload activations, with how many passes ahead of a backward they begin to come back; None: inside of it.
+        kept: with sharded parameters, the stages that keep theirs unsharded between forward and backward.
+    """
 
     pipeline: int = 0
     stages: tuple[int, ...] = (0,)
@@ -82,7 +94,7 @@ class RankSpec:
 
 
 def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[RankSpec | None, ...]:
-    """For each rank its duty; None for an idle one."""
+    """For each rank what it has to do; None for an idle one."""
     found: list[RankSpec | None] = [None] * len(cluster.devices)
     reduced = [bucket for bucket in planned_buckets(plan, graph) if len(bucket.owners) > 1]
     for number, pipeline in enumerate(plan.pipelines):

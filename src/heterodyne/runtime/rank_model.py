@@ -24,7 +24,7 @@ from heterodyne.runtime.stages.stage_builder import (
     completed_gradients,
     ranges_by_rank,
 )
-from heterodyne.runtime.weights.between_steps import Parts, Sample, sample_of
+from heterodyne.runtime.weights.between_steps import Sample, WeightWatch, sample_of
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets, require_no_hooks
@@ -101,10 +101,10 @@ class RankModel:
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
-        self._parts = Parts(
+        self._watch = WeightWatch(
             {n: p for n, p in self.parameters.items() if self.ownership.box(rank, n)}, self.masters.copies
         )
-        self._parts.leave(look=True)
+        self._watch.leave(look=True)
         self.scale = _loss_scale(placement, graph, assignment.program)
         self.optimizer = self._make_optimizer(optimizer)
         self.gradients = GradientBuckets(
@@ -180,13 +180,13 @@ class RankModel:
     def require_as_left(self) -> None:
         """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""
         require_none_unfrozen(self._module, self._trained)
-        self._parts.require_as_left()
+        self._watch.require_as_left()
         if self.sharded is not None:
             self.sharded.require_untouched()
 
     def leave(self, *, look: bool) -> None:
         """The user may change what is there from here on. ``look``: whether the next step compares values."""
-        self._parts.leave(look=look)
+        self._watch.leave(look=look)
 
     def sample(self) -> Sample:
         """A few values of all that must be alike on the ranks that hold it, and train."""

@@ -35,7 +35,9 @@ _MOST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ByClass:
-    """``split``: builds and evaluates sharded stages; ``able``: what runs for the model; ``strategy``: what is asked for."""
+    """``split``: builds and evaluates sharded stages; ``able``: what runs for the model; ``strategy``: what is asked for;
+    ``sharding``: shards the optimizer state of plans that fit only so; None: nothing does.
+    """
 
     split: Split
     able: Capabilities

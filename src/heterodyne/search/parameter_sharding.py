@@ -22,7 +22,7 @@ from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import overflow, plan_of, predict, stage_of
-from heterodyne.search.state_shares import in_parts, least_time_shards, link_bytes_per_s
+from heterodyne.search.state_shares import as_shares, least_time_shards, link_bytes_per_s
 
 __all__ = ["ParameterSharding"]
 
@@ -141,7 +141,7 @@ class ParameterSharding:
         kept = least_time_shards(whole, room, [link_bytes_per_s(model, d, devices) for d in devices])
         if kept is None:
             return None
-        shares = in_parts(devices, kept)
+        shares = as_shares(devices, kept)
 
         def shared(stage: Stage) -> Stage:
             return stage.model_copy(update={"state_shares": tuple(shares[d] for d in stage.devices)})

@@ -16,10 +16,11 @@ from heterodyne.cost.collective import Collectives
 from heterodyne.cost.memory import MemoryAssumptions, MemoryUse
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.position import worked_on
-from heterodyne.cost.recipe import OptimizerName, Recipe
+from heterodyne.cost.recipe import Recipe
 from heterodyne.cost.unsharded_bytes import shared_out
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerName
 from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Plan

@@ -103,7 +103,7 @@ def compute_seconds(model: CostModel, made: Plan) -> dict[str, float]:
         for number, (stage, taken) in enumerate(zip(pipeline.stages, slices_of(pipeline), strict=True)):
             width, own = len(stage.rows[0]), worked_on(pipeline, number)
             for place, (device, slices) in enumerate(taken.items()):
-                compute, together = model.compute[device], model.in_parts(pipeline, number, place // width)
+                compute, together = model.compute[device], model.sharded_stage(pipeline, number, place // width)
                 if together is None:
                     passes = [compute.seconds(kind, stage.ops, size) for _, size in slices for kind in _PASSES]
                 else:

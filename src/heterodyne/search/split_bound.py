@@ -81,7 +81,7 @@ class SplitBound:
             stage = self.stage((0, len(self.model.graph.ops)), pair, kind, (1, 1))
             pipeline = Pipeline(micro_batches=MicroBatches((size,)), stages=(stage,))
             try:
-                together = self.model.in_parts(pipeline, 0)
+                together = self.model.sharded_stage(pipeline, 0)
             except (PlanError, MeasureError):
                 together = None
             self._pairs[key] = (0.0, 0.0) if together is None else _exchanged_and_undivided(together, size)

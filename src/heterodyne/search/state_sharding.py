@@ -18,7 +18,7 @@ from heterodyne.search.fit import Fit
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate, Strategy
 from heterodyne.search.predict import overflow, predict
-from heterodyne.search.state_shares import PARTS, in_parts, least_time_shards, link_bytes_per_s
+from heterodyne.search.state_shares import PARTS, as_shares, least_time_shards, link_bytes_per_s
 
 __all__ = ["StateSharding"]
 
@@ -124,7 +124,7 @@ class StateSharding:
             if kept is None:
                 return None
             even = max(kept) - min(kept) <= state / PARTS
-            shares |= dict.fromkeys(owners, 1) if even else in_parts(owners, kept)
+            shares |= dict.fromkeys(owners, 1) if even else as_shares(owners, kept)
         return sharded.model_copy(update={"pipelines": tuple(_with_state(p, shares) for p in sharded.pipelines)})
 
     @staticmethod

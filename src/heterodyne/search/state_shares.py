@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from heterodyne.cost.model import CostModel
 
-__all__ = ["PARTS", "in_parts", "least_time_shards", "link_bytes_per_s"]
+__all__ = ["PARTS", "as_shares", "least_time_shards", "link_bytes_per_s"]
 
 PARTS = 1000
 """Shares are told in so many parts: what rounding moves is less than a plan file needs."""
@@ -40,7 +40,7 @@ def least_time_shards(total: float, room: Sequence[float], bytes_per_s: Sequence
     return _between(lows, level, room)
 
 
-def in_parts(owners: Sequence[str], kept: Sequence[float]) -> dict[str, int]:
+def as_shares(owners: Sequence[str], kept: Sequence[float]) -> dict[str, int]:
     """The shares of devices that keep so many bytes each."""
     return {device: round(PARTS * own / sum(kept)) for device, own in zip(owners, kept, strict=True)}
 

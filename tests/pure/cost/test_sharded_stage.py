@@ -62,8 +62,10 @@ def planned(costs: CostModel, *stages: Stage, sizes: tuple[int, ...] = (SAMPLES,
     )
 
 
-def in_parts(costs: CostModel, ids: tuple[str, ...], shares: tuple[int, ...], kind: str = "split") -> ShardedStageCost:
-    found = costs.in_parts(planned(costs, stage(costs.graph, kind, ids, shares)).pipelines[0], 0)
+def sharded_stage(
+    costs: CostModel, ids: tuple[str, ...], shares: tuple[int, ...], kind: str = "split"
+) -> ShardedStageCost:
+    found = costs.sharded_stage(planned(costs, stage(costs.graph, kind, ids, shares)).pipelines[0], 0)
     assert found is not None
     return found
 
@@ -90,7 +92,7 @@ def divided(made: ShardedStageCost) -> list[float]:
 @settings(deadline=None, max_examples=10)
 def test_a_member_that_has_everything_takes_what_an_undivided_stage_takes(kind: str, samples: int) -> None:
     costs, ids = costs_of(transformer(moves=True), (0.6, 0.6))
-    made = in_parts(costs, ids, (1, 0), kind)
+    made = sharded_stage(costs, ids, (1, 0), kind)
     whole, ops = costs.compute[ids[0]], (0, len(costs.graph.ops))
     assert made.alone_s(0, "W", samples) == pytest.approx(whole.seconds("W", ops, samples))
     for passed in ("F", "B", "I"):
@@ -129,7 +131,7 @@ def test_rows_of_a_mesh_cost_what_pipelines_of_their_own_would() -> None:
 @pytest.mark.parametrize("members", [2, 3, 4])
 def test_equal_devices_with_equal_widths_and_free_links_each_take_their_part_of_what_divides(members: int) -> None:
     costs, ids = costs_of(transformer(), (0.6,) * members)
-    made = in_parts(costs, ids, (1,) * members)
+    made = sharded_stage(costs, ids, (1,) * members)
     blocks = divided(made)
     assert blocks[:-1] == pytest.approx([1.0] * (len(blocks) - 1))  # only the sum at the end is done by each
     for kind in ("F", "B"):
@@ -142,7 +144,7 @@ def test_equal_devices_with_equal_widths_and_free_links_each_take_their_part_of_
 
 def test_what_a_pass_takes_whatever_its_size_is_not_saved_by_a_part_of_it() -> None:
     costs, ids = costs_of(transformer(), (0.6, 0.6), fixed_s=0.3)
-    made = in_parts(costs, ids, (1, 1))
+    made = sharded_stage(costs, ids, (1, 1))
     first = costs.graph.blocks[0]
     forward = made.alone_s(0, "F", SAMPLES, (first.start, first.stop))
     assert forward == pytest.approx((0.3 + 0.6 * SAMPLES / 2) / len(costs.graph.blocks) / 3)
@@ -151,12 +153,12 @@ def test_what_a_pass_takes_whatever_its_size_is_not_saved_by_a_part_of_it() -> N
 @pytest.mark.parametrize("shares", [(2, 1), (1, 3), (1, 2, 1)])
 def test_unequal_speeds_with_shares_in_proportion_take_equally_long(shares: tuple[int, ...]) -> None:
     costs, ids = costs_of(transformer(), tuple(0.6 / share for share in shares))
-    made = in_parts(costs, ids, shares)
+    made = sharded_stage(costs, ids, shares)
     last = costs.graph.blocks[-1].start
     seconds = [made.alone_s(member, "F", SAMPLES, (0, last)) for member in range(len(shares))]
     assert seconds == pytest.approx([seconds[0]] * len(shares))
     assert made.together_s("F", SAMPLES, (0, last))[0] == pytest.approx(seconds[0])
-    equal = in_parts(costs, ids, (1,) * len(shares))
+    equal = sharded_stage(costs, ids, (1,) * len(shares))
     assert equal.together_s("F", SAMPLES, (0, last))[0] > 1.1 * seconds[0]
 
 
@@ -166,7 +168,7 @@ def test_a_block_exchanges_two_all_reduces_forward_and_two_backward(members: int
 
     def sent(layers: int) -> tuple[float, float]:
         costs, ids = costs_of(transformer(layers), (0.6,) * members)
-        meetings = list(in_parts(costs, ids, (1,) * members).meetings(SAMPLES))
+        meetings = list(sharded_stage(costs, ids, (1,) * members).meetings(SAMPLES))
         return tuple(  # type: ignore[return-value]
             sum(
                 size
@@ -188,7 +190,7 @@ def test_a_block_exchanges_two_all_reduces_forward_and_two_backward(members: int
 @settings(deadline=None, max_examples=15)
 def test_parts_make_up_the_whole(shares: tuple[int, ...], kind: str) -> None:
     costs, ids = costs_of(transformer(moves=True), (0.6,) * 3)
-    made = in_parts(costs, ids, shares, kind)
+    made = sharded_stage(costs, ids, shares, kind)
     parts = StageShares(sharding=made.sharding, samples=SAMPLES)
     for op in costs.graph.ops:
         found = parts.of_op(op)
@@ -224,7 +226,7 @@ def test_what_two_axes_divide_both_do_and_only_those_of_one_line_exchange(kinds:
     costs, ids = costs_of(transformer(moves=True), (0.6, 0.3, 0.4, 0.2, 0.5, 0.7), link=link)
     axes = (kinds[0], (2, 1)), (kinds[1], (1, 3, 2))
     plan = planned(costs, meshed(costs.graph, ids, *axes), sizes=(SAMPLES, 3))
-    made = costs.in_parts(plan.pipelines[0], 0)
+    made = costs.sharded_stage(plan.pipelines[0], 0)
     assert made is not None
     parts = made.parts(SAMPLES)
     both = 0
@@ -257,7 +259,7 @@ def test_what_a_stage_would_make_for_nobody_is_no_part_of_it() -> None:
         ops=(*model.ops[: last.start], mask, *model.ops[last.start :]),
         blocks=(*model.blocks[:-1], replace(last, stop=last.stop + 1)),
     )
-    made = in_parts(*costs_of(model, (0.6, 0.6)), (1, 1))
+    made = sharded_stage(*costs_of(model, (0.6, 0.6)), (1, 1))
     assert "mask" not in made.sharding.strategies
     assert made.together_s("F", SAMPLES)[0] > 0
 
@@ -265,8 +267,8 @@ def test_what_a_stage_would_make_for_nobody_is_no_part_of_it() -> None:
 def test_slower_links_and_more_latency_cost_what_they_take() -> None:
     link = Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e6, latency_s=1e-3)
     costs, ids = costs_of(transformer(), (0.6, 0.6), link=link)
-    made = in_parts(costs, ids, (1, 1))
-    free = in_parts(*_with_free_links(costs), (1, 1))
+    made = sharded_stage(costs, ids, (1, 1))
+    free = sharded_stage(*_with_free_links(costs), (1, 1))
     for kind in ("F", "B"):
         seconds, exchanged = made.together_s(kind, SAMPLES)
         plain, _ = free.together_s(kind, SAMPLES)
@@ -280,10 +282,10 @@ def test_copies_on_both_sides_of_an_exchange_take_what_the_memory_of_a_device_ta
     """As its optimizer shows: AdamW moves each byte of the parameters 7 times."""
     still, ids = costs_of(transformer(), (0.6, 0.6))
     moving, _ = costs_of(transformer(), (0.6, 0.6), optimizer_s=0.2)
-    assert in_parts(moving, ids, (1, 1)).wires.copies_s_per_byte == pytest.approx(
+    assert sharded_stage(moving, ids, (1, 1)).wires.copies_s_per_byte == pytest.approx(
         (0.2 / 7 / still.graph.trainable_bytes,) * 2
     )
-    assert in_parts(moving, ids, (1, 1)).together_s("F", SAMPLES) > in_parts(still, ids, (1, 1)).together_s(
+    assert sharded_stage(moving, ids, (1, 1)).together_s("F", SAMPLES) > sharded_stage(still, ids, (1, 1)).together_s(
         "F", SAMPLES
     )
 
@@ -309,7 +311,7 @@ def test_what_is_computed_again_is_exchanged_again() -> None:
         stage_costs(costs.of(planned(costs, stage(costs.graph, "split", ids, (1, 1), recompute=blocks))), 0)
         for blocks in ((), (1, 2))
     )
-    made = in_parts(costs, ids, (1, 1))
+    made = sharded_stage(costs, ids, (1, 1))
     seconds = [made.together_s("F", SAMPLES, (b.start, b.stop)) for b in costs.graph.blocks[1:3]]
     assert kept.recompute_s == (0.0,)
     assert again.recompute_s == pytest.approx((sum(s for s, _ in seconds),))

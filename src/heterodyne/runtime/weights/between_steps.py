@@ -16,7 +16,7 @@ from torch import Tensor
 from heterodyne.errors import PlanError
 from heterodyne.plan.boxes import Box
 
-__all__ = ["Parts", "Sample", "require_alike", "sample_of"]
+__all__ = ["Sample", "WeightWatch", "require_alike", "sample_of"]
 
 Sample: TypeAlias = Mapping[tuple[str, Box], tuple[float, ...]]
 """Of each tensor, or box of it, that a rank holds, a few values spread over it, behind the error that they may have."""
@@ -58,7 +58,7 @@ def require_alike(samples: Sequence[Sample], step: int) -> None:
                 )
 
 
-class Parts:
+class WeightWatch:
     """Of the weights of which this rank holds a box, how a step has left them; and of those that are copies of what is updated.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
 
-__all__ = ["grouped_as", "load_options", "options_by_name", "set_rate"]
+__all__ = ["grouped_as", "load_options", "options_by_name", "options_of", "set_rate"]
 
 _MEMBERS = ("params", "param_names")
 _PLAIN = (bool, int, float, str, type(None))
@@ -22,6 +22,11 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All of a parameter group but its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in _MEMBERS}
 
 
 def grouped_as(
@@ -54,7 +59,7 @@ def options_by_name(
     names = {id(parameter): name for name, parameter in parameters.items()}
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        options = {key: _plain(value) for key, value in group.items() if key not in _MEMBERS and _is_plain(value)}
+        options = {key: _plain(value) for key, value in options_of(group).items() if _is_plain(value)}
         found |= {names[id(p)]: options for p in group["params"] if id(p) in names}
     return found
 
