@@ -54,7 +54,7 @@ class Size:
     """Of the devices, by their speeds."""
 
 
-FULL = Size(width=256, inner=896, experts=12, layers=3, samples=12, length=64, rounds=8, steps=2, budget_s=45)
+FULL = Size(width=256, inner=896, experts=12, layers=3, samples=12, length=64, rounds=8, steps=4, budget_s=45)
 QUICK = Size(width=96, inner=256, experts=12, layers=2, samples=6, length=32, rounds=2, steps=2, budget_s=6)
 
 

@@ -99,11 +99,12 @@ def run_in_turns(
     **told: Any,
 ) -> None:
     """Ways take turns, the devices' own work among them; rank 0 writes the seconds of the ways and what was predicted for the plans, at
-    the paces in the middle of all rounds. ``told``: written too. Collective."""
+    the paces in the middle of all rounds. The first step of a turn does not count: a step of training follows its like, and finds in the
+    caches what that has left. ``told``: written too. Collective."""
     found: list[list[float]] = []
     turns = {**run, _PACE: lambda: found.append(pace())}
-    seconds = in_rounds(turns, rig.session.communicator, rounds=rounds, steps=steps).seconds
-    paces = [median(of_device) for of_device in zip(*found[steps:], strict=True)]  # the first round warms up
+    seconds = in_rounds(turns, rig.session.communicator, rounds=rounds, steps=steps, settle=1).seconds
+    paces = [median(of_device) for of_device in zip(*found[steps + 1 :], strict=True)]  # the first round warms up
     if rig.session.rank == 0:
         predicted = {way: at_pace(rig, plan, paces) for way, plan in plans.items()}
         ways = {way: of for way, of in seconds.items() if way != _PACE}

@@ -119,15 +119,18 @@ class Wires:
             by_hand=any(cluster.device(d).backend == "cpu" for d in devices),
         )
 
-    def divided(self, exchanged: Sequence[Round]) -> tuple[float, float]:
-        """Seconds from the arrival of the last member until all are done: those in which the members are busy, and those on the network."""
-        own, way = 0.0, 0.0
+    def divided(self, exchanged: Sequence[Round]) -> tuple[float, float, float]:
+        """Seconds from the arrival of the last member until all are done: those in which the members are busy, those of latency, and those
+        in which messages fill the network.
+        """
+        own, latency, transfer = 0.0, 0.0, 0.0
         for each in exchanged:
             latency_s, bytes_s = self._on_the_way_s(each)
             carried_s = min(bytes_s, self._carried_s(each)) if self.by_hand else 0.0
             own += self._copies_s(each) + carried_s
-            way += latency_s + bytes_s - carried_s
-        return own, way
+            latency += latency_s
+            transfer += bytes_s - carried_s
+        return own, latency, transfer
 
     def _carried_s(self, exchanged: Round) -> float:
         """Seconds in which the busiest member copies its messages into the memory of the link and out of it."""

@@ -3,7 +3,7 @@ other.
 
 The halves take turns (`heterodyne.frontend.overlapped_graph`). Each member goes on as soon as it has handed over its messages; a
 collective starts when its last member has reached it and the links are free, and a half waits for its own collective when its turn
-comes.
+comes. Links are taken by what is transferred, not by its latency (the gap and the latency of LogP, Culler et al., PPoPP 1993).
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ class Crossing:
 
     Args:
         own_s: seconds in which each member is busy with it.
-        way_s: seconds on the network.
+        latency_s: seconds until its messages move; those of another collective may move meanwhile.
+        transfer_s: seconds in which its messages fill the network.
     """
 
     own_s: float
-    way_s: float
+    latency_s: float
+    transfer_s: float
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for members that wait for it."""
+        return self.own_s + self.latency_s + self.transfer_s
 
 
 OverlapStep: TypeAlias = Step | Crossing
@@ -46,7 +53,7 @@ class _Turn:
 def overlapped_s(halves: Sequence[Iterable[OverlapStep]], members: int) -> float:
     """Seconds from the moment at which all members begin until the last one is done.
 
-    >>> compute, exchange = (2.0, 1.0), Crossing(own_s=0.0, way_s=1.0)
+    >>> compute, exchange = (2.0, 1.0), Crossing(own_s=0.0, latency_s=0.0, transfer_s=1.0)
     >>> overlapped_s([[compute, exchange, compute], [compute, exchange, compute]], 2)
     8.0
     """
@@ -64,7 +71,8 @@ def overlapped_s(halves: Sequence[Iterable[OverlapStep]], members: int) -> float
                     reached = [wires] * members
             for sent in turn.sends:
                 reached = [moment + sent.own_s for moment in reached]
-                wires = arrived[half] = max(*reached, wires) + sent.way_s
+                wires = max(*reached, wires) + sent.transfer_s
+                arrived[half] = wires + sent.latency_s
     return max(*reached, *arrived)
 
 

@@ -59,7 +59,7 @@ class ShardedStageCost:
     _seconds: dict[tuple[Pass, int, Ops], dict[int, Fractions]] = field(default_factory=dict, repr=False)
     _joint: dict[tuple[Pass, int, Ops | None], tuple[float, float]] = field(default_factory=dict, repr=False)
     _of_alike: dict[tuple[object, Pass, int], tuple[Fractions, ...]] = field(default_factory=dict, repr=False)
-    _sent: dict[tuple[Round, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _sent: dict[tuple[Round, ...], Crossing] = field(default_factory=dict, repr=False)
 
     @property
     def graph(self) -> ModelGraph:
@@ -115,7 +115,7 @@ class ShardedStageCost:
                         bytes=self.graph.spec(ref).bytes,
                     )
                     sent += conversion(axis, joined, parts).forward
-        return sum(self._exchange_s(tuple(sent))) if sent else 0.0
+        return self._exchange_s(tuple(sent)).waited_s if sent else 0.0
 
     def alone_s(self, member: int, kind: Pass, samples: int, ops: Ops | None = None) -> float:
         """Compute seconds of one member in a pass."""
@@ -153,12 +153,12 @@ class ShardedStageCost:
                 if place in seconds:
                     yield seconds[place]
             elif sent := () if kind == "W" else meeting.forward if kind == "F" else meeting.backward:
-                own_s, way_s = self._exchange_s(sent)
-                yield own_s + way_s if meeting.inside else Crossing(own_s, way_s)
+                crossing = self._exchange_s(sent)
+                yield crossing.waited_s if meeting.inside else crossing
 
-    def _exchange_s(self, sent: tuple[Round, ...]) -> tuple[float, float]:
+    def _exchange_s(self, sent: tuple[Round, ...]) -> Crossing:
         if sent not in self._sent:
-            self._sent[sent] = self.wires.divided(sent)
+            self._sent[sent] = Crossing(*self.wires.divided(sent))
         return self._sent[sent]
 
     def _line(self, samples: int, ops: Ops) -> tuple[tuple[int, StageCollective | None], ...]:
@@ -253,5 +253,5 @@ class ShardedStageCost:
 
 
 def _one_after_the_other_s(steps: Sequence[OverlapStep]) -> tuple[float, float]:
-    waited_for = [step.own_s + step.way_s if isinstance(step, Crossing) else step for step in steps]
+    waited_for = [step.waited_s if isinstance(step, Crossing) else step for step in steps]
     return joint_s(waited_for), sum(step for step in waited_for if not isinstance(step, tuple))
