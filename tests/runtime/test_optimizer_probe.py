@@ -106,8 +106,18 @@ def test_the_reach_is_that_of_a_step_of_whole_and_sharded_weights(factory: Facto
 
 def test_one_that_wants_a_closure_is_refused_and_one_that_cannot_be_tried_needs_all() -> None:
     parameters = dict(MODEL.named_parameters())
-    with pytest.raises(HeterodyneError, match=r"LBFGS evaluates the loss several times.*no closure"):
+    with pytest.raises(HeterodyneError, match=r"LBFGS evaluates the loss in its step.*no closure"):
         reach_of(torch.optim.LBFGS, parameters)
+
+    class Sharp(torch.optim.SGD):
+        """As sharpness-aware ones do it, and says nothing of it when there is none."""
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            closure()
+            return super().step()
+
+    with pytest.raises(HeterodyneError, match="Sharp evaluates the loss in its step"):
+        reach_of(Sharp, parameters)
     reach, name = reach_of(lambda ps: (_ for _ in ()).throw(ValueError("no")), parameters)
     assert (reach, name) == ("model", "the optimizer (tried on small weights it fails: ValueError: no)")
 

@@ -48,7 +48,7 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tup
 
     Couplings that only show in still larger weights (a norm beyond the scales that are tried) are not seen.
 
-    Raises HeterodyneError for an optimizer that steps with a closure, draws random numbers, or keeps gradients from step to step.
+    Raises HeterodyneError for an optimizer that needs a closure to step, draws random numbers, or keeps gradients from step to step.
     """
     whole = _small(parameters)
     with torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
@@ -138,6 +138,7 @@ def _stepped(
     """The weights after a step with each of the gradients, of which these have a part; and what the optimizer is called."""
     held = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
     name, kept = "the optimizer", False
+    optimizer: torch.optim.Optimizer | None = None
     try:
         optimizer = optimizer_of(factory, held)
         name = type(optimizer).__name__
@@ -152,9 +153,9 @@ def _stepped(
     except HeterodyneError:
         raise
     except Exception as error:
-        if "closure" in str(error):
+        if "closure" in str(error) or (optimizer is not None and _steps_with_closure(optimizer)):
             raise HeterodyneError(
-                f"{name} evaluates the loss several times a step, through a closure, and a step here evaluates it once: take an optimizer "
+                f"{name} evaluates the loss in its step, through a closure, and a step here has evaluated it before: take an optimizer "
                 "whose step() needs no closure"
             ) from error
         raise _NotTriedError(f"{name} (tried on small weights it fails: {type(error).__name__}: {error})") from error
@@ -164,6 +165,15 @@ def _stepped(
             "micro-batches are accumulated), or an optimizer that adds gradients up in its own state"
         )
     return {of_name: parameter.detach() for of_name, parameter in held.items()}, name
+
+
+def _steps_with_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one that does not step without a closure does with it."""
+    try:
+        optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value, unused-ignore]
+    except Exception:
+        return False
+    return True
 
 
 def _prepare(optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter]) -> None:
