@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -138,7 +139,6 @@ def _stepped(
     """The weights after a step with each of the gradients, of which these have a part; and what the optimizer is called."""
     held = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
     name, kept = "the optimizer", False
-    optimizer: torch.optim.Optimizer | None = None
     try:
         optimizer = optimizer_of(factory, held)
         name = type(optimizer).__name__
@@ -146,18 +146,13 @@ def _stepped(
         for of in gradients:
             for of_name, parameter in held.items():
                 parameter.grad = part(of_name, of[of_name]).clone()
-            optimizer.step()
+            _step(optimizer)
             optimizer.zero_grad()
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             kept = kept or any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in stepped)
     except HeterodyneError:
         raise
     except Exception as error:
-        if "closure" in str(error) or (optimizer is not None and _steps_with_closure(optimizer)):
-            raise HeterodyneError(
-                f"{name} evaluates the loss in its step, through a closure, and a step here has evaluated it before: take an optimizer "
-                "whose step() needs no closure"
-            ) from error
         raise _NotTriedError(f"{name} (tried on small weights it fails: {type(error).__name__}: {error})") from error
     if kept:
         raise HeterodyneError(
@@ -167,13 +162,25 @@ def _stepped(
     return {of_name: parameter.detach() for of_name, parameter in held.items()}, name
 
 
-def _steps_with_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one that does not step without a closure does with it."""
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises HeterodyneError if it steps with a closure only."""
     try:
+        optimizer.step()
+    except Exception as error:
+        if "closure" in str(error) or _steps_with_closure(optimizer):
+            raise HeterodyneError(
+                f"{type(optimizer).__name__} evaluates the loss in its step, through a closure, and a step here has evaluated it before: "
+                "take an optimizer whose step() needs no closure"
+            ) from error
+        raise
+
+
+def _steps_with_closure(optimizer: torch.optim.Optimizer) -> bool:
+    done = False
+    with suppress(Exception):
         optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value, unused-ignore]
-    except Exception:
-        return False
-    return True
+        done = True
+    return done
 
 
 def _prepare(optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter]) -> None:
