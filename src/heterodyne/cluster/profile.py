@@ -20,7 +20,7 @@ from heterodyne.text_files import write_text
 
 __all__ = ["WHOLE", "BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
-PROFILE_VERSION = 8
+PROFILE_VERSION = 9
 WHOLE: Final = "*"  # the kind under which the whole model stands among its blocks
 
 

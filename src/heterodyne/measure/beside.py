@@ -12,7 +12,7 @@ from heterodyne.measure.clock import HostClock, ProcessorClock
 from heterodyne.measure.peers import Peers
 from heterodyne.measure.workbench import Workbench
 
-__all__ = ["BETWEEN_S", "GUESS", "matrix_product", "moment", "rate", "rate_of"]
+__all__ = ["BETWEEN_S", "GUESS", "matrix_product", "moment", "rate", "rate_of", "stretch", "varied"]
 
 BETWEEN_S = 0.01
 """Of computing between two collectives, as in steps."""
@@ -24,11 +24,20 @@ _VARIED = (0.5, 1.5)
 
 
 def moment(peers: Peers, bench: Workbench) -> Callable[[], None]:
-    """Computes for about `BETWEEN_S`, by this device's own speed while all compute. Collective.
+    """A `stretch` that is `varied`. Collective."""
+    compute, chance = stretch(peers, bench), random.Random(bench.seed)
+    return lambda: compute(varied(chance))
 
-    Now longer, now shorter, on all ranks alike: a device that is held to a part of a processor stands still once a period, and computing
-    that always lasts as long would meet the others always in the same moment of it.
+
+def varied(chance: random.Random) -> float:
+    """How long a stretch is, in `BETWEEN_S`. Now longer, now shorter, on all ranks alike: a device that is held to a part of a processor
+    stands still once a period, and computing that always lasts as long would meet the others always in the same moment of it.
     """
+    return chance.uniform(*_VARIED)
+
+
+def stretch(peers: Peers, bench: Workbench) -> Callable[[float], None]:
+    """Computes for about `BETWEEN_S` so many times, by this device's own speed while all compute. Collective."""
     clock, work = bench.stopwatch, matrix_product(bench.device)
 
     def computing_s(times: int) -> float:
@@ -41,10 +50,8 @@ def moment(peers: Peers, bench: Workbench) -> Callable[[], None]:
     some = max(1, round(bench.sampling.sample_s / max(computing_s(GUESS) / GUESS, 1e-6)))
     times = max(1, round(BETWEEN_S * some / max(computing_s(some), 1e-6)))
 
-    chance = random.Random(bench.seed)
-
-    def compute() -> None:
-        for _ in range(max(1, round(times * chance.uniform(*_VARIED)))):
+    def compute(length: float) -> None:
+        for _ in range(max(1, round(times * length))):
             work()
 
     return compute

@@ -1,20 +1,22 @@
 """What exchanges cost devices that have one every few milliseconds and compute in between, as those of a sharded stage do.
 
 One after the other, exchanges show less: devices that are throttled, or whose clocks and neighbours make them hiccup, come to them at
-different moments, and all wait for the last. So each device computes for about as long between two exchanges, by its own speed. Who
-is a little faster than the others waits for them at each; so the one that spends least time in its exchanges tells what they cost.
+different moments, and all wait for the last. Taken by itself, an exchange among computing shows more: who waits for it computes faster
+afterwards, a throttled processor from what it has saved, a hot one from its clock. So each device computes with and without exchanges in
+between, for about as long between two of them by its own speed; what they add to the time of all is what they cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from statistics import fmean, median, quantiles
+import random
+from collections.abc import Sequence
+from statistics import median, quantiles
 from typing import Final
 
 import torch
 
 from heterodyne.cluster.profile import LinkSample
-from heterodyne.measure.beside import BETWEEN_S, matrix_product, moment
+from heterodyne.measure.beside import BETWEEN_S, stretch, varied
 from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.workbench import Workbench
 
@@ -48,36 +50,38 @@ def measure_exchanges(
         return ()
     clock = bench.stopwatch
 
-    def exchange_s(compute: Callable[[], object], runs: int, exchanged: tuple[list[torch.Tensor], list[int]]) -> float:
-        """Seconds of an exchange behind some computing, the mean of ``runs``: who hiccups makes the others wait in a step too."""
+    def elapsed_s(lengths: Sequence[float], exchanged: tuple[list[torch.Tensor], list[int]] | None) -> float:
+        """Seconds of some computing, with an exchange behind each stretch or without."""
         peers.barrier()
-        marks = []
-        for _ in range(runs):
-            compute()
-            start = clock.mark()
-            process_group.all_to_all(*exchanged)()
-            marks.append((start, clock.mark()))
-        return fmean(clock.seconds(start, stop) for start, stop in marks)
+        start = clock.mark()
+        for length in lengths:
+            compute(length)
+            if exchanged is not None:
+                process_group.all_to_all(*exchanged)()
+        return clock.seconds(start, clock.mark())
 
-    brief, long = matrix_product(bench.device), moment(peers, bench)
+    compute, chance = stretch(peers, bench), random.Random(bench.seed)
     exchanged, runs = [], []
     for size in part_bytes:
         parts = [torch.zeros(size // 4, device=bench.device)] * peers.world_size
         exchanged.append((parts, [size // 4] * peers.world_size))
-        exchange_s(brief, _LEAST_RUNS, exchanged[-1])  # the first ones open connections
-        each_s = exchange_s(brief, _LEAST_RUNS, exchanged[-1])
-        runs.append(peers.broadcast_object(max(_LEAST_RUNS, round(_ROUND_S / (BETWEEN_S + each_s))), 0))
+        brief = (0.0,) * _LEAST_RUNS
+        elapsed_s(brief, exchanged[-1])  # the first ones open connections
+        each_s = elapsed_s(brief, exchanged[-1]) / _LEAST_RUNS
+        runs.append(peers.broadcast_object(max(_LEAST_RUNS, round(_ROUND_S / (2 * BETWEEN_S + each_s))), 0))
     # The sizes take turns, so that a bad moment of the machine spoils few rounds of each, and the middle one is not among them.
-    found: list[list[float]] = [[] for _ in part_bytes]
+    added: list[list[float]] = [[] for _ in part_bytes]
     for number in range(rounds):
         bench.progress("exchanges between stretches of computing", number + 1, rounds)
         for index in range(len(part_bytes)):
-            found[index].append(exchange_s(long, runs[index], exchanged[index]))
+            lengths = [varied(chance) for _ in range(runs[index])]
+            ranks = peers.all_gather_object((elapsed_s(lengths, None), elapsed_s(lengths, exchanged[index])))
+            alone_s, together_s = (max(of_ranks) for of_ranks in zip(*ranks, strict=True))
+            added[index].append(max(_LEAST_S, (together_s - alone_s) / runs[index]))
     samples = []
-    for size, of_size in zip(part_bytes, zip(*peers.all_gather_object(found), strict=True), strict=True):
-        added = [max(_LEAST_S, min(of_ranks)) for of_ranks in zip(*of_size, strict=True)]
-        middle = median(added)
-        low, _, high = quantiles(added, n=4, method="inclusive") if len(added) > 1 else (middle,) * 3
+    for size, of_size in zip(part_bytes, added, strict=True):
+        middle = median(of_size)
+        low, _, high = quantiles(of_size, n=4, method="inclusive") if len(of_size) > 1 else (middle,) * 3
         samples.append(
             LinkSample(op="exchange", devices=tuple(devices), bytes=size, seconds=middle, spread=(high - low) / middle)
         )
