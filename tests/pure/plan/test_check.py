@@ -49,6 +49,17 @@ def test_what_cannot_be_kept_is_told_with_its_reason_and_its_neighbours_can() ->
     assert not names_of(model, model.blocks[1])
 
 
+def test_a_name_that_chooses_an_op_that_cannot_be_kept_is_not_offered() -> None:
+    """As a kind, of an op outside of modules beside one in a module; or in another block that is computed again with it."""
+    bare = replace(MODEL.ops[1], module="layer0")
+    for changed, offered in ((MODEL.ops[2], ()), (MODEL.ops[4], ("up.linear",))):
+        ops = {op.name: op for op in MODEL.ops} | {changed.name: replace(changed, memory=changed.name)}
+        again = (1,) if not offered else (1, 2)
+        model = replace(MODEL, ops=tuple((ops | ({} if offered else {bare.name: bare})).values()))
+        assert names_of(model, *(model.blocks[number] for number in again)) == offered
+        assert not of_keep(model, again, offered)
+
+
 def of_keep(model: ModelGraph, recompute: tuple[int, ...], keep: tuple[str, ...]) -> tuple[str, ...]:
     plan = of_stage(valid_plan(model, MACHINES, [MicroBatches((4,)), None, None]), recompute=recompute, keep=keep)
     return violations(plan, model, MACHINES)
