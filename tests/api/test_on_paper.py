@@ -423,7 +423,8 @@ def test_nodes_that_no_link_joins_are_planned_apart(files: Path, capsys: pytest.
 
 def test_unlike_devices_of_one_node_are_a_machine_to_measure(tmp_path: Path) -> None:
     """They are pools of their own, and one node all the same; two nodes are no machine."""
-    for devices, more, several in ((2, "", False), (1, "", False), (1, "\n  - {name: b, devices: [{kind: cpu}]}", True)):
-        nodes = f"  - {{name: a, devices: [{{kind: cpu, count: 2}}{', {kind: cpu, memory: 2 GiB}' * (devices - 1)}]}}{more}"
-        (tmp_path / "cluster.yaml").write_text(f"name: c\nnodes:\n{nodes}\n")
+    one, other = "{kind: cpu, count: 2, memory: 1 GiB}", "{kind: cpu, memory: 2 GiB}"
+    for nodes, several in (([f"{one}, {other}"], False), ([one], False), ([one, other], True)):
+        written = "".join(f"  - {{name: n{number}, devices: [{devices}]}}\n" for number, devices in enumerate(nodes))
+        (tmp_path / "cluster.yaml").write_text(f"name: c\nnodes:\n{written}")
         assert elsewhere(tmp_path / "cluster.yaml") is several
