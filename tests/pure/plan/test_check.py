@@ -102,6 +102,12 @@ FAULTS = {
     "pipeline 0: order: 'F0' is not an action": of_plan(
         pipelines=(PLAN.pipelines[0].model_copy(update={"order": ("F0 B0",)}), PLAN.pipelines[1])
     ),
+    "pipeline 0: order: lines 2, places 1": of_plan(
+        pipelines=(PLAN.pipelines[0].model_copy(update={"order": ("0F0 0B0", "0F0 0B0")}), PLAN.pipelines[1])
+    ),
+    "order: place 0 (n0/cpu:0) has 1F0, and its stages are 0": of_plan(
+        pipelines=(PLAN.pipelines[0].model_copy(update={"order": ("1F0 1B0",)}), PLAN.pipelines[1])
+    ),
     "must have one share a device": of_stage(PLAN, regions=(region("*", shares=(1, 1)),)),
     "with no share": of_stage(PLAN, regions=(region("*", shares=(0,)),)),
     "has region 'moe'; the model has *": of_stage(PLAN, regions=(region("*"), region("moe"))),
@@ -134,6 +140,16 @@ FAULTS = {
 @pytest.mark.parametrize("says", FAULTS)
 def test_each_fault_is_named(says: str) -> None:
     assert any(says in sentence for sentence in violations(FAULTS[says], MODEL, MACHINES))
+
+
+@pytest.mark.parametrize("ops", [(0, 3), (1, 6), (3, 1), (2, 9)])
+def test_of_stages_that_do_not_make_up_the_model_only_that_is_told(ops: tuple[int, int]) -> None:
+    """How tensors lie in a stage in parts follows from all stages together."""
+    pair = (PLAN.devices[0], *PLAN.idle)
+    parts = of_stage(PLAN, ops=ops, devices=pair, regions=(region("*", "split", (1,) * len(pair)),))
+    found = violations(parts.model_copy(update={"idle": ()}), MODEL, MACHINES)
+    assert found
+    assert all("runs ops" in sentence or "ends at op" in sentence for sentence in found)
 
 
 def test_halves_in_turns_ask_for_stages_in_parts_that_keep_everything() -> None:
