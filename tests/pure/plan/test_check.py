@@ -14,7 +14,9 @@ from heterodyne.graph import Loss, ModelGraph, ModuleOnly, Ref
 from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.check import require_valid, violations
 from heterodyne.plan.kept import names_of
+from heterodyne.plan.plan import Exchange
 from pure.build import cluster, graph
+from pure.cost.transformer import transformer
 from pure.plan.strategies import MICRO_BATCHES, valid_plan
 
 MODEL, MACHINES = graph(2), cluster(3)
@@ -150,6 +152,26 @@ def test_of_stages_that_do_not_make_up_the_model_only_that_is_told(ops: tuple[in
     found = violations(parts.model_copy(update={"idle": ()}), MODEL, MACHINES)
     assert found
     assert all("runs ops" in sentence or "ends at op" in sentence for sentence in found)
+
+
+def test_stages_of_one_place_that_would_cut_a_tied_weight_in_two_ways_are_refused() -> None:
+    """By columns where it makes queries, and by rows where it puts heads together."""
+    model = transformer(2)
+    (tied,) = (op for op in model.ops if op.parameters == ("w10",))
+    arguments = tuple((name, Ref("w0") if value == Ref("w10") else value) for name, value in tied.arguments)
+    again = replace(tied, parameters=("w0",), arguments=arguments)
+    model = replace(model, ops=tuple(again if op is tied else op for op in model.ops))
+    machines, middle = cluster(2), model.blocks[2].start
+    free, pair = Exchange(latency_bytes=0, flops_per_byte=1), region("*", "split", (1, 1))
+    stages = tuple(
+        Stage(ops=ops, devices=tuple(device.id for device in machines.devices), regions=(pair,), exchange=free)
+        for ops in ((0, middle), (middle, len(model.ops)))
+    )
+    plan = valid_plan(model, machines, [MicroBatches((4,)), None])
+    pipeline = plan.pipelines[0].model_copy(update={"stages": stages, "order": ("0F0 1F0 1B0 0B0",)})
+    plan = plan.model_copy(update={"pipelines": (pipeline,), "idle": ()})
+    (sentence,) = violations(plan, model, machines)
+    assert "'w0' is read by several stages" in sentence
 
 
 def test_halves_in_turns_ask_for_stages_in_parts_that_keep_everything() -> None:
