@@ -17,6 +17,7 @@ import pytest
 
 from heterodyne.api import on_paper
 from heterodyne.cli.app import run
+from heterodyne.cli.plan import elsewhere
 from heterodyne.plan import Plan
 from heterodyne.plan.capabilities import runs_at_all, uses
 from heterodyne.search.fleet import space
@@ -418,3 +419,12 @@ def test_nodes_that_no_link_joins_are_planned_apart(files: Path, capsys: pytest.
     plan = Plan.load(files / "plan.json")
     assert len({stage.group.node for pipeline in plan.pipelines for stage in pipeline.stages if stage.group}) == 1
     assert {size for pipeline in plan.pipelines for size in pipeline.micro_batches.sizes} == {2}, "as the job asks for"
+
+
+def test_unlike_devices_of_one_node_are_a_machine_to_measure(tmp_path: Path) -> None:
+    """They are pools of their own, and one node all the same; two nodes are no machine."""
+    one, other = "{kind: cpu, count: 2, memory: 1 GiB}", "{kind: cpu, memory: 2 GiB}"
+    for nodes, several in (([f"{one}, {other}"], False), ([one], False), ([one, other], True)):
+        written = "".join(f"  - {{name: n{number}, devices: [{devices}]}}\n" for number, devices in enumerate(nodes))
+        (tmp_path / "cluster.yaml").write_text(f"name: c\nnodes:\n{written}")
+        assert elsewhere(tmp_path / "cluster.yaml") is several

@@ -124,7 +124,7 @@ def show_result(
             show_step(step)
     if frontier:
         rows = tuple(AlternativeRow(name=in_short(plan), plan=plan) for plan in result.frontier)
-        title = "Time, money and devices: no plan is better in one without being worse in another"
+        title = "Time, money and devices: of the plans found none is better in one without being worse in another"
         show(candidate_rows(_candidates(rows), seq=seq, title=title))
     if result.families:
         show(candidate_rows(_candidates(result.families), title="The best of each kind of plan"))

@@ -144,5 +144,5 @@ def command(
 
 
 def elsewhere(cluster: Path) -> bool:
-    """Whether a file describes several nodes, which one machine cannot be."""
-    return sum(pool.nodes for pool in load_fleet(cluster).pools) > 1
+    """Whether a file describes several nodes, which one machine cannot be. Unlike devices of one node are several pools."""
+    return sum({pool.node_name: pool.nodes for pool in load_fleet(cluster).pools}.values()) > 1

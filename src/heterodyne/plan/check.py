@@ -98,14 +98,17 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
     broken = []
     for number, pipeline in enumerate(plan.pipelines):
         where = f"pipeline {number}"
-        broken += [f"{where} {fault}" for fault in _of_cuts(pipeline, graph)]
+        cuts = _of_cuts(pipeline, graph)
+        broken += [f"{where} {fault}" for fault in cuts]
         try:
             orders_of(plan.schedule, pipeline)
         except PlanError as error:
             broken.append(f"{where}: {error}")
         for index, stage in enumerate(pipeline.stages):
             faults = _of_stage(stage, graph)
-            broken += [f"{where}, stage {index} {fault}" for fault in faults or _of_parts(pipeline, index, graph)]
+            # How tensors lie is asked of stages that make up the model, and of no others.
+            parts = [] if faults or cuts else _of_parts(pipeline, index, graph)
+            broken += [f"{where}, stage {index} {fault}" for fault in (*faults, *parts)]
     return broken
 
 

@@ -19,16 +19,16 @@ def label(op: Op, block: Block) -> str:
     return f"{inside}.{op.kind}" if inside else op.kind
 
 
-def names_of(graph: ModelGraph, block: Block) -> dict[str, tuple[Op, ...]]:
-    """The ops of a block that can keep what they make, by the label that chooses them."""
-    found: dict[str, tuple[Op, ...]] = {}
-    refused = set()
-    for op in graph.ops_of(block):
-        name = label(op, block)
-        found[name] = (*found.get(name, ()), op)
-        if why_not_kept(graph, op) is not None:
-            refused.add(name)
-    return {name: ops for name, ops in found.items() if name not in refused}
+def names_of(graph: ModelGraph, *blocks: Block) -> tuple[str, ...]:
+    """The labels by which ops of these blocks can keep what they make, if all of them are computed again.
+
+    A label without a module is a kind, and chooses all ops of that kind: it is none of these if one of them has to be run again.
+    """
+    ops = [(op, block) for block in blocks for op in graph.ops_of(block)]
+    refused = {
+        name for op, block in ops if why_not_kept(graph, op) is not None for name in (op.kind, label(op, block))
+    }
+    return tuple(name for name in dict.fromkeys(label(op, block) for op, block in ops) if name not in refused)
 
 
 def kept_ops(graph: ModelGraph, block: Block, keep: Sequence[str]) -> tuple[Op, ...]:

@@ -14,10 +14,7 @@ def orders_of(schedule: str, pipeline: Pipeline) -> Orders:
     """The orders of a pipeline. Raises PlanError for an action that is none, or a schedule that does not suit its stages."""
     places, micro_batches = len(pipeline.places), len(pipeline.micro_batches)
     if pipeline.order:
-        try:
-            return tuple(tuple(map(Action.parse, line.split())) for line in pipeline.order)
-        except ValueError as error:
-            raise PlanError(f"order: {error}") from error
+        return _own_orders(pipeline)
     if schedule not in SCHEDULES:
         raise PlanError(f"schedule {schedule!r} is not known; it can be {', '.join(SCHEDULES)}")
     chosen = SCHEDULES[schedule]
@@ -37,6 +34,26 @@ def orders_of(schedule: str, pipeline: Pipeline) -> Orders:
             f"the pipeline on {_list(pipeline.place_of_stage)}: give the stages' devices in that order, "
             "or choose another schedule"
         )
+    return orders
+
+
+def _own_orders(pipeline: Pipeline) -> Orders:
+    """What a pipeline says itself: a line for each place, of the stages that are on it."""
+    try:
+        orders = tuple(tuple(map(Action.parse, line.split())) for line in pipeline.order)
+    except ValueError as error:
+        raise PlanError(f"order: {error}") from error
+    places = pipeline.places
+    if len(orders) != len(places):
+        raise PlanError(f"order: lines {len(orders)}, places {len(places)}: write one line for each place")
+    homes = pipeline.place_of_stage
+    for place, order in enumerate(orders):
+        for action in order:
+            if not 0 <= action.stage < len(homes) or homes[action.stage] != place:
+                own = _list(tuple(stage for stage, home in enumerate(homes) if home == place))
+                raise PlanError(
+                    f"order: place {place} ({', '.join(places[place])}) has {action}, and its stages are {own}"
+                )
     return orders
 
 

@@ -53,7 +53,7 @@ def recomputed(
 
 
 def _with(model: CostModel, stage: Stage, blocks: tuple[int, ...], keep: Keep) -> Stage:
-    known = {name for index in blocks for name in names_of(model.graph, model.graph.blocks[index])}
+    known = names_of(model.graph, *(model.graph.blocks[index] for index in blocks))
     return stage.model_copy(update={"recompute": blocks, "keep": tuple(sorted(name for name in keep if name in known))})
 
 

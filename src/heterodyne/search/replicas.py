@@ -32,14 +32,11 @@ class Replicas:
         """The fastest of what is made of plans for classes of devices, if it can be weighed below so many seconds."""
         drawn: dict[Parts, list[int]] = {}
         for plan in plans:
-            parts = tuple(tuple(dict.fromkeys(d for s in p.stages for d in s.devices)) for p in plan.pipelines)
-            cut = any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
-            if (
-                1 < len(parts) < len(plan.devices)
-                and cut
-                and not any(s.sharded for p in plan.pipelines for s in p.stages)
-            ):
-                drawn.setdefault(parts, [pipeline.micro_batches.samples for pipeline in plan.pipelines])
+            working = [pipeline for pipeline in plan.pipelines if pipeline.micro_batches.samples]
+            parts = tuple(tuple(dict.fromkeys(d for s in p.stages for d in s.devices)) for p in working)
+            cut = any(len(pipeline.stages) > 1 for pipeline in working)
+            if 1 < len(parts) < len(plan.devices) and cut and not any(s.sharded for p in working for s in p.stages):
+                drawn.setdefault(parts, [pipeline.micro_batches.samples for pipeline in working])
         found: list[Candidate] = []
         for parts, shares in drawn.items():
             if self._least_s(parts, shares) / CUTTING_PAYS < min([below_s, *(c.weighed_s for c in found)]):

@@ -14,7 +14,9 @@ from heterodyne.graph import Loss, ModelGraph, ModuleOnly, Ref
 from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.check import require_valid, violations
 from heterodyne.plan.kept import names_of
+from heterodyne.plan.plan import Exchange
 from pure.build import cluster, graph
+from pure.cost.transformer import transformer
 from pure.plan.strategies import MICRO_BATCHES, valid_plan
 
 MODEL, MACHINES = graph(2), cluster(3)
@@ -47,6 +49,17 @@ def test_what_cannot_be_kept_is_told_with_its_reason_and_its_neighbours_can() ->
     assert of_keep(model, (2,), ("up.linear", "down.linear")) == of_keep(model, (2,), ("linear",)) == ()
     assert sorted(names_of(model, model.blocks[2])) == ["down.linear", "up.linear"]
     assert not names_of(model, model.blocks[1])
+
+
+def test_a_name_that_chooses_an_op_that_cannot_be_kept_is_not_offered() -> None:
+    """As a kind, of an op outside of modules beside one in a module; or in another block that is computed again with it."""
+    bare = replace(MODEL.ops[1], module="layer0")
+    for changed, offered in ((MODEL.ops[2], ()), (MODEL.ops[4], ("up.linear",))):
+        ops = {op.name: op for op in MODEL.ops} | {changed.name: replace(changed, memory=changed.name)}
+        again = (1,) if not offered else (1, 2)
+        model = replace(MODEL, ops=tuple((ops | ({} if offered else {bare.name: bare})).values()))
+        assert names_of(model, *(model.blocks[number] for number in again)) == offered
+        assert not of_keep(model, again, offered)
 
 
 def of_keep(model: ModelGraph, recompute: tuple[int, ...], keep: tuple[str, ...]) -> tuple[str, ...]:
@@ -91,6 +104,12 @@ FAULTS = {
     "pipeline 0: order: 'F0' is not an action": of_plan(
         pipelines=(PLAN.pipelines[0].model_copy(update={"order": ("F0 B0",)}), PLAN.pipelines[1])
     ),
+    "pipeline 0: order: lines 2, places 1": of_plan(
+        pipelines=(PLAN.pipelines[0].model_copy(update={"order": ("0F0 0B0", "0F0 0B0")}), PLAN.pipelines[1])
+    ),
+    "order: place 0 (n0/cpu:0) has 1F0, and its stages are 0": of_plan(
+        pipelines=(PLAN.pipelines[0].model_copy(update={"order": ("1F0 1B0",)}), PLAN.pipelines[1])
+    ),
     "must have one share a device": of_stage(PLAN, regions=(region("*", shares=(1, 1)),)),
     "with no share": of_stage(PLAN, regions=(region("*", shares=(0,)),)),
     "has region 'moe'; the model has *": of_stage(PLAN, regions=(region("*"), region("moe"))),
@@ -123,6 +142,36 @@ FAULTS = {
 @pytest.mark.parametrize("says", FAULTS)
 def test_each_fault_is_named(says: str) -> None:
     assert any(says in sentence for sentence in violations(FAULTS[says], MODEL, MACHINES))
+
+
+@pytest.mark.parametrize("ops", [(0, 3), (1, 6), (3, 1), (2, 9)])
+def test_of_stages_that_do_not_make_up_the_model_only_that_is_told(ops: tuple[int, int]) -> None:
+    """How tensors lie in a stage in parts follows from all stages together."""
+    pair = (PLAN.devices[0], *PLAN.idle)
+    parts = of_stage(PLAN, ops=ops, devices=pair, regions=(region("*", "split", (1,) * len(pair)),))
+    found = violations(parts.model_copy(update={"idle": ()}), MODEL, MACHINES)
+    assert found
+    assert all("runs ops" in sentence or "ends at op" in sentence for sentence in found)
+
+
+def test_stages_of_one_place_that_would_cut_a_tied_weight_in_two_ways_are_refused() -> None:
+    """By columns where it makes queries, and by rows where it puts heads together."""
+    model = transformer(2)
+    (tied,) = (op for op in model.ops if op.parameters == ("w10",))
+    arguments = tuple((name, Ref("w0") if value == Ref("w10") else value) for name, value in tied.arguments)
+    again = replace(tied, parameters=("w0",), arguments=arguments)
+    model = replace(model, ops=tuple(again if op is tied else op for op in model.ops))
+    machines, middle = cluster(2), model.blocks[2].start
+    free, pair = Exchange(latency_bytes=0, flops_per_byte=1), region("*", "split", (1, 1))
+    stages = tuple(
+        Stage(ops=ops, devices=tuple(device.id for device in machines.devices), regions=(pair,), exchange=free)
+        for ops in ((0, middle), (middle, len(model.ops)))
+    )
+    plan = valid_plan(model, machines, [MicroBatches((4,)), None])
+    pipeline = plan.pipelines[0].model_copy(update={"stages": stages, "order": ("0F0 1F0 1B0 0B0",)})
+    plan = plan.model_copy(update={"pipelines": (pipeline,), "idle": ()})
+    (sentence,) = violations(plan, model, machines)
+    assert "'w0' is read by several stages" in sentence
 
 
 def test_halves_in_turns_ask_for_stages_in_parts_that_keep_everything() -> None:

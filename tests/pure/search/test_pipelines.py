@@ -17,11 +17,13 @@ from heterodyne.graph import ModelGraph
 from heterodyne.plan import MicroBatches, Pipeline, Plan
 from heterodyne.plan.check import violations
 from heterodyne.search import Planned, alternatives, paragraph, plan, shares
+from heterodyne.search.fit import fit_devices, runs_of
 from heterodyne.search.line_drafts import LineDrafts
 from heterodyne.search.lines import groupings, orders
 from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
+from heterodyne.search.replicas import Replicas
 from heterodyne.search.tables import Tables
 from pure.build import cluster, graph, linear, profile
 
@@ -306,3 +308,29 @@ def test_alike_devices_are_one_line() -> None:
     unlike = {name: number for number, name in enumerate(ids)}
     assert len(orders(ids, unlike, same, same)) == 24
     assert len(groupings(ids, unlike)) == 5
+
+
+def test_a_pipeline_without_samples_is_left_out_of_those_that_are_cut_again() -> None:
+    """A plan for classes may have one, which holds nothing but a part of the optimizer's state."""
+    model, machines = graph(6), cluster(4, link=LINK)
+    measured = profile(model, machines, [linear(1.0)] * 4)
+    costs = CostModel(graph=model, cluster=machines, profile=measured, memory=BARE)
+    runs = runs_of(costs, fit_devices(costs, (1, 2), 6))
+    lines = LineDrafts(model=costs, samples=6, sizes=(1, 2))
+    ids, ops = [device.id for device in machines.devices], len(model.ops)
+    shares = [((ids[0], ids[1]), (2, 2)), ((ids[2],), (2,)), ((ids[3],), ())]
+    drawn = tuple(
+        Pipeline(
+            micro_batches=MicroBatches(sizes),
+            stages=tuple(
+                stage_of((ops * n // len(on), ops * (n + 1) // len(on)), (device,)) for n, device in enumerate(on)
+            ),
+        )
+        for on, sizes in shares
+    )
+    (found,) = Replicas(pipelines=Pipelines(model=costs, runs=runs, lines=lines)).candidates(
+        [plan_of(costs, 6, drawn)], inf
+    )
+    assert found.plan is not None
+    assert [pipeline.micro_batches.samples > 0 for pipeline in found.plan.pipelines] == [True, True]
+    assert found.plan.idle == (ids[3],)

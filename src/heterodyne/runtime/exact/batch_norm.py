@@ -125,12 +125,16 @@ def _global_statistics(input: Tensor, process_group: ProcessGroup, place: int) -
 
     The places p of R ranks are equal if R sum p^2 = (sum p)^2. With own count n_r, mean m_r, variance v_r:
     sum n_r v_r + n_r m_r^2 - N m^2 = N var, in float64.
+    A device of a stage in parts may have none of the samples: it adds nothing.
     """
-    process_groups = input.shape[1]
-    count = input.numel() // process_groups
+    channels = input.shape[1]
+    count = input.numel() // channels
     dims = [0, *range(2, input.dim())]
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    var, mean = torch.var_mean(wide, dim=dims, correction=0)
+    if count:
+        var, mean = torch.var_mean(wide, dim=dims, correction=0)
+    else:
+        var = mean = wide.new_zeros(channels)  # of no values both would be NaN
     var, mean = var.double(), mean.double()
     sent = torch.cat([mean * count, (var + mean * mean) * count, mean.new_tensor([count, place, place**2])])
     process_group.all_reduce(sent).wait()
@@ -140,6 +144,6 @@ def _global_statistics(input: Tensor, process_group: ProcessGroup, place: int) -
             "a rank has reached BatchNorm in a micro-batch in which another has not, so their statistics cannot be those of one device: "
             "move it out of the branch that depends on the data, or put it in eval mode"
         )
-    mean = sent[:process_groups] / total
-    var = (sent[process_groups:-3] / total - mean * mean).clamp_(min=0.0)
+    mean = sent[:channels] / total
+    var = (sent[channels:-3] / total - mean * mean).clamp_(min=0.0)
     return total, mean, var

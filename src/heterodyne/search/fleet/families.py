@@ -63,17 +63,29 @@ def families_of(planner: FleetPlanner, space: Space) -> tuple[Family, ...]:
 
 
 def outcomes(planner: FleetPlanner, planned: Planned, space: Space | None = None) -> Iterator[Outcome]:
-    """One outcome per family, as they are found. A family that contains the best plan is reported with it."""
-    space = space or Space()
-    for family in families_of(planner, space):
-        search = planner.search(family.space)
-        objective = planned.objective
-        goal = objective if objective.goal == "throughput" else Objective(usd_per_hour=objective.usd_per_hour)
-        limit = float("inf") if objective.usd_per_hour is None else objective.usd_per_hour
-        best = search.run(goal.score, prices=goal.rates(planner.fleet), budget=limit)
-        known = [w for w in (best, *search.evaluated.values()) if w is not None and objective.score(w) < float("inf")]
-        found = min(known, key=objective.score, default=None)
-        yield Outcome(family=family, best=found, why_not="" if found else why_not(search, objective))
+    """One outcome per family: the best of all plans that any search has found and that are of the family.
+
+    A search is limited in work and ends near its bound, so what one finds another may have passed by.
+    """
+    score = planned.objective.score
+    found = [_searched(planner, planned, family) for family in families_of(planner, space or Space())]
+    seen = [planned.best, *planned.runners_up, *planned.frontier, *(own.best for own in found if own.best is not None)]
+    allowed = [weighed for weighed in seen if score(weighed) < float("inf")]
+    for own in found:
+        best = min((w for w in allowed if own.family.space.holds(w.plan)), key=score, default=own.best)
+        yield own if best is own.best else replace(own, best=best, why_not="")
+
+
+def _searched(planner: FleetPlanner, planned: Planned, family: Family) -> Outcome:
+    """What a search for the family alone finds."""
+    search = planner.search(family.space)
+    objective = planned.objective
+    goal = objective if objective.goal == "throughput" else Objective(usd_per_hour=objective.usd_per_hour)
+    limit = float("inf") if objective.usd_per_hour is None else objective.usd_per_hour
+    best = search.run(goal.score, prices=goal.rates(planner.fleet), budget=limit)
+    known = [w for w in (best, *search.evaluated.values()) if w is not None and objective.score(w) < float("inf")]
+    found = min(known, key=objective.score, default=None)
+    return Outcome(family=family, best=found, why_not="" if found else why_not(search, objective))
 
 
 def best_of_all(
@@ -86,10 +98,11 @@ def best_of_all(
     score = planned.objective.score
     rivals = [o.best for o in found if o.best is not None and (accepts is None or accepts(o.best.plan))]
     best = min([planned.best, *rivals], key=score)
+    frontier = frontier_of([*planned.frontier, *rivals])
     if best.plan == planned.best.plan:
-        return planned
+        return planned if frontier == planned.frontier else replace(planned, frontier=frontier)
     others = [w for w in (planned.best, *planned.runners_up) if w.plan != best.plan]
-    return replace(planned, best=best, runners_up=tuple(others), frontier=frontier_of([*planned.frontier, *rivals]))
+    return replace(planned, best=best, runners_up=tuple(others), frontier=frontier)
 
 
 def _narrower(planner: FleetPlanner, space: Space) -> list[Family]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from heterodyne.plan.capabilities import SHARDING, runs_at_all
-from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, ZERO_LEVELS, Layout, ScheduleName
+from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, ZERO_LEVELS, Layout, ScheduleName, TemplatePlan
 
 __all__ = ["Space"]
 
@@ -63,6 +63,30 @@ class Space:
         """
         levels = tuple(level for level in self.zero if level < 2 and all(map(runs_at_all, SHARDING[:level])))
         return replace(self, zero=levels or (0,), runnable=True)
+
+    def holds(self, plan: TemplatePlan) -> bool:
+        """Whether a plan is one of these, by its pipelines."""
+        templates = {group.template for group in plan.groups}
+        stages = {stage for template in templates for stage in template.stages}
+        limits = (
+            (self.max_stages, max(len(template.stages) for template in templates)),
+            (self.max_pools, max(len(template.devices) for template in templates)),
+            (self.max_chunks, max(template.chunks for template in templates)),
+            (self.max_pipelines, plan.pipelines),
+            (self.max_templates, len(templates)),
+            (self.max_width, max(stage.width for stage in stages)),
+            (self.max_context, max(stage.context for stage in stages)),
+            (self.max_data, max(stage.data for stage in stages)),
+        )
+        return (
+            all(most is None or has <= most for most, has in limits)
+            and (self.pools is None or set(plan.devices) <= set(self.pools))
+            and (self.micro_batches is None or {t.micro_batch for t in templates} <= set(self.micro_batches))
+            and (self.recompute or not any(stage.recompute for stage in stages))
+            and plan.zero in self.zero
+            and plan.schedule in self.schedules
+            and plan.layout in self.layouts
+        )
 
     @property
     def first_schedules(self) -> tuple[ScheduleName, ...]:

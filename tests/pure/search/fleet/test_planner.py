@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
 
@@ -156,6 +157,25 @@ def test_a_smaller_space_is_never_faster() -> None:
             assert (outcome.best is None) == bool(outcome.why_not)
             if outcome.best is not None:
                 assert outcome.best.predicted.step_s >= planned.best.predicted.step_s * 0.99
+
+
+def test_no_kind_of_plans_is_slower_than_a_plan_of_it_that_another_search_has_found() -> None:
+    planner = _planner(_pool("fast", 3), _pool("slow", 3), costs=_costs(ways=3, fixed_s=0.0), samples=7)
+    planned = planner.plan()
+    found = {outcome.family.name: outcome.best for outcome in outcomes(planner, planned)}
+    of_kind: dict[str, Callable[[Template], bool]] = {
+        "no tensor parallelism": lambda template: all(stage.width == 1 for stage in template.stages),
+        "no context parallelism": lambda template: all(stage.context == 1 for stage in template.stages),
+        "no stages that share a micro-batch": lambda template: all(stage.data == 1 for stage in template.stages),
+        "no recompute": lambda template: not any(stage.recompute for stage in template.stages),
+        "no pipeline over several pools": lambda template: len(template.devices) == 1,
+    }
+    for name, holds in of_kind.items():
+        best = found[name]
+        assert best is not None
+        for other in (planned.best, *planned.runners_up, *filter(None, found.values())):
+            if all(holds(group.template) for group in other.plan.groups):
+                assert best.predicted.step_s <= other.predicted.step_s, name
 
 
 def test_what_cannot_be_says_what_it_lacks_and_what_would_help() -> None:
