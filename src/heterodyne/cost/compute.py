@@ -10,9 +10,10 @@ FLOPs of the ops on each side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Literal
 
 from heterodyne.cluster.profile import WHOLE, DeviceProfile
@@ -73,6 +74,11 @@ class Compute:
     def micro_batch_s(self, size: float) -> float:
         """Seconds of forward and backward of one micro-batch; 0 for none."""
         return self.forward.total(size) + self.backward.total(size)
+
+    def rate(self, sizes: Iterable[float] | None = None) -> float:
+        """Samples per second of forward and backward at the best of these micro-batch sizes; None: of those that were measured."""
+        seconds = {size: self.micro_batch_s(size) for size in sizes or self.forward.total.sizes}
+        return max(size / own if own > 0 else inf for size, own in seconds.items())
 
     def composition(self, size: float) -> float:
         """Seconds of the model over the seconds of its blocks one by one; 1 where the whole was not measured."""

@@ -17,7 +17,6 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.search.classes import first_of, interchangeable
 from heterodyne.search.drafts import Draft, Drafting
 from heterodyne.search.lines import Line, orders, swaps
-from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.points import MOST_CROSSING, points_of
 from heterodyne.search.tables import Tables
 
@@ -73,11 +72,7 @@ class LineDrafts:
     @cached_property
     def rate(self) -> dict[str, float]:
         """Samples/s of the whole model on each device, at the best of the sizes."""
-        compute = self.model.compute
-        return {
-            d.id: MicroBatchChoice(seconds=compute[d.id].micro_batch_s, sizes=self.sizes).rate
-            for d in self.model.cluster.devices
-        }
+        return {d.id: self.model.compute[d.id].rate(self.sizes) for d in self.model.cluster.devices}
 
     def drafts(self, devices: Sequence[str], samples: int | None = None) -> list[Draft]:
         """The best draft for each size of micro-batch, best first. Raises InfeasibleError if none fits."""

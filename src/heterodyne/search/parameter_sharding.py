@@ -123,8 +123,8 @@ class ParameterSharding:
         return shares
 
     def _seconds_per_sample(self, device: str) -> float:
-        sizes = {size for size in map(int, self.model.compute[device].forward.total.sizes) if 0 < size <= self.largest}
-        return min(self.model.compute[device].micro_batch_s(size) / size for size in sizes or {1})
+        compute = self.model.compute[device]
+        return 1 / compute.rate([size for size in compute.forward.total.sizes if size <= self.largest] or [1.0])
 
     def _with_shards(self, plan: Plan) -> Plan | None:
         """The plan with shards for which its devices have room; None if they have not."""

@@ -91,8 +91,7 @@ def own_rates(model: CostModel, made: Plan, runs: Mapping[str, MicroBatchChoice]
                     seconds = sum(map(compute.micro_batch_s, pipeline.micro_batches.sizes)) + model.update_s(device)
                     rates[device] = samples / seconds if seconds > 0 else float("inf")
                 else:
-                    sizes = tuple(map(int, compute.forward.total.sizes))
-                    rates[device] = MicroBatchChoice(seconds=compute.micro_batch_s, sizes=sizes).rate
+                    rates[device] = compute.rate()
     return rates
 
 

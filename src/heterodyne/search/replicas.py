@@ -88,6 +88,6 @@ class Replicas:
                 raise InfeasibleError(f"{part[0]} has no room for the whole model")
             return Pipeline(
                 micro_batches=run.micro_batches(share),
-                stages=(run.activations.on(stage_of((0, len(self.pipelines.model.graph.ops)), part)),),
+                stages=(run.stage or stage_of((0, len(self.pipelines.model.graph.ops)), part),),
             )
         return self.pipelines.beside(part, share)

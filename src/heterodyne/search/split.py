@@ -265,11 +265,7 @@ class Split:
 
     def _speed(self, device: str) -> float:
         """Samples/s of the whole model, whether or not it would fit."""
-        if device in self.runs:
-            return self.runs[device].rate
-        compute = self.model.compute[device]
-        sizes = tuple(map(int, compute.forward.total.sizes))
-        return MicroBatchChoice(seconds=compute.micro_batch_s, sizes=sizes).rate
+        return self.runs[device].rate if device in self.runs else self.model.compute[device].rate()
 
     def exchange(self, devices: Sequence[str]) -> Exchange:
         """What sending is worth beside computing, by the slowest link between any two of them."""
