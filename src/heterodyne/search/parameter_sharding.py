@@ -21,7 +21,7 @@ from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate
 from heterodyne.search.points import points_of
-from heterodyne.search.predict import overflow, plan_of, predict, stage_of
+from heterodyne.search.predict import overflow, plan_of, predict, stage_of, with_stages
 from heterodyne.search.state_shares import as_shares, least_time_shards, link_bytes_per_s
 
 __all__ = ["ParameterSharding"]
@@ -143,19 +143,16 @@ class ParameterSharding:
             return None
         shares = as_shares(devices, kept)
 
-        def shared(stage: Stage) -> Stage:
+        def shared(_: int, stage: Stage) -> Stage:
             return stage.model_copy(update={"state_shares": tuple(shares[d] for d in stage.devices)})
 
-        pipelines = tuple(p.model_copy(update={"stages": tuple(map(shared, p.stages))}) for p in plan.pipelines)
-        return plan.model_copy(update={"pipelines": pipelines})
+        return plan.model_copy(update={"pipelines": tuple(with_stages(p, shared) for p in plan.pipelines)})
 
 
 def _keeping_last(plan: Plan, count: int) -> Plan:
     """The plan with so many stages, from the last on, that keep their parameters between forward and backward."""
 
-    def of(pipeline: Pipeline) -> Pipeline:
-        first = len(pipeline.stages) - count
-        stages = (s.model_copy(update={"reshard_after_forward": n < first}) for n, s in enumerate(pipeline.stages))
-        return pipeline.model_copy(update={"stages": tuple(stages)})
-
-    return plan.model_copy(update={"predicted": None, "pipelines": tuple(map(of, plan.pipelines))})
+    (pipeline,) = plan.pipelines
+    first = len(pipeline.stages) - count
+    kept = with_stages(pipeline, lambda n, stage: stage.model_copy(update={"reshard_after_forward": n < first}))
+    return plan.model_copy(update={"predicted": None, "pipelines": (kept,)})

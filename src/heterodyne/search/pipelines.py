@@ -15,15 +15,14 @@ from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
-from heterodyne.search.drafts import Draft, Drafting, even_draft
-from heterodyne.search.host_room import lacking_on_hosts
+from heterodyne.search.drafts import Draft, Drafting
 from heterodyne.search.hosted import reloading
 from heterodyne.search.line_drafts import LineDrafts
 from heterodyne.search.lines import groupings
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, FOLDING_PAYS, Candidate, Kind
-from heterodyne.search.predict import overflow, plan_of, predict
-from heterodyne.units import format_bytes, format_seconds
+from heterodyne.search.predict import plan_of, predict, weighed, with_stages
+from heterodyne.units import format_seconds
 
 __all__ = ["Pipelines"]
 
@@ -91,23 +90,14 @@ class Pipelines:
             self._beside[key] = (part, found)
         other, pipeline = self._beside[key]
         device_of = dict(zip(other, part, strict=True))
-        stages = tuple(
-            stage.model_copy(update={"devices": tuple(device_of[device] for device in stage.devices)})
-            for stage in pipeline.stages
+        return with_stages(
+            pipeline, lambda _, stage: stage.model_copy(update={"devices": tuple(map(device_of.get, stage.devices))})
         )
-        return pipeline.model_copy(update={"stages": stages})
 
     def weighed(self, name: str, kind: Kind, pipelines: tuple[Pipeline, ...], schedule: str) -> Candidate:
         """Simulated, and refused if it does not fit."""
-        made, simulation = predict(self.model, plan_of(self.model, self.lines.samples, pipelines, schedule), self.runs)
-        over = overflow(self.model, made, simulation)
-        if over:
-            lacks = ", ".join(f"{device} lacks {format_bytes(size)}" for device, size in over.items())
-            return Candidate(name=name, kind=kind, why_not=lacks)
-        if lacking := lacking_on_hosts(self.model, made, simulation):
-            return Candidate(name=name, kind=kind, why_not=lacking, short_of_host=True)
-        left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in made.devices)
-        return Candidate(name=name, kind=kind, plan=made, simulation=simulation, left_out=left_out)
+        made = plan_of(self.model, self.lines.samples, pipelines, schedule)
+        return weighed(self.model, name, kind, *predict(self.model, made, self.runs))
 
     def _best(self, drafts: Sequence[Draft], below_s: float) -> Candidate:
         """The fastest of what is built from some drafts, or what that of the first one takes at least."""
@@ -186,7 +176,7 @@ class Pipelines:
     def _even(self, draft: Draft) -> Candidate:
         """As many blocks for each device, in the order of the cluster, with 1F1B: what is done where nothing is known."""
         line = tuple(d.id for d in self.model.cluster.devices if d.id in draft.line)
-        even = even_draft(line, draft.micro_batches, self.lines.drafting.points)
+        even = self.lines.drafting.even(line, draft.micro_batches)
         pipeline = self._builder(self.lines.drafting, even).plain(even).pipeline
         return self.weighed("an even cut with 1F1B", "even", (pipeline,), "1F1B")
 
