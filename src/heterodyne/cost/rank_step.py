@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from heterodyne.cost.activation_offload import Part, on_host
 from heterodyne.cost.compute import Pass
-from heterodyne.cost.gradient_build_up import GradientBuildUp, at_most, by_block
 from heterodyne.cost.member import member_costs
 from heterodyne.cost.position import Position
 from heterodyne.cost.recomputation import parts_again
 from heterodyne.cost.routes import Route
 from heterodyne.cost.stage import StageCosts
 from heterodyne.cost.step import RankCosts
-from heterodyne.cost.step_transients import StepTransients
+from heterodyne.cost.step_transients import GradientBuildUp, StepTransients, by_block
 from heterodyne.graph.cut import Crossing
 from heterodyne.graph.size import Size
 from heterodyne.plan.buckets import Bucket, room_bytes
@@ -122,8 +121,8 @@ class RankStep:
             beside, space = self._workspace_beside(number, size, released)
             own = [beside.get(part, 0.0) for part, _ in first]
             again = [a + b for a, b in zip(again, own, strict=True)]
-            of_first = max(0.0, at_most(kept, [made for _, made in first], again) - space) if size else 0.0
-            of_last = max(0.0, at_most(kept, [made for _, made in last], own) - space) if size else 0.0
+            of_first = max(0.0, _at_most(kept, [made for _, made in first], again) - space) if size else 0.0
+            of_last = max(0.0, _at_most(kept, [made for _, made in last], own) - space) if size else 0.0
             most[size] = round(of_first) + lost(of_first), round(of_last) + lost(of_last)
         made, summed = sum(build_up.first.values()), sum(build_up.last.values())
         now = model.passes.made_in_first_half(ops, build_up.first)
@@ -250,3 +249,13 @@ def _under_way(travel: Sequence[Route], rank: int) -> int:
         if rank in ends:
             largest[ends] = max(largest.get(ends, 0), *route.bytes)
     return MESSAGES_AHEAD * sum(largest.values())
+
+
+def _at_most(kept: Sequence[float], made: Sequence[float], again: Sequence[float]) -> float:
+    """Peak bytes above the start, over blocks in order: ``kept`` is freed, ``made`` is allocated, ``again`` exists only meanwhile."""
+    most = now = 0.0
+    for goes, comes, meanwhile in zip(kept, made, again, strict=True):
+        most = max(most, now + meanwhile)
+        now += comes - goes
+        most = max(most, now)
+    return most

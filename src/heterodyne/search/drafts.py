@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.schedules.schedule import stage_places
 from heterodyne.search.cuts import Cut, best_cut
-from heterodyne.search.lines import Line
 from heterodyne.search.points import Points
 from heterodyne.search.tables import Floats, PlaceTable, Tables
 
-__all__ = ["FILLED", "Draft", "Drafting"]
+__all__ = ["FILLED", "Draft", "Drafting", "Line"]
+
+Line: TypeAlias = tuple[str, ...]
+"""Devices, the first stage's first."""
 
 FILLED = 0.7  # of what the other stages take for one micro-batch: the weights' half of a backward can wait for the end
 _TURNS = 2  # on both sides of the middle: where the second stages may begin

@@ -7,7 +7,7 @@ are done sooner than the best is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -18,7 +18,6 @@ from heterodyne.search.building import Builder, Built, explicit, named
 from heterodyne.search.drafts import Draft, Drafting
 from heterodyne.search.hosted import reloading
 from heterodyne.search.line_drafts import LineDrafts
-from heterodyne.search.lines import groupings
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, FOLDING_PAYS, Candidate, Kind
 from heterodyne.search.predict import plan_of, predict, weighed, with_stages
@@ -57,7 +56,7 @@ class Pipelines:
         try:
             drafts = self.lines.drafts(usable)
         except InfeasibleError as error:
-            drafts = next(filter(None, map(self._drafts_or_none, groupings(usable, self.lines.kinds)[1:])), [])
+            drafts = next(filter(None, map(self._drafts_or_none, self._all_but_one(usable))), [])
             if not drafts and below_s == inf and (roomiest := self._roomiest(usable)):
                 return (roomiest,)
             if not drafts:
@@ -166,6 +165,12 @@ class Pipelines:
 
     def _small(self, draft: Draft) -> bool:
         return len(draft.line) * len(draft.micro_batches) <= _SMALL
+
+    def _all_but_one(self, devices: Sequence[str]) -> Iterable[tuple[str, ...]]:
+        """The devices without one of each kind, if that leaves two."""
+        kinds = self.lines.kinds
+        without = {kinds[left]: tuple(d for d in devices if d != left) for left in devices} if len(devices) > 2 else {}
+        return without.values()
 
     def _drafts_or_none(self, devices: Sequence[str]) -> list[Draft]:
         try:

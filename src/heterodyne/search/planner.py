@@ -16,17 +16,17 @@ from heterodyne.cost.collective import Collectives
 from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.recipe import Recipe
-from heterodyne.errors import PlanError
+from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerName
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Plan
-from heterodyne.plan.precision import Precisions
-from heterodyne.search.choice import chosen_of
+from heterodyne.plan.precision import Precisions, in_words
 from heterodyne.search.explain import reason
 from heterodyne.search.families import Families
+from heterodyne.search.fit import Fit, nothing_fits
 from heterodyne.search.host_room import lacking_on_hosts
-from heterodyne.search.planned import Candidate, Planned, Rehearsed, Strategy, identity
+from heterodyne.search.planned import Candidate, Planned, Rehearsed, Strategy, identity, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
 
 __all__ = ["plan"]
@@ -100,7 +100,7 @@ def _weighed(families: Families, given: Plan | None, rehearsed: Mapping[str, Reh
         for c in map(partial(_with_host_room, families.model), families.candidates(on_hosts=given is None))
     )
     if given is None:
-        chosen = chosen_of(candidates, families.strategy, families.fits, families.model.recipe)
+        chosen = _chosen(candidates, families.strategy, families.fits, families.model.recipe)
     else:
         made, played = predict(families.model, given, families.runs)
         if lacking := lacking_on_hosts(families.model, made, played):
@@ -108,6 +108,34 @@ def _weighed(families: Families, given: Plan | None, rehearsed: Mapping[str, Reh
         chosen = Candidate(name="the given plan", kind="given", plan=made, simulation=played)
         candidates = (chosen, *candidates)
     return _planned(families, chosen, candidates)
+
+
+def _chosen(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:
+    """The fastest candidate that serves the strategy, by doubted prediction; ties go to fewer idle devices, then to the first. Where some
+    were rehearsed, the first of those that the rehearsal cannot tell from the fastest.
+
+    Raises InfeasibleError.
+    """
+    only = len({c.kind for c in candidates} & {"balanced", "equal", "fewer", "fastest"}) == 1
+    serving = [c for c in candidates if serves(c.kind, strategy, only=only)]
+    possible = [c for c in serving if c.step_s is not None]
+    # What the author of the model has marked is what was asked for, also where something else were faster.
+    possible = [c for c in possible if c.kind == "marked"] or possible
+    if any(c.kind == "marked" for c in serving) and not any(c.kind == "marked" for c in possible):
+        why = "; ".join(f"{c.name}: {c.why_not}" for c in serving if c.kind == "marked")
+        raise InfeasibleError(f"the model cannot run as it is marked: {why}")
+    possible = [c for c in possible if c.rehearsed is not None] or possible
+    possible = [c for c in possible if c.rehearsed is not None and c.rehearsed.as_fast] or possible
+    if possible:
+        return min(possible, key=lambda c: (c.weighed_s, len(c.left_out)))
+    if not any(fit.sizes for fit in fits):
+        why = next((c.why_not for c in serving if c.kind == "pipeline"), "")
+        hosts = "; ".join(c.why_not for c in serving if c.short_of_host)
+        raise nothing_fits(fits, recipe.optimizer, in_words(recipe.precision), pipeline=why, hosts=hosts)
+    raise InfeasibleError(
+        f"no plan with strategy {strategy!r}: "
+        + ("; ".join(f"{c.name}: {c.why_not}" for c in serving) or "pipelines need two devices and two ops at least")
+    )
 
 
 def _with_host_room(model: CostModel, candidate: Candidate) -> Candidate:

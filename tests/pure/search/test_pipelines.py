@@ -17,8 +17,7 @@ from heterodyne.graph import ModelGraph
 from heterodyne.plan import MicroBatches, Pipeline, Plan
 from heterodyne.plan.check import violations
 from heterodyne.search import Planned, alternatives, paragraph, plan, shares
-from heterodyne.search.line_drafts import LineDrafts
-from heterodyne.search.lines import groupings, orders
+from heterodyne.search.line_drafts import LineDrafts, orders
 from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
@@ -302,7 +301,5 @@ def test_alike_devices_are_one_line() -> None:
     alike = dict.fromkeys(ids, 0)
     same = dict.fromkeys(ids, 1)
     assert len(orders(ids, alike, same, same)) == 1
-    assert len(groupings(ids, alike)) == 2
     unlike = {name: number for number, name in enumerate(ids)}
     assert len(orders(ids, unlike, same, same)) == 24
-    assert len(groupings(ids, unlike)) == 5
