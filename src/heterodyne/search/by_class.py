@@ -73,9 +73,12 @@ class ByClass:
         bound = []
         for plan in filter(accepts, (row.plan for row in found.alternatives if row.plan is not None)):
             try:
-                bound.append(bind(plan.model_copy(update={"predicted": None}), self._model.graph, cluster))
+                made = bind(plan.model_copy(update={"predicted": None}), self._model.graph, cluster)
             except PlanError:
                 continue  # whole nodes of unlike sizes: counts alone do not say whether they can be filled
+            # A batch may be too small for a sample for every one of alike pipelines.
+            pipelines = tuple(pipeline for pipeline in made.pipelines if pipeline.micro_batches.samples)
+            bound.append(made.model_copy(update={"pipelines": pipelines}))
         return tuple(bound[:_MOST])
 
     @property
