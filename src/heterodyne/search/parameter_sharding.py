@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from itertools import pairwise
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import PlanError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.search.balance import balance
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate
 from heterodyne.search.points import points_of
@@ -110,17 +110,11 @@ class ParameterSharding:
         made = plan_of(self.model, self.samples, (pipeline,), schedule="GPipe")
         return made.model_copy(update={"zero": 3})
 
-    def _shares(self, devices: Sequence[str]) -> list[int]:
-        """Samples of each device: one after the other to the device that would be through with it first."""
-        seconds = [self._seconds_per_sample(device) for device in devices]
-        queue = [(each, place) for place, each in enumerate(seconds)]
-        heapify(queue)
-        shares = [0] * len(devices)
-        for _ in range(self.samples):
-            _, place = queue[0]
-            shares[place] += 1
-            heapreplace(queue, ((shares[place] + 1) * seconds[place], place))
-        return shares
+    def _shares(self, devices: Sequence[str]) -> Sequence[int]:
+        """Samples of each device, by its speed."""
+        seconds = map(self._seconds_per_sample, devices)
+        tables = [[each * samples for samples in range(self.samples + 1)] for each in seconds]
+        return balance(tables, self.samples).shares
 
     def _seconds_per_sample(self, device: str) -> float:
         compute = self.model.compute[device]

@@ -7,8 +7,8 @@ from itertools import count
 from typing import Final
 
 from heterodyne.cost.compute import Pass
-from heterodyne.cost.model import CostModel, slices_of
-from heterodyne.cost.position import worked_on
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.position import slices_of, worked_on
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Prediction, Region, Stage
 from heterodyne.search.host_room import lacking_on_hosts

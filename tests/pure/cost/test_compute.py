@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.cluster import BlockSample, DeviceProfile
-from heterodyne.cost import compute_of
-from heterodyne.cost.compute import Compute
+from heterodyne.cost.compute import Compute, compute_of
 from heterodyne.errors import MeasureError
 from pure.build import device_profile, graph, linear
 

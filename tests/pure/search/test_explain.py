@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.search import Planned, alternatives, paragraph, plan, shares
-from heterodyne.search.explain import ratio_in_words
+from heterodyne.search.alternatives import alternatives
+from heterodyne.search.explain import paragraph, ratio_in_words, shares
+from heterodyne.search.planned import Planned
+from heterodyne.search.planner import plan
 from pure.build import cluster, graph, linear, profile
 
 MODEL = graph(4)

@@ -11,14 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Link
-from heterodyne.cost import CostModel, MemoryAssumptions
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph import ModelGraph
 from heterodyne.plan import MicroBatches, Pipeline, Plan
 from heterodyne.plan.check import violations
-from heterodyne.search import Planned, alternatives, paragraph, plan, shares
+from heterodyne.search.alternatives import alternatives
+from heterodyne.search.explain import paragraph, shares
 from heterodyne.search.line_drafts import LineDrafts, orders
 from heterodyne.search.pipelines import Pipelines
+from heterodyne.search.planned import Planned
+from heterodyne.search.planner import plan
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.tables import Tables
