@@ -18,7 +18,7 @@ from published_rows import FIT, Run, runs
 from scipy.optimize import least_squares
 
 from heterodyne.predictor.constants import Constants, Fitted, constants
-from heterodyne.predictor.prediction import predicted
+from heterodyne.predictor.step import predicted
 
 _MOST = 24
 """Rows of a source and kind of device; they are correlated, more say little more."""

@@ -20,7 +20,7 @@ from statistics import fmean, median
 from published_rows import FIT, LATER, TEST, Run, left_out, refuted_bytes, runs
 from results import ROOT, Results
 
-from heterodyne.predictor.prediction import predicted
+from heterodyne.predictor.step import predicted
 from heterodyne.report.scatter import Predicted, scatter_picture
 
 DATA = ROOT.parent / "shared" / "data" / "measurements.jsonl"

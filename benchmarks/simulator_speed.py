@@ -14,7 +14,9 @@ from time import process_time
 
 from results import Results, arguments, spread
 
-from heterodyne.cost import RankCosts, Route, StageCosts, StepCosts
+from heterodyne.cost.routes import Route
+from heterodyne.cost.stage import StageCosts
+from heterodyne.cost.step import RankCosts, StepCosts
 from heterodyne.plan import Action, Program
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.sim import simulate

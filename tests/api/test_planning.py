@@ -15,7 +15,8 @@ from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.api.rehearsal import rehearse
 from heterodyne.cluster import Profile
 from heterodyne.plan import Plan
-from heterodyne.search import Planned, plan
+from heterodyne.search.planned import Planned
+from heterodyne.search.planner import plan
 from pure.build import cluster, graph, linear, profile
 
 MODEL = graph(4)

@@ -14,7 +14,7 @@ from heterodyne.cost.stage_collectives import StageCollective, conversion, excha
 from heterodyne.graph.ir import Block, ModelGraph, Op, Parameter, Ref
 from heterodyne.plan.boxes import Slice, numel
 
-__all__ = ["block_cost", "meetings_of", "trained_bytes"]
+__all__ = ["block_cost", "meetings_of", "trained_bytes", "typical_blocks"]
 
 
 def block_cost(
@@ -48,6 +48,14 @@ def block_cost(
         workspace_bytes=round(_workspace_bytes(graph, block, size, parts)),
         tied_bytes=sum(_stored_bytes(p, parts) for p in held if p.trainable and p.name in graph.tied_across_blocks),
     )
+
+
+def typical_blocks(graph: ModelGraph) -> dict[str, Block]:
+    """The middle block of each kind: the first and the last may be laid out differently."""
+    alike: dict[str, list[Block]] = {}
+    for block in graph.blocks:
+        alike.setdefault(block.kind, []).append(block)
+    return {kind: own[len(own) // 2] for kind, own in alike.items()}
 
 
 def trained_bytes(graph: ModelGraph, block: Block, parts: StageShares | None = None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from heterodyne.cost.block_cost import block_cost, trained_bytes
+from heterodyne.cost.block_cost import block_cost, trained_bytes, typical_blocks
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.sharded_stage import ShardedStageCost
@@ -55,11 +55,7 @@ class ClassLayers:
 
     @cached_property
     def _typical(self) -> Mapping[str, Block]:
-        """The middle block of each kind: the first and the last may be laid out differently."""
-        alike: dict[str, list[Block]] = {}
-        for block in self.model.graph.blocks:
-            alike.setdefault(block.kind, []).append(block)
-        return {kind: own[len(own) // 2] for kind, own in alike.items()}
+        return typical_blocks(self.model.graph)
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
         """One device, and powers of two of the devices of the class in one node, in the ways that pay."""

@@ -2,7 +2,7 @@
 
 The model is the sum of its blocks; blocks of one kind are measured once. Where the whole model was measured too (the kind `WHOLE`), the
 sum is scaled to it. Their ratio, the *composition*, is what a sum of blocks leaves out (warm caches, kernels that overlap, glue between
-the blocks), and is reported.
+the blocks).
 
 A stage is the sum of its blocks, scaled alike, so the stages of a pipeline add up to the model. A block that is cut inside counts by the
 FLOPs of the ops on each side.
@@ -10,9 +10,10 @@ FLOPs of the ops on each side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Literal
 
 from heterodyne.cluster.profile import WHOLE, DeviceProfile
@@ -74,10 +75,10 @@ class Compute:
         """Seconds of forward and backward of one micro-batch; 0 for none."""
         return self.forward.total(size) + self.backward.total(size)
 
-    def composition(self, size: float) -> float:
-        """Seconds of the model over the seconds of its blocks one by one; 1 where the whole was not measured."""
-        parts = sum(d.kinds[kind](size) for d in (self.forward, self.backward) for kind in self.blocks)
-        return self.micro_batch_s(size) / parts if parts > 0 else 1.0
+    def rate(self, sizes: Iterable[float] | None = None) -> float:
+        """Samples per second of forward and backward at the best of these micro-batch sizes; None: of those that were measured."""
+        seconds = {size: self.micro_batch_s(size) for size in sizes or self.forward.total.sizes}
+        return max(size / own if own > 0 else inf for size, own in seconds.items())
 
     def seconds(self, kind: Pass, ops: tuple[int, int], size: float) -> float:
         """Seconds of the ops ``[start, stop)`` for a micro-batch of ``size`` samples; I and W are the halves of B."""

@@ -31,7 +31,7 @@ from heterodyne.plan.precision import between, precision_of
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.state_shards import state_parts, state_shares
 
-__all__ = ["CostModel", "slices_of"]
+__all__ = ["CostModel"]
 
 Ops = tuple[int, int]
 Boxes = Mapping[str, Box]

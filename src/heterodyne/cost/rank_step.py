@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 from heterodyne.cost.activation_offload import Part, on_host
 from heterodyne.cost.compute import Pass
-from heterodyne.cost.gradient_build_up import GradientBuildUp, at_most, by_block
 from heterodyne.cost.member import member_costs
 from heterodyne.cost.position import Position
 from heterodyne.cost.recomputation import parts_again
 from heterodyne.cost.routes import Route
 from heterodyne.cost.stage import StageCosts
 from heterodyne.cost.step import RankCosts
-from heterodyne.cost.step_transients import StepTransients
-from heterodyne.cost.unsharded_bytes import shared_out
+from heterodyne.cost.step_transients import GradientBuildUp, StepTransients, by_block
 from heterodyne.graph.cut import Crossing
 from heterodyne.graph.size import Size
 from heterodyne.plan.buckets import Bucket, room_bytes
@@ -67,11 +65,11 @@ class RankStep:
         ranges = tuple(stage.ops for stage in mine.values())
         on_host = any(stage.offload for stage in mine.values())
         alone = model.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
-        fixed = shared_out(model, alone, plan, device, buckets, state) if plan.zero else alone
+        summed_apart = plan.zero == 1 and model.cluster.device(device).backend != "cpu"
         carried = self._carried_s(ranges) if plan.zero in (1, 2) else 0.0
         lost = model.device_memory[device].lost
-        begins = alone.parameters - round((1 - state) * transients.trained) if plan.zero > 2 else alone.parameters
-        comes = fixed.gradients + fixed.parameters - begins if plan.zero > 1 else transients.alone
+        elsewhere = round((1 - state) * transients.trained) if plan.zero > 2 else 0
+        comes = alone.gradients + elsewhere if plan.zero > 1 else transients.alone
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(bucket) for bucket in buckets if device in bucket.owners},
@@ -79,10 +77,10 @@ class RankStep:
             step_s=state * model.update_s(device, ranges, at.boxes, on_host=on_host) + carried,
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
-            fixed_bytes=fixed.fixed + (self._rooms() if plan.zero > 1 else 0),
+            fixed_bytes=alone.fixed + (self._rooms() if plan.zero > 1 else 0),
             workspace_bytes=_under_way(travel, rank) + workspace,
             holes_bytes=holes,
-            update_bytes=fixed.update,
+            update_bytes=max(alone.update, round(state * alone.gradients) if summed_apart else 0),
             coming_bytes=comes + lost(comes),
             gathered_bytes=transients.gathered,
             reductions=transients.reductions,
@@ -123,8 +121,8 @@ class RankStep:
             beside, space = self._workspace_beside(number, size, released)
             own = [beside.get(part, 0.0) for part, _ in first]
             again = [a + b for a, b in zip(again, own, strict=True)]
-            of_first = max(0.0, at_most(kept, [made for _, made in first], again) - space) if size else 0.0
-            of_last = max(0.0, at_most(kept, [made for _, made in last], own) - space) if size else 0.0
+            of_first = max(0.0, _at_most(kept, [made for _, made in first], again) - space) if size else 0.0
+            of_last = max(0.0, _at_most(kept, [made for _, made in last], own) - space) if size else 0.0
             most[size] = round(of_first) + lost(of_first), round(of_last) + lost(of_last)
         made, summed = sum(build_up.first.values()), sum(build_up.last.values())
         now = model.passes.made_in_first_half(ops, build_up.first)
@@ -251,3 +249,13 @@ def _under_way(travel: Sequence[Route], rank: int) -> int:
         if rank in ends:
             largest[ends] = max(largest.get(ends, 0), *route.bytes)
     return MESSAGES_AHEAD * sum(largest.values())
+
+
+def _at_most(kept: Sequence[float], made: Sequence[float], again: Sequence[float]) -> float:
+    """Peak bytes above the start, over blocks in order: ``kept`` is freed, ``made`` is allocated, ``again`` exists only meanwhile."""
+    most = now = 0.0
+    for goes, comes, meanwhile in zip(kept, made, again, strict=True):
+        most = max(most, now + meanwhile)
+        now += comes - goes
+        most = max(most, now)
+    return most

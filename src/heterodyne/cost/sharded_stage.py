@@ -137,12 +137,8 @@ class ShardedStageCost:
         behind, _ = self.together_s("B", samples, (max(position, self.ops[0]), self.ops[1]))
         return min(1.0, behind / whole) if whole > 0 else 1.0
 
-    def meetings(self, samples: int) -> Iterator[StageCollective]:
-        """All collectives of a forward and a backward."""
-        return (meeting for _, meeting in self.line(samples))
-
     def line(self, samples: int) -> Iterator[tuple[int, StageCollective]]:
-        """The same in the order of the forward, each with the place of the op it belongs to."""
+        """All collectives of a forward and a backward, in the order of the forward, each with the place of the op it belongs to."""
         return ((place, meeting) for place, meeting in self._line(samples, self.ops) if meeting is not None)
 
     def _steps(self, kind: Pass, samples: int, ops: Ops | None) -> Iterator[OverlapStep]:

@@ -1,4 +1,9 @@
-"""Memory of a step that is not allocated at its start: gradients and unsharded parameters, each with its lifetime."""
+"""Memory of a step that is not allocated at its start: gradients and unsharded parameters, each with its lifetime.
+
+A gradient on a single device is allocated in the first backward, and so is the own shard of one under ZeRO-2 or ZeRO-3; under ZeRO-1 a
+backend may sum in separate memory behind the last backward. A backward runs the blocks of a stage from the last to the first; each frees
+its activations and leaves gradients.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from heterodyne.cost.gradient_build_up import GradientBuildUp
 from heterodyne.cost.memory import gradient_bytes
 from heterodyne.cost.position import Position
 from heterodyne.cost.step import Reduction
+from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.buckets import Bucket, stages_reading
 from heterodyne.plan.plan import Plan
 
 if TYPE_CHECKING:
     from heterodyne.cost.model import CostModel
 
-__all__ = ["StepTransients"]
+__all__ = ["GradientBuildUp", "StepTransients", "by_block"]
+
+Ops = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientBuildUp:
+    """Bytes of gradients of one stage, by parameter, each at the first op of the backward that makes it.
+
+    ``first``: allocated by the first backward; ``last``: in addition by the last one.
+    """
+
+    first: Mapping[str, float] = field(default_factory=dict)
+    last: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +132,16 @@ def _by_stage(
         )
         for number in numbers
     }
+
+
+def by_block(graph: ModelGraph, ops: Ops, gradients: Mapping[str, float]) -> list[tuple[Ops, float]]:
+    """The blocks of a stage in the order of the backward, as op ranges, each with the bytes of the gradients that it is the first to
+    allocate.
+    """
+    left, found = dict(gradients), []
+    for block in reversed(graph.blocks):
+        start, stop = max(ops[0], block.start), min(ops[1], block.stop)
+        if start < stop:
+            names = {name for op in graph.ops[start:stop] for name in op.parameters}
+            found.append(((start, stop), sum(left.pop(name, 0.0) for name in names)))
+    return found

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.cost.block_cost import block_cost, trained_bytes
+from heterodyne.cost.block_cost import block_cost, trained_bytes, typical_blocks
 from heterodyne.cost.layers import DATA_WIDTHS, LayerCost, Widths
 from heterodyne.cost.op_shares import StageShares
 from heterodyne.cost.recipe import Recipe
@@ -53,11 +53,7 @@ class GraphLayers:
 
     @cached_property
     def _typical(self) -> Mapping[str, Block]:
-        """Of each kind of block the middle one: what comes before the first and after the last may lie otherwise."""
-        alike: dict[str, list[Block]] = {}
-        for block in self.graph.blocks:
-            alike.setdefault(block.kind, []).append(block)
-        return {kind: own[len(own) // 2] for kind, own in alike.items()}
+        return typical_blocks(self.graph)
 
     @cached_property
     def _parts(self) -> GraphParts:

@@ -1,14 +1,17 @@
-"""Seconds of a step: the pipeline played, what of the gradients' way nothing hides, the optimizer."""
+"""How long a step takes and what it needs: the pipeline played, what of the gradients' way nothing hides, the optimizer; bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+from heterodyne.cluster.catalog import Accelerator
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.plan.schedules.times import StageTimes, blocked
 from heterodyne.predictor.constants import Constants, constants
+from heterodyne.predictor.devices import chip_of
+from heterodyne.predictor.footprint import Footprint, footprint
 from heterodyne.predictor.network import Network
 from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.predictor.passes import Passes
@@ -16,7 +19,7 @@ from heterodyne.predictor.roofline import Chip
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
 
-__all__ = ["StepTime", "step_time"]
+__all__ = ["Prediction", "StepTime", "predicted", "step_time"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,26 @@ class StepTime:
     @property
     def step_s(self) -> float:
         return self.computing_s + self.bubble_s + self.exposed_s + self.optimizer_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Seconds of a step, bytes of the fullest device."""
+
+    time: StepTime
+    memory: Footprint
+
+    @property
+    def step_s(self) -> float:
+        return self.time.step_s
+
+
+def predicted(
+    model: Transformer, setup: Setup, device: Accelerator, network: Network, known: Constants | None = None
+) -> Prediction:
+    """Raises ClusterError where the datasheet of the device lacks what is needed."""
+    chip = chip_of(device, setup.precision, setup.software, known)
+    return Prediction(time=step_time(model, setup, chip, network, known), memory=footprint(model, setup))
 
 
 def step_time(

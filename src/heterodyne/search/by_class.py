@@ -23,7 +23,7 @@ from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import PaperPlanner
 from heterodyne.search.planned import Candidate, Kind, Strategy, serves
-from heterodyne.search.predict import plan_of
+from heterodyne.search.predict import plan_of, with_stages
 from heterodyne.search.split import Split
 from heterodyne.search.state_sharding import StateSharding
 
@@ -73,9 +73,12 @@ class ByClass:
         bound = []
         for plan in filter(accepts, (row.plan for row in found.alternatives if row.plan is not None)):
             try:
-                bound.append(bind(plan.model_copy(update={"predicted": None}), self._model.graph, cluster))
+                made = bind(plan.model_copy(update={"predicted": None}), self._model.graph, cluster)
             except PlanError:
                 continue  # whole nodes of unlike sizes: counts alone do not say whether they can be filled
+            # A batch may be too small for a sample for every one of alike pipelines.
+            pipelines = tuple(pipeline for pipeline in made.pipelines if pipeline.micro_batches.samples)
+            bound.append(made.model_copy(update={"pipelines": pipelines}))
         return tuple(bound[:_MOST])
 
     @property
@@ -118,11 +121,12 @@ class ByClass:
 
     def _priced(self, pipeline: Pipeline) -> Pipeline:
         """With what sending is worth beside computing, which says how tensors lie."""
-        stages = tuple(
-            stage.model_copy(update={"exchange": self.split.exchange(stage.rows[0])}) if stage.sharded else stage
-            for stage in pipeline.stages
-        )
-        return pipeline.model_copy(update={"stages": stages})
+
+        def changed(_: int, stage: Stage) -> Stage:
+            price = self.split.exchange(stage.rows[0]) if stage.sharded else stage.exchange
+            return stage.model_copy(update={"exchange": price})
+
+        return with_stages(pipeline, changed)
 
 
 def _kind(plan: Plan) -> Kind:

@@ -10,6 +10,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.sharding.causal import causal_sizes
 from heterodyne.plan.plan import Pipeline, Stage
+from heterodyne.search.predict import with_stages
 
 __all__ = ["causal_shares", "lighter_pipelines", "lighter_shares", "shares_by", "shares_of"]
 
@@ -63,7 +64,7 @@ def lighter_pipelines(
 ) -> tuple[Pipeline, ...] | None:
     """With less on devices that lack memory; None where that does not help."""
 
-    def lighter(stage: Stage) -> Stage:
+    def lighter(_: int, stage: Stage) -> Stage:
         if not stage.sharded:
             return stage
         columns = list(zip(*stage.rows, strict=True))  # devices that have the same parts
@@ -78,7 +79,7 @@ def lighter_pipelines(
             )
         return stage.model_copy(update={"regions": tuple(regions)})
 
-    changed = tuple(p.model_copy(update={"stages": tuple(map(lighter, p.stages))}) for p in pipelines)
+    changed = tuple(with_stages(pipeline, lighter) for pipeline in pipelines)
     return None if changed == pipelines else changed
 
 

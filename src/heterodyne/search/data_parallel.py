@@ -106,7 +106,7 @@ class DataParallel:
         pipelines = tuple(
             Pipeline(
                 micro_batches=micro_batches,
-                stages=(run.activations.on(stage_of(whole, (device,))),),
+                stages=(run.stage or stage_of(whole, (device,)),),
             )
             for device, micro_batches in proposal.micro_batches.items()
             for run in (self.runs[device],)

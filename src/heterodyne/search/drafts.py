@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.schedules.schedule import stage_places
 from heterodyne.search.cuts import Cut, best_cut
-from heterodyne.search.lines import Line
 from heterodyne.search.points import Points
 from heterodyne.search.tables import Floats, PlaceTable, Tables
 
-__all__ = ["FILLED", "Draft", "Drafting", "even_draft"]
+__all__ = ["FILLED", "Draft", "Drafting", "Line"]
+
+Line: TypeAlias = tuple[str, ...]
+"""Devices, the first stage's first."""
 
 FILLED = 0.7  # of what the other stages take for one micro-batch: the weights' half of a backward can wait for the end
 _TURNS = 2  # on both sides of the middle: where the second stages may begin
@@ -73,37 +75,20 @@ class Drafting:
             except InfeasibleError:
                 if most == 1 or places >= len(self.points):
                     raise
-        return Draft(
-            line=line,
-            micro_batches=micro_batches,
-            place_of=tuple(range(places)),
-            borders=tuple(self.points.positions[at] for at in cut.points),
-            points=cut.points,
-            estimate_s=cut.estimate_s(fill),
-            longest_s=cut.longest_s,
-        )
+        return self._draft(line, micro_batches, cut.points, cut.longest_s, cut.total_s)
 
     def roomiest(self, line: Line, micro_batches: MicroBatches) -> tuple[float, Draft]:
         """The cut that leaves most memory free on the place that has least of it, in an order that holds as little as can be, and the
         bytes that this place lacks (less than 0: has left). Raises InfeasibleError where the model has too few points.
         """
-        count, places = len(micro_batches), len(line)
         tables = [self._table(device, micro_batches, 1) for device in line]
         over = [self.tables.least_over(device, max(micro_batches.sizes)) for device in line]
         lacks = [np.where(np.isfinite(t.step_s), own, np.inf) for t, own in zip(tables, over, strict=True)]
         least = min(float(lack.min()) for lack in lacks)
         nothing = np.zeros_like(lacks[0])
-        cut = best_cut([lack - least for lack in lacks], [nothing] * places, [nothing[0]] * (places - 1), line)
+        cut = best_cut([lack - least for lack in lacks], [nothing] * len(line), [nothing[0]] * (len(line) - 1), line)
         works = [float(t.step_s[a, b]) for t, (a, b) in zip(tables, pairwise(cut.points), strict=True)]
-        return cut.longest_s + least, Draft(
-            line=line,
-            micro_batches=micro_batches,
-            place_of=tuple(range(places)),
-            borders=tuple(self.points.positions[at] for at in cut.points),
-            points=cut.points,
-            estimate_s=max(works) + FILLED / max(1, count) * (sum(works) - max(works)),
-            longest_s=max(works),
-        )
+        return cut.longest_s + least, self._draft(line, micro_batches, cut.points, max(works), sum(works))
 
     def folded(self, line: Line, micro_batches: MicroBatches, placement: Literal["loop", "v"]) -> Draft | None:
         """Two virtual stages per rank; None where the model has too few cut points. Memory is left to the order."""
@@ -122,15 +107,27 @@ class Drafting:
         work = [0.0] * places
         for stage, place in enumerate(place_of):
             work[place] += float(step[place][points[stage], points[stage + 1]])
+        made = self._draft(line, micro_batches, points, max(work), max(work) + (sum(work) - max(work)) / 2)
+        return replace(made, place_of=place_of)
+
+    def even(self, line: Line, micro_batches: MicroBatches) -> Draft:
+        """As many parts between the points for each place, whatever they cost; nothing is estimated."""
+        points = tuple(round(stage * (len(self.points) - 1) / len(line)) for stage in range(len(line) + 1))
+        return self._draft(line, micro_batches, points, inf, inf)
+
+    def _draft(
+        self, line: Line, micro_batches: MicroBatches, points: tuple[int, ...], longest_s: float, total_s: float
+    ) -> Draft:
+        """One stage a rank. A step takes as long as its slowest stage, and a part of what the others take while they fill and drain."""
         fill = FILLED / max(1, len(micro_batches))
         return Draft(
             line=line,
             micro_batches=micro_batches,
-            place_of=place_of,
+            place_of=tuple(range(len(line))),
             borders=tuple(self.points.positions[at] for at in points),
             points=points,
-            estimate_s=max(work) + fill * (sum(work) - max(work)) / 2,
-            longest_s=max(work),
+            estimate_s=longest_s + (fill * (total_s - longest_s) if longest_s < inf else 0.0),
+            longest_s=longest_s,
         )
 
     def _turned(self, step: Sequence[Floats], back: Sequence[int], turn: int) -> tuple[float, tuple[int, ...]]:
@@ -168,17 +165,3 @@ class Drafting:
             each = [[crossing(size) * number for crossing in self.points.crossing] for size, number in sizes.items()]
             self._sent[micro_batches.sizes] = np.sum(np.array(each, dtype=np.float64), axis=0)
         return self._sent[micro_batches.sizes] * s_per_byte
-
-
-def even_draft(line: Line, micro_batches: MicroBatches, points: Points) -> Draft:
-    """As many parts between the points for each place, whatever they cost; nothing is estimated."""
-    cut = tuple(round(stage * (len(points) - 1) / len(line)) for stage in range(len(line) + 1))
-    return Draft(
-        line=line,
-        micro_batches=micro_batches,
-        place_of=tuple(range(len(line))),
-        borders=tuple(points.positions[at] for at in cut),
-        points=cut,
-        estimate_s=inf,
-        longest_s=inf,
-    )

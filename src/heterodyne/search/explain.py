@@ -22,24 +22,19 @@ class ShareRow:
     """What one device does under the plan; an idle one has no samples and needs no memory.
 
     Args:
-        samples: what passes through it in a step; of a stage of several devices its slices. share: over the global batch, 0 to 1.
+        samples: what passes through it in a step; of a stage of several devices its slices.
         part: the stages that it runs, by the names of their first and last blocks; empty for the whole model.
         micro_batches: as in the plan, ``3x4+1x2``.
-        compute_s: forward and backward of the share; wait_s: seconds of a step in which the device waits for others.
+        wait_s: seconds of a step in which the device waits for others.
         memory_bytes, headroom_bytes: the predicted peak, and what is left above it.
-        own_samples_per_s: what it reaches computing for itself.
     """
 
     device: str
     samples: int
-    share: float
     micro_batches: str
-    compute_s: float
     wait_s: float
     memory_bytes: int
     headroom_bytes: int
-    own_samples_per_s: float
-    note: str = ""
     part: str = ""
 
 
@@ -109,14 +104,10 @@ def shares(planned: Planned) -> tuple[ShareRow, ...]:
             ShareRow(
                 device=device.id,
                 samples=samples,
-                share=samples / planned.plan.global_batch_size,
                 micro_batches="idle" if micro_batches is None else str(micro_batches),
-                compute_s=planned.compute_s.get(device.id, 0.0),
                 wait_s=planned.simulation.wait_s[rank],
                 memory_bytes=used,
                 headroom_bytes=device.memory_bytes - used,
-                own_samples_per_s=planned.rates[device.id],
-                note=planned.unfit.get(device.id, "" if micro_batches is not None else "left out: faster without it"),
                 part=_part(planned.plan, planned.graph, device.id),
             )
         )

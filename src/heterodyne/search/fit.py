@@ -9,11 +9,9 @@ from typing import TypeAlias
 from heterodyne.cluster.spec import Device
 from heterodyne.cost.memory import MemoryUse
 from heterodyne.cost.model import CostModel
-from heterodyne.cost.recomputation import parts_again
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Pipeline
-from heterodyne.search.activations import ALL_KEPT, Activations
+from heterodyne.plan.plan import Pipeline, Stage
 from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.hosted import can_be_hosted, hosted
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
@@ -35,7 +33,7 @@ class Fit:
 
     Args:
         sizes: those that fit, ascending; none: the device has to stay idle.
-        activations: recompute and offload with which these sizes fit.
+        stage: the model on it with the blocks recomputed or offloaded with which these sizes fit; None: it keeps all activations.
         smallest: the smallest allowed size, and `use` what the device needs for it.
         use_at_one: what it would need for micro-batches of one sample.
     """
@@ -45,7 +43,7 @@ class Fit:
     smallest: int
     use: MemoryUse
     use_at_one: MemoryUse
-    activations: Activations = ALL_KEPT
+    stage: Stage | None = None
 
     @property
     def lacks_bytes(self) -> int:
@@ -120,7 +118,7 @@ def _with_less_kept(model: CostModel, fit: Fit, tried: Sequence[int], *, recompu
         for s in tried
         if _lacks_bytes(model, device, best.model_copy(update={"micro_batches": MicroBatches((s,))})) <= 0
     ]
-    return replace(fit, sizes=tuple(sizes), activations=Activations.of(best.stages[0]))
+    return replace(fit, sizes=tuple(sizes), stage=best.stages[0])
 
 
 def _enough(model: CostModel, fit: Fit, plain: Pipeline, way: Way) -> Pipeline | None:
@@ -159,7 +157,7 @@ def runs_of(model: CostModel, fits: Iterable[Fit]) -> dict[str, MicroBatchChoice
             seconds=_seconds(model, fit),
             sizes=fit.sizes,
             fixed_s=model.fixed_s(fit.device.id),
-            activations=fit.activations,
+            stage=fit.stage,
         )
         for fit in fits
         if fit.sizes
@@ -168,22 +166,16 @@ def runs_of(model: CostModel, fits: Iterable[Fit]) -> dict[str, MicroBatchChoice
 
 def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
     """Of forward and backward of a micro-batch, with what is computed again."""
-    compute = model.compute[fit.device.id]
-    if not fit.activations:
-        return compute.micro_batch_s
-    if fit.activations.hosted:
-        stage = fit.activations.on(stage_of((0, len(model.graph.ops)), (fit.device.id,)))
+    device, stage = fit.device.id, fit.stage
+    if stage is None:
+        return model.compute[device].micro_batch_s
 
-        def hosted_s(size: float) -> float:
-            if not size:
-                return 0.0
-            return passes_s(model, fit.device.id, Pipeline(micro_batches=MicroBatches((int(size),)), stages=(stage,)))
+    def seconds(size: float) -> float:
+        if not size:
+            return 0.0
+        return passes_s(model, device, Pipeline(micro_batches=MicroBatches((int(size),)), stages=(stage,)))
 
-        return hosted_s
-    again = parts_again(model.graph, (0, len(model.graph.ops)), fit.activations.recompute, fit.activations.keep)
-    return lambda size: (
-        compute.micro_batch_s(size) + sum(model.passes.again_s(fit.device.id, part, int(size)) for part in again)
-    )
+    return seconds
 
 
 def nothing_fits(

@@ -5,13 +5,14 @@ The first blocks of a stage go first: what is behind them hides that they leave,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from heterodyne.cost.model import CostModel
 from heterodyne.graph.ir import Block
 from heterodyne.plan.plan import Pipeline
+from heterodyne.search.predict import with_stages
 
-__all__ = ["can_be_hosted", "hosted", "reloading"]
+__all__ = ["can_be_hosted", "hosted"]
 
 
 def can_be_hosted(model: CostModel, device: str) -> bool:
@@ -37,23 +38,9 @@ def hosted(model: CostModel, pipeline: Pipeline, short: Mapping[str, int], in_fl
             most = max(most, held)  # so many are on the device at a time: on their way out, in use, on their way back
             freed += in_flight[number] * held
             chosen.setdefault(number, set()).add(block.index)
-    stages = tuple(
-        stage.model_copy(update={"offload_activations": tuple(sorted(chosen.get(number, ())))})
-        for number, stage in enumerate(pipeline.stages)
+    return with_stages(
+        pipeline, lambda n, stage: stage.model_copy(update={"offload_activations": tuple(sorted(chosen.get(n, ())))})
     )
-    return pipeline.model_copy(update={"stages": stages})
-
-
-def reloading(pipeline: Pipeline) -> Iterator[Pipeline]:
-    """The same with activations that begin to come back before their backwards, where places wait for each other anyway."""
-    if len(pipeline.places) < 2 or not any(stage.offload_activations for stage in pipeline.stages):
-        return
-    for ahead in (0, 1):
-        stages = (
-            stage.model_copy(update={"reload_ahead": ahead}) if stage.offload_activations else stage
-            for stage in pipeline.stages
-        )
-        yield pipeline.model_copy(update={"stages": tuple(stages)})
 
 
 def _in_order(model: CostModel, pipeline: Pipeline, device: str) -> list[tuple[int, Block]]:

@@ -1,32 +1,34 @@
 """Drafts of pipelines: for some devices the best order of pipeline ranks and the best cut, for each number of micro-batches.
 
-Drafts cost table look-ups. All orders of up to five devices are drawn; beyond that five seeds and one round of swaps.
+Drafts cost table look-ups. All orders of up to five devices are drawn; beyond that five seeds and one round of swaps. Devices of one
+class in one node are interchangeable (``kinds``: for each device a number, the same for those), so lines that differ only by which of
+them stands where are one line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations, permutations
 from math import inf
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.search.classes import first_of, interchangeable
-from heterodyne.search.drafts import Draft, Drafting
-from heterodyne.search.lines import Line, orders, swaps
-from heterodyne.search.micro_batch_choice import MicroBatchChoice
+from heterodyne.search.drafts import Draft, Drafting, Line
 from heterodyne.search.points import MOST_CROSSING, points_of
 from heterodyne.search.tables import Tables
 
-__all__ = ["LineDrafts"]
+__all__ = ["LineDrafts", "orders"]
 
 _MOST_POINTS = 220
 _MOST_INSIDE = 4
 _FINER = 0.99  # cuts inside blocks are taken if they are so much shorter
 _CLOSE = 1e-9
+_ALL_ORDERS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +75,7 @@ class LineDrafts:
     @cached_property
     def rate(self) -> dict[str, float]:
         """Samples/s of the whole model on each device, at the best of the sizes."""
-        compute = self.model.compute
-        return {
-            d.id: MicroBatchChoice(seconds=compute[d.id].micro_batch_s, sizes=self.sizes).rate
-            for d in self.model.cluster.devices
-        }
+        return {d.id: self.model.compute[d.id].rate(self.sizes) for d in self.model.cluster.devices}
 
     def drafts(self, devices: Sequence[str], samples: int | None = None) -> list[Draft]:
         """The best draft for each size of micro-batch, best first. Raises InfeasibleError if none fits."""
@@ -140,7 +138,7 @@ class LineDrafts:
     def _swapped(self, drafting: Drafting, draft: Draft) -> Draft:
         """One round of swaps of two places."""
         best = draft
-        for line in swaps(draft.line, self.kinds):
+        for line in _swaps(draft.line, self.kinds):
             try:
                 tried = drafting.draft(line, draft.micro_batches)
             except InfeasibleError:
@@ -156,3 +154,26 @@ class LineDrafts:
         else:
             counts = sorted({-(-samples // min(size, samples)) for size in self.sizes}, reverse=True)
         return [MicroBatches(tuple(sorted(MicroBatches.of_count(samples, count).sizes))) for count in counts]
+
+
+def orders(
+    devices: Sequence[str], kinds: Mapping[str, int], memory: Mapping[str, int], rate: Mapping[str, float]
+) -> list[Line]:
+    """Orders of the devices, larger memory first at the head, since early stages hold more activations."""
+    by_memory = sorted(devices, key=lambda d: (-memory[d], -rate[d]))
+    by_rate = sorted(devices, key=lambda d: -rate[d])
+    found: dict[tuple[int, ...], Line] = {}
+    for order in (by_memory, by_rate, by_rate[::-1], devices, devices[::-1]):
+        found.setdefault(tuple(kinds[d] for d in order), tuple(order))
+    for line in permutations(by_memory) if len(devices) <= _ALL_ORDERS else ():
+        found.setdefault(tuple(kinds[d] for d in line), line)
+    return list(found.values())
+
+
+def _swaps(line: Line, kinds: Mapping[str, int]) -> Iterator[Line]:
+    """Lines in which two devices have changed their places, neighbours first."""
+    for a, b in sorted(combinations(range(len(line)), 2), key=lambda pair: pair[1] - pair[0]):
+        if kinds[line[a]] != kinds[line[b]]:
+            changed = list(line)
+            changed[a], changed[b] = line[b], line[a]
+            yield tuple(changed)

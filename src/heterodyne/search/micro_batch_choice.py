@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.search.activations import ALL_KEPT, Activations
+from heterodyne.plan.plan import Stage
 
 __all__ = ["MicroBatchChoice"]
 
@@ -25,13 +25,13 @@ class MicroBatchChoice:
         seconds: forward and backward of one micro-batch of that size; non-decreasing, 0 at 0.
         sizes: the micro-batch sizes that fit its memory.
         fixed_s: seconds of a step that do not depend on the share.
-        activations: recompute and offload, included in ``seconds``.
+        stage: the model on it with blocks that it recomputes or offloads, included in ``seconds``; None: it keeps all activations.
     """
 
     seconds: Callable[[float], float]
     sizes: tuple[int, ...]
     fixed_s: float = 0.0
-    activations: Activations = ALL_KEPT
+    stage: Stage | None = None
 
     @cached_property
     def _times(self) -> tuple[float, ...]:

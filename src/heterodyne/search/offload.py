@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import PlanError
-from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.plan import Plan, Stage
 from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate
-from heterodyne.search.predict import overflow, predict
+from heterodyne.search.predict import overflow, predict, with_stages
 
 __all__ = ["offloading", "short_of_memory"]
 
@@ -63,8 +63,9 @@ def offloading(
 
 
 def _marked(plan: Plan, devices: Collection[str]) -> Plan:
-    def of(pipeline: Pipeline) -> Pipeline:
-        kept = (s.model_copy(update={"offload": not set(devices).isdisjoint(s.devices)}) for s in pipeline.stages)
-        return pipeline.model_copy(update={"stages": tuple(kept)})
+    def changed(_: int, stage: Stage) -> Stage:
+        return stage.model_copy(update={"offload": not set(devices).isdisjoint(stage.devices)})
 
-    return plan.model_copy(update={"predicted": None, "pipelines": tuple(map(of, plan.pipelines))})
+    return plan.model_copy(
+        update={"predicted": None, "pipelines": tuple(with_stages(p, changed) for p in plan.pipelines)}
+    )

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from itertools import pairwise
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import PlanError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.search.balance import balance
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate
 from heterodyne.search.points import points_of
-from heterodyne.search.predict import overflow, plan_of, predict, stage_of
+from heterodyne.search.predict import overflow, plan_of, predict, stage_of, with_stages
 from heterodyne.search.state_shares import as_shares, least_time_shards, link_bytes_per_s
 
 __all__ = ["ParameterSharding"]
@@ -110,21 +110,15 @@ class ParameterSharding:
         made = plan_of(self.model, self.samples, (pipeline,), schedule="GPipe")
         return made.model_copy(update={"zero": 3})
 
-    def _shares(self, devices: Sequence[str]) -> list[int]:
-        """Samples of each device: one after the other to the device that would be through with it first."""
-        seconds = [self._seconds_per_sample(device) for device in devices]
-        queue = [(each, place) for place, each in enumerate(seconds)]
-        heapify(queue)
-        shares = [0] * len(devices)
-        for _ in range(self.samples):
-            _, place = queue[0]
-            shares[place] += 1
-            heapreplace(queue, ((shares[place] + 1) * seconds[place], place))
-        return shares
+    def _shares(self, devices: Sequence[str]) -> Sequence[int]:
+        """Samples of each device, by its speed."""
+        seconds = map(self._seconds_per_sample, devices)
+        tables = [[each * samples for samples in range(self.samples + 1)] for each in seconds]
+        return balance(tables, self.samples).shares
 
     def _seconds_per_sample(self, device: str) -> float:
-        sizes = {size for size in map(int, self.model.compute[device].forward.total.sizes) if 0 < size <= self.largest}
-        return min(self.model.compute[device].micro_batch_s(size) / size for size in sizes or {1})
+        compute = self.model.compute[device]
+        return 1 / compute.rate([size for size in compute.forward.total.sizes if size <= self.largest] or [1.0])
 
     def _with_shards(self, plan: Plan) -> Plan | None:
         """The plan with shards for which its devices have room; None if they have not."""
@@ -143,19 +137,16 @@ class ParameterSharding:
             return None
         shares = as_shares(devices, kept)
 
-        def shared(stage: Stage) -> Stage:
+        def shared(_: int, stage: Stage) -> Stage:
             return stage.model_copy(update={"state_shares": tuple(shares[d] for d in stage.devices)})
 
-        pipelines = tuple(p.model_copy(update={"stages": tuple(map(shared, p.stages))}) for p in plan.pipelines)
-        return plan.model_copy(update={"pipelines": pipelines})
+        return plan.model_copy(update={"pipelines": tuple(with_stages(p, shared) for p in plan.pipelines)})
 
 
 def _keeping_last(plan: Plan, count: int) -> Plan:
     """The plan with so many stages, from the last on, that keep their parameters between forward and backward."""
 
-    def of(pipeline: Pipeline) -> Pipeline:
-        first = len(pipeline.stages) - count
-        stages = (s.model_copy(update={"reshard_after_forward": n < first}) for n, s in enumerate(pipeline.stages))
-        return pipeline.model_copy(update={"stages": tuple(stages)})
-
-    return plan.model_copy(update={"predicted": None, "pipelines": tuple(map(of, plan.pipelines))})
+    (pipeline,) = plan.pipelines
+    first = len(pipeline.stages) - count
+    kept = with_stages(pipeline, lambda n, stage: stage.model_copy(update={"reshard_after_forward": n < first}))
+    return plan.model_copy(update={"predicted": None, "pipelines": (kept,)})

@@ -7,7 +7,7 @@ are done sooner than the best is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -15,15 +15,12 @@ from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
-from heterodyne.search.drafts import Draft, Drafting, even_draft
-from heterodyne.search.host_room import lacking_on_hosts
-from heterodyne.search.hosted import reloading
+from heterodyne.search.drafts import Draft, Drafting
 from heterodyne.search.line_drafts import LineDrafts
-from heterodyne.search.lines import groupings
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, FOLDING_PAYS, Candidate, Kind
-from heterodyne.search.predict import overflow, plan_of, predict
-from heterodyne.units import format_bytes, format_seconds
+from heterodyne.search.predict import plan_of, predict, weighed, with_stages
+from heterodyne.units import format_seconds
 
 __all__ = ["Pipelines"]
 
@@ -58,7 +55,7 @@ class Pipelines:
         try:
             drafts = self.lines.drafts(usable)
         except InfeasibleError as error:
-            drafts = next(filter(None, map(self._drafts_or_none, groupings(usable, self.lines.kinds)[1:])), [])
+            drafts = next(filter(None, map(self._drafts_or_none, self._all_but_one(usable))), [])
             if not drafts and below_s == inf and (roomiest := self._roomiest(usable)):
                 return (roomiest,)
             if not drafts:
@@ -91,23 +88,14 @@ class Pipelines:
             self._beside[key] = (part, found)
         other, pipeline = self._beside[key]
         device_of = dict(zip(other, part, strict=True))
-        stages = tuple(
-            stage.model_copy(update={"devices": tuple(device_of[device] for device in stage.devices)})
-            for stage in pipeline.stages
+        return with_stages(
+            pipeline, lambda _, stage: stage.model_copy(update={"devices": tuple(map(device_of.get, stage.devices))})
         )
-        return pipeline.model_copy(update={"stages": stages})
 
     def weighed(self, name: str, kind: Kind, pipelines: tuple[Pipeline, ...], schedule: str) -> Candidate:
         """Simulated, and refused if it does not fit."""
-        made, simulation = predict(self.model, plan_of(self.model, self.lines.samples, pipelines, schedule), self.runs)
-        over = overflow(self.model, made, simulation)
-        if over:
-            lacks = ", ".join(f"{device} lacks {format_bytes(size)}" for device, size in over.items())
-            return Candidate(name=name, kind=kind, why_not=lacks)
-        if lacking := lacking_on_hosts(self.model, made, simulation):
-            return Candidate(name=name, kind=kind, why_not=lacking, short_of_host=True)
-        left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in made.devices)
-        return Candidate(name=name, kind=kind, plan=made, simulation=simulation, left_out=left_out)
+        made = plan_of(self.model, self.lines.samples, pipelines, schedule)
+        return weighed(self.model, name, kind, *predict(self.model, made, self.runs))
 
     def _best(self, drafts: Sequence[Draft], below_s: float) -> Candidate:
         """The fastest of what is built from some drafts, or what that of the first one takes at least."""
@@ -125,8 +113,7 @@ class Pipelines:
                 options.append(self._played(built))
             if not options:  # no order fits: what 1F1B lacks is what can be said
                 options.append(self._played(self._builder(drafting, fine).plain(fine)))
-        best = min(options, key=lambda c: c.weighed_s)
-        return min((best, *self._reloaded(best)), key=lambda c: c.weighed_s)
+        return min(options, key=lambda c: c.weighed_s)
 
     def _roomiest(self, usable: Sequence[str]) -> Candidate | None:
         """Where the fastest cuts fit in no order: of those that leave most memory the fastest that fits; None: there is none.
@@ -139,11 +126,6 @@ class Pipelines:
             built = sorted(builder.best(draft, move=False), key=self._doubted_s)
             played += map(self._played, (*built[:_MOST_PLAYED], builder.leanest(draft)))
         return min((c for c in played if c.plan is not None), key=lambda c: c.weighed_s, default=None)
-
-    def _reloaded(self, best: Candidate) -> Iterator[Candidate]:
-        """The same with activations that come back from hosts ahead of their backwards; they need room as long, so not all fit."""
-        for pipeline in () if best.plan is None else reloading(best.plan.pipelines[0]):
-            yield self.weighed(best.name, best.kind, (pipeline,), best.plan.schedule)  # type: ignore[union-attr]  # there is no None left
 
     def _played(self, built: Built) -> Candidate:
         return self.weighed(self._name(built), "pipeline", (built.pipeline,), built.schedule or "1F1B")
@@ -177,6 +159,12 @@ class Pipelines:
     def _small(self, draft: Draft) -> bool:
         return len(draft.line) * len(draft.micro_batches) <= _SMALL
 
+    def _all_but_one(self, devices: Sequence[str]) -> Iterable[tuple[str, ...]]:
+        """The devices without one of each kind, if that leaves two."""
+        kinds = self.lines.kinds
+        without = {kinds[left]: tuple(d for d in devices if d != left) for left in devices} if len(devices) > 2 else {}
+        return without.values()
+
     def _drafts_or_none(self, devices: Sequence[str]) -> list[Draft]:
         try:
             return self.lines.drafts(devices)
@@ -186,7 +174,7 @@ class Pipelines:
     def _even(self, draft: Draft) -> Candidate:
         """As many blocks for each device, in the order of the cluster, with 1F1B: what is done where nothing is known."""
         line = tuple(d.id for d in self.model.cluster.devices if d.id in draft.line)
-        even = even_draft(line, draft.micro_batches, self.lines.drafting.points)
+        even = self.lines.drafting.even(line, draft.micro_batches)
         pipeline = self._builder(self.lines.drafting, even).plain(even).pipeline
         return self.weighed("an even cut with 1F1B", "even", (pipeline,), "1F1B")
 

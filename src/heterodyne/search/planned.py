@@ -8,7 +8,6 @@ from math import prod
 from typing import Literal
 
 from heterodyne.cluster.spec import Cluster
-from heterodyne.cost.memory import MemoryUse
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.sim.run import Simulation
@@ -139,9 +138,6 @@ class Planned:
         graph, cluster: what it was planned for.
         rates: samples/s of each device computing for itself (see `search.predict.own_rates`).
         compute_s: seconds of forward and backward of each device in the plan, of its share of the batch and of the model.
-        composition: seconds of the model over the seconds of its blocks one by one, at the largest micro-batch of each device in the
-            plan; 1 where the model was not measured in one piece. Far from 1, the blocks tell little about the whole.
-        memory: of each device in the plan, part by part.
         unfit: for each device that cannot hold the model and has no part in the plan, why, with what would help.
     """
 
@@ -153,8 +149,6 @@ class Planned:
     cluster: Cluster
     rates: Mapping[str, float]
     compute_s: Mapping[str, float]
-    composition: Mapping[str, float]
-    memory: Mapping[str, MemoryUse]
     unfit: Mapping[str, str]
 
     @property

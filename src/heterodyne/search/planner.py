@@ -13,26 +13,21 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.bucket_size import bucket_bytes_for
 from heterodyne.cost.collective import Collectives
-from heterodyne.cost.memory import MemoryAssumptions, MemoryUse
+from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.cost.model import CostModel
-from heterodyne.cost.position import worked_on
 from heterodyne.cost.recipe import Recipe
-from heterodyne.cost.unsharded_bytes import shared_out
-from heterodyne.errors import PlanError
+from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerName
-from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Plan
-from heterodyne.plan.precision import Precisions
-from heterodyne.plan.state_shards import state_parts
-from heterodyne.search.choice import chosen_of
+from heterodyne.plan.precision import Precisions, in_words
 from heterodyne.search.explain import reason
 from heterodyne.search.families import Families
+from heterodyne.search.fit import Fit, nothing_fits
 from heterodyne.search.host_room import lacking_on_hosts
-from heterodyne.search.planned import Candidate, Planned, Rehearsed, Strategy, identity
+from heterodyne.search.planned import Candidate, Planned, Rehearsed, Strategy, identity, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
-from heterodyne.sim.run import Simulation
 
 __all__ = ["plan"]
 
@@ -105,7 +100,7 @@ def _weighed(families: Families, given: Plan | None, rehearsed: Mapping[str, Reh
         for c in map(partial(_with_host_room, families.model), families.candidates(on_hosts=given is None))
     )
     if given is None:
-        chosen = chosen_of(candidates, families.strategy, families.fits, families.model.recipe)
+        chosen = _chosen(candidates, families.strategy, families.fits, families.model.recipe)
     else:
         made, played = predict(families.model, given, families.runs)
         if lacking := lacking_on_hosts(families.model, made, played):
@@ -113,6 +108,34 @@ def _weighed(families: Families, given: Plan | None, rehearsed: Mapping[str, Reh
         chosen = Candidate(name="the given plan", kind="given", plan=made, simulation=played)
         candidates = (chosen, *candidates)
     return _planned(families, chosen, candidates)
+
+
+def _chosen(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[Fit], recipe: Recipe) -> Candidate:
+    """The fastest candidate that serves the strategy, by doubted prediction; ties go to fewer idle devices, then to the first. Where some
+    were rehearsed, the first of those that the rehearsal cannot tell from the fastest.
+
+    Raises InfeasibleError.
+    """
+    only = len({c.kind for c in candidates} & {"balanced", "equal", "fewer", "fastest"}) == 1
+    serving = [c for c in candidates if serves(c.kind, strategy, only=only)]
+    possible = [c for c in serving if c.step_s is not None]
+    # What the author of the model has marked is what was asked for, also where something else were faster.
+    possible = [c for c in possible if c.kind == "marked"] or possible
+    if any(c.kind == "marked" for c in serving) and not any(c.kind == "marked" for c in possible):
+        why = "; ".join(f"{c.name}: {c.why_not}" for c in serving if c.kind == "marked")
+        raise InfeasibleError(f"the model cannot run as it is marked: {why}")
+    possible = [c for c in possible if c.rehearsed is not None] or possible
+    possible = [c for c in possible if c.rehearsed is not None and c.rehearsed.as_fast] or possible
+    if possible:
+        return min(possible, key=lambda c: (c.weighed_s, len(c.left_out)))
+    if not any(fit.sizes for fit in fits):
+        why = next((c.why_not for c in serving if c.kind == "pipeline"), "")
+        hosts = "; ".join(c.why_not for c in serving if c.short_of_host)
+        raise nothing_fits(fits, recipe.optimizer, in_words(recipe.precision), pipeline=why, hosts=hosts)
+    raise InfeasibleError(
+        f"no plan with strategy {strategy!r}: "
+        + ("; ".join(f"{c.name}: {c.why_not}" for c in serving) or "pipelines need two devices and two ops at least")
+    )
 
 
 def _with_host_room(model: CostModel, candidate: Candidate) -> Candidate:
@@ -139,36 +162,5 @@ def _planned(families: Families, chosen: Candidate, candidates: Sequence[Candida
         cluster=model.cluster,
         rates=own_rates(model, final, runs),
         compute_s=compute_seconds(model, final),
-        composition={d: model.compute[d].composition(max(1, size)) for d, size in _largest(final).items()},
-        memory={device: _memory(model, final, simulation, device) for device in final.devices},
         unfit={f.device.id: f.say() for f in families.fits if not f.sizes and f.device.id not in final.devices},
     )
-
-
-def _largest(made: Plan) -> dict[str, int]:
-    """The most samples of a micro-batch that each device of a plan works on."""
-    largest = dict.fromkeys(made.devices, 0)
-    for pipeline in made.pipelines:
-        for number in range(len(pipeline.stages)):
-            for device, sizes in worked_on(pipeline, number).items():
-                largest[device] = max([largest[device], *sizes])
-    return largest
-
-
-def _memory(model: CostModel, made: Plan, simulation: Simulation, device: str) -> MemoryUse:
-    """Part by part. A stage keeps the activations of several micro-batches: as many as add up to the peak of the simulation."""
-    state = state_parts(made, model.graph).get(device, 1.0)
-    if any(stage.offload for p in made.pipelines for stage in p.stages if device in stage.devices):
-        state = 0.0
-    mine = [stage for p in made.pipelines for stage in p.stages if device in stage.devices]
-    size = _largest(made)[device]
-    whole = [(s.ops, s.recompute, s.offload_activations) for s in mine] == [((0, len(model.graph.ops)), (), ())]
-    if whole and not mine[0].sharded:
-        return model.memory_use(device, size).with_state(state)
-    use = model.memory_use(device, size, [stage.ops for stage in mine], boxes=model.boxes_of(made)[device])
-    use = use.with_state(state)
-    if made.zero:
-        own = state_parts(made, model.graph).get(device, 1.0)
-        use = shared_out(model, use, made, device, planned_buckets(made, model.graph), own)
-    peak = simulation.peak_bytes[model.cluster.rank(device)]
-    return replace(use, activations=max(0, peak - use.fixed - use.workspace))

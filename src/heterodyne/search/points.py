@@ -19,12 +19,11 @@ MOST_CROSSING = 3.0  # where room does not ask for more
 class Points:
     """Positions at which stages may begin or end, rising from 0 to the number of ops.
 
-    ``crossing``: what is alive there, in samples: made before, read behind. ``back``: what of it has a gradient that comes back.
+    ``crossing``: what is alive there, in samples: made before, read behind.
     """
 
     positions: tuple[int, ...]
     crossing: tuple[Size, ...]
-    back: tuple[Size, ...]
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -51,7 +50,6 @@ def points_of(graph: ModelGraph, *, inside: int = 0, most_crossing: float = MOST
     return Points(
         positions=positions,
         crossing=tuple(forth[position] for position in positions),
-        back=tuple(back[position] for position in positions),
     )
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Final
 
 from heterodyne.cost.compute import Pass
-from heterodyne.cost.model import CostModel, slices_of
-from heterodyne.cost.position import worked_on
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.position import slices_of, worked_on
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Prediction, Region, Stage
+from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
+from heterodyne.search.planned import Candidate, Kind
 from heterodyne.sim.run import Simulation, simulate
+from heterodyne.units import format_bytes
 
-__all__ = ["compute_seconds", "overflow", "own_rates", "plan_of", "predict", "stage_of"]
+__all__ = ["compute_seconds", "overflow", "own_rates", "plan_of", "predict", "stage_of", "weighed", "with_stages"]
 
 _PASSES: Final[tuple[Pass, ...]] = ("F", "B")
 
@@ -28,6 +32,11 @@ def stage_of(
     """A stage whose devices share each micro-batch."""
     regions = (Region(layout=Layout(kind="replicate", shares=shares)),)
     return Stage(ops=ops, devices=devices, regions=regions, recompute=recompute)
+
+
+def with_stages(pipeline: Pipeline, changed: Callable[[int, Stage], Stage]) -> Pipeline:
+    """The pipeline with each stage as it is ``changed``, given its number."""
+    return pipeline.model_copy(update={"stages": tuple(map(changed, count(), pipeline.stages))})
 
 
 def plan_of(model: CostModel, samples: int, pipelines: tuple[Pipeline, ...], schedule: str = "1F1B") -> Plan:
@@ -71,6 +80,16 @@ def overflow(model: CostModel, made: Plan, simulation: Simulation) -> dict[str, 
     return over
 
 
+def weighed(model: CostModel, name: str, kind: Kind, made: Plan, simulation: Simulation) -> Candidate:
+    """The candidate of a plan that was simulated; without a plan, and why, where devices or hosts lack memory for it."""
+    if over := overflow(model, made, simulation):
+        lacks = ", ".join(f"{device} lacks {format_bytes(size)}" for device, size in over.items())
+        return Candidate(name=name, kind=kind, why_not=lacks, left_out=made.idle)
+    if lacking := lacking_on_hosts(model, made, simulation):
+        return Candidate(name=name, kind=kind, why_not=lacking, left_out=made.idle, short_of_host=True)
+    return Candidate(name=name, kind=kind, plan=made, simulation=simulation, left_out=made.idle)
+
+
 def own_rates(model: CostModel, made: Plan, runs: Mapping[str, MicroBatchChoice]) -> dict[str, float]:
     """Samples/s that each device reaches when all compute at the same time, each for itself, without communicating.
 
@@ -91,8 +110,7 @@ def own_rates(model: CostModel, made: Plan, runs: Mapping[str, MicroBatchChoice]
                     seconds = sum(map(compute.micro_batch_s, pipeline.micro_batches.sizes)) + model.update_s(device)
                     rates[device] = samples / seconds if seconds > 0 else float("inf")
                 else:
-                    sizes = tuple(map(int, compute.forward.total.sizes))
-                    rates[device] = MicroBatchChoice(seconds=compute.micro_batch_s, sizes=sizes).rate
+                    rates[device] = compute.rate()
     return rates
 
 

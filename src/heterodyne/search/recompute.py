@@ -18,6 +18,7 @@ from heterodyne.graph.ir import Block
 from heterodyne.graph.size import Size
 from heterodyne.plan.kept import names_of
 from heterodyne.plan.plan import Pipeline, Stage
+from heterodyne.search.predict import with_stages
 
 __all__ = ["recomputed"]
 
@@ -45,11 +46,7 @@ def recomputed(
             keep[stage] = tuple(both)
     if not again:
         return pipeline
-    stages = tuple(
-        _with(model, stage, tuple(sorted(again.get(number, ()))), keep.get(number, ()))
-        for number, stage in enumerate(pipeline.stages)
-    )
-    return pipeline.model_copy(update={"stages": stages})
+    return with_stages(pipeline, lambda n, stage: _with(model, stage, tuple(sorted(again.get(n, ()))), keep.get(n, ())))
 
 
 def _with(model: CostModel, stage: Stage, blocks: tuple[int, ...], keep: Keep) -> Stage:

@@ -1,8 +1,7 @@
 """Several pipelines, possibly unlike, each with its share of the batch.
 
 The search over device classes (`search.by_class`) says which devices form a pipeline, and its share. Each is cut again for its devices
-and gets its own order; a pipeline of one device runs the whole model. After simulation, micro-batches move from those that wait least to
-those that wait most.
+and gets its own order; a pipeline of one device runs the whole model.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from heterodyne.search.predict import stage_of
 
 __all__ = ["Replicas"]
 
-_MOST_MOVES = 2
 Parts = tuple[tuple[str, ...], ...]
 
 
@@ -40,34 +38,13 @@ class Replicas:
         found: list[Candidate] = []
         for parts, shares in drawn.items():
             if self._least_s(parts, shares) / CUTTING_PAYS < min([below_s, *(c.weighed_s for c in found)]):
-                found.append(self._moved(parts, shares))
+                found.append(self._weighed(parts, shares))
         return (min(found, key=lambda c: c.weighed_s),) if found else ()
 
     def _least_s(self, parts: Parts, shares: Sequence[int]) -> float:
         """If no device of a part ever waits."""
         rate = self.pipelines.lines.rate
         return max(share / sum(rate[d] for d in part) for part, share in zip(parts, shares, strict=True))
-
-    def _moved(self, parts: Parts, shares: list[int]) -> Candidate:
-        best = self._weighed(parts, shares)
-        for _ in range(_MOST_MOVES):
-            if best.plan is None or best.simulation is None:
-                return best
-            rank, wait = self.pipelines.model.cluster.rank, best.simulation.wait_s
-            idle = [min(wait[rank(device)] for device in part) for part in parts]
-            giver, taker = min(range(len(parts)), key=idle.__getitem__), max(range(len(parts)), key=idle.__getitem__)
-            size = max(best.plan.pipelines[giver].micro_batches.sizes)
-            moved = max(1, min(size, shares[giver] // 4))
-            if giver == taker or shares[giver] <= moved:
-                return best
-            tried = list(shares)
-            tried[giver] -= moved
-            tried[taker] += moved
-            candidate = self._weighed(parts, tried)
-            if candidate.step_s is None or best.step_s is None or candidate.step_s >= best.step_s:
-                return best
-            best, shares = candidate, tried
-        return best
 
     def _weighed(self, parts: Parts, shares: list[int]) -> Candidate:
         name = f"{len(parts)} pipelines: " + " | ".join(" + ".join(part) for part in parts)
@@ -85,6 +62,6 @@ class Replicas:
                 raise InfeasibleError(f"{part[0]} has no room for the whole model")
             return Pipeline(
                 micro_batches=run.micro_batches(share),
-                stages=(run.activations.on(stage_of((0, len(self.pipelines.model.graph.ops)), part)),),
+                stages=(run.stage or stage_of((0, len(self.pipelines.model.graph.ops)), part),),
             )
         return self.pipelines.beside(part, share)

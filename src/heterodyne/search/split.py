@@ -25,9 +25,9 @@ from heterodyne.search.by_speed import causal_shares, lighter_pipelines, shares_
 from heterodyne.search.exchange_price import exchange_price
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, IN_TURNS_PAYS, Candidate, Kind
-from heterodyne.search.predict import overflow, plan_of, predict
+from heterodyne.search.predict import overflow, plan_of, predict, weighed, with_stages
 from heterodyne.search.split_bound import SplitBound
-from heterodyne.units import format_bytes, format_seconds
+from heterodyne.units import format_seconds
 
 __all__ = ["Split"]
 
@@ -128,11 +128,7 @@ class Split:
         if any(stage.recompute or stage.offload_activations for p in plan.pipelines for stage in p.stages):
             return []
         pipelines = tuple(
-            pipeline.model_copy(
-                update={
-                    "stages": tuple(stage.model_copy(update={"overlap": stage.sharded}) for stage in pipeline.stages)
-                }
-            )
+            with_stages(pipeline, lambda _, stage: stage.model_copy(update={"overlap": stage.sharded}))
             for pipeline in plan.pipelines
         )
         if not any(size > 1 for pipeline in pipelines for size in pipeline.micro_batches.sizes):
@@ -236,22 +232,17 @@ class Split:
         shifts: int = _MOST_SHIFTS,
     ) -> Candidate:
         """Simulated; where devices run out of memory, parts of what is sharded go to others (``shifts``: so many times at most)."""
-        taken = {device for pipeline in pipelines for place in pipeline.places for device in place}
-        left_out = tuple(d.id for d in self.model.cluster.devices if d.id not in taken)
+        plan = plan_of(self.model, self.samples, pipelines, schedule)
         try:
-            made, played = predict(self.model, plan_of(self.model, self.samples, pipelines, schedule), self.runs)
+            made, played = predict(self.model, plan, self.runs)
         except (PlanError, InfeasibleError) as error:
-            return Candidate(name=name, kind=kind, why_not=str(error), left_out=left_out)
-        lacking = overflow(self.model, made, played)
-        used = {device: played.peak_bytes[self.model.cluster.rank(device)] for device in made.devices}
-        lighter = lighter_pipelines(pipelines, used, self.model.cluster) if lacking and shifts else None
-        if lighter is not None:
-            return self.weighed(name, kind, lighter, schedule=schedule, shifts=shifts - 1)
-        if lacking:
-            device, lack = max(lacking.items(), key=lambda entry: entry[1])
-            why = f"{device} lacks {format_bytes(lack)}"
-            return Candidate(name=name, kind=kind, why_not=why, left_out=left_out)
-        return Candidate(name=name, kind=kind, plan=made, simulation=played, left_out=left_out)
+            return Candidate(name=name, kind=kind, why_not=str(error), left_out=plan.idle)
+        if shifts and overflow(self.model, made, played):
+            used = {device: played.peak_bytes[self.model.cluster.rank(device)] for device in made.devices}
+            lighter = lighter_pipelines(pipelines, used, self.model.cluster)
+            if lighter is not None:
+                return self.weighed(name, kind, lighter, schedule=schedule, shifts=shifts - 1)
+        return weighed(self.model, name, kind, made, played)
 
     @property
     def tried(self) -> tuple[int, ...]:
@@ -265,11 +256,7 @@ class Split:
 
     def _speed(self, device: str) -> float:
         """Samples/s of the whole model, whether or not it would fit."""
-        if device in self.runs:
-            return self.runs[device].rate
-        compute = self.model.compute[device]
-        sizes = tuple(map(int, compute.forward.total.sizes))
-        return MicroBatchChoice(seconds=compute.micro_batch_s, sizes=sizes).rate
+        return self.runs[device].rate if device in self.runs else self.model.compute[device].rate()
 
     def exchange(self, devices: Sequence[str]) -> Exchange:
         """What sending is worth beside computing, by the slowest link between any two of them."""

@@ -11,13 +11,13 @@ from math import inf
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.plan.buckets import planned_buckets
-from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.state_shards import state_parts
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.fit import Fit
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate, Strategy
-from heterodyne.search.predict import overflow, predict
+from heterodyne.search.predict import overflow, predict, with_stages
 from heterodyne.search.state_shares import PARTS, as_shares, least_time_shards, link_bytes_per_s
 
 __all__ = ["StateSharding"]
@@ -149,10 +149,9 @@ def _refused(candidate: Candidate, why: str) -> Candidate:
 
 def _with_state(pipeline: Pipeline, shares: Mapping[str, int]) -> Pipeline:
     """The pipeline with what each of its devices keeps; nothing is said where it is the same of all."""
-    stages = tuple(
-        stage.model_copy(update={"state_shares": tuple(shares.get(device, 1) for device in stage.devices)})
-        if any(shares.get(device, 1) != 1 for device in stage.devices)
-        else stage
-        for stage in pipeline.stages
-    )
-    return pipeline.model_copy(update={"stages": stages})
+
+    def changed(_: int, stage: Stage) -> Stage:
+        own = tuple(shares.get(device, 1) for device in stage.devices)
+        return stage.model_copy(update={"state_shares": own}) if set(own) != {1} else stage
+
+    return with_stages(pipeline, changed)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.cost import CostModel, MemoryAssumptions
 from heterodyne.cost.activation_offload import Part, exposed_s, lead_s
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
 from heterodyne.errors import MeasureError
 from heterodyne.plan import MicroBatches, Pipeline
 from heterodyne.plan.lower import lower

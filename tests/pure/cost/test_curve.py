@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.cost import Curve
+from heterodyne.cost.curve import Curve
 
 SAMPLES = st.dictionaries(st.integers(1, 64), st.floats(0, 100), min_size=1, max_size=6).map(
     lambda points: sorted(points.items())

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.cluster import BlockSample
-from heterodyne.cost import DeviceMemory, MemoryAssumptions, Recipe
+from heterodyne.cost.memory import DeviceMemory, MemoryAssumptions
+from heterodyne.cost.recipe import Recipe
 from heterodyne.graph import Op, Parameter, Size
 from pure.build import cluster, device_profile, graph, linear
 

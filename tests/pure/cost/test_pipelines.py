@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Link, LinkSample
-from heterodyne.cost import CostModel, MemoryAssumptions, RankCosts, StepCosts, compute_of
 from heterodyne.cost.collective import Collectives
-from heterodyne.cost.compute import Pass
+from heterodyne.cost.compute import Pass, compute_of
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.step import RankCosts, StepCosts
 from heterodyne.graph import ModelGraph, Size
 from heterodyne.plan import Action, Layout, MicroBatches, Pipeline, Plan, Program, Region, Stage
 from heterodyne.plan.schedules import SCHEDULES

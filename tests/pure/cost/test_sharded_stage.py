@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Link
-from heterodyne.cost import CostModel, MemoryAssumptions, StageCosts, StepCosts
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
 from heterodyne.cost.op_shares import StageShares
 from heterodyne.cost.sharded_stage import ShardedStageCost
+from heterodyne.cost.stage import StageCosts
+from heterodyne.cost.step import StepCosts
 from heterodyne.graph import ModelGraph
 from heterodyne.graph.ir import Ref
 from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Region, Stage
@@ -168,7 +171,7 @@ def test_a_block_exchanges_two_all_reduces_forward_and_two_backward(members: int
 
     def sent(layers: int) -> tuple[float, float]:
         costs, ids = costs_of(transformer(layers), (0.6,) * members)
-        meetings = list(sharded_stage(costs, ids, (1,) * members).meetings(SAMPLES))
+        meetings = [meeting for _, meeting in sharded_stage(costs, ids, (1,) * members).line(SAMPLES)]
         return tuple(  # type: ignore[return-value]
             sum(
                 size
@@ -241,7 +244,7 @@ def test_what_two_axes_divide_both_do_and_only_those_of_one_line_exchange(kinds:
     for parameter in costs.graph.parameters:
         boxes = made.sharding.boxes(parameter.name)
         assert boxes[:3] == boxes[3:] if kinds[0] == "context" else boxes[::3] == (boxes[0], boxes[3])
-    exchanged = [each for meeting in made.meetings(SAMPLES) for each in (*meeting.forward, *meeting.backward)]
+    exchanged = [each for _, meeting in made.line(SAMPLES) for each in (*meeting.forward, *meeting.backward)]
     sent = {(a, b) for each in exchanged for a, row in enumerate(each) for b, size in enumerate(row) if size}
     assert sent
     assert all(a % 3 == b % 3 or a // 3 == b // 3 for a, b in sent)
@@ -273,7 +276,7 @@ def test_slower_links_and_more_latency_cost_what_they_take() -> None:
         seconds, exchanged = made.together_s(kind, SAMPLES)
         plain, _ = free.together_s(kind, SAMPLES)
         assert seconds == pytest.approx(plain + exchanged)
-        sent = [m.forward if kind == "F" else m.backward for m in made.meetings(SAMPLES)]
+        sent = [m.forward if kind == "F" else m.backward for _, m in made.line(SAMPLES)]
         assert exchanged == pytest.approx(sum(sum(made.wires.divided(each)) for each in sent))
         assert exchanged >= 1e-3 * sum(map(len, sent))
 

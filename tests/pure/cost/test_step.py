@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from heterodyne.cost import CostModel, Recipe
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import MeasureError
 from heterodyne.plan import Action, MicroBatches
 from pure.build import cluster, graph, linear, profile

@@ -19,10 +19,10 @@ from heterodyne.predictor.devices import chip_of, network_of
 from heterodyne.predictor.footprint import footprint, layer_activation_bytes
 from heterodyne.predictor.kernels import Attention, Kernels, Product
 from heterodyne.predictor.passes import Passes
-from heterodyne.predictor.prediction import predicted
 from heterodyne.predictor.roofline import kernels_s, product_s
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.software import Software, software_of
+from heterodyne.predictor.step import predicted
 from heterodyne.predictor.transformer import Transformer
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, vocab=51200, seq=1024, ffn=8192)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan import MicroBatches
-from heterodyne.search import MicroBatchChoice, balance
+from heterodyne.search.balance import balance
+from heterodyne.search.micro_batch_choice import MicroBatchChoice
 
 #: non-decreasing tables of whole seconds, so that sums are exact and ties are frequent
 TABLES = st.lists(

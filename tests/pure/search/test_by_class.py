@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster, Device, Link
 from heterodyne.cost.class_layers import ClassLayers
 from heterodyne.cost.layers import Widths
+from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.cost.model import CostModel
 from heterodyne.graph import ModelGraph
 from heterodyne.plan.capabilities import Capabilities
@@ -19,6 +21,7 @@ from heterodyne.search.by_class import ByClass
 from heterodyne.search.classes import ALIKE, class_cluster, class_names
 from heterodyne.search.fit import fit_devices
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
+from heterodyne.search.planner import plan
 from heterodyne.search.split import Split
 from heterodyne.sim.run import simulate
 from pure.build import cluster, graph, linear, profile
@@ -105,3 +108,16 @@ def test_links_of_classes_are_those_that_were_measured() -> None:
     assert {link.between: link.bandwidth_bytes_per_s for link in found.links} == {
         ("a", "a"): 1e10, ("a", "b"): 1e8, ("b", "b"): 1e10,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("devices", "layers", "samples"), [(4, 8, 1), (8, 4, 1)])
+def test_a_batch_that_is_too_small_for_all_pipelines_is_planned(devices: int, layers: int, samples: int) -> None:
+    """No device has room for half of the model, so pipelines stand beside each other, more of them than there are samples."""
+    bare = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)
+    model = replace(believed([1.0] * devices, model=graph(layers)), memory=bare)
+    whole = model.memory_use("n0/cpu:0", 1).total
+    machines = cluster(devices, memory=int(0.35 * whole))
+    planned = plan(
+        model.graph, machines, model.profile, global_batch_size=samples, micro_batch_sizes=(1, 2), memory=bare
+    )
+    assert all(pipeline.micro_batches.samples for pipeline in planned.plan.pipelines)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterodyne.cost import CostModel
+from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan import MicroBatches
 from heterodyne.search.cuts import best_cut

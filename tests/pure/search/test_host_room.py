@@ -8,13 +8,14 @@ import pytest
 
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
-from heterodyne.cost import CostModel, MemoryAssumptions
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
 from heterodyne.cost.recipe import OptimizerName, Recipe
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan import MicroBatches, Pipeline, Plan
-from heterodyne.search import plan
 from heterodyne.search.host_room import HostBytes, kept_on_hosts
+from heterodyne.search.planner import plan
 from heterodyne.search.predict import plan_of, predict, stage_of
 from pure.build import cluster, graph, linear, profile
 

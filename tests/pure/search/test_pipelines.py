@@ -11,16 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Link
-from heterodyne.cost import CostModel, MemoryAssumptions
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph import ModelGraph
 from heterodyne.plan import MicroBatches, Pipeline, Plan
 from heterodyne.plan.check import violations
-from heterodyne.search import Planned, alternatives, paragraph, plan, shares
+from heterodyne.search.alternatives import alternatives
+from heterodyne.search.explain import paragraph, shares
 from heterodyne.search.fit import fit_devices, runs_of
-from heterodyne.search.line_drafts import LineDrafts
-from heterodyne.search.lines import groupings, orders
+from heterodyne.search.line_drafts import LineDrafts, orders
 from heterodyne.search.pipelines import Pipelines
+from heterodyne.search.planned import Planned
+from heterodyne.search.planner import plan
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.replicas import Replicas
@@ -110,7 +113,7 @@ def test_what_is_planned_can_run_fits_and_is_the_fastest_weighed(problem: dict[s
     predicted = planned.plan.predicted
     assert predicted is not None
     assert 0 < predicted.efficiency <= 1 + 1e-9
-    assert set(planned.compute_s) == set(planned.memory) == set(planned.plan.devices)
+    assert set(planned.compute_s) == set(planned.plan.devices)
     assert Plan.parse(planned.plan.dump()) == planned.plan
 
 
@@ -304,10 +307,8 @@ def test_alike_devices_are_one_line() -> None:
     alike = dict.fromkeys(ids, 0)
     same = dict.fromkeys(ids, 1)
     assert len(orders(ids, alike, same, same)) == 1
-    assert len(groupings(ids, alike)) == 2
     unlike = {name: number for number, name in enumerate(ids)}
     assert len(orders(ids, unlike, same, same)) == 24
-    assert len(groupings(ids, unlike)) == 5
 
 
 def test_a_pipeline_without_samples_is_left_out_of_those_that_are_cut_again() -> None:

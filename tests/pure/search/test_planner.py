@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster, Link
-from heterodyne.cost import CostModel, MemoryAssumptions, Recipe
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError, MeasureError, PlanError
 from heterodyne.graph import ModuleOnly
 from heterodyne.plan import MicroBatches, Plan
 from heterodyne.plan.check import violations
-from heterodyne.search import Planned, plan
+from heterodyne.search.planned import Planned
+from heterodyne.search.planner import plan
 from pure.build import ROOMY, cluster, graph, linear, profile
 
 MODEL = graph(4)

@@ -8,11 +8,12 @@ from itertools import combinations
 
 import pytest
 
-from heterodyne.cost import CostModel, MemoryAssumptions
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
 from heterodyne.cost.recomputation import parts_again
 from heterodyne.plan import MicroBatches, Pipeline
 from heterodyne.plan.kept import names_of
-from heterodyne.search import plan
+from heterodyne.search.planner import plan
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, stage_of
 from heterodyne.search.recompute import recomputed

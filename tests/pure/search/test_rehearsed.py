@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from heterodyne.search import Planned, plan
 from heterodyne.search.alternatives import alternatives
 from heterodyne.search.contenders import LEAST_TURNS, NEAR, near_the_chosen, nothing_new, still_in, told_apart
 from heterodyne.search.explain import paragraph
-from heterodyne.search.planned import Rehearsed, Strategy, identity, serves
+from heterodyne.search.planned import Planned, Rehearsed, Strategy, identity, serves
+from heterodyne.search.planner import plan
 from pure.build import cluster, graph, linear, profile
 
 MODEL = graph(layers=6, width=16)

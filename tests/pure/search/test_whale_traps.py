@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.cost import CostModel, MemoryAssumptions
+from heterodyne.cost.memory import MemoryAssumptions
+from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
-from heterodyne.search import balance, plan
+from heterodyne.search.balance import balance
+from heterodyne.search.planner import plan
 from pure.build import cluster, graph, linear, profile
 
 BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)

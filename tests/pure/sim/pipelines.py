@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from heterodyne.cost import RankCosts, Route, StageCosts, StepCosts
+from heterodyne.cost.routes import Route
+from heterodyne.cost.stage import StageCosts
+from heterodyne.cost.step import RankCosts, StepCosts
 from heterodyne.plan import Action, Program
 from heterodyne.plan.schedules import SCHEDULES, Orders
 from heterodyne.plan.schedules.schedule import stage_places

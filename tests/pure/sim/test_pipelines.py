@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterodyne.cost import RankCosts, Route, StageCosts, StepCosts
+from heterodyne.cost.routes import Route
+from heterodyne.cost.stage import StageCosts
+from heterodyne.cost.step import RankCosts, StepCosts
 from heterodyne.errors import PlanError
 from heterodyne.plan import Action, Program
 from heterodyne.plan.schedules import SCHEDULES
