@@ -25,9 +25,7 @@ def names_of(graph: ModelGraph, *blocks: Block) -> tuple[str, ...]:
     A label without a module is a kind, and chooses all ops of that kind: it is none of these if one of them has to be run again.
     """
     ops = [(op, block) for block in blocks for op in graph.ops_of(block)]
-    refused = {
-        name for op, block in ops if why_not_kept(graph, op) is not None for name in (op.kind, label(op, block))
-    }
+    refused = {name for op, block in ops if why_not_kept(graph, op) is not None for name in (op.kind, label(op, block))}
     return tuple(name for name in dict.fromkeys(label(op, block) for op, block in ops) if name not in refused)
 
 
