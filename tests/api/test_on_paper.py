@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from heterodyne.cli.plan import elsewhere
 from heterodyne.plan import Plan
 from heterodyne.plan.capabilities import runs_at_all, uses
 from heterodyne.search.fleet import space
+from heterodyne.search.fleet.watch import Watch
 
 JOB = """\
 model:
@@ -419,6 +421,23 @@ def test_nodes_that_no_link_joins_are_planned_apart(files: Path, capsys: pytest.
     plan = Plan.load(files / "plan.json")
     assert len({stage.group.node for pipeline in plan.pipelines for stage in pipeline.stages if stage.group}) == 1
     assert {size for pipeline in plan.pipelines for size in pipeline.micro_batches.sizes} == {2}, "as the job asks for"
+
+
+def test_of_a_search_that_was_stopped_nobody_says_that_nothing_fits(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watches = iter([Watch(asked=lambda: True)])  # only the first search is stopped
+
+    @contextlib.contextmanager
+    def watched(*_: object) -> Iterator[Watch]:
+        yield next(watches, Watch())
+
+    monkeypatch.setattr(on_paper, "watched", watched)
+    assert planned() == 2
+    said = capsys.readouterr().err
+    assert "give it more time" in said
+    assert "fits" not in said
+    assert not (files / "plan.json").exists()
 
 
 def test_unlike_devices_of_one_node_are_a_machine_to_measure(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from heterodyne.search.alternatives import result_of
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.watch import StoppedError
 from heterodyne.search.fleet.written import FleetResult, PaperPlanner
 from heterodyne.search.result import PlanningResult
 from heterodyne.text_files import write_text
@@ -108,6 +109,8 @@ class _Paper:
         """The best plan, and the devices as it was planned for them. Raises InfeasibleError."""
         try:
             result = self._with_families(fleet, self.space)
+        except StoppedError:
+            raise
         except InfeasibleError as error:
             if fleet.devices > FEW_DEVICES or not self.wishes.just_a_plan:
                 raise self._elsewhere(error, fleet) from error

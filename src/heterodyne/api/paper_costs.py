@@ -17,7 +17,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job, ModelSection
 from heterodyne.json_files import read_json
 from heterodyne.plan.precision import Precisions, of_kind
-from heterodyne.predictor.from_config import transformer_of
+from heterodyne.predictor.from_config import says_shape, transformer_of
 from heterodyne.predictor.graph_costs import graph_layers
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.mixed_layers import mixed_layers
@@ -85,7 +85,7 @@ def paper_precisions(job: Job, fleet: Fleet) -> Precisions:
 
 
 def shape_of(section: ModelSection, base: Path) -> Mapping[str, Any] | None:
-    """The configuration of a language model; None for a model that has none."""
+    """The configuration of a language model; None for a model that has none, or one that does not say its shape."""
     given = section.huggingface
     if isinstance(given, str) or section.directory is not None:
         path = base / given if isinstance(given, str) else base / (section.directory or "") / "config.json"
@@ -93,7 +93,9 @@ def shape_of(section: ModelSection, base: Path) -> Mapping[str, Any] | None:
             given = read_json(path)
         except (OSError, ValueError) as error:
             raise JobError(f"{path} cannot be read as a configuration: {error}") from error
-    return given if isinstance(given, Mapping) and section.auto_class == "AutoModelForCausalLM" else None
+    if not isinstance(given, Mapping) or section.auto_class != "AutoModelForCausalLM":
+        return None
+    return given if says_shape(given) else None
 
 
 def captured(job: Job, base: Path) -> ModelGraph:

@@ -82,18 +82,29 @@ def _homes(pipelines: Sequence[Pipeline], free: _Free, placement: str) -> list[_
         if placement == "pipelines"
         else ((replica, number) for number in numbers for replica in replicas)
     )
-    places: dict[tuple[int, int], tuple[str, ...]] = {}
+    places: dict[tuple[int, int], tuple[Group, tuple[str, ...]]] = {}
     for replica, number in order:
         stage = stages[number]
         if stage.group is None:
             homes[replica][number] = stage.devices
             continue
         place = stage.group.place
-        taken = None if place is None else places.get((replica, place))
-        homes[replica][number] = taken or free.take(stage.group)
-        if place is not None:
-            places[replica, place] = homes[replica][number]
+        if place is None:
+            homes[replica][number] = free.take(stage.group)
+            continue
+        group, taken = places.get((replica, place)) or (stage.group, free.take(stage.group))
+        if _devices_of(group) != _devices_of(stage.group):
+            raise PlanError(
+                f"stages of place {place} ask for {_devices_of(group)} and for {_devices_of(stage.group)}; they run on the same devices: "
+                "write the same group, or another place"
+            )
+        homes[replica][number] = taken
+        places[replica, place] = group, taken
     return homes
+
+
+def _devices_of(group: Group) -> str:
+    return f"{group.devices} x {group.kind}{f' of {group.node}' if group.node else ''}"
 
 
 @dataclass

@@ -18,9 +18,9 @@ import json
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
 from heterodyne.documents import Whole
 from heterodyne.errors import PlanError
@@ -118,6 +118,13 @@ class Stage(PlanPart):
     overlap: bool = False
     offload: bool = False
     reshard_after_forward: bool = True
+
+    @model_validator(mode="after")
+    def _said_once(self) -> Self:
+        for said, instead in (("devices", "group"), ("ops", "blocks")):
+            if getattr(self, instead) is not None and getattr(self, said) != type(self).model_fields[said].default:
+                raise ValueError(f"it has '{said}' and '{instead}', which say the same: write one of them")
+        return self
 
     @property
     def sharded(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster
@@ -15,8 +17,16 @@ AXES = st.lists(st.builds(Axis, kind=KINDS, shares=SHARES), max_size=2).map(tupl
 LAYOUTS = st.builds(Layout, kind=KINDS, shares=SHARES, inner=AXES)
 REGIONS = st.builds(Region, task_graph=NAMES, layout=LAYOUTS)
 GROUPS = st.builds(Group, kind=NAMES, devices=st.integers(1, 99), node=NAMES, place=st.none() | st.integers(0, 9))
+
+
+def _stage(**fields: Any) -> Stage:
+    """Devices and ops are named once: by a group, and by blocks, where there are any."""
+    named = {"devices": "group", "ops": "blocks"}
+    return Stage(**{name: value for name, value in fields.items() if fields.get(named.get(name, "")) is None})
+
+
 STAGES = st.builds(
-    Stage,
+    _stage,
     ops=st.tuples(st.integers(0, 99), st.integers(0, 99)),
     devices=st.lists(NAMES, max_size=3).map(tuple),
     blocks=st.none() | st.tuples(st.integers(0, 99), st.integers(0, 99)),

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 
 from heterodyne.errors import PlanError
-from heterodyne.plan import MicroBatches, Plan
+from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
+from heterodyne.plan.bind import bind
+from heterodyne.plan.plan import Group
+from pure.build import cluster, graph
 from pure.plan.strategies import GENERAL_PLANS
 
 
@@ -38,6 +41,11 @@ def edited(**changes: object) -> str:
     return json.dumps({**json.loads(BARE.dump()), **changes})
 
 
+def of_stage(**changes: object) -> str:
+    stage = {"regions": [{"layout": {"kind": "replicate", "shares": [1]}}], **changes}
+    return edited(pipelines=[{"micro_batches": "1x4", "stages": [stage]}])
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -53,6 +61,8 @@ def edited(**changes: object) -> str:
         (edited(zero=1.0), "zero"),
         (edited(pipelines=[{"micro_batches": "4", "stages": []}]), "COUNTxSIZE"),
         (edited(pipelines=[{"micro_batches": "1x4"}]), "pipelines.0.stages: Field required"),
+        (of_stage(devices=["a"], group={"kind": "cpu", "devices": 1}), "it has 'devices' and 'group'"),
+        (of_stage(ops=[0, 3], blocks=[0, 1]), "it has 'ops' and 'blocks'"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, says: str) -> None:
@@ -84,3 +94,21 @@ def test_micro_batches_are_written_as_text() -> None:
     plan = Plan.parse(edited(pipelines=[{"micro_batches": "3x4+1x2", "stages": []}]))
     assert plan.pipelines[0].micro_batches == MicroBatches((4, 4, 4, 2))
     assert '"3x4+1x2"' in plan.dump()
+
+
+def test_stages_of_one_place_ask_for_the_same_devices() -> None:
+    model, machines = graph(2), cluster(4)
+
+    def bound(second: Group) -> Plan:
+        stages = tuple(
+            Stage(blocks=blocks, group=group, regions=(Region(layout=Layout(kind="replicate", shares=(1,))),))
+            for blocks, group in (((0, 2), Group(kind="cpu", devices=1, place=0)), ((2, 4), second))
+        )
+        pipeline = Pipeline(micro_batches=MicroBatches((4,)), stages=stages)
+        return bind(Plan(global_batch_size=4, pipelines=(pipeline,)), model, machines)
+
+    (pipeline,) = bound(Group(kind="cpu", devices=1, place=0)).pipelines
+    assert pipeline.stages[0].devices == pipeline.stages[1].devices
+    for other in (Group(kind="cpu", devices=2, place=0), Group(kind="H100", devices=1, place=0)):
+        with pytest.raises(PlanError, match="stages of place 0 ask for 1 x cpu and for"):
+            bound(other)

@@ -10,7 +10,7 @@ from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import Widths
 from heterodyne.errors import ClusterError, JobError
 from heterodyne.predictor.devices import chip_of, network_of
-from heterodyne.predictor.from_config import transformer_of
+from heterodyne.predictor.from_config import says_shape, transformer_of
 from heterodyne.predictor.layer_costs import PredictedLayers, predicted_layers
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.software import Software
@@ -52,6 +52,24 @@ def test_a_configuration_is_read_as_the_model_that_it_describes() -> None:
 def test_a_configuration_that_does_not_say_enough_is_refused() -> None:
     with pytest.raises(JobError, match=r"how many layers .* num_hidden_layers.* 'model.huggingface'"):
         transformer_of({"model_type": "llama", "hidden_size": 64}, seq=8)
+    assert not says_shape({"model_type": "llama", "hidden_size": 64})
+    assert says_shape(LLAMA3_8B)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_hidden_layers": -7},
+        {"hidden_size": 0},
+        {"vocab_size": "32000"},
+        {"num_key_value_heads": 2.5},
+        {"num_experts": -1},
+    ],
+)
+def test_a_configuration_counts_in_whole_numbers(wrong: dict[str, object]) -> None:
+    (name,) = wrong
+    with pytest.raises(JobError, match=f"{name}: .* no whole number"):
+        transformer_of({**LLAMA3_8B, **wrong}, seq=8)
 
 
 @pytest.mark.parametrize("kind", ["A100-SXM-80GB", "V100-SXM2-16GB"])

@@ -23,7 +23,7 @@ from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
-from heterodyne.search.fleet.watch import Watch
+from heterodyne.search.fleet.watch import StoppedError, Watch
 from heterodyne.search.fleet.why_not import why_not
 
 __all__ = ["FleetPlanner", "Planned", "frontier_of"]
@@ -133,7 +133,7 @@ class FleetPlanner:
             (w for w in known if objective.score(w) < inf), key=lambda w: (objective.score(w), w.predicted.devices)
         )
         if not ranked and search.stopped:
-            raise InfeasibleError("the search was stopped before it had found a plan: give it more time")
+            raise StoppedError
         if not ranked:
             raise InfeasibleError(why_not(search, objective))
         accepted = ranked if accepts is None else [w for w in ranked if accepts(w.plan)] or ranked

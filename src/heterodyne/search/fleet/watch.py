@@ -6,9 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
+from heterodyne.errors import InfeasibleError
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 
-__all__ = ["Watch"]
+__all__ = ["StoppedError", "Watch"]
+
+
+class StoppedError(InfeasibleError):
+    """A search that had to end before it had found a plan: what fits is not known."""
+
+    def __init__(self) -> None:
+        super().__init__("the search was stopped before it had found a plan: give it more time")
 
 
 @dataclass(kw_only=True)
