@@ -135,9 +135,9 @@ class CostModel:
     def clip_s(self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE) -> float:
         return self.recipe.clip_to_step * self.update_s(device, stages, boxes)
 
-    def fixed_s(self, device: str, stages: Sequence[Ops] | None = None) -> float:
+    def fixed_s(self, device: str) -> float:
         """Seconds of a step that do not depend on the share: clipping, the optimizer, the overhead."""
-        update = self.update_s(device, stages)
+        update = self.update_s(device)
         return update + self.recipe.clip_to_step * update + self.measured(device).step_overhead_s
 
     def memory_use(

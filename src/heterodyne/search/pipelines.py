@@ -25,7 +25,6 @@ from heterodyne.units import format_seconds
 __all__ = ["Pipelines"]
 
 _SMALL = 8 * 16  # places times micro-batches up to which the search for orders is generous
-_MOST_SIZES = 2
 _MOST_PLAYED = 4  # orders of one draft that are simulated
 _MOST_ROOMY = 16  # lines that are tried where memory is all that matters
 
@@ -53,19 +52,19 @@ class Pipelines:
             why = "fewer than two devices can hold any part of the model"
             return (Candidate(name="a pipeline", kind="pipeline", why_not=why),)
         try:
-            drafts = self.lines.drafts(usable)
+            draft = self.lines.best(usable)
         except InfeasibleError as error:
-            drafts = next(filter(None, map(self._drafts_or_none, self._all_but_one(usable))), [])
-            if not drafts and below_s == inf and (roomiest := self._roomiest(usable)):
+            found = next(filter(None, map(self._draft_or_none, self._all_but_one(usable))), None)
+            if found is None and below_s == inf and (roomiest := self._roomiest(usable)):
                 return (roomiest,)
-            if not drafts:
+            if found is None:
                 name = f"a pipeline over {self._who(usable)}"
                 return (Candidate(name=name, kind="pipeline", why_not=str(error)),)
-        tried = drafts[: _MOST_SIZES if self._small(drafts[0]) else 1]
-        best = self._best(tried, below_s)
+            draft = found
+        best = self._best(draft, below_s)
         if best.plan is None and below_s == inf:
             best = self._roomiest(usable) or best
-        return (best, self._even(drafts[0]))
+        return (best, self._even(draft))
 
     def built(self, draft: Draft) -> list[Built]:
         """Pipelines of a draft, with finer cuts where they pay, and with two stages a place."""
@@ -81,7 +80,7 @@ class Pipelines:
         """
         key = (tuple(self.lines.kinds[device] for device in part), samples)
         if key not in self._beside:
-            options = self.built(self.lines.drafts(part, samples)[0])
+            options = self.built(self.lines.best(part, samples))
             if not options:
                 raise InfeasibleError(f"no order of the stages of {' + '.join(part)} fits")
             found = explicit(min(options, key=lambda built: built.makespan_s))
@@ -97,22 +96,20 @@ class Pipelines:
         made = plan_of(self.model, self.lines.samples, pipelines, schedule)
         return weighed(self.model, name, kind, *predict(self.model, made, self.runs))
 
-    def _best(self, drafts: Sequence[Draft], below_s: float) -> Candidate:
-        """The fastest of what is built from some drafts, or what that of the first one takes at least."""
+    def _best(self, draft: Draft, below_s: float) -> Candidate:
+        """The fastest of what is built from a draft, or what that takes at least."""
+        fine, drafting = self.lines.fine(draft)
+        if fine.longest_s / CUTTING_PAYS >= below_s:
+            name = f"a pipeline of {len(fine.line)} stages over {self._who(fine.line)}, {fine.micro_batches}"
+            why = f"takes at least {format_seconds(fine.longest_s)} a step"
+            return Candidate(name=name, kind="pipeline", why_not=why)
         options: list[Candidate] = []
-        for draft in drafts:
-            fine, drafting = self.lines.fine(draft)
-            if fine.longest_s / CUTTING_PAYS >= below_s:
-                name = f"a pipeline of {len(fine.line)} stages over {self._who(fine.line)}, {fine.micro_batches}"
-                why = f"takes at least {format_seconds(fine.longest_s)} a step"
-                options.append(Candidate(name=name, kind="pipeline", why_not=why))
+        for built in sorted(self.built(draft), key=self._doubted_s)[:_MOST_PLAYED]:
+            if self._doubted_s(built) >= min((c.weighed_s for c in options), default=inf):
                 break
-            for built in sorted(self.built(draft), key=self._doubted_s)[:_MOST_PLAYED]:
-                if self._doubted_s(built) >= min((c.weighed_s for c in options), default=inf):
-                    break
-                options.append(self._played(built))
-            if not options:  # no order fits: what 1F1B lacks is what can be said
-                options.append(self._played(self._builder(drafting, fine).plain(fine)))
+            options.append(self._played(built))
+        if not options:  # no order fits: what 1F1B lacks is what can be said
+            return self._played(self._builder(drafting, fine).plain(fine))
         return min(options, key=lambda c: c.weighed_s)
 
     def _roomiest(self, usable: Sequence[str]) -> Candidate | None:
@@ -165,11 +162,11 @@ class Pipelines:
         without = {kinds[left]: tuple(d for d in devices if d != left) for left in devices} if len(devices) > 2 else {}
         return without.values()
 
-    def _drafts_or_none(self, devices: Sequence[str]) -> list[Draft]:
+    def _draft_or_none(self, devices: Sequence[str]) -> Draft | None:
         try:
-            return self.lines.drafts(devices)
+            return self.lines.best(devices)
         except InfeasibleError:
-            return []
+            return None
 
     def _even(self, draft: Draft) -> Candidate:
         """As many blocks for each device, in the order of the cluster, with 1F1B: what is done where nothing is known."""
