@@ -36,7 +36,6 @@ class Pipelines:
     model: CostModel
     runs: Mapping[str, MicroBatchChoice]
     lines: LineDrafts
-    _built: dict[tuple[object, ...], list[Built]] = field(default_factory=dict, repr=False)
     _beside: dict[tuple[tuple[int, ...], int], tuple[tuple[str, ...], Pipeline]] = field(
         default_factory=dict, repr=False
     )
@@ -66,13 +65,6 @@ class Pipelines:
             best = self._roomiest(usable) or best
         return (best, self._even(draft))
 
-    def built(self, draft: Draft) -> list[Built]:
-        """Pipelines of a draft, with finer cuts where they pay, and with two stages a place."""
-        key = (draft.line, draft.micro_batches, draft.points)
-        if key not in self._built:
-            self._built[key] = list(self._build(draft))
-        return self._built[key]
-
     def beside(self, part: tuple[str, ...], samples: int) -> Pipeline:
         """A pipeline over some devices that stands beside others: the one whose passes are done first. Raises InfeasibleError.
 
@@ -80,7 +72,7 @@ class Pipelines:
         """
         key = (tuple(self.lines.kinds[device] for device in part), samples)
         if key not in self._beside:
-            options = self.built(self.lines.best(part, samples))
+            options = list(self._built(self.lines.best(part, samples)))
             if not options:
                 raise InfeasibleError(f"no order of the stages of {' + '.join(part)} fits")
             found = explicit(min(options, key=lambda built: built.makespan_s))
@@ -104,7 +96,7 @@ class Pipelines:
             why = f"takes at least {format_seconds(fine.longest_s)} a step"
             return Candidate(name=name, kind="pipeline", why_not=why)
         options: list[Candidate] = []
-        for built in sorted(self.built(draft), key=self._doubted_s)[:_MOST_PLAYED]:
+        for built in sorted(self._built(draft), key=self._doubted_s)[:_MOST_PLAYED]:
             if self._doubted_s(built) >= min((c.weighed_s for c in options), default=inf):
                 break
             options.append(self._played(built))
@@ -133,7 +125,8 @@ class Pipelines:
         folded = len(built.draft.place_of) > len(built.draft.line)
         return built.makespan_s / (CUTTING_PAYS * (FOLDING_PAYS if folded else 1))
 
-    def _build(self, draft: Draft) -> Iterator[Built]:
+    def _built(self, draft: Draft) -> Iterator[Built]:
+        """Pipelines of a draft, with finer cuts where they pay, and with two stages a place."""
         fine, drafting = self.lines.fine(draft)
         builder = self._builder(drafting, fine)
         plain = list(builder.best(fine))
