@@ -117,10 +117,15 @@ class ShardedStageCost:
                     sent += conversion(axis, joined, parts).forward
         return sum(self._exchange_s(tuple(sent))) if sent else 0.0
 
-    def alone_s(self, member: int, kind: Pass, samples: int) -> float:
-        """Compute seconds of one member in a pass."""
-        of_ops = (self._of_ops(kind, size, self.ops) for size in self._run_as(samples))
-        return sum(own[member] for seconds in of_ops for own in seconds.values())
+    def alone_s(self, member: int, kind: Pass, samples: int, ops: Ops | None = None) -> float:
+        """Compute seconds of one member in a pass. ``ops``: only of a part of the stage."""
+        start, stop = ops or self.ops
+        return sum(
+            own[member]
+            for size in self._run_as(samples)
+            for place, own in self._of_ops(kind, size, (start, stop)).items()
+            if start <= place < stop
+        )
 
     def _run_as(self, samples: int) -> tuple[int, ...]:
         """The sizes of the parts in which a micro-batch runs."""
