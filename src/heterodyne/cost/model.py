@@ -242,12 +242,9 @@ class CostModel:
             return {"reduce_s": tuple(self.collectives.all_reduce(b.owners)(b.bytes) for b in buckets)}
         shares = state_shares(plan)
         half = [self._half_s(plan, bucket, [shares[owner] for owner in bucket.owners]) for bucket in buckets]
-        if plan.zero < 3:
-            return {"reduce_s": tuple(half), "gather_s": tuple(half)}
-        return {
-            "reduce_s": tuple(half),
-            "gather_s": tuple(seconds if b.blocks else 0.0 for b, seconds in zip(buckets, half, strict=True)),
-        }
+        read = [bool(bucket.blocks) or plan.zero < 3 for bucket in buckets]
+        gathers = (seconds if each else 0.0 for each, seconds in zip(read, half, strict=True))
+        return {"reduce_s": tuple(half), "gather_s": tuple(gathers)}
 
     def _half_s(self, plan: Plan, bucket: Bucket, shares: Sequence[int]) -> float:
         """Seconds of the reduce-scatter of a bucket, or of its all-gather.
