@@ -16,6 +16,7 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
 from heterodyne.search.drafts import Draft, Drafting
+from heterodyne.search.hosted import reloading
 from heterodyne.search.line_drafts import LineDrafts
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, FOLDING_PAYS, Candidate, Kind
@@ -102,7 +103,8 @@ class Pipelines:
             options.append(self._played(built))
         if not options:  # no order fits: what 1F1B lacks is what can be said
             return self._played(self._builder(drafting, fine).plain(fine))
-        return min(options, key=lambda c: c.weighed_s)
+        best = min(options, key=lambda c: c.weighed_s)
+        return min((best, *self._reloaded(best)), key=lambda c: c.weighed_s)
 
     def _roomiest(self, usable: Sequence[str]) -> Candidate | None:
         """Where the fastest cuts fit in no order: of those that leave most memory the fastest that fits; None: there is none.
@@ -115,6 +117,12 @@ class Pipelines:
             built = sorted(builder.best(draft, move=False), key=self._doubted_s)
             played += map(self._played, (*built[:_MOST_PLAYED], builder.leanest(draft)))
         return min((c for c in played if c.plan is not None), key=lambda c: c.weighed_s, default=None)
+
+    def _reloaded(self, best: Candidate) -> Iterator[Candidate]:
+        """The same with activations that come back from hosts ahead of their backwards; they need room as long, so not all fit."""
+        if best.plan is not None:
+            for pipeline in reloading(best.plan.pipelines[0]):
+                yield self.weighed(best.name, best.kind, (pipeline,), best.plan.schedule)
 
     def _played(self, built: Built) -> Candidate:
         return self.weighed(self._name(built), "pipeline", (built.pipeline,), built.schedule or "1F1B")
