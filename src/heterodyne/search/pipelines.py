@@ -7,7 +7,7 @@ are done sooner than the best is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -42,8 +42,7 @@ class Pipelines:
     )
 
     def candidates(self, below_s: float) -> tuple[Candidate, ...]:
-        """A pipeline over all devices, or where these do not fit over all but one, and the even cut. Others leave out devices where that is
-        faster (`search.by_class`).
+        """A pipeline over all devices, and the even cut. Others leave out devices where that is faster (`search.by_class`).
 
         ``below_s``: what a plan has to be weighed below.
         """
@@ -54,13 +53,10 @@ class Pipelines:
         try:
             draft = self.lines.best(usable)
         except InfeasibleError as error:
-            found = next(filter(None, map(self._draft_or_none, self._all_but_one(usable))), None)
-            if found is None and below_s == inf and (roomiest := self._roomiest(usable)):
+            if below_s == inf and (roomiest := self._roomiest(usable)):
                 return (roomiest,)
-            if found is None:
-                name = f"a pipeline over {self._who(usable)}"
-                return (Candidate(name=name, kind="pipeline", why_not=str(error)),)
-            draft = found
+            name = f"a pipeline over {self._who(usable)}"
+            return (Candidate(name=name, kind="pipeline", why_not=str(error)),)
         best = self._best(draft, below_s)
         if best.plan is None and below_s == inf:
             best = self._roomiest(usable) or best
@@ -156,18 +152,6 @@ class Pipelines:
 
     def _small(self, draft: Draft) -> bool:
         return len(draft.line) * len(draft.micro_batches) <= _SMALL
-
-    def _all_but_one(self, devices: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        """The devices without one of each kind, if that leaves two."""
-        kinds = self.lines.kinds
-        without = {kinds[left]: tuple(d for d in devices if d != left) for left in devices} if len(devices) > 2 else {}
-        return without.values()
-
-    def _draft_or_none(self, devices: Sequence[str]) -> Draft | None:
-        try:
-            return self.lines.best(devices)
-        except InfeasibleError:
-            return None
 
     def _even(self, draft: Draft) -> Candidate:
         """As many blocks for each device, in the order of the cluster, with 1F1B: what is done where nothing is known."""
